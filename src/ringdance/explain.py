@@ -129,7 +129,7 @@ def _ranks_here(target: str) -> list[_Rank]:
     known = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
-        if reader is not None and reader.who.pid == int(pid):
+        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # else it is in init()
             rank = _rank_of(reader)
             known.add((rank.job, rank.number))
             if not reader.words[Word.CLOSED]:
@@ -137,7 +137,8 @@ def _ranks_here(target: str) -> list[_Rank]:
     for process, environ in records.rank_processes():
         job, number, size = (environ[name] for name in (linux.MARKER, "RINGDANCE_RANK", "RINGDANCE_SIZE"))
         if (job, int(number)) not in known:
-            state = _BEFORE if open_ring(process.pid) is None else ", now in init()"
+            below = (process, *process.children(recursive=True))
+            state = ", now in init()" if any(open_ring(one.pid) for one in below) else _BEFORE
             progress = f"{time.time() - process.create_time():.0f} s{state}"
             rank = _Rank(int(number), os.uname().nodename, process.pid, int(size), job, progress)
             jobs.setdefault(job, []).append(rank)

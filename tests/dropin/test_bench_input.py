@@ -39,6 +39,25 @@ print("has trained")
 """
 
 
+KERAS = """
+import sys, time
+import keras, numpy as np
+import ringdance.keras as hvd
+
+class Slow(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, number):
+        time.sleep(float(sys.argv[1]))
+        return np.ones((8, 3)), np.ones((8, 1))
+
+hvd.init()
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+model.fit(hvd.watch_input(Slow()), epochs=1000, verbose=0)
+"""
+
+
 @pytest.mark.parametrize(
     ("load", "step", "bound"), [(0.04, 0.001, "loader"), (0.001, 0.04, "step")], ids=["loader", "step"]
 )
@@ -57,6 +76,20 @@ def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: P
     # Beside other programs it says that cores are short, or does not know: tests/unit/observe/test_bench.py.
     assert found["bound"] in (bound, "cores", "order", "unclear")
     assert found["sentence"]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(200)
+def test_what_fit_reads_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("keras")
+    (tmp_path / "train.py").write_text(KERAS)
+    line = ["bench", "input", "-np", "2", "--seconds", "1", "--json", "--", "python", "train.py", "0.2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ringdance", *line],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bound"] == "loader"
 
 
 @pytest.mark.slow

@@ -14,6 +14,15 @@ from processes import Job, start, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
+EARLY = """
+import os, pathlib, time
+rank, here = os.environ["RINGDANCE_RANK"], pathlib.Path(__file__).parent
+import ringdance.numpy as hvd
+(here / f"began.{rank}").touch()
+while not (here / f"init.{rank}").exists():
+    time.sleep(0.1)
+hvd.init()
+"""
 PLANTED = Path(__file__).with_name("planted_job.py")
 
 
@@ -90,6 +99,30 @@ def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
     finally:
         for job in jobs:
             job.end()
+
+
+def test_ranks_before_init_are_shown_and_a_foreground_job_cannot_be_stopped(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(EARLY)
+    job = start(tmp_path, "-np", "2", sys.executable, str(tmp_path / "job.py"))
+    try:
+        assert wait_until(lambda: len(list(tmp_path.glob("began.*"))) == 2, 30.0) is not None
+        said = explain(str(job.process.pid)).splitlines()
+        assert said[-1] == "All ranks have to call init(): ranks 0, 1 have not done so yet."
+        assert said[0].startswith("rank 0 on host ")
+        assert said[0].endswith(" s without init())")
+        (tmp_path / "init.0").touch()
+        last = "All ranks have to call init(): ranks 1 have not done so yet."
+        assert wait_until(lambda: explain(str(job.process.pid)).splitlines()[-1] == last, 30.0) is not None
+        assert "now in init())" in explain(str(job.process.pid))
+        line = [sys.executable, "-m", "ringdance"]
+        shown = subprocess.run([*line, "status", "--json"], capture_output=True, text=True, check=True)
+        name = next(one["job"] for one in json.loads(shown.stdout) if one["pid"] == job.process.pid)
+        done = subprocess.run([*line, "stop", name[:6]], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "runs in the foreground: end it with Ctrl-C where it was started" in done.stderr
+        assert f"(by process {job.process.pid} on this host)" in done.stderr
+    finally:
+        job.end()
 
 
 def test_what_is_not_there() -> None:

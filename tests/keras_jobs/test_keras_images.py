@@ -13,6 +13,7 @@ from PIL import Image
 import ringdance.keras as hvd
 from ringdance.data.loader import Synthetic
 from ringdance.errors import ArgumentError
+from ringdance.keras.batches import _measuring
 from ringdance.training.loaders.input_check import INPUT_MARK, WatchedLoader
 
 hvd.init()
@@ -86,6 +87,49 @@ def test_wrong_uses_are_refused() -> None:
     with pytest.raises(ArgumentError, match="shuffle=False"):
         loader[2]
     loader.close()
+
+
+X = np.ones((16, 3), np.float32), np.ones((16, 1), np.float32)
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        assert index in range(3)
+        return X
+
+
+def tf_data() -> Any:
+    return pytest.importorskip("tensorflow").data.Dataset.from_tensor_slices(X).batch(4)
+
+
+def torch_loader() -> Any:
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(*map(torch.tensor, X))
+    return torch.utils.data.DataLoader(data, 4)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("part", ["loader", "step", "both"])
+@pytest.mark.parametrize(
+    "made", [tf_data, torch_loader, Sequence, lambda: Sequence(workers=3)], ids=["tf", "torch", "py", "py3"]
+)
+def test_fit_takes_what_is_watched(
+    made: Any, part: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(keras.Model, "fit", _measuring(keras.Model.fit))
+    data = made()
+    assert hvd.watch_input(data) is data
+    monkeypatch.setenv("RINGDANCE_INPUT_CHECK", part)
+    monkeypatch.setenv("RINGDANCE_INPUT_CHECK_TIME", "0.05")
+    monkeypatch.setattr(WatchedLoader, "_measured", None)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    with pytest.raises(SystemExit):
+        model.fit(hvd.watch_input(data), epochs=2, verbose=0)
+    assert (INPUT_MARK in capfd.readouterr().out) == (hvd.rank() == 0)
 
 
 @pytest.mark.parametrize("part", ["loader", "step", "both"])

@@ -171,9 +171,10 @@ def read_run(directory: Path) -> Run:
             why = "has marked a step. DistributedOptimizer does, or hvd.mark_step() after each"
         else:
             seconds = rows[-1]["time"] - rows[0]["time"]
+            interval = min(1.0, max(0.01, seconds / 10))
             why = (
                 f"has taken steps between two samples, as the run took {seconds:.1f} s only. Let it run for "
-                f"longer, or take samples more often: RINGDANCE_METRICS_INTERVAL={min(1, max(0.01, seconds / 10)):.1g}"
+                f"longer, or take samples more often: RINGDANCE_METRICS_INTERVAL={interval:.1g}"
             )
         raise LaunchError(f"{directory}: no rank {why}")
     return Run(directory, ranks)

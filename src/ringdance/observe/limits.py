@@ -68,9 +68,9 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
     busy = [one for one in run.hosts if run.mean("host_cpu_percent", one) > _BUSY_HOST]
     taken, host = max(((_by_others(run, one), one) for one in busy), default=(0.0, ""))
     skewed = run.size > 1 and skew >= max(WORTH, communication)
-    waits = all(
-        one.cores / max(1 - one.exposed, 0.05) < _FEW_CORES for one in ([run.slowest] if skewed else run.ranks)
-    )  # for something that is no core, as its input
+    blamed = [run.slowest] if skewed else run.ranks
+    # For something that is no core, as their input.
+    waits = all(one.cores / max(1 - one.exposed, 0.05) < _FEW_CORES for one in blamed)
     if taken >= _TAKEN and not (waits and (skewed or max(communication, uneven) < WORTH)):
         return RunLimit(
             "other programs",

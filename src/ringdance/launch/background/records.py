@@ -233,8 +233,8 @@ def find(name: str = "") -> Record:
     for one in here:
         if one.job.startswith(name):
             raise LaunchError(
-                f"job {one.short} runs in the foreground: end it with Ctrl-C where it was started (by process "
-                f"{one.pid} on this host), and read its output there"
+                f"job {one.short} runs in the foreground: end it with Ctrl-C where it was started (by "
+                f"process {one.pid} on this host), and read its output there"
             )
     if not found:
         raise LaunchError(f"there is no job {name}; `ringdance status` shows all")

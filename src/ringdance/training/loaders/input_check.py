@@ -38,8 +38,8 @@ def watch_input(loader: Any) -> Any:
 
         loader = hvd.watch_input(DataLoader(data, batch_size=32))
 
-    Without that command it is the same object. All ranks iterate it. Those of ``image_loader`` and
-    ``table_loader`` that shuffle are watched without this call.
+    Without that command it is the same object. All ranks iterate it, or give it to Keras' ``fit``. Those of
+    ``image_loader`` and ``table_loader`` that shuffle are watched without this call.
 
     Args:
         loader: anything that can be iterated several times: a DataLoader, a tf.data pipeline, a list.
@@ -62,7 +62,7 @@ class WatchedLoader:
     _measured: WatchedLoader | None = None  # the one that was iterated first
 
     def __init__(self, loader: Iterable[Any], part: str, seconds: float) -> None:
-        self._loader, self.part, self._seconds = loader, part, seconds
+        self.source, self.part, self._seconds = loader, part, seconds
         self._batches = self._samples = 0
         self._next, self._warm, self._unit = _LEAST, False, "samples"
         self._kept: Iterator[Any] | None = None
@@ -72,15 +72,15 @@ class WatchedLoader:
         self._host = 0.0, 0.0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return getattr(self.source, name)
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # TypeError where it has none, as it should
+        return len(self.source)  # type: ignore[arg-type]  # TypeError where it has none, as it should
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches until all ranks have measured; raise ``SystemExit(0)`` then, on all alike."""
         if not self.begin():
-            yield from self._loader
+            yield from self.source
             return
         for batch in self.drawn():
             number = samples_of(batch)
@@ -125,14 +125,14 @@ class WatchedLoader:
     def _epoch(self) -> Iterator[Any]:
         """Yield batches; no short ones, for which a framework may compile the step once more."""
         batch = None
-        for batch in self._loader:
+        for batch in self.source:
             self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
             count = getattr(batch, "count", None)  # of all ranks, so that all leave out the same
             self._full = count if self._full is None else self._full
             if count == self._full or not isinstance(count, int):
                 yield batch
         if batch is None:
-            raise ArgumentError(f"{self._loader!r} has no batches: there is nothing to measure.")
+            raise ArgumentError(f"{self.source!r} has no batches: there is nothing to measure.")
 
     def _first(self) -> Iterator[Any]:
         """Yield the batches of the step alone: more than caches hold, as in a training.

@@ -83,6 +83,16 @@ def test_a_job_of_another_machine_is_followed_to_its_end() -> None:
     ending.join()
 
 
+def test_table_and_json_have_one_word_for_a_state(capsys: pytest.CaptureFixture[str]) -> None:
+    for code, said in ((0, "ended"), (3, "ended, exit code 3")):
+        name = f"{code}" * 4
+        made(name, ended=5.0, code=code)
+        assert commands.status([name]) == code
+        assert f"{said}  " in capsys.readouterr().out.splitlines()[1]
+        commands.status([name, "--json"])
+        assert json.loads(capsys.readouterr().out)[0]["state"] == "ended"
+
+
 def test_a_job_older_than_a_restart_is_lost() -> None:
     made("9999", machine=f"{os.uname().nodename} before a restart")
     assert commands.attach(["9999"]) == 2
