@@ -17,8 +17,9 @@ from ringdance.observe.timeline import milliseconds, rank_table
 
 _STYLE = Path(__file__).with_name("page.css")
 _EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16
-_OTHER = 3  # the first colour that has no meaning in _KINDS
-_KINDS = ("between exchanges", "waits for results", "exchanges")
+_STEP = ("between exchanges", "waits for slower ranks", "exchanges")
+_KINDS = {0: _STEP[0], 3: "waits for results", 2: _STEP[2]}  # the same colours for the same
+_OTHER, _LINES = 4, 4  # the first colour that has no meaning there, and how many
 
 
 def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch: int) -> str:
@@ -85,11 +86,10 @@ def _plots(run: Run, batch: int) -> list[str]:
         step, exposed = one.step_seconds * 1000, one.exposed * one.step_seconds * 1000
         communication = min(exposed, run.communication * step)
         rows[f"{one.rank} {one.host}"] = [step - exposed, exposed - communication, communication]
-    kinds = ("between exchanges", "waits for slower ranks", "exchanges")  # colours as in _excerpt
-    found.append(svg.bars("A step of each rank, ms; the slowest rank first", kinds, rows, "ms"))
+    found.append(svg.bars("A step of each rank, ms; the slowest rank first", _STEP, rows, "ms"))
     for key, title in (("host_cpu_percent", "Cores in use"), ("host_memory_percent", "Memory in use")):
         hosts = {}
-        for host in run.hosts[:5]:
+        for host in run.hosts[:_LINES]:
             one = next(one for one in run.ranks if one.host == host)
             line = [(row["time"] - start, row[key]) for row in one.rows if key in row]
             if line:
@@ -98,7 +98,7 @@ def _plots(run: Run, batch: int) -> list[str]:
             found.append(svg.lines(title, hosts, "s", "% of the host", 100.0, _OTHER))
     gpus = {
         f"rank {one.rank}": [(r["time"] - start, r["gpu_percent"]) for r in one.rows if "gpu_percent" in r]
-        for one in run.ranks[:5] if one.gpu is not None
+        for one in run.ranks[:_LINES] if one.gpu is not None
     }  # fmt: skip
     if gpus:
         found.append(svg.lines("GPUs in use", gpus, "s", "%", 100.0, _OTHER))
@@ -134,7 +134,7 @@ def _excerpt(trace: Sequence[RankTimes]) -> str:
 
     rows = {}
     for one in shown:
-        waits, lost = cut(one, "waits", 1), cut(one, "steps", 1)
+        waits, lost = cut(one, "waits", 3), cut(one, "steps", 3)
         at, computes = 0.0, []
         for _, began, ended in [*sorted(waits + lost), (0, (end - begin) * 1e3, 0.0)]:
             if began > at:

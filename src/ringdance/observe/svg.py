@@ -43,8 +43,8 @@ def _ticks(top: float, number: int = 4) -> list[float]:
     return [step * place for place in range(number + 1)]
 
 
-def _legend(names: Sequence[str], first: int = 0) -> str:
-    items = (f'<li><i class="b{n % 8}"></i>{escape(name)}</li>' for n, name in enumerate(names, first))
+def _legend(names: Mapping[int, str]) -> str:
+    items = (f'<li><i class="b{n % 8}"></i>{escape(name)}</li>' for n, name in names.items())
     return f"<ul class='legend'>{''.join(items)}</ul>"
 
 
@@ -96,7 +96,7 @@ def lines(
     top: float = 0.0, first: int = 0,
 ) -> str:  # fmt: skip
     """Return a plot of lines from 0, with caption and legend; arguments as of :func:`plot`."""
-    legend = _legend(list(series), first) if len(series) > 1 else ""
+    legend = _legend(dict(enumerate(series, first))) if len(series) > 1 else ""
     return _figure(f"{title}, {y_unit}", plot(title, series, x_unit, y_unit, top, first=first), legend)
 
 
@@ -145,11 +145,12 @@ def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]], 
         f"{label}: {', '.join(f'{n} {v:.3g} {unit}' for n, v in zip(names, values, strict=True))}"
         for label, values in rows.items()
     )
-    return _figure(title, _frame(_TOP * 2 + each * len(rows), title, said, body), _legend(names))
+    picture = _frame(_TOP * 2 + each * len(rows), title, said, body)
+    return _figure(title, picture, _legend(dict(enumerate(names))))
 
 
 def spans(
-    title: str, rows: Mapping[str, Sequence[tuple[int, float, float]]], kinds: Sequence[str],
+    title: str, rows: Mapping[str, Sequence[tuple[int, float, float]]], kinds: Mapping[int, str],
     marks: Mapping[str, float], end: float,
 ) -> str:  # fmt: skip
     """Return rows of spans on one clock.
@@ -157,7 +158,7 @@ def spans(
     Args:
         title: of the plot.
         rows: kind, begin and end of each span, in ms.
-        kinds: names of the kinds.
+        kinds: names of the kinds by their colours; 2 has a lane of its own.
         marks: times of vertical lines.
         end: of the clock, which begins at 0.
     """
@@ -169,13 +170,13 @@ def spans(
         x = left + time * scale
         body += [f'<path class="grid" d="M{x:.1f} 14V{bottom}"/>', _text(x - 2, 11, name, "end")]
     for number, (label, found) in enumerate(rows.items()):
-        y, drawn = 20 + number * each, {kind: -1.0 for kind in range(len(kinds))}
+        y, drawn = 20 + number * each, dict.fromkeys(kinds, -1.0)
         body.append(_text(left - 6, y + 13, label if len(label) < 13 else f"{label[:11]}…", "end"))
         for kind, began, ended in sorted(found):
             x, right = left + max(0.0, began) * scale, left + min(end, ended) * scale
             if right > drawn[kind] + 0.1:  # smaller ones make the page large and show nothing
                 drawn[kind] = max(right, x + 0.3)
-                lane = y + 9 * (kind > 1)  # what a rank does, above what is exchanged
+                lane = y + 9 * (kind == 2)  # what a rank does, above what is exchanged
                 width = max(0.3, right - x)
                 body.append(f'<rect class="b{kind}" x="{x:.1f}" y="{lane}" width="{width:.1f}" height="8"/>')
     body += [_text(_WIDTH - _RIGHT, bottom + 14, f"{end:.3g} ms", "end"), _text(left, bottom + 14, "0")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -121,7 +122,7 @@ def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.Capt
         assert root.find("desc") is not None
 
 
-def test_a_gap_in_the_timeline_is_not_drawn_as_computing(tmp_path: Path) -> None:
+def test_a_gap_in_the_timeline_is_not_drawn_as_computing_and_a_colour_has_one_meaning(tmp_path: Path) -> None:
     """A rank waits for 0.1 s, of 0.2 s the records are lost, and it waits again."""
     run = write(tmp_path / "run", [0.1])
     writer = ChromeWriter(str(run / "timeline.json"), 0, 0.0)
@@ -133,8 +134,13 @@ def test_a_gap_in_the_timeline_is_not_drawn_as_computing(tmp_path: Path) -> None
     writer.close()
     assert report.main([str(run)]) == 0
     text = (run / "report.html").read_text()
+    meanings = {
+        (colour, name) for legend in re.findall("class='legend'>(.*?)</ul>", text)
+        for colour, name in re.findall('class="b(\\d)"></i>([^<]*)', legend) if int(colour) < 4
+    }  # fmt: skip
+    assert len(meanings) == len(dict(meanings)) == 4
     picture = text.split("The last steps of each rank</title>")[1].split("</svg>")[0]
-    assert picture.count('class="b1"') == 2
+    assert picture.count('class="b3"') == 2
     assert 'class="b0"' not in picture
 
 
