@@ -120,9 +120,10 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone, gain = speeds["loader"], step / both
     pace, advice = f"{alone.unit}/s", _LESS[alone.unit]
-    less = loader < step * (1 - _WORTH) and both >= loader * 0.7
-    waits = less and both < step * (1 - _WORTH) and alone.cores < _FEW  # whatever others do on the cores
     disturbed = max((one.by_others for one in speeds.values() if one.is_disturbed), default=0.0)
+    # A loader that hardly uses a core waits, whatever others do on them.
+    waits = max(loader, both) < step * (1 - _WORTH) and alone.cores < _FEW
+    less = loader < step * (1 - _WORTH) and (both >= loader * 0.7 or bool(disturbed and waits))
     if disturbed and not waits:
         return Limit(
             "unclear",

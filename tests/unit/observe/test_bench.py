@@ -49,6 +49,7 @@ def speed(
         (speed(100, cores=1.9, second=0.5), speed(400), speed(50), "loader", "and computes (it uses 1.9"),
         (speed(100, others=0.85), speed(400), speed(99), "unclear", "Other programs use 85% of a host's"),
         (speed(100, cores=0.02, others=0.9), speed(400), speed(99), "loader", "waits most of the time"),
+        (speed(100, cores=0.02, others=0.9), speed(400), speed(60), "loader", "waits most of the time"),
         (
             speed(100, second=0.5, of_second=0.02, others=0.8), speed(400), speed(50), "loader",
             "Rank 1 holds the others up: its loader is 33% behind the mean, and waits",
