@@ -66,6 +66,7 @@ class _Rank:
     seconds: float = 0.0
     doing: str = ""
     stacks: str = ""
+    operation: str = ""  # the whole name of what it waits for
 
     @property
     def who(self) -> str:
@@ -199,7 +200,8 @@ def _rank_of(reader: RingReader) -> _Rank:
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
     seconds = (time.monotonic_ns() - since) / 1e9 if since else 0.0
     size, progress = reader.words[Word.SIZE], steps_text(reader.words)
-    return _Rank(number, host, pid, size, job, progress, str(waits_for), seconds)
+    name = reader.pending_name
+    return _Rank(number, host, pid, size, job, progress, str(waits_for), seconds, operation=name)
 
 
 def _is_below(pid: int, other: int) -> bool:
@@ -243,14 +245,15 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
         numbers = ", ".join(str(rank.number) for rank in waiting)
         others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"
         return f"{others} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
-    names = Counter(rank.waits_for for rank in waiting)
+    names = Counter((rank.operation, rank.waits_for) for rank in waiting)
     if len(names) == 1:
         cause = "ranks that were not seen" if missing else "an exchange that is under way"
         return f"All ranks here wait for '{waiting[0].waits_for}': for {cause}."
     usual = names.most_common(1)[0][0]
-    odd = [rank for rank in waiting if rank.waits_for != usual]
-    parts = [f"{rank.who} for '{rank.waits_for}'{rank.place}" for rank in odd]
-    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for '{usual}'."
+    odd = [rank for rank in waiting if (rank.operation, rank.waits_for) != usual]
+    shown = 1 if len({label for _, label in names}) == len(names) else 0  # by labels, if these differ
+    parts = [f"{rank.who} for '{(rank.operation, rank.waits_for)[shown]}'{rank.place}" for rank in odd]
+    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for '{usual[shown]}'."
 
 
 # -- what a job has left --------------------------------------------------------------------

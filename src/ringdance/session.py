@@ -65,6 +65,7 @@ class _Process:
     clean: bool = True  # every engine so far has stopped by agreement
     at_init: tuple[Callable[[], None], ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
+    unseen: tuple[Engine | None, Exception] | None = None  # see ``note_unseen``
 
 
 _process = _Process()
@@ -100,6 +101,17 @@ def at_init(function: Callable[[], None]) -> None:
     _process.at_init += (function,)
     if _process.engine is not None:
         function()
+
+
+def note_unseen(error: Exception) -> None:
+    """Note the error of an exchange in the background; unless the script gets it, the rank ends in it."""
+    _process.unseen = _process.engine, error
+
+
+def note_seen(text: str) -> None:
+    """Note the text of an error that the script gets."""
+    if _process.unseen is not None and type(_process.unseen[1]).__name__ in text:
+        _process.unseen = None
 
 
 def metrics() -> dict[str, Any]:
@@ -180,7 +192,7 @@ def init(comm: Any = None, ranks: tuple[int, Callable[..., Transport]] | None = 
             settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
         _configure_log(settings)
         _process.engine = _start(comm, settings) if ranks is None else _start_by(*ranks, settings)
-        _process.comm = comm
+        _process.comm, _process.unseen = comm, None
         _process.monitoring.start(_process.engine)
         _export_ranks(_process.engine)
         if not _process.pid:
@@ -369,6 +381,10 @@ def _on_exception(
 
 
 def _at_exit() -> None:
+    if _process.unseen is not None and _process.pid == os.getpid() and not _process.failed:
+        _process.engine, error = _process.unseen
+        error.add_note("ringdance: this happened in a compiled program, and no result was read since.")
+        sys.excepthook(type(error), error.with_traceback(None), None)
     found, _process.engine = _process.engine, None
     if _process.pid != os.getpid():
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,42 @@ def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_p
     line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("result.block_until_ready()", 1),
+        ("", 1),
+        ("while not session._process.unseen: time.sleep(0.01)\nhvd.shutdown()", 1),
+        ("hvd.shutdown()", 0),
+        ("from keras.src.utils.python_utils import pythonify_logs; pythonify_logs({'a': result})", 1),
+        ("try: result.block_until_ready()\nexcept jax.errors.JaxRuntimeError: pass", 0),
+    ],
+    ids=["read", "unread", "later shutdown", "shutdown", "keras", "caught"],
+)
+def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, ending: str, code: int) -> None:
+    """Also where nothing reads a result, or Keras, which drops the error; not where the script gets it."""
+    for module in ("jax", "keras"):
+        pytest.importorskip(module)
+    path = script(
+        tmp_path,
+        "import os; os.environ['KERAS_BACKEND'] = 'jax'\nimport time, jax, ringdance.jax as hvd\n"
+        "from ringdance import session\nhvd.init()\n"
+        "x, two, matrix = map(jax.numpy.ones, (2 + hvd.rank(), 2, (1500, 1500)))\n"
+        "long = jax.jit(lambda x: (x @ x)[0, 0]).lower(matrix).compile()\n"
+        "first = jax.jit(lambda x, y: hvd.allreduce(x + y, name='a')[:2]).lower(x, x[0]).compile()\n"
+        "more = jax.jit(lambda x: x + 1).lower(two).compile()\n"
+        "result = more(more(more(first(x, long(matrix)))))\n"  # all begin before the first has ended
+        f"{ending}\n",
+    )
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", sys.executable, path]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == code, done.stderr
+    shown = "MismatchError: Mismatched shapes for 'allreduce.a': (2,) on rank 0"
+    assert (shown in done.stderr) == bool(code), done.stderr
+    assert "Error dispatching computation" not in done.stderr
+    assert ("Keras goes on" in done.stderr) == ("keras" in ending)
+    if code:
+        frame = done.stderr[done.stderr.index("the job failed") :]
+        assert re.search(rf"first failure: rank \d of 2 .*{re.escape(shown)}", frame)

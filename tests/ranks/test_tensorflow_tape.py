@@ -166,6 +166,26 @@ def test_other_gradients_on_rank_0(way: Any, others: str) -> None:
     assert nothing is None
 
 
+@several
+@both
+def test_shapes_that_differ_by_mistake(way: Any) -> None:
+    """One error on all ranks, with the shapes, of dense gradients and of rows."""
+
+    def step(variable: Any, rows: bool) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(variable, [1, 2]) if rows else variable)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [variable])
+
+    for rows in (False, True):
+        wrong = tf.Variable(tf.ones((9, 2 + RANK)), name="mine")
+        begin = r"gradients for the gradients of mine:0: rows .* of shape" if rows else "shapes for 'mine:0':"
+        shown = rf"Mismatched {begin} \(9, 2\) on rank 0 .* \(9, 3\) on rank 1"
+        with pytest.raises(tf.errors.FailedPreconditionError, match=shown):
+            way(step)(wrong, rows)
+        (got,) = way(step)(tf.Variable(tf.ones((9, 2))), rows)
+        assert tf.reduce_sum(got).numpy() == (4 if rows else 18)
+
+
 def test_two_tapes_of_one_recording() -> None:
     weight = tf.Variable([1.0])
     with tf.GradientTape(persistent=True) as recording:
@@ -177,10 +197,10 @@ def test_two_tapes_of_one_recording() -> None:
 
 
 @several
-@pytest.mark.parametrize("named", [False, True])
-def test_equal_models_in_two_threads(named: bool) -> None:
-    """In another order on rank 0: with names each its own mean; without, an error before the second step."""
-    models = [tf.Variable([1.0]), tf.Variable([1.0])]
+@pytest.mark.parametrize("apart", ["", "names", "shapes"])
+def test_models_in_two_threads(apart: str) -> None:
+    """In another order on rank 0: each its own mean; equal ones without names: an error before the next."""
+    models = [tf.Variable([1.0]), tf.Variable([1.0] * (1 + (apart == "shapes")))]
     turns, stop = [threading.Event(), threading.Event()], threading.Event()
     found: dict[int, Any] = {}
 
@@ -189,17 +209,17 @@ def test_equal_models_in_two_threads(named: bool) -> None:
         try:
             with tf.GradientTape() as tape:
                 loss = models[number] * (10.0 * number + RANK)
-            found[number] = hvd.DistributedGradientTape(tape, **how).gradient(loss, models[number]).numpy()
+            found[number] = hvd.DistributedGradientTape(tape, **how).gradient(loss, models[number])[0].numpy()
         except ValueError as error:
             found[number] = str(error)
         turns[1 - number].set()
         stop.wait(30)
 
-    names = [{"name": f"model.{number}"} if named else {} for number in range(2)]
+    names = [{"name": f"model.{number}"} if apart == "names" else {} for number in range(2)]
     threads = [threading.Thread(target=train, args=(one,), kwargs=names[one]) for one in range(2)]
     for one in threads:
         one.start()
-    for number in range(2) if named else [RANK == 0]:
+    for number in range(2) if apart else [RANK == 0]:
         turns[number].set()
     for event in turns:
         event.wait(30)
@@ -208,8 +228,8 @@ def test_equal_models_in_two_threads(named: bool) -> None:
     stop.set()
     for one in threads:
         one.join()
-    if named:
-        assert found == {0: [MEAN - 1], 1: [MEAN + 9]}
+    if apart:
+        assert found == {0: MEAN - 1, 1: MEAN + 9}
     else:
         assert "name of its own" in str(found[int(RANK != 0)])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _MOST = 4096  # names; those of a model are a few
 _tensors: dict[str, tuple[str, Sequence[str]]] = {}
@@ -25,6 +25,18 @@ def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
     while _owners.setdefault(label if number == 1 else f"{label} ({number})", owner) != owner:
         number += 1
     _tensors[name] = label if number == 1 else f"{label} ({number})", tensors
+
+
+def labels_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the labels of those names that have one, for another rank's ``adopt``."""
+    return {name: _tensors[name][0] for name in names if name in _tensors}
+
+
+def adopt(labels: dict[str, str]) -> None:
+    """Take over another rank's labels of names that this rank does not use."""
+    for name, label in labels.items():
+        also = any(label == one for one, _ in _tensors.values())
+        _tensors.setdefault(name, (f"{label} ('{name}')" if also else label, ()))
 
 
 def known(name: str, number: int) -> bool:

@@ -2,7 +2,7 @@
 
 Standard library only: processes that read it start without other packages. Layout, in bytes::
 
-    0       header: 64 words (int64), see ``Word``; the host's name at 1024
+    0       header: 64 words (int64), see ``Word``; the host's name at 1024, that of PENDING at 2048
     4096    labels: for each its length (uint32) and its UTF-8 bytes; or -length, and numbers of labels
     ...     records, 40 bytes each: time, label, kind, process set, five values, sequence number
 
@@ -32,7 +32,7 @@ RECORD = struct.Struct("<qIHH5II")
 """Time, label, kind, process set, five values, number."""
 
 _LENGTH = struct.Struct("<i")
-_HEADER, _HOST = 4096, 1024
+_HEADER, _HOST, _PENDING = 4096, 1024, 2048
 _LABEL_BYTES = 1 << 20
 _CAPACITY = 1 << 15
 MASK = _CAPACITY - 1
@@ -172,8 +172,15 @@ class Ring:
     def describe(self, rank: int, size: int, host: str) -> None:
         """Write whose ring this is."""
         self.words[Word.RANK], self.words[Word.SIZE] = rank, size
-        text = host.encode()[:255]
-        self.view[_HOST : _HOST + len(text) + 1] = text + b"\0"
+        self._write(_HOST, host, 255)
+
+    def pending_name(self, name: str) -> None:
+        """Write the whole name of what has the label PENDING: others may have the same label."""
+        self._write(_PENDING, name, 2047)
+
+    def _write(self, at: int, text: str, most: int) -> None:
+        data = text.encode(errors="backslashreplace")[:most] + b"\0"
+        self.view[at : at + len(data)] = data
 
     def add(
         self, kind: int, label: int = 0, set_id: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0,
@@ -241,8 +248,15 @@ class RingReader:
     @property
     def who(self) -> Who:
         """Whose ring it is."""
-        host = bytes(self._view[_HOST : _HOST + 256]).partition(b"\0")[0].decode(errors="replace")
-        return Who(self.words[Word.RANK], host, self.words[Word.PID])
+        return Who(self.words[Word.RANK], self._text(_HOST, 256), self.words[Word.PID])
+
+    @property
+    def pending_name(self) -> str:
+        """The whole name of what has the label PENDING."""
+        return self._text(_PENDING, 2048)
+
+    def _text(self, at: int, most: int) -> str:
+        return bytes(self._view[at : at + most]).partition(b"\0")[0].decode(errors="replace")
 
     def name(self, number: int) -> Label:
         """Return a label."""

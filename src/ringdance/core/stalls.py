@@ -15,8 +15,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringdance.core import labels
 from ringdance.core.callers import Callers
-from ringdance.core.labels import label_of
 from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.recorder import Recorder
@@ -109,9 +109,9 @@ class StallWatch:
     def status(self) -> dict[str, Any]:
         """Return this rank's answer to an inquiry, the same to all that ask within a tenth of a second.
 
-        Its fields: ``pending``: set and name of each request; ``due``: the sets in which this rank takes part
-        in rounds now; ``waiting``: whether a thread waits; ``joined``; ``threads``: see
-        ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked``,
+        Its fields: ``pending``: set and name of each request; ``labels``: see ``labels_of``; ``due``: the
+        sets in which this rank takes part in rounds now; ``waiting``: whether a thread waits; ``joined``;
+        ``threads``: see ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked``,
         ``still`` and ``quiet``: see ``Callers.status``.
         """
         if time.monotonic() < self._status[0] + _SAME_ANSWER:
@@ -121,6 +121,7 @@ class StallWatch:
         status = {
             "kind": "status",
             "pending": [(number, work.name) for number, work in works],
+            "labels": labels.labels_of(work.name for _, work in works),
             "due": [s.set_id for s in sets if s.takes_part()],
             "waiting": any(self._callers.waits_in(s.set_id) for s in sets),
             "joined": any(s.pending.join is not None for s in sets),
@@ -133,6 +134,7 @@ class StallWatch:
 
     def on_status(self, sender: int, note: dict[str, Any]) -> None:
         """Accept another rank's answer."""
+        labels.adopt(note.get("labels", {}))
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
 
@@ -140,7 +142,9 @@ class StallWatch:
         """Return a warning or None, and the error to fail with or None."""
         now, sets = time.monotonic(), self._sets.states()
         oldest = self._oldest(sets, now)
-        self._words[Word.PENDING] = self._recorder.label(label_of(oldest[1].name)) if oldest else 0
+        name = oldest[1].name if oldest else ""
+        self._recorder.ring.pending_name(name)
+        self._words[Word.PENDING] = self._recorder.label(labels.label_of(name))
         self._words[Word.PENDING_SINCE] = int(1e9 * (now - oldest[2])) if oldest else 0
         if self._settings.stall_check_disable:
             return None, None

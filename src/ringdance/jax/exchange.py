@@ -28,10 +28,10 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
+from ringdance.jax.errors import failed
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
 from ringdance.training.collectives import Call
-from ringdance.training.elastic import remember
 from ringdance.training.gradients import weights
 
 Array = np.ndarray[Any, Any]
@@ -101,8 +101,8 @@ def _run_compiled(
 ) -> list[Array]:
     try:
         return run(what, inputs, outputs, shapes)
-    except CollectiveError as error:
-        remember(error)
+    except Exception as error:
+        failed(error)
         raise
 
 

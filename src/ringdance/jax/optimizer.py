@@ -37,6 +37,11 @@ def _cast(tree: Any, like: Any) -> Any:
     return jax.tree.map(same, tree, like)
 
 
+def _name_of(path: Any) -> str:
+    """Return a leaf's path as text: dense/bias."""
+    return str(jax.tree_util.keystr(path, simple=True, separator="/"))
+
+
 def _mean(tree: Any, name: str, process_set: ProcessSet) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     done = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
@@ -127,7 +132,7 @@ def distributed(
             return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
         _check_caller()
         scales = prescale, postscale * share
-        names = [jax.tree_util.keystr(path) for path, _ in paths]
+        names = [_name_of(path) for path, _ in paths]
         done = reduce_gradients(leaves, name, operation, *scales, process_set, pattern, compression, names)
         return jax.tree.unflatten(structure, done)
 
@@ -137,7 +142,7 @@ def distributed(
         extra = {key: _of_all_ranks(name, key, one, process_set) for key, one in extra.items()}
         mean = reduced(gradients)
         if found := jax.tree_util.tree_leaves_with_path(params):
-            names, values = [jax.tree_util.keystr(path) for path, _ in found], [one for _, one in found]
+            names, values = [_name_of(path) for path, _ in found], [one for _, one in found]
             compare_weights(values, names, name, _ADVICE, process_set)
         return inner.update(mean, state, params, **extra)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -158,7 +159,8 @@ class GradientReducer:
             if sparse:
                 first = [results[dense[0]]] if dense and in_session() else []  # see perform_all
                 with tf.device(self.devices[1]), tf.control_dependencies(first):
-                    self._reduce_sparse(results, sparse, variables, call("rows" if dense else 0, True))
+                    named = call("rows" if dense else 0, True, [variables[index] for index in sparse])
+                    self._reduce_sparse(results, sparse, variables, named)
             if not dense and not sparse and variables:  # others may have some, and wait for this rank
                 perform(call(0, True), [tf.zeros(1)])
             self._compare_weights(key, variables)
@@ -187,7 +189,10 @@ class GradientReducer:
         tf.cond(tf.cast(number("weights", f"{call.set_id}:{key}"), tf.bool), compare, lambda: 0)
 
     def _key(self, variables: Sequence[Any]) -> str:
-        described = repr([(tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables])
+        # Shapes that differ by mistake meet under one name, for an error that shows them; but they tell apart
+        # the models of threads, whose order is not certain.
+        shape = len if threading.current_thread() is threading.main_thread() else tuple
+        described = repr([(shape(one.shape), tf.as_dtype(one.dtype).name) for one in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
         if in_session():  # it may run two exchanges at once
             return unique_in_session(key)
@@ -241,7 +246,9 @@ class GradientReducer:
                 "sparse_as_dense=True."
             )
         names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
-        tables = [variable_of(variables[index]).shape[0] for index in sparse]
+        shapes = [variable_of(variables[index]).shape for index in sparse]
+        tables = [shape[0] for shape in shapes]
+        call = call.but(pattern=f"{call.pattern} of shape {', '.join(map(str, shapes))}")
         reduced = reduce_rows(call, [results[index] for index in sparse], names, perform, tables)
         for index, one in zip(sparse, reduced, strict=True):
             results[index] = one

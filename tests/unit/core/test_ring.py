@@ -24,6 +24,9 @@ def test_what_is_written_is_read_in_order() -> None:
     ring.describe(3, 8, "node7")
     reader = RingReader(ring.memory)
     assert reader.who == Who(3, "node7", os.getpid())
+    for name in ("gradients." * 300, "loss"):
+        ring.pending_name(name)
+        assert reader.pending_name == name[:2047]
     ring.add(Kind.SUBMIT, ring.label("a"), 2, 5, 1 << 33, -1)
     ring.add(Kind.BATCH, ring.label(("b", "a", "c")), 0, 7, when=11)
     first, second = reader.read()

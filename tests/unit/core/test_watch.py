@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from loopback_job import job
 
+from ringdance.core import labels
 from ringdance.core.engine import Engine
 from ringdance.core.reports.procfs import describe_threads, sample_cpu
 from ringdance.core.reports.stacks import thread_locations, user_frames
@@ -67,6 +68,15 @@ def test_names_on_both_sides_with_lines() -> None:
     )
     assert "rank 0 " not in said
     assert "rank 2 " not in said
+
+
+def test_another_ranks_labels_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labels, "_tensors", {})
+    labels.note("grad", "here", "gradients", ["w", "b"])
+    labels.adopt({"grad": "gradients of x", "loss": "gradients of y", "metric": "gradients of w and 1 more"})
+    said = message({0: answer("grad"), 2: answer("grad"), 3: answer("loss", "metric")})
+    assert "has waited 12 s for the gradients of w and 1 more (" in said
+    assert "it waits for the gradients of y, the gradients of w and 1 more ('metric'), which no other" in said
 
 
 @pytest.mark.parametrize(

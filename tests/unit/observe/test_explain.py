@@ -56,3 +56,16 @@ def test_files_that_cannot_be_read_are_left_out_with_the_reason(
 def test_how_long_other_hosts_may_take_is_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["-H", "localhost", "--timeout", "0.01"]) == 2
     assert "localhost: ended after 0.01 s (--timeout)" in capsys.readouterr().err
+
+
+def test_operations_of_one_label_are_told_apart() -> None:
+    names = ["tape.1f.0", "tape.1f.0", "tape.2a.0"]
+    ranks = [
+        explain._Rank(rank, "node1", rank + 7, 3, "job", "9 steps", "gradients of w", 3.0, operation=name)
+        for rank, name in enumerate(names)
+    ]
+    assert explain._culprit(ranks[:2], []).startswith("All ranks here wait for 'gradients of w'")
+    assert explain._culprit(ranks, []) == (
+        "The ranks wait for different operations, rank 2 on host node1 (pid 9) for 'tape.2a.0'; the others "
+        "for 'tape.1f.0'."
+    )
