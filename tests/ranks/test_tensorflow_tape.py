@@ -178,7 +178,7 @@ def test_shapes_that_differ_by_mistake(way: Any) -> None:
 
     for rows in (False, True):
         wrong = tf.Variable(tf.ones((9, 2 + RANK)), name="mine")
-        begin = r"gradients for the gradients of mine:0: rows .* of shape" if rows else "shapes for 'mine:0':"
+        begin = r"gradients for .*mine:0.*: rows .* of shape" if rows else "shapes for 'mine:0':"
         shown = rf"Mismatched {begin} \(9, 2\) on rank 0 .* \(9, 3\) on rank 1"
         with pytest.raises(tf.errors.FailedPreconditionError, match=shown):
             way(step)(wrong, rows)
