@@ -24,12 +24,12 @@ from ringdance.core.ring import RingReader, Word, steps_text
 from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import Run
+from ringdance.job_files import NO_FORMAT, read_regular
 from ringdance.launch.background import records
 from ringdance.launch.cause import CAUSE_FILE, OF_OTHERS, Cause
 from ringdance.launch.parser import Parser, as_program, seconds
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
-from ringdance.observe.files import NO_FORMAT, read_regular
 
 _EPILOG = """\
 examples:

@@ -13,12 +13,14 @@ from statistics import fmean, median
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.observe.files import NO_FORMAT, read_regular
+from ringdance.job_files import NO_FORMAT, read_regular, typed
 
 Row = dict[str, Any]
-_NUMBERS = (
-    "rank", "pid", "size", "steps", "bytes", "rss_bytes", "time", "exposed_seconds", "cpu_seconds",
-)  # fmt: skip
+_GAUGES = ("last_step_time", "host_cpu_percent", "host_memory_percent", "host_cores", "gpu_percent")
+_FIELDS = {
+    "host": str, **dict.fromkeys(("rank", "pid", "size", "steps", "bytes", "rss_bytes"), int),
+    **dict.fromkeys(("time", "exposed_seconds", "cpu_seconds", *_GAUGES), float),
+}  # fmt: skip
 
 
 @dataclass
@@ -130,9 +132,11 @@ def _read(file: Path) -> Iterator[Row]:
     for number, line in enumerate(read_regular(file).splitlines(), 1):
         try:
             row = json.loads(line)
-            if isinstance(row["host"], str) and all(isinstance(row[key], int | float) for key in _NUMBERS):
-                yield row
-                continue
+            known = dict.fromkeys(_GAUGES, 0.0) | row  # gauges may be missing
+            for key, kind in _FIELDS.items():
+                typed(known, key, kind)
+            yield row
+            continue
         except json.JSONDecodeError:
             print(f"ringdance report: {file}, line {number} is cut off and left out", file=sys.stderr)
             continue

@@ -26,8 +26,10 @@ Members = dict[int, tuple[float, float]]
 
 _LATE = 0.05  # share of a step by which a rank is behind the others, from which on it is late
 _OFTEN = 0.3  # share of the steps
-_RANK = re.compile(r"rank (\d+) on (.*) \(pid (\d+)\)")
-_STEP = re.compile(r"step (\d+)")
+_RANK = re.compile(r"rank (\d{1,9}) on (.*) \(pid (\d{1,9})\)")
+_THREAD = re.compile(r"rank (\d{1,9})")
+_STEP = re.compile(r"step (\d{1,18})")
+_LOST = re.compile(r"(\d{1,18}) records lost")
 
 
 @dataclass
@@ -61,8 +63,9 @@ class RankTimes:
     hidden: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        gaps = Cover((a, b) for _, a, b in self.threads.get("steps", ()))
-        self.lost = sum(int(text.split()[0]) for text, _, _ in self.threads.get("steps", ()))
+        spans = self.threads.get("steps", ())
+        lost = [(int(m[1]), a, b) for text, a, b in spans if (m := _LOST.fullmatch(text))]
+        gaps, self.lost = Cover((a, b) for _, a, b in lost), sum(count for count, _, _ in lost)
         whole = gaps.within(self.times) == 0
         whole |= not whole.any()  # then each without its gaps
 
@@ -197,7 +200,7 @@ def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
         )
     if len(hosts) > 1 and len(late) > _OFTEN * len(steps):
         return f"Now one rank is late, now another: in {len(late) / len(steps):.0%} of the steps."
-    return f"No rank is late; {exposed / whole:.0%} of a step is waiting for exchanges."
+    return f"No rank is late; {exposed / (whole or 1.0):.0%} of a step is waiting for exchanges."
 
 
 def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -205,14 +208,14 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
     rounds: dict[str, dict[Key, Members]] = defaultdict(lambda: defaultdict(dict))
     pending: dict[str, dict[int, float]] = defaultdict(dict)
     for (pid, tid), thread in trace.threads.items():
-        name, rank = trace.processes.get(pid, ""), thread.removeprefix("rank ")
-        if not rank.isdigit():
+        name, match = trace.processes.get(pid, ""), _THREAD.fullmatch(thread)
+        if match is None or (rank := int(match[1])) not in ranks:
             continue
         for number, began, ended in trace.rounds.get((pid, tid), ()):
-            rounds[name][number][int(rank)] = began, ended
+            rounds[name][number][rank] = began, ended
         for text, began in trace.open.get((pid, tid), ()):
             if text.startswith("NEGOTIATE_"):
-                pending[name][int(rank)] = began
+                pending[name][rank] = began
     every = {rank for found in rounds.values() for members in found.values() for rank in members} | {
         rank for waiting in pending.values() for rank in waiting
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.observe.files import NO_FORMAT, check_regular
+from ringdance.job_files import NO_FORMAT, check_regular, typed
 
 Key = tuple[int, int]
 Span = tuple[str, float, float]
@@ -90,22 +90,24 @@ def _add_event(trace: Trace, event: dict[str, Any]) -> None:
     phase, pid = event["ph"], event["pid"]
     thread = (pid, event.get("tid", -1))
     if phase == "X":
-        began = event["ts"] / 1e6
-        trace.spans[thread].append((event["name"], began, began + event["dur"] / 1e6))
+        began = typed(event, "ts", float) / 1e6
+        ended = began + typed(event, "dur", float) / 1e6
+        trace.spans[thread].append((typed(event, "name", str), began, ended))
     elif phase == "B":
-        trace.open[thread].append((event["name"], event["ts"] / 1e6))
+        trace.open[thread].append((typed(event, "name", str), typed(event, "ts", float) / 1e6))
     elif phase == "E" and trace.open[thread]:
         name, began = trace.open[thread].pop()
-        args, ended = event.get("args", {}), event["ts"] / 1e6
+        args, ended = event.get("args", {}), typed(event, "ts", float) / 1e6
         if "round" in args:
-            trace.rounds[thread].append(((args["process_set"], args["round"]), began, ended))
+            number = typed(args, "process_set", int), typed(args, "round", int)
+            trace.rounds[thread].append((number, began, ended))
         elif "lost" not in args:
             trace.spans[thread].append((name, began, ended))
     elif phase == "C":
-        trace.uncertainties[pid] = max(trace.uncertainties[pid], event["args"]["value"] / 1e6)
+        trace.uncertainties[pid] = max(trace.uncertainties[pid], typed(event["args"], "value", float) / 1e6)
     elif phase == "i" and "ts" in event:
-        trace.instants[thread].append((event["name"], event["ts"] / 1e6))
+        trace.instants[thread].append((typed(event, "name", str), typed(event, "ts", float) / 1e6))
     elif event["name"] == "process_name" and "name" in event["args"]:
-        trace.processes[pid] = event["args"]["name"]
+        trace.processes[pid] = typed(event["args"], "name", str)
     elif event["name"] == "thread_name":
-        trace.threads[thread] = event["args"]["name"]
+        trace.threads[thread] = typed(event["args"], "name", str)

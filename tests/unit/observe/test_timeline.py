@@ -89,6 +89,22 @@ def test_any_file_of_chrome_is_read(tmp_path: Path) -> None:
     assert summarize(load(other)) == summarize(load(tmp_path / "t.json"))
 
 
+def test_what_another_program_has_written_is_no_figure(tmp_path: Path) -> None:
+    """A span between the steps' marks, a rank that is no process, and steps that take no time."""
+    path = write(tmp_path / "t.json")
+    expected = summarize(load(path))
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    span = {"ph": "X", "pid": 1_000_000, "tid": STEPS, "name": "foo", "ts": 1e6, "dur": 2}
+    path.write_text(json.dumps([*events, span]))
+    assert summarize(load(path)) == expected
+    lacks = [one for one in events if one["pid"] != 1_000_000]
+    path.write_text(json.dumps(lacks))
+    found = summarize(load(path))
+    assert ([row["rank"] for row in found["ranks"]], found["tensors"], found["unfinished"]) == ([1], [], [])
+    path.write_text(json.dumps([one | {"ts": 5} if one["ph"] == "i" else one for one in lacks]))
+    assert summarize(load(path))["sentence"] == "No rank is late; 0% of a step is waiting for exchanges."
+
+
 def test_without_marks_the_whole_file_is_one_step(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json")
     lines = [line for line in path.read_text().splitlines() if '"step ' not in line]
@@ -144,6 +160,18 @@ def test_the_tables_and_the_errors(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 EVENT = '{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "x"}},'
+BEGIN = '{"ph": "B", KEY, "name": "x", "ts": 1}'
+DAMAGED = (
+    '{"ph": "X", KEY, "name": 5, "ts": 1, "dur": 2}',
+    '{"ph": "X", KEY, "name": "x", "ts": 1, "dur": 1e999}',
+    '{"ph": "X", KEY, "name": "x", "ts": true, "dur": 1}',
+    '{"ph": "B", KEY, "name": "x", "ts": NaN}',
+    '{"ph": "i", KEY, "name": [], "ts": 1}',
+    '{"ph": "C", KEY, "name": "x", "ts": 1, "args": {"value": ""}}',
+    '{"ph": "M", KEY, "name": "process_name", "args": {"name": 5}}',
+    '{"ph": "M", KEY, "name": "thread_name", "args": {"name": null}}',
+    '{"ph": "E", KEY, "ts": 1, "args": {"round": 1, "process_set": []}}',
+)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +183,14 @@ EVENT = '{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "x"}},'
         (f"[\n{EVENT}\nnull,\n{EVENT}\n]\n", ", line 3 is no timeline"),
         (f'[\n{EVENT}\n{{"name": \n{EVENT}\n]\n', ", line 3 is no timeline"),
         (f'{{"traceEvents": [{EVENT} 5]}}', ", event 2 is no timeline"),
+        *((f"[{EVENT} {BEGIN}, {event}]", ", event 3 is no timeline") for event in DAMAGED),
     ],
 )
 def test_what_is_no_timeline_is_named(
     tmp_path: Path, text: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "t.json"
-    path.write_text(text)
+    path.write_text(text.replace("KEY", '"pid": 1, "tid": 1'))
     assert timeline.main([str(path)]) == 2
     assert capsys.readouterr().err == (
         f"ringdance timeline: {path}{place}: it is not Chrome's JSON. "

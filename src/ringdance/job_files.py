@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from ringdance.errors import LaunchError
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading a file raises whose content is not as expected."""
+_LARGEST = {float: 1e16, int: 2.0**64}  # seconds that are a date, or microseconds; counters
+
+
+def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
+    """Return a value of a JSON object; raises one of NO_FORMAT if it is no `kind`, such as ``int | None``."""
+    if not _fits(found[key], kind):
+        raise ValueError(f"{key} is no {kind}")
+    return found[key]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind in _LARGEST:
+        return type(value) in (int, kind) and abs(value) < _LARGEST[kind]  # neither bool nor NaN
+    outer, parts = get_origin(kind), get_args(kind)
+    if outer is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if type(value) is not (outer or kind):
+        return False
+    inner = value.values() if outer is dict else value if outer is list else ()
+    return all(_fits(one, parts[-1]) for one in inner)
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
