@@ -64,12 +64,13 @@ def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence
 def _status(arguments: argparse.Namespace) -> int:
     here = records.without_record()
     named = [one for one in here if arguments.job and one.job.startswith(arguments.job)]
-    found = named or ([records.find(arguments.job)] if arguments.job else [*records.load_all(), *here])
+    found = named or ([records.find(arguments.job)] if arguments.job else [*records.load_all(tell=""), *here])
     if arguments.json:
         entries = [{**asdict(record), "state": record.state, "ranks": record.ranks} for record in found]
         print(json.dumps(entries, indent=2))
     elif found:
-        print("\n".join(table([_HEAD, *map(_row, found)])))
+        text = "\n".join(table([_HEAD, *map(_row, found)]))
+        print(text.encode(errors="backslashreplace").decode())  # words may be no UTF-8
     else:
         print("no jobs; `ringdance run --detach` starts one in the background")
     return (found[0].code or int(found[0].state == "lost")) if arguments.job else 0

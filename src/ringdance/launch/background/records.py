@@ -12,13 +12,15 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, get_type_hints
 
 from ringdance.errors import LaunchError
+from ringdance.job_files import NO_FORMAT, check_regular, typed
 from ringdance.launch.output.stream import Sink, write_all
 from ringdance.launch.system import linux
 from ringdance.launch.system.machine import identity, in_home
@@ -120,18 +122,29 @@ class Record:
                 file.write(text)
 
 
-def _load(directory: Path) -> Record | None:
-    """Read a record; None if it is being removed, of another version, or damaged."""
+_KINDS = get_type_hints(Record)
+
+
+def _load(directory: Path, tell: bool = False) -> Record | None:
+    """Read a record; None if there is none, or it cannot be read, which `tell` says on stderr."""
     path = directory / "job.json"
+    problem = f"{path} is damaged or of another version"
     try:
-        if not path.is_file():
-            return None
+        check_regular(path)
         found = Record(**json.loads(path.read_text(encoding="utf-8")))
-        numbers = (found.pid, found.began, found.ended or 0.0, found.grace, found.ranks)
-        sound = all(isinstance(one, int | float) for one in numbers) and found.pid > 0 and found.pid_start
-        return found if sound else None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        for name, kind in _KINDS.items():
+            typed(vars(found), name, kind)
+        if found.job == directory.name and found.command and found.pid > 0 and found.pid_start:
+            return found
+    except (FileNotFoundError, NotADirectoryError):  # it is being made or removed; no record
         return None
+    except (OSError, LaunchError) as error:
+        problem = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    except NO_FORMAT:
+        pass
+    if tell:
+        print(f"ringdance: {problem}; it is left out", file=sys.stderr)
+    return None
 
 
 def base() -> Path:
@@ -169,9 +182,10 @@ def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 3
     return record
 
 
-def load_all() -> list[Record]:
-    """Return all records, the oldest first."""
-    records = [_load(path.parent) for path in base().glob("*/job.json")]
+def load_all(tell: str | None = None) -> list[Record]:
+    """Return all records, the oldest first; `tell`: say of which jobs that begin so it cannot be read."""
+    paths = base().iterdir() if base().exists() else ()
+    records = [_load(path, tell is not None and path.name.startswith(tell)) for path in paths]
     return sorted((record for record in records if record), key=lambda record: record.began)
 
 
@@ -221,7 +235,7 @@ def find(name: str = "") -> Record:
     Raises:
         LaunchError: there is none, or more than one.
     """
-    known = load_all()
+    known = load_all(tell=name)
     if not name:
         if not known:
             raise LaunchError("no job has been started with `ringdance run --detach`")
@@ -268,7 +282,7 @@ class LogReader:
 
     def __init__(self, record: Record, start: bool = True) -> None:
         self._path = record.directory / "log"
-        self._file = open(self._path, "rb")  # noqa: SIM115
+        self._file = self._open()
         self._file.seek(0, os.SEEK_SET if start else os.SEEK_END)
         self._rest = b""
 
@@ -277,7 +291,7 @@ class LogReader:
         if ended:  # NFS shows all that another machine has written to those who open a file then
             at = self._file.tell()
             self._file.close()
-            self._file = open(self._path, "rb")  # noqa: SIM115
+            self._file = self._open()
             self._file.seek(at)
         for line in self._file:
             self._rest += line
@@ -286,10 +300,14 @@ class LogReader:
         if ended and self._rest:
             yield self._parse()
 
+    def _open(self) -> BinaryIO:
+        check_regular(self._path)
+        return open(self._path, "rb")
+
     def _parse(self) -> tuple[int, bytes]:
         line, self._rest = self._rest, b""
-        try:
+        with contextlib.suppress(*NO_FORMAT):
             stream, text = json.loads(line.decode(errors="surrogateescape"))
-            return int(stream), text.encode(errors="surrogateescape")
-        except (ValueError, TypeError, AttributeError):  # the launcher's own words, as in a crash
-            return 2, line
+            if stream in (1, 2):
+                return stream, text.encode(errors="surrogateescape")
+        return 2, line  # the launcher's own words, as in a crash

@@ -59,9 +59,14 @@ def test_the_state_of_a_job() -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ['"began": "x"', '"pid": -1', '"pid_start": ""', "[" * 100_000, "null", "FIFO"]
-)
-def test_a_damaged_record_is_none(damage: str) -> None:
+    "damage",
+    [
+        '"began": "x"', '"began": 1e30', '"began": NaN', '"pid": -1', '"pid": 1.5', '"pid_start": ""',
+        '"cwd": null', '"command": []', '"command": [1]', '"hosts": {"a": "x"}', '"job": 5', '"job": "."',
+        '"ended": true', '"new": 1', "[" * 100_000, "null", "FIFO",
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_left_out_and_named(damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     kept, damaged = made("0000"), made("1111")
     path = damaged.directory / "job.json"
     name, _, value = damage.strip("{").partition(": ")
@@ -72,7 +77,22 @@ def test_a_damaged_record_is_none(damage: str) -> None:
     else:
         path.write_text(json.dumps(found | {name.strip('"'): json.loads(value)}) if value else damage)
     assert records.load_all() == [kept]
+    assert commands.status([]) == 0
+    said = capsys.readouterr()
+    assert kept.short in said.out
+    assert said.err.startswith(f"ringdance: {path} is ")
+    assert said.err.count("\n") == 1
+    assert records.find("0000") == kept
+    assert commands.attach(["1111"]) == 2
     assert made("2222").state == "running"
+    said = capsys.readouterr()
+    assert said.err.count(str(path)) == 1, "where it is asked for"
+
+
+def test_words_that_are_no_utf8_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    made("0000", command=["python", os.fsdecode(b"\xff.py")])
+    assert commands.status([]) == 0
+    assert r"\udcff.py" in capsys.readouterr().out
 
 
 def test_a_job_of_another_machine_is_followed_to_its_end() -> None:
@@ -144,6 +164,9 @@ def test_output_is_read_by_stream() -> None:
     out("tw\u00f6\n".encode()[:3])  # cut within a character
     err(b"\xff three\n")
     assert list(reader.read()) == [(1, b"one\n"), (1, "tw\u00f6\n".encode()[:3]), (2, b"\xff three\n")]
+    odd = [b"[" * 100_000 + b"\n", b'[1e999,"x"]\n', b'[3,"x"]\n', b"[1,2]\n"]
+    os.write(2, b"".join(odd))
+    assert list(reader.read()) == [(2, line) for line in odd]
     later = records.LogReader(record, start=False)
     out(b"four\n")
     os.write(2, b"a crash")
@@ -153,6 +176,19 @@ def test_output_is_read_by_stream() -> None:
     assert list(reader.read(ended=True)) == [(2, b"[1]")]
     assert list(later.read(ended=True)) == [(1, b"four\n"), (2, b"a crash of the launcher\n"), (2, b"[1]")]
     assert {path.stat().st_mode & 0o777 for path in record.directory.iterdir()} == {0o600}
+
+
+@pytest.mark.limit(20)
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero"])
+def test_a_log_without_an_end_is_refused(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("0000", ended=5.0, code=0).directory / "log"
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(kind)
+    assert commands.attach([]) == 2
+    assert capsys.readouterr().err.startswith(f"ringdance attach: {path} is no regular file")
 
 
 OTHER_USER = ("unshare", "--user", "--map-user=4194999")
