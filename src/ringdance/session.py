@@ -46,6 +46,9 @@ _GRACE = 0.5
 _LIBRARIES = "|".join(re.escape(os.path.dirname(one)) for one in (__file__, os.__file__))
 _OF_LIBRARIES = re.compile(f"^({_LIBRARIES})/|^<frozen|/(site|dist)-packages/")
 
+# JAX begins an error with "Error dispatching computation: " once for each program that has led to it.
+_REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
+
 # Settings on which the layout of shared memory, the cutting of batches and what is exchanged rest.
 _COMMON = (
     "cache_capacity", "check_weights", "deterministic", "fusion_threshold",
@@ -103,15 +106,12 @@ def at_init(function: Callable[[], None]) -> None:
         function()
 
 
-def note_unseen(error: Exception) -> None:
-    """Note the error of an exchange in the background; unless the script gets it, the rank ends in it."""
-    _process.unseen = _process.engine, error
+def note_unseen(error: Exception | None) -> None:
+    """Note how the last exchange in a compiled program ended: if in an error, the rank ends in it at exit.
 
-
-def note_seen(text: str) -> None:
-    """Note the text of an error that the script gets."""
-    if _process.unseen is not None and type(_process.unseen[1]).__name__ in text:
-        _process.unseen = None
+    The script may not have got it. None: it has got over it, as what depends on a failed program does not run.
+    """
+    _process.unseen = None if error is None else (_process.engine, error)
 
 
 def metrics() -> dict[str, Any]:
@@ -371,7 +371,7 @@ def _on_exception(
     _process.failed = True
     if found is None or _process.pid != os.getpid() or found.size == 1:
         return
-    text = f"{kind.__name__}: {error}"
+    text = _REPEATED.sub(r"\1", f"{kind.__name__}: {error}")
     how = "lost" if found.end.broken is not None or found.closed else "exception"
     _cause(found, how, text, "".join(traceback.format_exception(kind, error, trace)))
     if not found.closed:

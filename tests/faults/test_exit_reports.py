@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +56,7 @@ def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_p
         ("while not session._process.unseen: time.sleep(0.01)\nhvd.shutdown()", 1),
         ("hvd.shutdown()", 0),
         ("from keras.src.utils.python_utils import pythonify_logs; pythonify_logs({'a': result})", 1),
-        ("try: result.block_until_ready()\nexcept jax.errors.JaxRuntimeError: pass", 0),
+        ("try: result.block_until_ready()\nexcept jax.errors.JaxRuntimeError: jax.jit(hvd.allreduce)(two) + 1", 0),
     ],
     ids=["read", "unread", "later shutdown", "shutdown", "keras", "caught"],
 )
@@ -81,8 +80,7 @@ def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, ending: str, cod
     assert done.returncode == code, done.stderr
     shown = "MismatchError: Mismatched shapes for 'allreduce.a': (2,) on rank 0"
     assert (shown in done.stderr) == bool(code), done.stderr
-    assert "Error dispatching computation" not in done.stderr
-    assert ("Keras goes on" in done.stderr) == ("keras" in ending)
     if code:
-        frame = done.stderr[done.stderr.index("the job failed") :]
-        assert re.search(rf"first failure: rank \d of 2 .*{re.escape(shown)}", frame)
+        first = next(one for one in done.stderr.splitlines() if one.startswith("first failure: rank"))
+        assert shown in first
+        assert first.count("Error dispatching computation") <= 1

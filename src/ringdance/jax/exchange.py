@@ -25,13 +25,13 @@ from jax.interpreters import batching, mlir
 from ringdance import session
 from ringdance.core.recorder import Profiler
 from ringdance.core.request import ReduceOp
-from ringdance.errors import ArgumentError, CollectiveError
+from ringdance.errors import ArgumentError, CollectiveError, NotInitializedError, ShutDownError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
-from ringdance.jax.errors import failed
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
 from ringdance.training.collectives import Call
+from ringdance.training.elastic import remember
 from ringdance.training.gradients import weights
 
 Array = np.ndarray[Any, Any]
@@ -100,10 +100,15 @@ def _run_compiled(
     what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
 ) -> list[Array]:
     try:
-        return run(what, inputs, outputs, shapes)
-    except Exception as error:
-        failed(error)
+        results = run(what, inputs, outputs, shapes)
+    except Exception as error:  # which JAX raises only to who reads a result
+        if isinstance(error, CollectiveError):
+            remember(error)
+        if not isinstance(error, (NotInitializedError, ShutDownError)):  # the script is over
+            session.note_unseen(error)
         raise
+    session.note_unseen(None)
+    return results
 
 
 # From JAX: at once, or as a part of a compiled program.
