@@ -109,7 +109,7 @@ def at_init(function: Callable[[], None]) -> None:
 def note_unseen(error: Exception | None) -> None:
     """Note how the last exchange in a compiled program ended: if in an error, the rank ends in it at exit.
 
-    The script may not have got it. None: it has got over it, as what depends on a failed program does not run.
+    The script may not have got it. None: it goes on, as nothing that depends on a failed program runs.
     """
     _process.unseen = None if error is None else (_process.engine, error)
 
