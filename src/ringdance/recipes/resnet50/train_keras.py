@@ -174,7 +174,8 @@ class Model:
         self.variables = [*self.model.variables, *self.model.optimizer.variables]
         self.floats = [one for one in self.model.weights if one.dtype.startswith("float")]
         averaged = self.floats if preset.ema else []
-        self.averages = [keras.Variable(one.value, trainable=False, dtype=one.dtype) for one in averaged]
+        copies = [keras.ops.copy(one.value) for one in averaged]  # JAX may delete an array that is trained
+        self.averages = [keras.Variable(one, trainable=False, dtype=one.dtype) for one in copies]
 
     def step(self, batch: Batch, rate: float, number: int = 0, warming_up: bool = False) -> None:
         """Update the model by one batch, in so many passes; ``number`` of the step: of random numbers.
@@ -272,7 +273,7 @@ class Model:
         """Give all ranks the model of rank 0."""
         hvd.broadcast_variables(self.variables, root_rank=0)
         for mean, one in zip(self.averages, self.floats, strict=bool(self.averages)):
-            mean.assign(one.value)
+            mean.assign(keras.ops.copy(one.value))
 
     def export(self, directory: Path) -> None:
         """Write model.weights.h5, for --weights, and model.keras, for score.py."""
