@@ -69,6 +69,7 @@ class _Process:
     at_init: tuple[Callable[[], None], ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
     unseen: tuple[Engine | None, Exception] | None = None  # see ``note_unseen``
+    has_trained: Callable[[], bool] | None = None  # by itself; None: not known, or told, or it has reduced
 
 
 _process = _Process()
@@ -112,6 +113,11 @@ def note_unseen(error: Exception | None) -> None:
     The script may not have got it. None: it goes on, as nothing that depends on a failed program runs.
     """
     _process.unseen = None if error is None else (_process.engine, error)
+
+
+def watch_training(has_trained: Callable[[], bool] | None) -> None:
+    """At the end ask whether rank 0 has trained, to say that it reduced nothing; None: it has."""
+    _process.has_trained = has_trained
 
 
 def metrics() -> dict[str, Any]:
@@ -414,6 +420,14 @@ def _show_summary(found: Engine) -> None:
         with contextlib.suppress(Exception):  # stderr may be closed
             for line in found.summary.lines(found.transport.identities):
                 print(f"ringdance: {line}", file=sys.stderr)
+            if found.size > 1 and _process.has_trained and _process.has_trained():
+                _process.has_trained = None
+                _log.warning(
+                    "ringdance: rank 0 has run backward passes, but no allreduce in this job of %d ranks: no "
+                    "gradient was averaged. To train one model together, wrap its optimizer: optimizer = "
+                    "hvd.DistributedOptimizer(optimizer, ...). It is fine if each rank trains a model of its "
+                    "own, rank 0 alone trains, or something else averages.", found.size,
+                )  # fmt: skip
 
 
 def _warn_of_incomplete(found: Engine) -> None:

@@ -148,6 +148,8 @@ def test_rank_0_reads_what_the_launcher_is_given(program: Callable[[str], str]) 
     [
         ("import torch", True),
         ("import torch\nimport ringdance.torch as hvd\nhvd.init()", False),
+        ("import torch\nimport horovod.torch as hvd  # distributed training", True),
+        ("import torch, ringdance.torch\nfrom torch.nn.parallel import DistributedDataParallel", False),
         ("import torch\nfrom torch.nn.parallel import DistributedDataParallel", False),
         ("import torch\nfrom mpi4py import MPI", False),
         ("print('no framework')", False),
@@ -157,8 +159,35 @@ def test_ranks_that_train_by_themselves_are_noticed(tmp_path: Path, text: str, s
     (tmp_path / "plain.py").write_text(text)
     done = run("-np", "2", "python", str(tmp_path / "plain.py"))
     assert done.returncode == 0
-    line = "ringdance: no rank has joined the job: 2 programs have used torch, each by itself."
+    line = "ringdance: no rank has called hvd.init(): 2 programs have used torch and exchanged nothing."
     assert done.stderr.startswith(line) if says else done.stderr == ""
+    assert not says or "fine if they divide the work by RANK" in done.stderr
+
+
+def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -> None:
+    done = run("-np", "3", "python", program("import ringdance.numpy as hvd\nif rank == 0: hvd.init()\n"))
+    assert done.returncode == 1
+    assert "other ranks still ran; rank(s) that never called hvd.init(), as all have to: 1-2\n" in done.stderr
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("loss.backward()", True),
+        ("hvd.allgather_object(loss.item())", False),
+        ("loss.backward(); hvd.allreduce(weight.grad)", False),
+    ],
+)
+def test_training_alone_after_init_is_noticed(program: Callable[[str], str], text: str, says: bool) -> None:
+    begin = (
+        "import torch\nimport ringdance.torch as hvd\nhvd.init()\n"
+        "weight = torch.ones(1, requires_grad=True)\n"
+        "hvd.broadcast_parameters([('weight', weight)], 0)\nloss = weight.sum()\n"
+    )
+    done = run("-np", "2", "python", program(begin + text))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no gradient was averaged") == says
 
 
 def test_ranks_agree_on_whether_weights_are_compared(program: Callable[[str], str]) -> None:

@@ -72,6 +72,37 @@ def test_weights_that_differ_are_noticed(seed: int, broadcast_at: int, says: int
     if texts:
         assert re.search(r"an element of '0.weight' is \S+ on rank 0 \(.*\) and \S+ on rank \d", texts[0])
         assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in texts[0]
+        assert "hvd.broadcast_optimizer_state(optimizer, root_rank=0)" in texts[0]
+        assert "Learning rate and other options" in texts[0]
+
+
+@several
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("none", ""), ("reload", "0.weight"), ("add", "parameter 4, of shape (1, 2)"), ("unfreeze", "2.bias")],
+)
+def test_weights_that_differ_later_are_noticed(change: str, says: str) -> None:
+    """In exchange 10, and soon after there are new parameters; once. A frozen one may be each rank's own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    net[2].bias.requires_grad_(False).fill_(RANK)
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    with warned() as texts:
+        for step in range(100 if change == "reload" else 8):
+            if step == 4 and change == "reload" and RANK == 0:
+                with torch.no_grad():
+                    net[0].weight.add_(1)
+            elif step == 4 and change == "add":
+                torch.manual_seed(RANK)
+                net.append(nn.Linear(2, 1, bias=False))
+                optimizer.add_param_group({"params": net[3].parameters()})
+            elif step == 4 and change == "unfreeze":
+                net[2].bias.requires_grad_(True)
+            optimizer.zero_grad()
+            net(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+    assert len(texts) == (RANK == 0 and says != "")
+    assert all(f"an element of '{says}' is" in text for text in texts)
 
 
 @several

@@ -19,7 +19,7 @@ from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes, pattern_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
-_ADVICE = "params = hvd.broadcast_parameters(params, root_rank=0)"
+_ADVICE = "params, state = hvd.broadcast_parameters((params, state), root_rank=0)"
 _numbers = itertools.count()  # all ranks make their transformations in one order
 
 

@@ -20,7 +20,7 @@ from ringdance.training.process_sets import ProcessSet, global_process_set, set_
 OPTIONS_FILE = "ringdance.json"  # among the assets in a .keras file
 ADVICE = (
     "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] in fit(), or "
-    "hvd.broadcast_variables(model.variables, root_rank=0)"
+    "hvd.broadcast_variables([*model.variables, *model.optimizer.variables], root_rank=0)"
 )
 BACKENDS = ("tensorflow", "torch", "jax")
 

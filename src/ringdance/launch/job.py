@@ -443,9 +443,10 @@ class Job:
         if len(self._ranks.alone) == self._plan.ranks > 1:
             framework = next(iter(self._ranks.alone.values()))
             self._err(
-                f"ringdance: no rank has joined the job: {self._plan.ranks} programs have used {framework}, "
-                "each by itself. They share the work from `hvd.init()` on, with one of ringdance.torch, "
-                ".tensorflow, .keras and .jax imported as hvd; README.md has a script\n".encode()
+                f"ringdance: no rank has called hvd.init(): {self._plan.ranks} programs have used "
+                f"{framework} and exchanged nothing. That is fine if they divide the work by RANK. To train "
+                "one model together, import one of ringdance.torch, .tensorflow, .keras and .jax as hvd, "
+                "call hvd.init() and wrap the optimizer, as the script in README.md\n".encode()
             )
         return verdict or 0
 

@@ -56,7 +56,7 @@ class RankTable:
         self._first_host = next(host.name for host in self._plan.hosts if 0 in host.ranks)
         self._ranks: dict[int, Rank] = {}
         self.lost_hosts: set[str] = set()
-        self.alone: dict[int | None, str] = {}  # by rank, of those that have trained without the others
+        self.alone: dict[int, str] = {}  # by rank, the framework of those that have not called init()
         sinks = (screen.of(0), screen.of(1)) if self._spec.fold else ()
         self._folds = [LineMerger(sink, self._plan.ranks) for sink in sinks]
 
@@ -237,9 +237,14 @@ class RankTable:
                 if rank.ended.code is None and rank.rank in lost:
                     rank.ended = replace(rank.ended, why="not reachable: its host is lost")
                 ended[rank.rank] = replace(rank.ended, last_words=err.last_words(), last_line=err.last_line())
-        self.alone = {mark.rank: mark.message for mark in marks if mark.kind == "alone"}
+        self.alone = {mark.rank or 0: mark.message for mark in marks if mark.kind == "alone"}
         marks = [mark for mark in marks if mark.kind != "alone"]
-        return judge(marks, ended, outside, mpiexec), sum(not end.failed for end in ended.values())
+        verdict = judge(marks, ended, outside, mpiexec)
+        if verdict and verdict.cause.kind == "early" and verdict.cause.rank in self.alone:
+            never = f"; rank(s) that never called hvd.init(), as all have to: {spans([*self.alone])}"
+            cause = replace(verdict.cause, message=verdict.cause.message + never)
+            verdict = replace(verdict, cause=cause)
+        return verdict, sum(not end.failed for end in ended.values())
 
     def show_held(self, verdict: Verdict | None) -> None:
         """Show tracebacks that were held back, but not what the verdict shows, or what follows from it."""

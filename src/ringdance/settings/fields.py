@@ -92,7 +92,7 @@ class Settings:
     )
     check_weights: str = _setting(
         "warn", choice("warn", "error", "off"),
-        "What happens if the ranks' parameters differ in the second step (PyTorch) or the tenth (others).",
+        "What happens if the ranks' parameters differ in step 2 (PyTorch only), 10, 100, 1000 and so on.",
     )
     jax_ffi: str = _setting(
         "auto", choice("auto", "off"),

@@ -110,7 +110,7 @@ class GradientReducer:
         self.devices = device_dense, device_sparse
         self.step_mark = step_mark
         self.local: set[int] = set()
-        self.advice = "hvd.broadcast_variables(model.variables, root_rank=0)"
+        self.advice = "hvd.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)"
 
     def register_local(self, variable: Any) -> None:
         """Do not reduce the gradient of this variable."""

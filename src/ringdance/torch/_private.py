@@ -60,6 +60,19 @@ def _disabled_later(function: F) -> F:
 # one. Numbers rise: a pass within another has the higher one.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
+
+def has_run_backward() -> bool:
+    """Return whether this process has run a backward pass, other than by ``torch.distributed``."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False
+    tasks: list[int] = []
+    with torch.enable_grad():
+        one: Any = torch.ones(1, device="cpu", requires_grad=True)
+        one.register_hook(lambda _: tasks.append(graph_task()))
+        one.sum().backward()
+    return tasks[0] > 0  # they are numbered from 0
+
+
 # Variable._execution_engine.queue_callback: calls a function when the pass has ended; DDP uses it too.
 _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None

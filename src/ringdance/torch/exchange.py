@@ -13,7 +13,7 @@ from ringdance import session
 from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
-from ringdance.torch._private import compiler_disable, profiler_running
+from ringdance.torch._private import compiler_disable, has_run_backward, profiler_running
 from ringdance.torch.memory import Array, Compression, array_of, from_array
 from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError
@@ -26,6 +26,7 @@ WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeErr
 
 compiler_disable(session.mark_step)  # Keras compiles whole steps
 session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
+session.watch_training(has_run_backward)
 
 
 def submit(

@@ -35,7 +35,10 @@ class Gradients:
     ``parameters`` may grow (``GradientExchange.extend``).
     """
 
-    advice = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+    advice = (
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+    )
 
     def __init__(self, parameters: Sequence[Tensor], compression: Any, sparse_as_dense: bool) -> None:
         self.parameters = parameters
@@ -47,9 +50,14 @@ class Gradients:
         """Return the size of the gradient in bytes."""
         return self.parameters[index].nbytes
 
-    def sample(self) -> tuple[list[int], Array]:
-        """Return how many elements the parameters have, and a sample of these."""
-        return sample_of(self.parameters)
+    def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], list[int], Array]:
+        """Return the names, of a nameless parameter index and shape, numbers of elements, and a sample."""
+        parameters = [self.parameters[index] for index in indices]
+        shown = [
+            f"parameter {index}, of shape {tuple(one.shape)}" if ".noname." in name else name
+            for index, name, one in zip(indices, names, parameters, strict=True)
+        ]
+        return shown, *sample_of(parameters)
 
     def kinds(self, computed: bytearray) -> bytearray:
         """Return what each parameter in ``computed`` has: see ``AS_DENSE`` and ``DENSE``."""

@@ -149,6 +149,8 @@ class Call:
         return engine.submit(Request(description, inputs, outputs, name, number, rows), wake=wake)
 
     def _describe(self, inputs: Arrays) -> tuple[Description, str | None]:
+        if self.kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
+            session.watch_training(None)
         dtypes, shapes = tuple([view.dtype for view in inputs]), tuple([view.shape for view in inputs])
         scales, name = (self.prescale, self.postscale), self.full_name
         try:

@@ -10,12 +10,18 @@ import atexit
 import importlib
 import json
 import os
+import re
 import sys
 import time
 
-_FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet")
+_FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet", "ringdance.numpy")
 # What joins ranks in another way, or may: then nothing is said.
 _OTHERS = ("mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray")
+_DISTRIBUTED = re.compile("(?i)distribut")  # torch.distributed, tf.distribute, jax.distributed
+# In a script that imports Ringdance, where the word is common: what joins ranks without it.
+_BESIDE = re.compile(
+    r"init_process_group|DistributedDataParallel|fully_shard|\b(tf|tensorflow|jax|keras)\.distribut"
+)
 
 
 def _import_the_next() -> None:
@@ -35,19 +41,20 @@ def _import_the_next() -> None:
 
 
 def _tell_of_training_alone() -> None:
-    """Tell the launcher that this rank has used a framework, and neither Ringdance nor anything like it."""
+    """Tell the launcher that this rank has used a framework, without ``init()`` or anything like it."""
     used = [name for name in _FRAMEWORKS if name in sys.modules]
     session = sys.modules.get("ringdance.session")
     joined = session is not None and session._process.pid
     if not used or joined or any(name in sys.modules for name in _OTHERS):
         return
-    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    others = {name: one for name, one in sys.modules.items() if not name.startswith(("ringdance", "horovod"))}
+    files = [getattr(module, "__file__", None) or "" for module in others.values()]
     library = (os.path.dirname(os.__file__), sys.prefix, sys.base_prefix, os.path.dirname(__file__))
     try:
         own = [one for one in files if os.path.isabs(one) and not one.startswith(library)]
         for name in (sys.argv[0], *own):
             with open(name, encoding="utf-8", errors="replace") as file:
-                if "distribut" in file.read().lower():  # torch.distributed, tf.distribute, jax.distributed
+                if (_BESIDE if session else _DISTRIBUTED).search(file.read()):
                     return
         found = {"rank": int(os.environ["RINGDANCE_RANK"]), "kind": "alone", "message": used[0]}
         line = json.dumps({**found, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})

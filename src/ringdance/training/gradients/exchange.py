@@ -115,6 +115,7 @@ class GradientExchange:
         digest = _digest_of(self.names, 2)
         self._names_digest = digest + bytes(255 - byte for byte in digest)
         self.step = 0
+        self._trained: set[int] = set()  # what was reduced so far, on all ranks alike
         self.overlap = False  # not before all ranks have agreed, with the first mask
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
@@ -260,6 +261,7 @@ class GradientExchange:
 
     def _exchange(self) -> None:
         self._rejoin()
+        known = len(self._trained)
         try:
             if self._fast_path.open and self._fast_path.exchange(self.state.computed, self.step):
                 self._exchanged(self._fast_path.expected_kinds)
@@ -271,9 +273,11 @@ class GradientExchange:
         except BaseException:
             self._abandon()
             raise
-        if weights.due(self.engine, self.set_id, self.name, at=2):
-            elements, sample = self.source.sample()
-            call = weights.call_of(self.name, self.names, elements, self.source.advice, self.set_id)
+        # A parameter that is never reduced, as a frozen one, may be each rank's own.
+        if weights.due(self.engine, self.set_id, self.name, 2, anew=len(self._trained) > known):
+            chosen = sorted(self._trained)
+            names, elements, sample = self.source.sample(chosen, [self.names[index] for index in chosen])
+            call = weights.call_of(self.name, names, elements, self.source.advice, self.set_id)
             weights.compare(self.engine, call, sample)
 
     def _exchange_by_mask(self) -> None:
@@ -302,6 +306,7 @@ class GradientExchange:
         if latest != earliest:
             raise self._different_steps(f"the ranks are in {earliest} to {latest} (modulo {STEPS})")
         union = bytes(memory[:count])
+        self._trained.update([index for index, kind in enumerate(union) if kind])
         self._reduce(union, zeros)
         self._exchanged(union)
         overlap = not memory[count + 2]

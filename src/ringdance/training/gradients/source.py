@@ -24,7 +24,7 @@ class GradientSource(Protocol):
     """A binding's gradients, by the index of the parameter.
 
     Attributes:
-        advice: the line by which a script gives all ranks the same parameters.
+        advice: the lines by which a script gives all ranks the same parameters and optimizer's state.
     """
 
     advice: str
@@ -57,8 +57,8 @@ class GradientSource(Protocol):
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
 
-    def sample(self) -> tuple[list[int], Array]:
-        """Return the parameters' numbers of elements, and a sample of these: see ``weights``."""
+    def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], list[int], Array]:
+        """Return names of parameters for people, numbers of elements, and a sample: see ``weights``."""
 
 
 @dataclass

@@ -33,7 +33,15 @@ _TOLERANCE = 1e-3  # of a parameter's largest element: processors of different k
 
 
 class _Exchanges(Counter[tuple[tuple[int, ...], str]]):
-    """How many exchanges of gradients there were, by members of the process set and name."""
+    """How many exchanges of gradients there were, by members of the process set and name.
+
+    Attributes:
+        told: those whose weights were found to differ, on all ranks alike: once is enough.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: set[tuple[tuple[int, ...], str]] = set()
 
     def forget(self) -> None:
         """Count anew: all ranks have joined, after different numbers of exchanges."""
@@ -43,16 +51,18 @@ class _Exchanges(Counter[tuple[tuple[int, ...], str]]):
 _counts: weakref.WeakKeyDictionary[Engine, _Exchanges] = weakref.WeakKeyDictionary()
 
 
-def due(engine: Engine, set_id: int, name: str, at: int = _LATER) -> bool:
+def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = False) -> bool:
     """Count an exchange of gradients; return whether to compare weights, alike on all ranks.
 
-    All ranks that take part have counted the same: since the job began, or since all had joined.
+    All ranks that take part have counted the same: since the job began, or since all had joined. After the
+    first time weights are compared in exchange 10, 100, 1000 and so on, for what changes them later.
 
     Args:
         engine: of this rank.
         set_id: process set.
         name: of the exchange.
-        at: which exchange.
+        at: which exchange is the first.
+        anew: count from this exchange on; alike on all ranks.
     """
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
@@ -60,8 +70,8 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER) -> bool:
         counts = _counts[engine] = _Exchanges()
         on_join(engine, counts.forget)
     key = engine.members(set_id), name  # the number of a set that was removed is another one's later
-    counts[key] += 1
-    return counts[key] == at
+    number = counts[key] = 1 if anew else counts[key] + 1
+    return (number == at or (number % 10 == 0 and str(number).strip("0") == "1")) and key not in counts.told
 
 
 def step_of(elements: int) -> int:
@@ -76,7 +86,7 @@ def call_of(name: str, parameters: Sequence[str], elements: Sequence[int], advic
         name: of the exchange of gradients.
         parameters: their names.
         elements: how many each has.
-        advice: the line that a script lacks if they differ.
+        advice: the lines that a script lacks if they differ.
         set_id: process set.
     """
     counts = [len(range(0, count, step_of(count))) for count in elements]
@@ -111,6 +121,8 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
         limit = _TOLERANCE * max(np.abs(high[part]).max(initial=0), np.abs(low[part]).max(initial=0))
         wrong = np.flatnonzero(high[part] - low[part] > limit)
         if wrong.size:
+            if (counts := _counts.get(engine)) is not None:
+                counts.told.add((engine.members(call.set_id), (call.name or "").removesuffix(".weights")))
             _report(engine, plain, parameter, sample[part][wrong[:1]], call.weights[0])
             return
 
@@ -125,7 +137,9 @@ def _report(engine: Engine, call: Call, parameter: str, value: Array, advice: st
     ]
     text = (
         f"The ranks' models differ, so each trains one of its own: an element of {parameter!r} is {where[0]} "
-        f"and {where[1]}. Give all ranks the weights of one before they train: {advice}"
+        f"and {where[1]}. Give all ranks the weights and the optimizer's state of one, before they train and "
+        f"wherever one sets them later (from a checkpoint, in a new layer): {advice}. Learning rate and "
+        "other options of the optimizer must be the same on all ranks, too."
     )
     if engine.settings.check_weights == "error":
         raise MismatchError(text)
