@@ -60,7 +60,7 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = F
     Args:
         engine: of this rank.
         set_id: process set.
-        name: of the exchange.
+        name: of the exchange, or of the call that compares.
         at: which exchange is the first.
         anew: count from this exchange on; alike on all ranks.
     """
@@ -69,9 +69,13 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = F
     if (counts := _counts.get(engine)) is None:
         counts = _counts[engine] = _Exchanges()
         on_join(engine, counts.forget)
-    key = engine.members(set_id), name  # the number of a set that was removed is another one's later
+    key = _key(engine, set_id, name)  # the number of a set that was removed is another one's later
     number = counts[key] = 1 if anew else counts[key] + 1
     return (number == at or (number % 10 == 0 and str(number).strip("0") == "1")) and key not in counts.told
+
+
+def _key(engine: Engine, set_id: int, name: str) -> tuple[tuple[int, ...], str]:
+    return engine.members(set_id), name.removesuffix(".weights")
 
 
 def step_of(elements: int) -> int:
@@ -122,7 +126,7 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
         wrong = np.flatnonzero(high[part] - low[part] > limit)
         if wrong.size:
             if (counts := _counts.get(engine)) is not None:
-                counts.told.add((engine.members(call.set_id), (call.name or "").removesuffix(".weights")))
+                counts.told.add(_key(engine, call.set_id, call.name or ""))
             _report(engine, plain, parameter, sample[part][wrong[:1]], call.weights[0])
             return
 
