@@ -47,8 +47,9 @@ def _tell_of_training_alone() -> None:
     joined = session is not None and session._process.pid
     if not used or joined or any(name in sys.modules for name in _OTHERS):
         return
-    others = {name: one for name, one in sys.modules.items() if not name.startswith(("ringdance", "horovod"))}
-    files = [getattr(module, "__file__", None) or "" for module in others.values()]
+    loaded = [(name.split(".")[0], module) for name, module in list(sys.modules.items())]
+    modules = [module for package, module in loaded if package not in ("ringdance", "horovod")]
+    files = [getattr(module, "__file__", None) or "" for module in modules]
     library = (os.path.dirname(os.__file__), sys.prefix, sys.base_prefix, os.path.dirname(__file__))
     try:
         own = [one for one in files if os.path.isabs(one) and not one.startswith(library)]
