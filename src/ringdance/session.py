@@ -199,6 +199,9 @@ def init(comm: Any = None, ranks: tuple[int, Callable[..., Transport]] | None = 
         _configure_log(settings)
         _process.engine = _start(comm, settings) if ranks is None else _start_by(*ranks, settings)
         _process.comm, _process.unseen = comm, None
+        with contextlib.suppress(OSError, KeyError):  # for launch/site/sitecustomize.py
+            here = os.environ["RINGDANCE_JOB_DIRECTORY"], f"joined.{os.environ['RINGDANCE_RANK']}"
+            open(os.path.join(*here), "wb").close()
         _process.monitoring.start(_process.engine)
         _export_ranks(_process.engine)
         if not _process.pid:

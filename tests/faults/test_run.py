@@ -142,26 +142,51 @@ def test_rank_0_reads_what_the_launcher_is_given(program: Callable[[str], str]) 
     assert done.stdout == "[0] read some words\n"
 
 
+_LAZY = """
+import sys, torch, types
+class Lazy(types.ModuleType):
+    def __getattr__(self, name): raise ImportError(name)
+sys.modules["lazy"] = Lazy("lazy")
+"""
+_PARENT = """
+import subprocess, torch
+code = "import ringdance.torch as hvd; hvd.init(); hvd.barrier()"
+sys.exit(subprocess.call([sys.executable, "-c", code]))
+"""
+
+
 @pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("import torch", True),
         ("import torch\nimport ringdance.torch as hvd\nhvd.init()", False),
-        ("import torch\nimport horovod.torch as hvd  # distributed training", True),
-        ("import torch, ringdance.torch\nfrom torch.nn.parallel import DistributedDataParallel", False),
-        ("import torch\nfrom torch.nn.parallel import DistributedDataParallel", False),
+        ("import torch\nimport horovod.torch as hvd  # distributed under a license", True),
+        ("import torch, sys\nsys.argv.clear()", True),
+        (_LAZY, True),
+        ("import torch, sys\nsys.stderr = open(os.devnull, 'w')", True),
+        ("import torch, torch.distributed as d\nd.init_process_group('gloo')\nd.destroy_process_group()", False),
+        (_PARENT, False),
         ("import torch\nfrom mpi4py import MPI", False),
         ("print('no framework')", False),
     ],
 )
-def test_ranks_that_train_by_themselves_are_noticed(tmp_path: Path, text: str, says: bool) -> None:
-    (tmp_path / "plain.py").write_text(text)
-    done = run("-np", "2", "python", str(tmp_path / "plain.py"))
+def test_ranks_that_train_by_themselves_are_noticed(program: Callable[[str], str], text: str, says: bool) -> None:
+    done = run("-np", "2", "python", program(text))
     assert done.returncode == 0
-    line = "ringdance: no rank has called hvd.init(): 2 programs have used torch and exchanged nothing."
+    line = "ringdance: no rank has called hvd.init(): 2 programs have used torch, and none has exchanged anything"
     assert done.stderr.startswith(line) if says else done.stderr == ""
     assert not says or "fine if they divide the work by RANK" in done.stderr
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+@pytest.mark.parametrize("names", ["plain hvd", "hvd plain"])
+def test_no_rank_is_said_to_be_alone_that_joins_in_another_program(tmp_path: Path, names: str) -> None:
+    (tmp_path / "plain.py").write_text("import torch")
+    (tmp_path / "hvd.py").write_text("import torch, ringdance.torch as hvd\nhvd.init()\nhvd.barrier()")
+    first, second = (f"python {tmp_path}/{name}.py" for name in names.split())
+    done = run("-np", "2", "bash", "-c", f"{first} && {second}")
+    assert done.returncode == 0 and done.stderr == ""
 
 
 def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -> None:

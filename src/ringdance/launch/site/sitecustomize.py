@@ -10,17 +10,14 @@ import atexit
 import importlib
 import json
 import os
-import re
+import stat
 import sys
 import time
 
 _FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet", "ringdance.numpy")
 # What joins ranks in another way, or may: then nothing is said.
-_OTHERS = ("mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray")
-_DISTRIBUTED = re.compile("(?i)distribut")  # torch.distributed, tf.distribute, jax.distributed
-# In a script that imports Ringdance, where the word is common: what joins ranks without it.
-_BESIDE = re.compile(
-    r"init_process_group|DistributedDataParallel|fully_shard|\b(tf|tensorflow|jax|keras)\.distribut"
+_OTHERS = (
+    "mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray", "torch.distributed.run",
 )
 
 
@@ -40,28 +37,35 @@ def _import_the_next() -> None:
     sys.modules.setdefault(__name__, own)  # the importer of this module looks for it
 
 
+def _has_joined_otherwise() -> bool:
+    """Return whether this process has joined others by its framework; what is set then stays to the end."""
+    torch = sys.modules.get("torch.distributed.distributed_c10d")
+    jax = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    tensorflow = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
+    return (
+        any(name in sys.modules for name in _OTHERS)
+        or ("horovod" in sys.modules and "ringdance" not in sys.modules)
+        or "TF_CONFIG" in os.environ
+        or getattr(torch, "_backend", None) is not None
+        or getattr(jax, "coordinator_address", None) is not None
+        or getattr(tensorflow, "_server_def", None) is not None
+        or getattr(tensorflow, "_collective_ops_server_def", None) is not None
+    )
+
+
 def _tell_of_training_alone() -> None:
-    """Tell the launcher that this rank has used a framework, without ``init()`` or anything like it."""
+    """Tell the launcher that this rank has used a framework, without ``init()`` or anything like it.
+
+    Only the process that the launcher has started: another one in a shell's script may join later.
+    """
     used = [name for name in _FRAMEWORKS if name in sys.modules]
-    session = sys.modules.get("ringdance.session")
-    joined = session is not None and session._process.pid
-    if not used or joined or any(name in sys.modules for name in _OTHERS):
-        return
-    loaded = [(name.split(".")[0], module) for name, module in list(sys.modules.items())]
-    modules = [module for package, module in loaded if package not in ("ringdance", "horovod")]
-    files = [getattr(module, "__file__", None) or "" for module in modules]
-    library = (os.path.dirname(os.__file__), sys.prefix, sys.base_prefix, os.path.dirname(__file__))
-    try:
-        own = [one for one in files if os.path.isabs(one) and not one.startswith(library)]
-        for name in (sys.argv[0], *own):
-            with open(name, encoding="utf-8", errors="replace") as file:
-                if (_BESIDE if session else _DISTRIBUTED).search(file.read()):
-                    return
-        found = {"rank": int(os.environ["RINGDANCE_RANK"]), "kind": "alone", "message": used[0]}
+    number, directory = int(os.environ["RINGDANCE_RANK"]), os.environ["RINGDANCE_JOB_DIRECTORY"]
+    joined = os.path.exists(os.path.join(directory, f"joined.{number}"))  # by session.init
+    own = os.getpgrp() == os.getpid() and stat.S_ISFIFO(os.fstat(2).st_mode)  # what the launcher reads
+    if used and own and not joined and not _has_joined_otherwise():
+        found = {"rank": number, "kind": "alone", "message": used[0]}
         line = json.dumps({**found, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
-        print(f"::ringdance-cause:: {line}", file=sys.stderr, flush=True)
-    except (AttributeError, OSError, KeyError, ValueError, TypeError):
-        pass
+        os.write(2, f"::ringdance-cause:: {line}\n".encode())
 
 
 def _watch() -> None:
@@ -73,14 +77,18 @@ def _watch() -> None:
 
     def leave() -> None:
         mpi = sys.modules.get("mpi4py.MPI")
-        if os.getpid() == pid and not failed:
-            _tell_of_training_alone()
-        if not failed or os.getpid() != pid or mpi is None:
-            return
-        if mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+        try:
+            if os.getpid() == pid and not failed:
+                _tell_of_training_alone()
+            elif os.getpid() == pid and mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+                if mpi.COMM_WORLD.Get_size() > 1:
+                    try:
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                    finally:
+                        os._exit(1)
+        except Exception:  # whatever the script has made of its modules and streams
+            pass
 
     sys.excepthook = note
     atexit.register(leave)  # the first that is registered is the last that is called
