@@ -65,6 +65,25 @@ def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
     assert all("an element of 'in/w' is" in text for text in texts)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(("value", "says"), [(1, ""), (np.nan, "nan on rank 1"), (-np.inf, "-inf on rank 1")])
+def test_leaves_without_gradient_may_differ(jit: bool, value: float, says: str) -> None:
+    """In value and shape, as ``equinox.partition`` leaves them; and few steps before each join are enough."""
+    params = {"w": jnp.full(4, value if RANK == 1 else 1.0), "own": jnp.full(3 + RANK, float(RANK))}
+    gradients = {"w": jnp.zeros(4), "own": None}
+    tx = hvd.distributed(optax.sgd(0.1))
+    update = jax.jit(tx.update) if jit else tx.update
+    state = tx.init(params)
+    with warned() as texts:
+        for _ in range(6):
+            for _ in range(2):
+                jax.block_until_ready(update(gradients, state, params))
+            hvd.join()
+    assert len(texts) == (RANK == 0 and says != "")
+    assert all("\"['w']\" is 1 on rank 0 (" in text and says in text for text in texts)
+
+
 @pytest.mark.ranks(2)
 def test_weights_are_compared_wherever_update_is_traced() -> None:
     """In the condition of several passes, in ``grad`` and ``vmap``, with parameters that are no arrays."""

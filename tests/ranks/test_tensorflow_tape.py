@@ -62,6 +62,29 @@ def test_weights_that_differ_are_noticed(way: Any, differ: bool, broadcast: bool
     assert all("an element of 'mine" in text for text in texts)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("way", [lambda step: step, tf.function])
+@pytest.mark.parametrize("differ", [False, True])
+def test_weights_are_compared_once_where_ranks_join_early(way: Any, differ: bool) -> None:
+    """What has no gradient may differ."""
+    weight = tf.Variable([1.0, np.nan if differ and RANK == 1 else 0.0], name="mine")
+    own = tf.Variable(float(RANK), name="own")
+
+    @way
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight)
+        hvd.DistributedGradientTape(tape).gradient(loss, [own, weight])
+
+    with warned() as texts:
+        for _ in range(6):
+            for _ in range(2):
+                step()
+            hvd.join()
+    assert len(texts) == (RANK == 0 and differ)
+    assert all("an element of 'mine" in text and "nan on rank 1" in text for text in texts)
+
+
 def expected(table: Any, weight: Any, average: bool = True) -> tuple[Any, Any]:
     of_table, of_weight = np.zeros((6, 3)), np.zeros((3, 2))
     for rank in range(SIZE):

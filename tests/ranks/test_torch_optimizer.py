@@ -76,6 +76,64 @@ def test_weights_that_differ_are_noticed(seed: int, broadcast_at: int, says: int
         assert "Learning rate and other options" in texts[0]
 
 
+class Unreadable(nn.Parameter):
+    """As what quantizes weights may be: some operations fail."""
+
+    def is_floating_point(self) -> bool:
+        raise NotImplementedError
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@several
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("first", "second", "kind", "says"),
+    [
+        (0.0, NAN, nn.Parameter, "0 on rank 0 (.*) and nan on rank 1"), (NAN, NAN, nn.Parameter, ""),
+        (INF, -INF, nn.Parameter, "inf on rank 0 (.*) and -inf on rank 1"), (INF, INF, nn.Parameter, ""),
+        (1.0, 1e300, nn.Parameter, "1 on rank 0 (.*) and inf on rank 1"), (1.0, 2.0, Unreadable, ""),
+    ],
+)
+def test_weights_of_any_kind_are_compared(first: float, second: float, kind: Any, says: str) -> None:
+    """In a tensor that is not contiguous; one that a rank cannot read is left out, and the others are not."""
+    value = torch.full((3, 70), 1.0, dtype=torch.float64).t()
+    value[-1] = second if RANK == 1 else first
+    odd, plain = (kind if RANK == 1 else nn.Parameter)(value), nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([odd, plain], lr=0.1), named_parameters=[("odd", odd), ("plain", plain)]
+    )
+    with warned() as texts:
+        for step in range(12):
+            if step == 4 and kind is Unreadable and RANK == 1:
+                plain.data += 1
+            ((odd * 0).sum() + (plain * 0).sum()).backward()
+            optimizer.step()
+    found = says and f"'odd' is {says}"
+    if kind is Unreadable:
+        found = "'plain' is 1 on rank 0 (.*) and 2 on rank 1"
+    assert len(texts) == (RANK == 0 and found != "")
+    assert all(re.search(found.replace("(.*)", r"\(.*\)"), text) for text in texts)
+
+
+@several
+@pytest.mark.parametrize("differ", [False, True])
+def test_weights_are_compared_once_where_ranks_join_after_each_step(differ: bool) -> None:
+    """The others have no step at first. Later they train a layer for the first time, and rank 0 does not."""
+    torch.manual_seed(RANK * differ)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
+    with warned() as texts:
+        for parts in ([0, 1] if RANK == 0 else [], [0], [0], [0, 0, 1, 1, 0]):
+            for last in parts:
+                optimizer.zero_grad()
+                net[: last + 1](torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+            hvd.join()
+    assert len(texts) == (RANK == 0 and differ)
+
+
 @several
 @pytest.mark.parametrize(
     ("change", "says"),

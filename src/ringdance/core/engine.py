@@ -81,6 +81,7 @@ class Engine:
         self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir, ring)
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
         self.profilers: list[Profiler] = []
+        self.joins = 0  # how often all ranks have joined
         self.report = report or (lambda text: None)
         self.end: EngineEnd
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)

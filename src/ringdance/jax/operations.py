@@ -206,17 +206,19 @@ def compare_weights(
     traced, engine = in_program(arrays), session.engine()
     if not traced and not weights.due(engine, set_id(process_set), exchange):
         return
-    floats = [hasattr(one, "dtype") and jnp.issubdtype(one.dtype, jnp.floating) for one in arrays]
-    sizes = [one.size if real else 0 for one, real in zip(arrays, floats, strict=True)]
-    call = weights.call_of(exchange, names, sizes, advice, set_id(process_set))
-    parts = [
-        jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(size)].astype(jnp.float32)
-        for one, size in zip(arrays, sizes, strict=True) if size
-    ]
-    if traced and parts:
-        compiled(JaxCall(call), [jnp.concatenate(parts)], (), ())
-    elif parts:
-        weights.compare(engine, call, np.asarray(jnp.concatenate(parts)))
+
+    def take(one: Any) -> tuple[int, Any]:
+        if not jnp.issubdtype(one.dtype, jnp.floating):
+            raise TypeError("only floats are compared")
+        chosen = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)
+        return one.size, chosen if traced else np.asarray(chosen)
+
+    call = weights.call_of(exchange, names, advice, set_id(process_set))
+    sample = (jnp if traced else np).concatenate([*weights.rows_of(arrays, take)])
+    if traced:
+        compiled(JaxCall(call), [sample], (), ())
+    else:
+        weights.compare(engine, call, sample)
 
 
 def allgather(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:

@@ -42,6 +42,10 @@ def _name_of(path: Any) -> str:
     return str(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def _mean(tree: Any, name: str, process_set: ProcessSet) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     done = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
@@ -141,9 +145,9 @@ def distributed(
             return inner.update(reduced(gradients), state, params, **extra)
         extra = {key: _of_all_ranks(name, key, one, process_set) for key, one in extra.items()}
         mean = reduced(gradients)
-        if found := jax.tree_util.tree_leaves_with_path(params):
-            names, values = [_name_of(path) for path, _ in found], [one for _, one in found]
-            compare_weights(values, names, name, _ADVICE, process_set)
+        trained = _by_path(gradients)  # what has no gradient may be each rank's own
+        if found := {path: one for path, one in _by_path(params).items() if path in trained}:
+            compare_weights([*found.values()], [*found], name, _ADVICE, process_set)
         return inner.update(mean, state, params, **extra)
 
     def init(params: Any) -> Any:

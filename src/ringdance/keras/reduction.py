@@ -110,11 +110,12 @@ class GradientReduction:
                 session.mark_step()
             return list(gradients)
         pattern = pattern_of(["none" if one is None else "dense" for one in gradients])
-        names = [str(one.path) for one in variables]
-        present = [(one, name) for one, name in zip(gradients, names, strict=True) if one is not None]
+        pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+        names = [str(one.path) for _, one in pairs]
+        present = [(gradient, name) for (gradient, _), name in zip(pairs, names, strict=True)]
         reduced = iter(self._reduced(present, pattern) if present else ())
-        values = [one.value for one in variables]
-        binding().operations.compare_weights(values, names, self.name, ADVICE, self.process_set)
+        if values := [one.value for _, one in pairs]:
+            binding().operations.compare_weights(values, names, self.name, ADVICE, self.process_set)
         return [None if one is None else next(reduced) for one in gradients]
 
     def _reduced(self, named: Sequence[tuple[Any, str]], pattern: str) -> list[Any]:

@@ -163,7 +163,7 @@ class GradientReducer:
                     self._reduce_sparse(results, sparse, variables, named)
             if not dense and not sparse and variables:  # others may have some, and wait for this rank
                 perform(call(0, True), [tf.zeros(1)])
-            self._compare_weights(key, variables)
+            self._compare_weights(key, [variables[index] for index in sorted([*dense, *sparse])])
         return results
 
     def _compare_weights(self, key: str, variables: Sequence[Any]) -> None:
@@ -176,14 +176,14 @@ class GradientReducer:
         names, floats = [name for name, _ in named], [one for _, one in named]
         if not floats or in_session():  # whose order of operations is not the program's
             return
-        sizes = [math.prod(one.shape) for one in floats]
-        call = weights.call_of(key, names, sizes, self.advice, set_id(self.process_set))
+        call = weights.call_of(key, names, self.advice, set_id(self.process_set))
+
+        def take(one: Any) -> tuple[int, Tensor]:
+            size = math.prod(one.shape)
+            return size, tf.cast(tf.reshape(one, [-1])[:: weights.step_of(size)], tf.float32)
 
         def compare() -> Tensor:
-            parts = [
-                tf.cast(tf.reshape(one, [-1])[:: weights.step_of(size)], tf.float32)
-                for one, size in zip(floats, sizes, strict=True)
-            ]
+            parts = [*weights.rows_of(floats, take)]
             return tf.size(perform(call, [tf.stop_gradient(tf.concat(parts, 0))])[0])
 
         tf.cond(tf.cast(number("weights", f"{call.set_id}:{key}"), tf.bool), compare, lambda: 0)

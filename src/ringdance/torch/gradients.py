@@ -50,14 +50,14 @@ class Gradients:
         """Return the size of the gradient in bytes."""
         return self.parameters[index].nbytes
 
-    def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], list[int], Array]:
-        """Return the names, of a nameless parameter index and shape, numbers of elements, and a sample."""
+    def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
+        """Return the names, of a nameless parameter index and shape, and a sample."""
         parameters = [self.parameters[index] for index in indices]
         shown = [
             f"parameter {index}, of shape {tuple(one.shape)}" if ".noname." in name else name
             for index, name, one in zip(indices, names, parameters, strict=True)
         ]
-        return shown, *sample_of(parameters)
+        return shown, sample_of(parameters)
 
     def kinds(self, computed: bytearray) -> bytearray:
         """Return what each parameter in ``computed`` has: see ``AS_DENSE`` and ``DENSE``."""

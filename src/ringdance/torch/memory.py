@@ -9,12 +9,11 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import divided_by
 from ringdance.training.gradients.compression import compression_for
-from ringdance.training.gradients.weights import step_of
+from ringdance.training.gradients.weights import rows_of, step_of
 
 Array = np.ndarray[Any, Any]
 
@@ -116,17 +115,14 @@ def check_in_place(tensor: torch.Tensor) -> None:
         )
 
 
-def _has_floats(tensor: Tensor) -> bool:
-    """Return whether elements can be read; not of a lazy module's parameter before its first call."""
-    there = not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
-    return there and tensor.is_floating_point()
+def sample_of(parameters: Sequence[Tensor]) -> Array:
+    """Return a sample of the elements: see ``weights``."""
 
+    def take(one: Tensor) -> tuple[int, Array]:
+        if not one.is_floating_point():
+            raise TypeError("only floats are compared")
+        size = one.numel()
+        places = torch.arange(0, size, step_of(size), device=one.device)
+        return size, one.detach().take(places).float().cpu().numpy()
 
-def sample_of(parameters: Sequence[Tensor]) -> tuple[list[int], Array]:
-    """Return how many elements each has, 0 if these are no floats, and a sample: see ``weights``."""
-    elements = [one.numel() if _has_floats(one) else 0 for one in parameters]
-    chosen = [
-        one.detach().reshape(-1)[:: step_of(count)].float().cpu()
-        for one, count in zip(parameters, elements, strict=True) if count
-    ]
-    return elements, torch.cat(chosen).numpy() if chosen else np.empty(0, np.float32)
+    return np.concatenate([np.empty(0, np.float32), *rows_of(parameters, take)])

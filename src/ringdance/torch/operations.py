@@ -139,15 +139,15 @@ def reduce_gradients(
     return reduced
 
 
+@compiler_disable
 def compare_weights(
     tensors: Tensors, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
     """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
     engine = session.engine()
     if weights.due(engine, set_id(process_set), exchange):
-        elements, sample = sample_of(tensors)
-        call = weights.call_of(exchange, names, elements, advice, set_id(process_set))
-        weights.compare(engine, call, sample)
+        call = weights.call_of(exchange, names, advice, set_id(process_set))
+        weights.compare(engine, call, sample_of(tensors))
 
 
 def grouped_allreduce_async_(

@@ -322,6 +322,7 @@ def barrier(engine: Engine, set_id: int = 0) -> None:
 def join(engine: Engine) -> int:
     """Help the other ranks with zeros until all have joined; return the rank that came last."""
     last: int = engine.submit(Request(_JOIN), wake=False).wait()
+    engine.joins += 1
     for listener in [reference() for reference in _listeners.get(engine, [])]:
         if listener is not None:
             listener()

@@ -31,8 +31,8 @@ class Gradients:
     def __init__(self, dtype: str) -> None:
         self.view = np.ones(3, dtype_of(dtype))
 
-    def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], list[int], Array]:
-        return list(names), [0] * len(names), np.empty(0, np.float32)
+    def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
+        return list(names), np.empty(0, np.float32)
 
     def kinds(self, computed: bytearray) -> bytearray:
         return bytearray(DENSE * one for one in computed)

@@ -81,12 +81,13 @@ def _watch() -> None:
             if os.getpid() == pid and not failed:
                 _tell_of_training_alone()
             elif os.getpid() == pid and mpi and mpi.Is_initialized() and not mpi.Is_finalized():
-                if mpi.COMM_WORLD.Get_size() > 1:
-                    try:
-                        sys.stdout.flush()
-                        sys.stderr.flush()
-                    finally:
-                        os._exit(1)
+                if mpi.COMM_WORLD.Get_size() == 1:
+                    return
+                try:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                finally:
+                    os._exit(1)
         except Exception:  # whatever the script has made of its modules and streams
             pass
 

@@ -163,6 +163,7 @@ class GradientExchange:
 
     def start_again(self) -> None:
         """Forget agreements after ``join()``: ranks that had joined missed those of the others."""
+        self._trained.clear()
         self._forget()
         self.reset()
 
@@ -276,8 +277,8 @@ class GradientExchange:
         # A parameter that is never reduced, as a frozen one, may be each rank's own.
         if weights.due(self.engine, self.set_id, self.name, 2, anew=len(self._trained) > known):
             chosen = sorted(self._trained)
-            names, elements, sample = self.source.sample(chosen, [self.names[index] for index in chosen])
-            call = weights.call_of(self.name, names, elements, self.source.advice, self.set_id)
+            names, sample = self.source.sample(chosen, [self.names[index] for index in chosen])
+            call = weights.call_of(self.name, names, self.source.advice, self.set_id)
             weights.compare(self.engine, call, sample)
 
     def _exchange_by_mask(self) -> None:

@@ -57,8 +57,8 @@ class GradientSource(Protocol):
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
 
-    def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], list[int], Array]:
-        """Return names of parameters for people, numbers of elements, and a sample: see ``weights``."""
+    def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
+        """Return names of parameters for people, and a sample: see ``weights``."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,8 @@ Array = np.ndarray[Any, Any]
 _log = logging.getLogger("ringdance")
 
 PLACES = 64
+ROW = 1 + PLACES
+_INFINITE = np.float32(1e38)  # differences of twice as much are finite in float32
 _LATER = 10  # exchanges: scripts for TensorFlow and Keras may broadcast after the first step, of several
 _TOLERANCE = 1e-3  # of a parameter's largest element: processors of different kinds round differently
 
@@ -35,13 +37,20 @@ _TOLERANCE = 1e-3  # of a parameter's largest element: processors of different k
 class _Exchanges(Counter[tuple[tuple[int, ...], str]]):
     """How many exchanges of gradients there were, by members of the process set and name.
 
+    All ranks that take part have counted the same: since the job began, or since all had joined.
+
     Attributes:
+        left: how many are to come before the first comparison; joins do not change it, so ranks differ.
+        done: those that were compared, on all ranks alike.
         told: those whose weights were found to differ, on all ranks alike: once is enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__()
+        self.left: dict[tuple[tuple[int, ...], str], int] = {}
+        self.done: set[tuple[tuple[int, ...], str]] = set()
         self.told: set[tuple[tuple[int, ...], str]] = set()
+        on_join(engine, self.forget)
 
     def forget(self) -> None:
         """Count anew: all ranks have joined, after different numbers of exchanges."""
@@ -51,11 +60,17 @@ class _Exchanges(Counter[tuple[tuple[int, ...], str]]):
 _counts: weakref.WeakKeyDictionary[Engine, _Exchanges] = weakref.WeakKeyDictionary()
 
 
+def _counts_of(engine: Engine) -> _Exchanges:
+    if (counts := _counts.get(engine)) is None:
+        counts = _counts[engine] = _Exchanges(engine)
+    return counts
+
+
 def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = False) -> bool:
     """Count an exchange of gradients; return whether to compare weights, alike on all ranks.
 
-    All ranks that take part have counted the same: since the job began, or since all had joined. After the
-    first time weights are compared in exchange 10, 100, 1000 and so on, for what changes them later.
+    After the first time weights are compared in exchange 10, 100, 1000 and so on, for what changes them
+    later. Until the first time the ranks also ask each other after each join: see ``compare``.
 
     Args:
         engine: of this rank.
@@ -66,12 +81,13 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = F
     """
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
-    if (counts := _counts.get(engine)) is None:
-        counts = _counts[engine] = _Exchanges()
-        on_join(engine, counts.forget)
+    counts = _counts_of(engine)
     key = _key(engine, set_id, name)  # the number of a set that was removed is another one's later
     number = counts[key] = 1 if anew else counts[key] + 1
-    return (number == at or (number % 10 == 0 and str(number).strip("0") == "1")) and key not in counts.told
+    counts.left[key] = counts.left.get(key, at) - 1
+    asked = number == 1 and engine.joins > 0 and key not in counts.done
+    later = number % 10 == 0 and str(number).strip("0") == "1"
+    return (number == at or later or asked) and key not in counts.told
 
 
 def _key(engine: Engine, set_id: int, name: str) -> tuple[tuple[int, ...], str]:
@@ -83,58 +99,83 @@ def step_of(elements: int) -> int:
     return max(1, -(-elements // PLACES))
 
 
-def call_of(name: str, parameters: Sequence[str], elements: Sequence[int], advice: str, set_id: int) -> Call:
+def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> Call:
     """Return the call that compares a sample.
 
     Args:
         name: of the exchange of gradients.
         parameters: their names.
-        elements: how many each has.
         advice: the lines that a script lacks if they differ.
         set_id: process set.
     """
-    counts = [len(range(0, count, step_of(count))) for count in elements]
-    described = [f"{count} {one}" for count, one in zip(counts, parameters, strict=True)]
     labels.note(f"allreduce.{name}.weights", name, "weights", parameters)
     name, kind = f"{name}.weights", Collective.ALLREDUCE
-    return Call(kind, name, ReduceOp.MAX, set_id=set_id, weights=(advice, *described))
+    return Call(kind, name, ReduceOp.MAX, set_id=set_id, weights=(advice, *parameters))
+
+
+def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -> Iterator[Any]:
+    """Yield in turn how many elements a parameter has, some of them, and zeros: ``ROW`` numbers together.
+
+    Args:
+        parameters: of any kind.
+        take: returns how many elements a parameter has, and each ``step_of``-th of them, float32. If it
+            fails, as for other types and for what cannot be read, that parameter is not compared.
+    """
+    for one in parameters:
+        try:
+            size, values = take(one)
+            taken = -(-size // step_of(size))
+        except Exception:  # the training goes well without
+            size, values, taken = 0, np.empty(0, np.float32), 0
+        yield from (np.array([size], np.float32), values, np.zeros(PLACES - taken, np.float32))
 
 
 def compare(engine: Engine, call: Call, sample: Array) -> None:
     """Compare a sample with those of the other ranks; say which parameter differs.
 
+    Nothing is compared while a rank has joined or has not had its first exchanges; nor a parameter of which
+    a rank has another number of elements, or could read none.
+
     Args:
         engine: of this rank.
         call: see ``call_of``.
-        sample: of all parameters, one after the other, float32.
+        sample: what ``rows_of`` gives, as one array.
 
     Raises:
         MismatchError: one differs, and the setting ``check_weights`` is "error"; on all ranks.
     """
-    sample = np.nan_to_num(np.asarray(sample, np.float32))
-    plain = call.but(weights=())
-    here = plain.but(operation=ReduceOp.SUM).submit(engine, (np.ones(1, np.float32),)).wait()[0]
-    if int(here[0]) < len(engine.members(call.set_id)):  # others have joined, and have no weights to show
+    rows, plain, counts = sample.reshape(-1, ROW), call.but(weights=()), _counts_of(engine)
+    key, members = _key(engine, call.set_id, call.name or ""), len(engine.members(call.set_id))
+    about = np.array([1, counts.left.get(key, 0) <= 0, len(rows), len(rows) ** 2], np.int64)
+    sums = plain.but(operation=ReduceOp.SUM).submit(engine, (about,)).wait()[0]
+    ranks, ready, total, squares = sums.tolist()
+    if ranks < members or ready < members:
         return
-    most = plain.submit(engine, (np.concatenate([sample, -sample]),)).wait()[0]
-    high, low = most[: sample.size], -most[sample.size :]
-    start = 0
-    for described in call.weights[1:]:
-        count, _, parameter = described.partition(" ")
-        part = slice(start, start := start + int(count))
-        limit = _TOLERANCE * max(np.abs(high[part]).max(initial=0), np.abs(low[part]).max(initial=0))
-        wrong = np.flatnonzero(high[part] - low[part] > limit)
-        if wrong.size:
-            if (counts := _counts.get(engine)) is not None:
-                counts.told.add(_key(engine, call.set_id, call.name or ""))
-            _report(engine, plain, parameter, sample[part][wrong[:1]], call.weights[0])
-            return
+    counts.done.add(key)
+    if not total or total * total != members * squares:  # they have different numbers of parameters
+        return
+    ordered = _ordered(rows)
+    most = plain.submit(engine, (np.stack([ordered, -ordered]),)).wait()[0]
+    high, low = most[0], -most[1]
+    bounds = np.maximum(np.abs(high), np.abs(low))
+    limits = _TOLERANCE * bounds[:, 1:].max(axis=1, keepdims=True, initial=0, where=bounds[:, 1:] < _INFINITE)
+    wrong = (high - low > limits) & (high[:, :1] == low[:, :1])
+    if wrong.any():
+        row, place = np.argwhere(wrong)[0]
+        counts.told.add(key)
+        _report(engine, plain, call.weights[1 + row], rows[row, place : place + 1], call.weights[0])
+
+
+def _ordered(values: Array) -> Array:
+    """Return finite numbers: infinities are the ends, and NaN is above them."""
+    return np.nan_to_num(np.clip(values, -_INFINITE, _INFINITE), nan=float(1.5 * _INFINITE))
 
 
 def _report(engine: Engine, call: Call, parameter: str, value: Array, advice: str) -> None:
     gathered = Call(Collective.ALLGATHER, call.name, set_id=call.set_id).submit(engine, (value,)).wait()[0]
     members = engine.members(call.set_id)
-    first, other = int(np.argmin(gathered)), int(np.argmax(gathered))
+    ordered = _ordered(gathered)
+    first, other = int(np.argmin(ordered)), int(np.argmax(ordered))
     first, other = min(first, other), max(first, other)
     where = [
         f"{gathered[one]:.4g} on rank {members[one]} ({engine.hosts[members[one]]})" for one in (first, other)
