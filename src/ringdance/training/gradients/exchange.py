@@ -163,7 +163,6 @@ class GradientExchange:
 
     def start_again(self) -> None:
         """Forget agreements after ``join()``: ranks that had joined missed those of the others."""
-        self._trained.clear()
         self._forget()
         self.reset()
 
