@@ -78,6 +78,7 @@ def all_jobs() -> list[Job]:
         Job("unit", "project", ("unit/test_*.py",)),
         Job("dropin", "launching", (
             "dropin/test_horovodrun.py", "dropin/test_stall.py", "dropin/test_ray.py",
+            "dropin/test_torch_backend.py",
             "dropin/test_sagemaker_*.py", "dropin/test_data_service.py",
         )),
         Job("dropin", "pages", ("dropin/test_docs.py",)),

@@ -61,7 +61,8 @@ class _Process:
     """The engine of this process, and how it ended."""
 
     engine: Engine | None = None
-    comm: Any = None  # the argument of init()
+    comm: Any = None  # the arguments of init()
+    transport: tuple[int, Callable[..., Transport]] | None = None
     pid: int = 0  # 0 before the first init()
     mpi: bool = False
     monitoring = Monitoring()
@@ -173,13 +174,13 @@ def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.Abstract
     return engine().pause_stall_check(str(what), timeout) if is_initialized() else contextlib.nullcontext()
 
 
-def init(comm: Any = None, ranks: tuple[int, Callable[..., Transport]] | None = None) -> None:
+def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | None = None) -> None:
     """Join the job: all its ranks must call this. Does nothing when already initialised.
 
     Args:
         comm: None for all processes that the launcher started, a list of their ranks, or an
             mpi4py communicator.
-        ranks: how many there are and what makes their transport, if MPI does not know them.
+        transport: the number of ranks and what makes it, where MPI does not know them; kept for later calls.
 
     Raises:
         LaunchError: the launcher and the MPI library do not belong together, or MPI is missing.
@@ -197,7 +198,8 @@ def init(comm: Any = None, ranks: tuple[int, Callable[..., Transport]] | None = 
         if "horovod" in sys.modules and settings.origin("deadlock_time") == "default":
             settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
         _configure_log(settings)
-        _process.engine = _start(comm, settings) if ranks is None else _start_by(*ranks, settings)
+        _process.transport = given = transport or _process.transport
+        _process.engine = _start(comm, settings) if given is None else _start_by(*given, settings)
         _process.comm, _process.unseen = comm, None
         with contextlib.suppress(OSError, KeyError):  # for launch/site/sitecustomize.py
             here = os.environ["RINGDANCE_JOB_DIRECTORY"], f"joined.{os.environ['RINGDANCE_RANK']}"

@@ -10,6 +10,7 @@ import copy
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import ringdance.torch as hvd
 from ringdance import session
@@ -178,6 +180,7 @@ def test_calls_in_flight() -> None:
         for one in tensors[:4]:
             dist.all_reduce(one)
     manager.wait()
+    assert [one[0].item() for one in tensors[:4]] == [SIZE * (sum(range(SIZE)) + SIZE * i) for i in range(4)]
     dist.barrier()
     found: list[Any] = [None] * SIZE
     dist.all_gather_object(found, {"rank": RANK})
@@ -234,6 +237,26 @@ def test_groups() -> None:
     assert one.item() == 1
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE  # side by side with the other API
     assert sorted(hvd.add_process_set([0, 1]).ranks or ()) == [0, 1] if SIZE > 2 else True
+
+
+def test_groups_that_are_destroyed() -> None:
+    """Their memory is freed; other groups go on."""
+    known = len(session.engine().sets.registered)
+    for _ in range(20):
+        group = dist.new_group(list(range(SIZE)))
+        dist.all_reduce(one := torch.ones(1000), group=group)
+        dist.destroy_process_group(group)
+        assert one[0] == SIZE
+    for _ in range(100):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.01)
+        if len(session.engine().sets.registered) == known:
+            break
+    assert len(session.engine().sets.registered) == known
+    if SIZE > 1:
+        with pytest.raises(ValueError, match="ascending"):
+            dist.new_group([1, 0], sort_ranks=False)
+    dist.barrier()
 
 
 def net() -> torch.nn.Module:
@@ -294,6 +317,34 @@ def test_a_mismatch_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.all_reduce(torch.zeros(sum(one.numel() for one in model.parameters())))
 
 
+def test_sparse_gradients_and_passes_within_others() -> None:
+    def train(group: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        table = torch.nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
+        layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+        model = torch.nn.ModuleList([table, *layers])
+
+        class Net(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+                x = layers[0](table(ids))
+                return layers[2](checkpoint(layers[1], x, use_reentrant=True))
+
+        wrapped = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=1e-5)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for step in range(4):
+            ids = torch.randint(0, 20, (5, 3), generator=torch.Generator().manual_seed(10 * step + RANK))
+            wrapped(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach() for one in model.parameters()]
+
+    by_both(train)
+
+
 def sharded(mesh: Any) -> list[torch.Tensor]:
     model = net()
     for layer in model:
@@ -336,6 +387,17 @@ def test_functional_collectives_and_tensors_in_parts() -> None:
 def test_what_is_wrong() -> None:
     with pytest.raises(MismatchError, match=rf"\(4,\) on rank {SIZE - 1}"):
         dist.all_reduce(torch.ones(3 + RANK // (SIZE - 1)))
+    outputs = [torch.empty(5 - (RANK == 0 and rank == 1)) for rank in range(SIZE)]
+    with pytest.raises(MismatchError, match="outputs of"):
+        dist.all_gather(outputs, torch.ones(5))
+    sends = [SIZE + 1 - RANK, *[1] * (SIZE - 1)]
+    one, other = torch.empty(sum(sends)), torch.empty(sum(sends))
+    with pytest.raises(ValueError, match="its outputs are for"):
+        dist.all_to_all_single(one, other, sends, sends)
+    with pytest.raises(ValueError, match="types"):
+        dist.all_gather_into_tensor(torch.empty(SIZE, dtype=torch.float64), torch.empty(1))
+    with pytest.raises(ValueError, match="negative"):
+        dist.isend(torch.ones(1), 1 - min(RANK, 1), tag=-1)
     with pytest.raises(ValueError, match="cannot be divided"):
         dist.reduce_scatter_tensor(torch.empty(2), torch.empty(5))
     with pytest.raises(ValueError, match="add up"):

@@ -50,8 +50,9 @@ def _outputs(request: Request) -> list[Array]:
 
 def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
     """Return where a result goes whose shape is known only now: what was given, if it has that shape."""
-    if request.outputs is not None and request.outputs[index].shape == shape:
-        return request.outputs[index]
+    given = None if request.outputs is None else request.outputs[index]
+    if given is not None and given.shape == shape and given.dtype == request.inputs[index].dtype:
+        return given
     return aligned_empty(shape, request.inputs[index].dtype)
 
 

@@ -253,6 +253,14 @@ class Engine:
             self._exclusively(self.sets.add_group, set_id, ranks)
         return set_id
 
+    def leave_group(self, set_id: int) -> None:
+        """Free a set made by ``add_group`` once all its members have called this; does not wait for them."""
+        known = self.sets.registered.get(set_id)
+        if known is not None and known.state is not None:
+            self.sets.leaving.add(set_id)
+            known.state.stopping = True
+            self._wake()
+
     def _change_sets(self, verb: str, kind: Collective, check: Callable[[], tuple[int, ...]]) -> int:
         request = Request(Description(kind), name=f"process_set.{verb}")
         try:

@@ -11,6 +11,7 @@ replace output tensors, and a ``Work`` that has failed raises in ``wait()``.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -24,7 +25,9 @@ from torch import Tensor
 from ringdance import session
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import ArgumentError
-from ringdance.torch.memory import Array, array_of
+from ringdance.settings.names import LAUNCH_PREFIX
+from ringdance.torch._private import sparse_entries
+from ringdance.torch.memory import Array, array_of, from_array
 from ringdance.torch.works import GroupWork, Transfer, starts_now, wait_at_end
 from ringdance.training import basics
 from ringdance.training.collectives import prepared
@@ -37,6 +40,11 @@ _OPERATIONS = {
     "PRODUCT": ReduceOp.PRODUCT,
 }  # fmt: skip
 _BITWISE: dict[str, Any] = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
+_OLDER = {
+    "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base", "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}  # fmt: skip
 _prefixed: Any = vars(dist)["PrefixStore"]
 
 
@@ -50,17 +58,24 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         ArgumentError: the ranks of torch.distributed and those of the job differ.
     """
     ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
+    if list(ranks) != sorted(ranks):
+        raise ArgumentError(f'The backend "ringdance" needs ranks in ascending order, got {list(ranks)}.')
     if not session.is_initialized():
-        if size > 1 and session.launched_size() is None:  # by torchrun: MPI does not know the ranks
+        if ranks and size < dist.get_world_size():
+            raise ArgumentError(
+                'The first group of the backend "ringdance" must have all ranks: call '
+                'init_process_group("ringdance"), or hvd.init() on all ranks before new_group().'
+            )
+        if size > 1 and _started_by_torchrun():
             from ringdance.torch import gloo
 
-            store = _prefixed("ringdance", options.store)
-            session.init(ranks=(size, functools.partial(gloo.world, store, rank, size)))
+            store = _prefixed("ringdance", options.store.clone())
+            session.init(transport=(size, functools.partial(gloo.world, store, rank, size)))
         else:
             basics.init()
     engine = session.engine()
     if ranks:
-        return ProcessGroup(options, engine.add_group(_meet(options), tuple(sorted(ranks))))
+        return ProcessGroup(options, engine.add_group(_meet(options), ranks))
     if (rank, size) != (engine.rank, engine.size):
         raise ArgumentError(
             f"This process is rank {rank} of {size} for torch.distributed and rank {engine.rank} of "
@@ -70,6 +85,12 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     return ProcessGroup(options, 0)
 
 
+def _started_by_torchrun() -> bool:
+    """Return whether MPI does not know the ranks."""
+    own = LAUNCH_PREFIX in os.environ  # `ringdance run` sets torchrun's variables too
+    return session.launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
+
+
 def _meet(options: Any) -> int:
     """Wait for the other members of a new group; return a number that no other group of the job has."""
     store, root, size = options.store, options.store, options.group_size
@@ -77,17 +98,16 @@ def _meet(options: Any) -> int:
         root = root.underlying_store
     if options.group_rank == 0:
         store.set("number", str(root.add("ringdance/groups", 1) - 1))
-    number = int(store.get("number"))
     store.add("arrived", 1)
     until = time.monotonic() + options.timeout.total_seconds()
-    while (arrived := store.add("arrived", 0)) < size:
+    while (arrived := store.add("arrived", 0)) < size:  # a blocking call would keep others from the store
         if time.monotonic() > until:
             raise dist.DistStoreError(
                 f"new_group({list(options.global_ranks_in_group)}): only {arrived} of {size} members have "
                 f"called it within {options.timeout}."
             )
         time.sleep(1e-3)
-    return number
+    return int(store.get("number"))
 
 
 def _by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +118,8 @@ def _by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
         tensor = next(_tensors_in(args), None)
         if tensor is None or tensor.is_cpu:
             return method(self, *args, **kwargs)
-        return getattr(self.nccl, method.__name__)(*args, **kwargs)
+        name = method.__name__
+        return getattr(self.nccl, name if hasattr(self.nccl, name) else _OLDER[name])(*args, **kwargs)
 
     return call
 
@@ -126,6 +147,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         super().__init__(options.group_rank, options.group_size)
         self._options, self._set_id, self._timeout = options, set_id, options.timeout
         self._name = self._description = ""
+        self._coalesced: list[GroupWork] | None = None  # the calls since start_coalescing
 
     def getBackendName(self) -> str:
         return "ringdance"
@@ -148,15 +170,23 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._timeout = timeout
 
     def shutdown(self) -> None:
-        pass  # the job ends with the process, or by hvd.shutdown()
+        """Free what a group of some ranks has; the job ends with the process, or by hvd.shutdown()."""
+        if self._set_id and session.is_initialized():
+            session.engine().leave_group(self._set_id)
 
     abort = shutdown
 
     def start_coalescing(self, device: Any) -> None:
-        pass  # torch collects the calls itself
+        if device.type != "cpu":
+            self.nccl._start_coalescing()
+        self._coalesced = []
 
     def end_coalescing(self, device: Any) -> Any:
-        return GroupWork(session.engine(), [], [], [])
+        """Return one work for all calls since the start."""
+        if device.type != "cpu":
+            return self.nccl._end_coalescing()
+        works, self._coalesced = self._coalesced or [], None
+        return GroupWork.of_all(session.engine(), works)
 
     @functools.cached_property
     def nccl(self) -> Any:
@@ -189,12 +219,30 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     @_by_nccl
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        own = self.rank() == opts.rootRank
-        return self._reduce(tensors if own else [one.detach().clone() for one in tensors], opts)
+        if self.rank() != opts.rootRank:
+            tensors = [one.detach().clone() for one in tensors]
+        return self._reduce(tensors, opts, opts.rootRank)
 
-    def _reduce(self, tensors: Tensors, opts: Any) -> Any:
+    def _reduce(self, tensors: Tensors, opts: Any, root: int = -1) -> Any:
+        if tensors[0].is_sparse:
+            return self._reduce_rows(tensors[0], opts)
         arrays, back = _flat(tensors)
-        return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, _operation(opts))
+        return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, _operation(opts), root)
+
+    def _reduce_rows(self, tensor: Tensor, opts: Any) -> Any:
+        """Gather the entries of a sparse tensor, whose sum they are together."""
+        indices, values = sparse_entries(tensor)
+        if _operation(opts) is not ReduceOp.SUM:
+            raise ValueError('The backend "ringdance" reduces sparse tensors by SUM only.')
+        arrays = [array_of(indices.t().contiguous()), array_of(values.contiguous())]
+
+        def finish(results: list[Array]) -> None:
+            places, sums = (from_array(one) for one in results)
+            total = torch.sparse_coo_tensor(places.t(), sums, tensor.shape, check_invariants=False)
+            with torch.no_grad():
+                tensor.copy_(total.coalesce())  # a detached one would get entries of its own
+
+        return self._start(Collective.ALLGATHER, arrays, None, [tensor], opts, finish)
 
     @_by_nccl
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
@@ -261,14 +309,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     @_by_nccl
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        sources, _ = _flat(inputs, moved=True)
+        sizes = [[one.numel() for one in parts] for parts in output_lists]
+        for given, counts in zip(inputs, sizes, strict=True):
+            if counts[self.rank()] != given.numel():
+                raise ValueError(f"all_gather: {given.numel()} elements do not fit outputs of {counts}.")
+
         def finish(results: list[Array]) -> None:
             for result, outputs in zip(results, output_lists, strict=True):
                 _distribute(result, outputs)
 
-        outputs = list(_tensors_in(output_lists))
-        return self._start(
-            Collective.ALLGATHER, _flat(inputs, moved=True)[0], None, outputs, opts, finish
-        )
+        outputs, pattern = list(_tensors_in(output_lists)), f"outputs of {sizes} elements"
+        return self._start(Collective.ALLGATHER, sources, None, outputs, opts, finish, pattern=pattern)
 
     allgather_coalesced = allgather
 
@@ -287,37 +339,44 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 f"all_to_all_single: splits {rows} and {wanted} do not add up to the rows of the input, "
                 f"{len(given)}, and the output, {len(output)}; without splits {self.size()} must divide them."
             )
-        width = source.size // max(1, len(given))
-        return self._exchange(
-            _apart(source, target), [count * width for count in rows], [target], [output], opts, back
-        )
+        width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
+        expected = [count * wide for count in wanted]
+        splits = [count * width for count in rows]
+        return self._exchange(_apart(source, target), splits, expected, [output], opts, [target], back)
 
     @_by_nccl
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         parts, _ = _flat(inputs, moved=True)
-        return self._exchange(np.concatenate(parts), [part.size for part in parts], None, outputs, opts)
+        expected = [part.size for part in _flat(outputs, moved=True)[0]]
+        return self._exchange(np.concatenate(parts), [part.size for part in parts], expected, outputs, opts)
 
     @_by_nccl
     def gather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
         (source,), _ = _flat(inputs, moved=True)
         splits = [source.size * (rank == opts.rootRank) for rank in range(self.size())]
-        return self._exchange(source, splits, None, list(_tensors_in(output_lists)), opts)
+        outputs = list(_tensors_in(output_lists))
+        expected = [part.size for part in _flat(outputs, moved=True)[0]] or [0] * self.size()
+        return self._exchange(source, splits, expected, outputs, opts)
 
     @_by_nccl
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Any:
         parts, _ = _flat(input_lists[0] if input_lists else outputs, moved=True)
         splits = [part.size for part in parts] if input_lists else [0] * self.size()
         source = np.concatenate(parts) if input_lists else parts[0][:0]
-        return self._exchange(source, splits, None, outputs, opts)
+        own = _flat(outputs, moved=True)[0][0].size
+        expected = [own * (rank == opts.rootRank) for rank in range(self.size())]
+        return self._exchange(source, splits, expected, outputs, opts)
 
     def _exchange(
-        self, source: Array, splits: list[int], targets: list[Array] | None, outputs: Tensors, opts: Any,
-        finish: Finish | None = None,
+        self, source: Array, splits: list[int], expected: list[int], outputs: Tensors, opts: Any,
+        targets: list[Array] | None = None, finish: Finish | None = None,
     ) -> Any:
-        """Send parts of flat ``source`` to the ranks, and cut what comes into the outputs."""
+        """Send parts of flat ``source`` to the ranks, and cut what comes, of ``expected`` sizes."""
         finish = finish or (lambda results: _distribute(results[0], outputs))
-        rows = np.array(splits, np.int64)
-        return self._start(Collective.ALLTOALL, [source], targets, outputs, opts, finish, splits=[rows])
+        rows = [np.array(splits, np.int64)]
+        return self._start(
+            Collective.ALLTOALL, [source], targets, outputs, opts, finish, splits=rows, expected=expected
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         opts, engine = opts or dist.BarrierOptions(), session.engine()
@@ -342,8 +401,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _transfer(self, verb: str, rank: int | None, tag: int, tensors: Tensors) -> Any:
         engine, ((array,), back) = session.engine(), _flat(tensors, moved=True)
         state = engine.sets.find(self._set_id).state
-        if state is None:
-            raise ValueError(f"{verb}: this group has no other rank.")
+        if state is None or tag < 0:
+            raise ValueError(f"{verb}: this group has no other rank, or tag={tag} is negative.")
+        if engine.closed:
+            raise engine.end.error()
         pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)
         work = Transfer(engine, pending, f"{verb} of {array.nbytes} bytes, rank {rank}")
         return GroupWork(engine, [work], [], tensors, back, self._seconds(None))
@@ -358,7 +419,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _start(
         self, kind: Collective, arrays: Sequence[Array], targets: Sequence[Array] | None, tensors: Tensors,
         opts: Any, finish: Finish, operation: ReduceOp = ReduceOp.SUM, root: int = -1,
-        splits: Sequence[Array] | None = None,
+        splits: Sequence[Array] | None = None, expected: list[int] | None = None, pattern: str = "",
     ) -> GroupWork:
         """Submit a call.
 
@@ -370,14 +431,19 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             opts: torch's options.
             finish: called once with the results.
             operation: of a reduction.
-            root: of a broadcast, a global rank.
+            root: of a broadcast, a global rank; of a reduction in the group.
             splits: of an alltoall.
+            expected: of an alltoall, what must come from each rank.
+            pattern: must be equal on all ranks.
         """
         engine, waits_later = session.engine(), getattr(opts, "asyncOp", True)
-        call = prepared(kind, None, operation, 1.0, 1.0, self._set_id, root, len(arrays) > 1)
+        call = prepared(kind, None, operation, 1.0, 1.0, self._set_id, root, len(arrays) > 1, pattern=pattern)
         outputs = None if targets is None else tuple(targets)
         work = call.submit(engine, tuple(arrays), outputs, splits, waits_later and starts_now(engine))
-        started = GroupWork(engine, [work], list(targets or ()), tensors, finish, self._seconds(opts))
+        seconds = self._seconds(opts)
+        started = GroupWork(engine, [work], list(targets or ()), tensors, finish, seconds, expected)
+        if self._coalesced is not None:
+            self._coalesced.append(started)
         if waits_later:
             wait_at_end(started)
         return started
@@ -413,16 +479,17 @@ def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
     arrays, copies = [], []
     for tensor in tensors:
         plain = tensor.detach()
-        flat = plain.contiguous().view(-1)
-        if not plain.is_contiguous():
-            copies.append((plain, flat))
-        if moved and (flat.is_complex() or flat.element_size() == 1):
+        whole = plain.resolve_conj().resolve_neg().contiguous()
+        if whole.data_ptr() != plain.data_ptr() or plain.is_neg() or plain.is_conj():
+            copies.append((plain, whole))
+        flat = torch.view_as_real(whole).view(-1) if whole.is_complex() else whole.view(-1)
+        if moved and flat.element_size() == 1:
             flat = flat.view(torch.uint8)
         arrays.append(array_of(flat, in_place=True))
 
     def finish(_: list[Array]) -> None:
-        for plain, flat in copies:
-            plain.copy_(flat.view(plain.shape))
+        for plain, whole in copies:
+            plain.copy_(whole)
 
     return arrays, finish
 

@@ -34,6 +34,7 @@ _OPERATIONS = {
     "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT, "and": dist.ReduceOp.BAND,
 }  # fmt: skip
+_jobs = itertools.count()
 _YEAR = timedelta(days=365)  # the engine's own checks find ranks that are missing
 
 
@@ -103,6 +104,7 @@ def world(
     Raises:
         SettingError: something of ``common`` differs; raised on all ranks.
     """
+    store = dist.PrefixStore(f"job {next(_jobs)}", store)  # all ranks count alike
     own = [socket.gethostname(), os.getpid(), _host_of_this_process(), common]
     everyone = _gather(store, "who", rank, size, own)
     check_common([(host, theirs) for host, _, _, theirs in everyone])

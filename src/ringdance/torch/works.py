@@ -14,6 +14,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -31,6 +32,7 @@ from ringdance.torch.memory import Array
 from ringdance.training.gradients.options import wants_overlap
 
 _NO_TIMEOUT = timedelta(0)
+_PASSES = 64  # backward passes under way, in threads and in one another
 
 
 class Transfer:
@@ -94,21 +96,35 @@ class GroupWork(dist.Work):
         tensors: the call's outputs.
         finish: called once with the results.
         timeout: seconds that ``wait`` waits.
+        expected: of an alltoall, the sizes of what must come from each rank.
     """
 
     def __init__(
         self, engine: Engine, works: Sequence[Any], targets: Sequence[Array], tensors: Sequence[Tensor],
         finish: Callable[[list[Array]], None] | None = None, timeout: float | None = None,
+        expected: list[int] | None = None,
     ) -> None:
         super().__init__()
         self._engine, self._works, self._targets = engine, works, targets
         self._tensors, self._finish, self._timeout = list(tensors), finish, timeout
-        self._lock = threading.Lock()
+        self._expected, self._lock = expected, threading.Lock()
         self._complete = False
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
         self.in_pass = False  # waited for at the end of a backward pass
+
+    @classmethod
+    def of_all(cls, engine: Engine, calls: Sequence[GroupWork]) -> GroupWork:
+        """Return one for several."""
+        works = [work for call in calls for work in call._works]
+        tensors = [tensor for call in calls for tensor in call._tensors]
+
+        def finish(_: list[Array]) -> None:
+            for call in calls:
+                call._deliver()
+
+        return cls(engine, works, [], tensors, finish)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the outputs hold the results; return True.
@@ -139,11 +155,17 @@ class GroupWork(dist.Work):
             if self._complete:
                 return
             results = [array for work in self._works for array in work.result or ()]
+            received = [row.tolist() for work in self._works for row in work.received_splits or ()]
+            if self._expected is not None and received != [self._expected]:
+                raise ValueError(
+                    f"{self._works[0].name}: the ranks have sent {received[0]} elements (or bytes) to rank "
+                    f"{self._engine.rank}, and its outputs are for {self._expected}."
+                )
             for result, target in zip(results, self._targets, strict=False):
                 if result is not target:
-                    if result.size != target.size:
+                    if result.size != target.size or result.dtype != target.dtype:
                         name = self._works[0].name
-                        raise ValueError(f"{name}: ranks have sent tensors of different sizes.")
+                        raise ValueError(f"{name}: ranks have sent tensors of different sizes or types.")
                     target[...] = result.reshape(target.shape)
             if self._finish is not None:
                 self._finish(results)
@@ -198,7 +220,7 @@ class GroupWork(dist.Work):
             if self._complete:
                 self.settle()
             elif not self.in_pass:
-                _waiter.put(self)
+                _waiters[getattr(self._works[0].request, "set_id", 0) if self._works else 0].put(self)
         return self._future
 
 
@@ -222,7 +244,7 @@ class _Waiter:
             self._works.get().settle()
 
 
-_waiter = _Waiter()
+_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # by process set: groups do not wait for others
 _passes: dict[int, list[GroupWork]] = {}  # by backward pass, what is waited for at its end
 
 
@@ -244,14 +266,14 @@ def wait_at_end(work: GroupWork) -> None:
     if task in _passes:
         _passes[task].append(work)
         return
-    for past in [one for one in _passes if one < task]:  # of passes that raised
-        del _passes[past]
+    while len(_passes) > _PASSES:  # of passes that raised: it is never called back at their end
+        _passes.pop(min(_passes), None)
     _passes[task] = [work]
     _private.queue_callback(lambda: _wait_for_pass(task))
 
 
 def _wait_for_pass(task: int) -> None:
-    works = _passes.pop(task)
+    works = _passes.pop(task, [])
     for work in works:
         work.settle()
     session.mark_step(StepMark.GRADIENTS)

@@ -60,6 +60,7 @@ class ProcessSets:
 
     Attributes:
         registered: all sets by id.
+        leaving: the groups that this rank has left.
         machines: the state machines of the sets that this rank is in, with their generators.
         event_count: wakes this rank; None if not all peers can reach it (other hosts).
     """
@@ -74,6 +75,7 @@ class ProcessSets:
         recorder: Recorder,
     ) -> None:
         self.registered: dict[int, RegisteredSet] = {}
+        self.leaving: set[int] = set()
         self.machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
         self.event_count: EventCount | None = None
         self._transport = transport
@@ -157,7 +159,8 @@ class ProcessSets:
                 change_set=self._change if set_id == 0 else None,
             )
             state = ProcessSetState(executor, self._callers, s.cycle_time * 1e-3)
-            self.machines = (*self.machines, (state, state.steps()))
+            steps = state.steps() if set_id < FIRST_GROUP else self._steps_of_group(set_id, state)
+            self.machines = (*self.machines, (state, steps))
         alone = len(ranks) == 1 and self._transport.rank in ranks
         self.registered[set_id] = RegisteredSet(ranks, state, alone)
 
@@ -167,6 +170,18 @@ class ProcessSets:
         if len(ranks) > 1:
             transport = self._transport.subset(ranks, buffer_bytes(self._settings))
         self.register(set_id, ranks, transport)
+        self._find_event_count()
+
+    def _steps_of_group(self, set_id: int, state: ProcessSetState) -> Steps:
+        """Run until all members have left, and free the set."""
+        yield from state.steps()
+        if set_id not in self.leaving:  # the job ends
+            return
+        text = f"Process group {set_id} was destroyed while this operation was pending in it."
+        self.fail_pending(state, ProcessSetRemovedError(text))
+        yield from self._on_thread(lambda: state.transport.close(True))
+        del self.registered[set_id]
+        self.leaving.discard(set_id)
         self._find_event_count()
 
     def _change(self, item: AgreedRequest) -> Steps:
