@@ -120,12 +120,12 @@ def test_weights_of_any_kind_are_compared(first: float, second: float, kind: Any
 @several
 @pytest.mark.parametrize("differ", [False, True])
 def test_weights_are_compared_once_where_ranks_join_after_each_step(differ: bool) -> None:
-    """The others have no step at first. Later they train a layer for the first time, and rank 0 does not."""
+    """The others have no step at first."""
     torch.manual_seed(RANK * differ)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
     with warned() as texts:
-        for parts in ([0, 1] if RANK == 0 else [], [0], [0], [0, 0, 1, 1, 0]):
+        for parts in ([0, 1] if RANK == 0 else [], [0], [1], [0], [1]):
             for last in parts:
                 optimizer.zero_grad()
                 net[: last + 1](torch.ones(4, 3)).sum().backward()

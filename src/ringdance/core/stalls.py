@@ -142,10 +142,11 @@ class StallWatch:
         """Return a warning or None, and the error to fail with or None."""
         now, sets = time.monotonic(), self._sets.states()
         oldest = self._oldest(sets, now)
-        name = oldest[1].name if oldest else ""
+        joins = [("join", now - s.pending.join.submitted) for s in sets if s.pending.join is not None]
+        name, age = (oldest[1].name, oldest[2]) if oldest else (joins or [("", now)])[0]
         self._recorder.ring.pending_name(name)
-        self._words[Word.PENDING] = self._recorder.label(labels.label_of(name))
-        self._words[Word.PENDING_SINCE] = int(1e9 * (now - oldest[2])) if oldest else 0
+        self._words[Word.PENDING] = self._recorder.label(labels.label_of(name)) if name else 0
+        self._words[Word.PENDING_SINCE] = int(1e9 * (now - age))
         if self._settings.stall_check_disable:
             return None, None
         for state in sets:
@@ -252,8 +253,9 @@ class StallWatch:
         self._inquiry = None
         waited = min(inquiry.seconds, inquiry.asked - self._resumed) + 0.001
         give_up = 0 < self._settings.stall_shutdown_time <= waited
-        if not give_up and any(inquiry.answers.get(p, {}).get("waiting") for p in others if p < own):
-            return None, None  # a lower rank waits too, and reports it
+        lower = [inquiry.answers[p] for p in others if p < own and p in inquiry.answers]
+        if not give_up and any(one["waiting"] and not one["joined"] for one in lower):
+            return None, None  # a lower rank waits too, and reports it; in join() it reports nothing
         stall = self._describe(inquiry, now, others)
         self.reported = stall
         if self._deadlocked(inquiry, stall, now):

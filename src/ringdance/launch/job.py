@@ -445,9 +445,8 @@ class Job:
             self._err(
                 f"ringdance: no rank has called hvd.init(): {self._plan.ranks} programs have used "
                 f"{framework}, and none has exchanged anything by Ringdance. That is fine if they divide the "
-                "work by RANK, as for inference, or are joined by something else. To train one model "
-                "together, import one of ringdance.torch, .tensorflow, .keras and .jax as hvd, call "
-                "hvd.init() and wrap the optimizer, as the script in README.md\n".encode()
+                "work by RANK, or something else joins them. To train one model together, import one of "
+                "ringdance.torch, .tensorflow, .keras and .jax as hvd, and see README.md\n".encode()
             )
         return verdict or 0
 

@@ -47,10 +47,18 @@ def around_sets(engine: Engine) -> None:
     hvd.barrier(sets[engine.rank])
 
 
+def joined_beside_a_set(engine: Engine) -> None:
+    pair = hvd.add_process_set([0, 1])
+    if engine.rank == 1:
+        hvd.allreduce(np.ones(3), name="more", process_set=pair)
+    hvd.join()
+
+
 @linux
 @pytest.mark.parametrize(
     ("program", "words"),
     [
+        (joined_beside_a_set, ("'allreduce.more' in process set", "rank 0", "it has joined after")),
         (crossed, ("'allreduce.b'", "it waits for 'allreduce.a'", "rank 1", "in crossed")),
         (on_one_rank_only, ("'allreduce.metric'", "it waits for 'allreduce.x0'", "in on_one_rank_only")),
         (other_collective, ("'allreduce.same'", "it waits for 'allgather.same'")),

@@ -23,7 +23,7 @@ from ringdance.core.request import Collective, ReduceOp
 from ringdance.core.ring import Word
 from ringdance.core.stalls import StallWatch
 from ringdance.settings import Settings
-from ringdance.training.collectives import Call
+from ringdance.training.collectives import Call, join
 from ringdance.transport.base import Identity
 from ringdance.transport.single import SingleTransport
 
@@ -296,6 +296,22 @@ def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> N
     text = run_late(program)[0]
     assert re.search("has waited [01] s for 'allreduce.gradient'", text)  # and not 2 since it was submitted
     assert "Submitted but not yet waited for by rank 1" in text
+
+
+def test_a_rank_in_join_is_seen_to_wait() -> None:
+    """So ``ringdance explain`` does not call it late."""
+    engines = []
+
+    def program(engine: Engine, said: list[str]) -> None:
+        if engine.rank == 0:
+            engines.append(engine)
+        until = time.monotonic() + 20
+        while engine.rank == 1 and not (engines and engines[0].recorder.words[Word.PENDING]):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        join(engine)
+
+    run_late(program)
 
 
 def test_one_report_speaks_for_all_that_is_behind() -> None:

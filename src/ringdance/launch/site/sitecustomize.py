@@ -54,15 +54,13 @@ def _has_joined_otherwise() -> bool:
 
 
 def _tell_of_training_alone() -> None:
-    """Tell the launcher that this rank has used a framework, without ``init()`` or anything like it.
-
-    Only the process that the launcher has started: another one in a shell's script may join later.
-    """
+    """Tell the launcher that this rank has used a framework, without ``init()`` or anything like it."""
     used = [name for name in _FRAMEWORKS if name in sys.modules]
-    number, directory = int(os.environ["RINGDANCE_RANK"]), os.environ["RINGDANCE_JOB_DIRECTORY"]
-    joined = os.path.exists(os.path.join(directory, f"joined.{number}"))  # by session.init
-    own = os.getpgrp() == os.getpid() and stat.S_ISFIFO(os.fstat(2).st_mode)  # what the launcher reads
-    if used and own and not joined and not _has_joined_otherwise():
+    number = int(os.environ["RINGDANCE_RANK"])
+    joined = os.path.exists(f"{os.environ['RINGDANCE_JOB_DIRECTORY']}/joined.{number}")  # by session.init
+    first = os.getpgrp() == os.getpid()  # else a shell has started it, which may start one that joins
+    reads = stat.S_ISFIFO(os.fstat(2).st_mode)  # the launcher
+    if used and first and reads and not joined and not _has_joined_otherwise():
         found = {"rank": number, "kind": "alone", "message": used[0]}
         line = json.dumps({**found, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
         os.write(2, f"::ringdance-cause:: {line}\n".encode())
@@ -80,16 +78,16 @@ def _watch() -> None:
         try:
             if os.getpid() == pid and not failed:
                 _tell_of_training_alone()
-            elif os.getpid() == pid and mpi and mpi.Is_initialized() and not mpi.Is_finalized():
-                if mpi.COMM_WORLD.Get_size() == 1:
-                    return
-                try:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                finally:
-                    os._exit(1)
-        except Exception:  # whatever the script has made of its modules and streams
+        except Exception:  # whatever the script has made of its modules
             pass
+        if not failed or os.getpid() != pid or mpi is None:
+            return
+        if mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(1)
 
     sys.excepthook = note
     atexit.register(leave)  # the first that is registered is the last that is called

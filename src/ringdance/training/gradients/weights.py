@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 Array = np.ndarray[Any, Any]
+_Key = tuple[tuple[int, ...], str]
 
 _log = logging.getLogger("ringdance")
 
@@ -34,10 +35,8 @@ _LATER = 10  # exchanges: scripts for TensorFlow and Keras may broadcast after t
 _TOLERANCE = 1e-3  # of a parameter's largest element: processors of different kinds round differently
 
 
-class _Exchanges(Counter[tuple[tuple[int, ...], str]]):
-    """How many exchanges of gradients there were, by members of the process set and name.
-
-    All ranks that take part have counted the same: since the job began, or since all had joined.
+class _Exchanges(Counter[_Key]):
+    """How many exchanges of gradients there were since all joined, by members of the process set and name.
 
     Attributes:
         left: how many are to come before the first comparison; joins do not change it, so ranks differ.
@@ -47,9 +46,9 @@ class _Exchanges(Counter[tuple[tuple[int, ...], str]]):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.left: dict[tuple[tuple[int, ...], str], int] = {}
-        self.done: set[tuple[tuple[int, ...], str]] = set()
-        self.told: set[tuple[tuple[int, ...], str]] = set()
+        self.left: dict[_Key, int] = {}
+        self.done: set[_Key] = set()
+        self.told: set[_Key] = set()
         on_join(engine, self.forget)
 
     def forget(self) -> None:
@@ -69,8 +68,8 @@ def _counts_of(engine: Engine) -> _Exchanges:
 def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = False) -> bool:
     """Count an exchange of gradients; return whether to compare weights, alike on all ranks.
 
-    After the first time weights are compared in exchange 10, 100, 1000 and so on, for what changes them
-    later. Until the first time the ranks also ask each other after each join: see ``compare``.
+    All that take part have counted the same since they joined. After the first time weights are compared in
+    exchange 10, 100, 1000 and so on; before, the ranks also ask each other after each join: see ``compare``.
 
     Args:
         engine: of this rank.
@@ -90,7 +89,7 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = F
     return (number == at or later or asked) and key not in counts.told
 
 
-def _key(engine: Engine, set_id: int, name: str) -> tuple[tuple[int, ...], str]:
+def _key(engine: Engine, set_id: int, name: str) -> _Key:
     return engine.members(set_id), name.removesuffix(".weights")
 
 
@@ -124,10 +123,10 @@ def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -
     for one in parameters:
         try:
             size, values = take(one)
-            taken = -(-size // step_of(size))
+            parts = [np.array([size], np.float32), values, np.zeros(PLACES - values.shape[0], np.float32)]
         except Exception:  # the training goes well without
-            size, values, taken = 0, np.empty(0, np.float32), 0
-        yield from (np.array([size], np.float32), values, np.zeros(PLACES - taken, np.float32))
+            parts = [np.zeros(ROW, np.float32)]
+        yield from parts
 
 
 def compare(engine: Engine, call: Call, sample: Array) -> None:
@@ -175,8 +174,7 @@ def _report(engine: Engine, call: Call, parameter: str, value: Array, advice: st
     gathered = Call(Collective.ALLGATHER, call.name, set_id=call.set_id).submit(engine, (value,)).wait()[0]
     members = engine.members(call.set_id)
     ordered = _ordered(gathered)
-    first, other = int(np.argmin(ordered)), int(np.argmax(ordered))
-    first, other = min(first, other), max(first, other)
+    first, other = sorted([int(ordered.argmin()), int(ordered.argmax())])
     where = [
         f"{gathered[one]:.4g} on rank {members[one]} ({engine.hosts[members[one]]})" for one in (first, other)
     ]
