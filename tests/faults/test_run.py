@@ -188,7 +188,7 @@ def test_ranks_that_train_by_themselves_are_noticed(
 def test_no_rank_is_said_to_be_alone_that_joins_in_another_program(tmp_path: Path, names: str) -> None:
     (tmp_path / "plain.py").write_text("import ringdance.numpy")
     (tmp_path / "hvd.py").write_text("import ringdance.numpy as hvd\nhvd.init()\nhvd.barrier()")
-    first, second = (f"python {tmp_path}/{name}.py" for name in names.split())
+    first, second = (f"{sys.executable} {tmp_path}/{name}.py" for name in names.split())
     done = run("-np", "2", "bash", "-c", f"{first} && {second}")
     assert done.returncode == 0
     assert done.stderr == ""
