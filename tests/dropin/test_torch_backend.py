@@ -1,4 +1,4 @@
-"""The backend "ringdance" under torchrun, where MPI does not know the ranks: its tests, and a lost rank."""
+"""The backend "ringdance" under torchrun, where MPI does not know the ranks; a rank that dies in DDP."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import ROOT, environment
+from doc_blocks import ROOT, environment, put_files
 
 pytest.importorskip("torch")
 TESTS = ROOT / "tests" / "ranks" / "test_torch_backend.py"
 LIMIT = 240.0
 
 
-def started(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def started(*words: str, cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *words], env=environment() | {"OMP_NUM_THREADS": "1"} | more, text=True,
-        timeout=LIMIT, capture_output=True, cwd=ROOT,
+        timeout=LIMIT, capture_output=True, cwd=cwd,
     )  # fmt: skip
 
 
@@ -34,6 +34,14 @@ def test_the_tests_of_the_backend(size: int, hosts: str) -> None:
     done = started(*torchrun(size), *words, HOSTS_OF_RANKS=hosts)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert done.stdout.count(" passed") == size
+
+
+@pytest.mark.limit(LIMIT)
+def test_the_script_of_the_page(tmp_path: Path) -> None:
+    put_files(ROOT / "docs" / "howto" / "torch-distributed.md", tmp_path)
+    done = started(*torchrun(2), "train_ddp.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("of 2: loss below 0.01: True") == 2
 
 
 @pytest.mark.limit(LIMIT)
