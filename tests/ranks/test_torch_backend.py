@@ -201,6 +201,7 @@ def test_two_ranks() -> None:
     else:
         number = torch.zeros(1, dtype=torch.int64)
         assert sorted(dist.recv(number) for _ in range(SIZE - 1)) == list(range(1, SIZE))
+    dist.barrier()  # what is sent next could be received from any rank, too
     got = torch.zeros(2)
     pair = [dist.P2POp(dist.isend, torch.ones(2), ahead), dist.P2POp(dist.irecv, got, behind)]
     for one in dist.batch_isend_irecv(pair):
