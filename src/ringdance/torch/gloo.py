@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -36,6 +37,13 @@ _OPERATIONS = {
 }  # fmt: skip
 _jobs = itertools.count()
 _YEAR = timedelta(days=365)  # the engine's own checks find ranks that are missing
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """Return a tensor of the same memory; what is only sent may be read-only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
 
 
 class _Started:
@@ -183,7 +191,8 @@ class GlooTransport(Transport):
         longest = max(counts)
         equal = min(counts) == longest
         own = send if equal else np.zeros(longest, np.uint8)
-        own[: send.size] = send
+        if not equal:
+            own[: send.size] = send
         parts = receive[: longest * self.size] if equal else np.empty(longest * self.size, np.uint8)
         rows = list(torch.from_numpy(parts).view(self.size, longest))
 
@@ -193,7 +202,7 @@ class GlooTransport(Transport):
                 receive[start : start + count] = row[:count]
                 start += count
 
-        work = self._group.allgather([rows], [torch.from_numpy(own)])
+        work = self._group.allgather([rows], [_tensor(own)])
         return _Started(work, own, parts, receive, finish=None if equal else unpack)
 
     def alltoall(
@@ -201,7 +210,7 @@ class GlooTransport(Transport):
     ) -> Pending:
         source, target = send[: sum(send_counts)], receive[: sum(receive_counts)]
         work = self._group.alltoall_base(
-            torch.from_numpy(target), torch.from_numpy(source), list(receive_counts), list(send_counts)
+            torch.from_numpy(target), _tensor(source), list(receive_counts), list(send_counts)
         )
         return _Started(work, source, target)
 
@@ -232,7 +241,7 @@ class GlooTransport(Transport):
         return Hierarchy(sizes, self._window_bytes, self._cross)
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
-        return _Transfer(self._group.send([torch.from_numpy(buffer)], rank, tag), buffer, False)
+        return _Transfer(self._group.send([_tensor(buffer)], rank, tag), buffer, False)
 
     def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
         tensors = [torch.from_numpy(buffer)]
