@@ -185,7 +185,7 @@ class GlooTransport(Transport):
     def broadcast(self, buffer: Array, root: int) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return _Started(self._group.broadcast([torch.from_numpy(buffer)], options), buffer)
+        return _Started(self._group.broadcast([_tensor(buffer)], options), buffer)
 
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
         longest = max(counts)
