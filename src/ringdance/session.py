@@ -70,7 +70,7 @@ class _Process:
     at_init: tuple[Callable[[], None], ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
     unseen: tuple[Engine | None, Exception] | None = None  # see ``note_unseen``
-    has_trained: Callable[[], bool] | None = None  # by itself; None: not known, or told, or it has reduced
+    has_trained: Callable[[], bool] | None = None  # by itself; None: not known, reported, or it has reduced
 
 
 _process = _Process()

@@ -245,8 +245,16 @@ class Engine:
         Args:
             number: from 0; the same on all members, and of no other set that one of them is in.
             ranks: the members, ascending.
+
+        Raises:
+            ArgumentError: the numbers are used up.
         """
-        set_id = FIRST_GROUP + number % FIRST_GROUP
+        set_id = FIRST_GROUP + number
+        if number >= FIRST_GROUP:  # the same on all members
+            raise ArgumentError(
+                f"This job has made {FIRST_GROUP} process groups, and no more can be numbered: make each "
+                "once, and use it again."
+            )
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
         else:

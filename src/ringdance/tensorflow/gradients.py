@@ -189,7 +189,7 @@ class GradientReducer:
         tf.cond(tf.cast(number("weights", f"{call.set_id}:{key}"), tf.bool), compare, lambda: 0)
 
     def _key(self, variables: Sequence[Any]) -> str:
-        # Shapes that differ by mistake meet under one name, for an error that shows them; but they tell apart
+        # Shapes that differ by mistake meet under one name, for an error that shows them; but they separate
         # the models of threads, whose order is not certain.
         shape = len if threading.current_thread() is threading.main_thread() else tuple
         described = repr([(shape(one.shape), tf.as_dtype(one.dtype).name) for one in variables])

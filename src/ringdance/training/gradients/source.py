@@ -58,7 +58,7 @@ class GradientSource(Protocol):
         """Return the size of the gradient in bytes."""
 
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
-        """Return names of parameters for people, and a sample: see ``weights``."""
+        """Return names of parameters for messages, and a sample: see ``weights``."""
 
 
 @dataclass

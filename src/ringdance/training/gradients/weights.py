@@ -41,14 +41,14 @@ class _Exchanges(Counter[_Key]):
     Attributes:
         left: how many are to come before the first comparison; joins do not change it, so ranks differ.
         done: those that were compared, on all ranks alike.
-        told: those whose weights were found to differ, on all ranks alike: once is enough.
+        reported: those whose weights were found to differ, on all ranks alike: once is enough.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.left: dict[_Key, int] = {}
         self.done: set[_Key] = set()
-        self.told: set[_Key] = set()
+        self.reported: set[_Key] = set()
         on_join(engine, self.forget)
 
     def forget(self) -> None:
@@ -86,7 +86,7 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = F
     counts.left[key] = counts.left.get(key, at) - 1
     asked = number == 1 and engine.joins > 0 and key not in counts.done
     later = number % 10 == 0 and str(number).strip("0") == "1"
-    return (number == at or later or asked) and key not in counts.told
+    return (number == at or later or asked) and key not in counts.reported
 
 
 def _key(engine: Engine, set_id: int, name: str) -> _Key:
@@ -161,7 +161,7 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
     wrong = (high - low > limits) & (high[:, :1] == low[:, :1])
     if wrong.any():
         row, place = np.argwhere(wrong)[0]
-        counts.told.add(key)
+        counts.reported.add(key)
         _report(engine, plain, call.weights[1 + row], rows[row, place : place + 1], call.weights[0])
 
 
