@@ -51,8 +51,8 @@ _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
 
 # Settings on which the layout of shared memory, the cutting of batches and what is exchanged rest.
 _COMMON = (
-    "cache_capacity", "check_weights", "deterministic", "fusion_threshold",
-    "chunk_bytes", "small_bytes", "sparse", "window", "window_bytes",
+    "cache_capacity", "check_weights", "cpu_operations", "deterministic", "fusion_threshold",
+    "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "window", "window_bytes",
 )  # fmt: skip
 
 

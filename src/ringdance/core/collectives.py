@@ -61,6 +61,12 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
     d = batch[0].description
     if d.detail and d.kind != Collective.BARRIER:
         return [_zero_dim_error(item.name, item.description) for item in batch]
+    if d.device:
+        if d.device not in exchange.devices:
+            assert exchange.context.make_device is not None
+            exchange.devices[d.device] = yield from exchange.context.make_device(exchange, d.device)
+        pairs = [(item.description, None if item.work is None else item.work.request) for item in batch]
+        return (yield from exchange.devices[d.device].execute(pairs, members))
     requests = [_request(item) for item in batch]
     if d.kind == Collective.ALLREDUCE:
         return (yield from _allreduce(exchange, requests))

@@ -134,7 +134,7 @@ class EngineEnd:
         self._sets.event_count = None
         try:
             for state in states:
-                state.transport.close(True)
+                state.close()
         finally:
             self._stop_work.finish()
 
@@ -173,6 +173,8 @@ class EngineEnd:
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         for state in states:
+            for device in state.exchange.devices.values():
+                device.close(False)
             self._sets.fail_pending(state, error)
         self._stop_work.finish(error=None)
 

@@ -310,6 +310,9 @@ class Engine:
             self._peers.read_notes()
             self.recorder.publish()
             self.on_check()
+            for state in self.sets.states():
+                for device in state.exchange.devices.values():
+                    device.check()
             if not self.end.closed and (lost := self._peers.lost()):
                 self._peers.read_notes()  # what it sent before says more
                 if not self.end.closed:

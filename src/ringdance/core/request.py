@@ -49,6 +49,7 @@ class Description:
     dimension may differ between ranks (allgather, alltoall) only the rest of it.
     What differs from call to call (that dimension, splits) travels with the exchange.
     ``pattern``: of gradients, which variables have none or only rows, see ``options.pattern_of``.
+    ``device``: kind of device of a framework's own tensors, "" for NumPy views: see ``exchange.device``.
     """
 
     kind: Collective
@@ -60,6 +61,7 @@ class Description:
     root: int = -1
     detail: tuple[int, ...] = ()
     pattern: str = ""
+    device: str = ""
 
     def digest(self) -> int:
         """Return a 32-bit number, the same on all ranks for equal descriptions."""
@@ -77,14 +79,15 @@ class Request:
 
     Args:
         description: what must be equal on all ranks.
-        inputs: C-contiguous NumPy views of the caller's memory, not copied. They must not
-            change until the work is done.
+        inputs: C-contiguous NumPy views of the caller's memory, not copied; tensors of a framework if the
+            description has a ``device``. They must not change until the work is done.
         outputs: where results go, views of the caller's memory (the input's own for an
             operation in place); ``None`` lets the engine allocate, 64-byte aligned.
         name: the key that matches this request with those of the other ranks; ``None``
             matches by order of submission.
         set_id: the process set, 0 for all ranks.
         splits: alltoall only, rows for each member, int64, for each tensor of the group.
+        ready: on a device, the event after which inputs hold what is to be sent.
     """
 
     description: Description
@@ -93,6 +96,7 @@ class Request:
     name: str | None = None
     set_id: int = 0
     splits: tuple[np.ndarray[Any, Any], ...] | None = None
+    ready: Any = None
 
 
 class Work:
@@ -101,8 +105,8 @@ class Work:
     Attributes:
         request: what was submitted.
         name: the name it runs under (``allreduce.noname.7`` for an unnamed one).
-        result: list of NumPy arrays, one for each tensor, once done. For join and process
-            set collectives: an int.
+        result: list of NumPy arrays, one for each tensor, once done; of tensors on a device,
+            ``device.DeviceResults``. For join and process set collectives: an int.
         received_splits: alltoall only, rows received from each member, int64.
         error: the exception that ``wait`` raises, if it failed.
         complete: what ``done()`` returns, without a call.

@@ -107,6 +107,16 @@ class Settings:
     small_bytes: int = _setting(
         16 << 10, BYTES, "Up to this size a batch is exchanged with the lowest latency.", unit="bytes"
     )
+    gpu_operations: str = _setting(
+        "nccl", choice("nccl", "mpi"),
+        "How PyTorch's tensors on GPUs are exchanged: by NCCL, or by MPI from the host's memory.",
+        legacy="HOROVOD_GPU_OPERATIONS",
+    )
+    cpu_operations: str = _setting(
+        "mpi", choice("mpi", "gloo"),
+        "How PyTorch's tensors on the CPU are exchanged: in shared memory and by MPI, or by torch's gloo.",
+        legacy="HOROVOD_CPU_OPERATIONS",
+    )
     window: bool = _switch(True, "Use shared memory between the ranks of a host.")
     window_bytes: int = _setting(
         0, BYTES, "Shared memory of each rank for exchange within its host; 0: chosen from chunk_bytes.",

@@ -179,3 +179,15 @@ def divided_by(tensor: Any) -> str | None:
 profiler_running: Callable[[], bool] = functools.partial(
     getattr, torch.autograd.profiler, "_is_profiler_enabled", True
 )
+
+# Methods of torch's process groups that later versions call by other names.
+_OLDER = {
+    "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base", "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}  # fmt: skip
+
+
+def renamed(group: Any, name: str) -> Any:
+    """Return the method of a process group, under the name that this version of torch has for it."""
+    return getattr(group, name) if hasattr(group, name) else getattr(group, _OLDER[name])

@@ -26,7 +26,7 @@ from ringdance import session
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import ArgumentError
 from ringdance.settings.names import LAUNCH_PREFIX
-from ringdance.torch._private import sparse_entries
+from ringdance.torch._private import renamed, sparse_entries
 from ringdance.torch.memory import Array, array_of, from_array
 from ringdance.torch.works import GroupWork, Transfer, starts_now, wait_at_end
 from ringdance.training import basics
@@ -40,11 +40,6 @@ _OPERATIONS = {
     "PRODUCT": ReduceOp.PRODUCT,
 }  # fmt: skip
 _BITWISE: dict[str, Any] = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
-_OLDER = {
-    "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base", "all_to_all_single": "alltoall_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}  # fmt: skip
 _prefixed: Any = vars(dist)["PrefixStore"]
 
 
@@ -118,8 +113,7 @@ def _by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
         tensor = next(_tensors_in(args), None)
         if tensor is None or tensor.is_cpu:
             return method(self, *args, **kwargs)
-        name = method.__name__
-        return getattr(self.nccl, name if hasattr(self.nccl, name) else _OLDER[name])(*args, **kwargs)
+        return renamed(self.nccl, method.__name__)(*args, **kwargs)
 
     return call
 

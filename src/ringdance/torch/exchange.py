@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringdance import session
+from ringdance.core.exchange.device import DeviceResults
 from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
-from ringdance.torch._private import compiler_disable, has_run_backward, profiler_running
-from ringdance.torch.memory import Array, Compression, array_of, from_array
+from ringdance.torch import device
+from ringdance.torch._private import compiler_disable, divided_by, has_run_backward, profiler_running
+from ringdance.torch.memory import Array, Compression, array_of, check_in_place, from_array
 from ringdance.training import handles
-from ringdance.training.checks import UnsupportedOperationError
+from ringdance.training.checks import UnsupportedOperationError, know_dtypes
 from ringdance.training.collectives import Call, Keep
+
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
 
 Tensors = Sequence[Tensor]
 
@@ -46,6 +51,8 @@ def submit(
     """
     engine = session.engine()
     try:
+        if (_by_torch["cpu"] or not getattr(tensors[0], "is_cpu", True)) and stays(call, tensors, engine):
+            return _submit_device(call, engine, tensors, in_place, wake, splits)
         if len(tensors) == 1:  # a lone tensor is worth the 0.3 µs of a comprehension
             views: tuple[Array, ...] = (array_of(tensors[0], in_place),)
         else:
@@ -62,6 +69,53 @@ def submit(
         first = np.empty(views[0].shape, views[0].dtype)
         outputs = (first,) if len(views) == 1 else (first, *map(np.empty_like, views[1:]))
     return call.submit(engine, views, outputs, rows, wake)
+
+
+def _submit_device(
+    call: Call, engine: Engine, tensors: Tensors, in_place: bool, wake: bool, splits: Any
+) -> Work:
+    """Submit tensors that stay on their device."""
+    if in_place:
+        for tensor in tensors:
+            check_in_place(tensor)
+    plain: Any = tuple([tensor.detach().contiguous() for tensor in tensors])
+    rows = None if splits is None else (_array_of_splits(splits),)
+    outputs = plain if in_place else None
+    return call.submit(engine, plain, outputs, rows, wake, tensors[0].device.type, device.mark(plain[0]))
+
+
+def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
+    """Return whether a communicator of torch's exchanges the tensors: the same on all ranks."""
+    scales, kind = (call.prescale, call.postscale), getattr(tensors[0], "device", torch.device("meta")).type
+    return (
+        _by_torch.get(kind, False) and not engine.sets.find(call.set_id).alone
+        and all([
+            isinstance(tensor, Tensor) and tensor.device.type == kind and tensor.layout is torch.strided
+            and divided_by(tensor) is None
+            and device.exchanges(call.kind, call.operation, scales, tensor.dtype)
+            for tensor in tensors
+        ])
+    )  # fmt: skip
+
+
+def any_by_torch(tensors: Tensors) -> bool:
+    """Return whether a communicator of torch's exchanges tensors such as the first."""
+    return bool(tensors) and _by_torch.get(tensors[0].device.type, False)
+
+
+# Kinds of device whose tensors communicators of torch's exchange.
+_by_torch = {"cpu": False, "cuda": False}
+
+
+def _at_init() -> None:
+    engine = session.engine()
+    engine.context.make_device = device.make
+    _by_torch["cpu"] = engine.settings.cpu_operations == "gloo" and device.dist.is_gloo_available()
+    _by_torch["cuda"] = engine.settings.gpu_operations != "mpi" and device.dist.is_nccl_available()
+
+
+know_dtypes(device.DTYPES)
+session.at_init(_at_init)
 
 
 def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compression.none) -> list[Any]:
@@ -91,6 +145,12 @@ def _array_of_splits(splits: Any) -> Array:
 
 def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
     """Return the results as tensors on the devices of ``like``; of an alltoall also the received splits."""
+    if isinstance(work.result, DeviceResults):
+        results = [one.to(tensor.device) for one, tensor in zip(device.await_results(work.result), like, strict=True)]
+        if work.result.received is not None:
+            received = torch.tensor(work.result.received[0], dtype=torch.int32)
+            results.append(received.to(splits.device) if isinstance(splits, Tensor) else received)
+        return results
     results = [from_array(work.result[0])] if len(like) == 1 else list(map(from_array, work.result))
     if not like[0].is_cpu:
         results = [result.to(tensor.device) for result, tensor in zip(results, like, strict=True)]
@@ -102,7 +162,9 @@ def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
 
 def copy_back(tensors: Tensors, work: Work) -> None:
     """Copy what was done in place in pinned memory back to the GPU, where all tensors or none are."""
-    if not tensors[0].is_cpu:
+    if isinstance(work.result, DeviceResults):
+        device.await_results(work.result)
+    elif not tensors[0].is_cpu:
         for tensor, array in zip(tensors, work.result, strict=True):
             tensor.detach().copy_(from_array(array))
 

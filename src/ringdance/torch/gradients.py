@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ringdance.core.request import Work
 from ringdance.torch._private import sparse_entries
+from ringdance.torch.device import await_results
+from ringdance.torch.exchange import any_by_torch, stays, submit
 from ringdance.torch.memory import Array, Compression, from_array, host_tensor, sample_of, view_of
 from ringdance.training.gradients.source import AS_DENSE, DENSE
 from ringdance.training.gradients.sparse import Rows
 
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+    from ringdance.training.collectives import Call
+
+# Compressions that treat each element alike, so that a flat tensor can be compressed at once.
+_CASTS = (Compression.none, Compression.fp16, Compression.bf16)
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return pinned CPU copies of tensors on a GPU: all copies start before the first is waited for."""
@@ -45,6 +54,12 @@ class Gradients:
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         self._copies: dict[int, tuple[Tensor, Any]] = {}
+        self._flats: dict[tuple[int, ...], tuple[Work, Sequence[Any]]] = {}  # on a device
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a communicator of torch's exchanges the gradients, where all are plain: ``exchange.stays``."""
+        return any_by_torch(self.parameters)
 
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
@@ -90,6 +105,53 @@ class Gradients:
             return tuple([view_of(gradient) for gradient in gradients])
         return tuple(self._copied(indices, gradients))
 
+    def send(self, call: Call, engine: Engine, indices: Sequence[int], zeros: bytes, wake: bool) -> Work:
+        """Submit the reduction of gradients: in place, of copies, or as one flat copy on their device."""
+        if self.on_device:
+            given = self._dense(indices, zeros)
+            if stays(call, given, engine) and self.compression in _CASTS:
+                flats = self._flat(given)
+                packed, contexts = zip(*[self.compression.compress(flat) for flat in flats], strict=True)
+                work = submit(call, packed, in_place=True, wake=wake)
+                self._flats[tuple(indices)] = work, contexts
+                return work
+        views = self.buffers(indices, zeros)
+        return call.submit(engine, views, views, wake=wake)
+
+    def _dense(self, indices: Sequence[int], zeros: bytes) -> list[Tensor]:
+        """Return dense gradients, zeros where they are missing or do not count; changes none."""
+        found = []
+        for index in indices:
+            parameter = self.parameters[index]
+            gradient = None if zeros and zeros[index] else parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            found.append(gradient.detach().to_dense() if gradient.is_sparse else gradient.detach())
+        return found
+
+    @staticmethod
+    def _flat(gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return a flat copy of the gradients of each dtype."""
+        dtypes = dict.fromkeys(one.dtype for one in gradients)
+        return [
+            torch.cat([one.reshape(-1) for one in gradients if one.dtype is dtype]) for dtype in dtypes
+        ]
+
+    def _write_flat(self, indices: Sequence[int], work: Work, contexts: Sequence[Any]) -> None:
+        """Copy reduced flat tensors to the gradients."""
+        pairs = zip(await_results(work.result), contexts, strict=True)
+        flats = {flat.dtype: flat for flat in [self.compression.decompress(*pair) for pair in pairs]}
+        targets: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in flats}
+        for index in indices:
+            parameter = self.parameters[index]
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = torch.empty_like(parameter)
+            targets[parameter.grad.dtype].append(parameter.grad.detach())
+        for dtype, flat in flats.items():
+            parts = flat.split([one.numel() for one in targets[dtype]])
+            views = [part.view(one.shape) for part, one in zip(parts, targets[dtype], strict=True)]
+            torch._foreach_copy_(targets[dtype], views)
+
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
         """Return views of gradients that are dense and contiguous on the CPU; None where one is another."""
         if self.compression is not Compression.none:
@@ -115,6 +177,8 @@ class Gradients:
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
         """Write results back that were reduced in a copy; make gradients sparse again that were."""
+        if (flat := self._flats.pop(tuple(indices), None)) is not None:
+            self._write_flat(indices, *flat)
         if self._copies:
             for index in indices:
                 copied = self._copies.pop(index, None)

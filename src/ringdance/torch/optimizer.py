@@ -63,11 +63,12 @@ class _Distributed(Wrapped):
         if len(engine.members(number)) == 1 or not options.process_set.included():
             return
         check_whole(options.names, options.parameters)
+        source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
+        on_gpu = source.on_device and not options.parameters[0].is_cpu  # which leaves the cores idle
         exchange = self._exchange = GradientExchange(
-            Gradients(options.parameters, options.compression, options.sparse_as_dense), options.names,
-            operation=options.operation, passes=self._passes, predivide=options.predivide,
-            groups=options.groups, set_id=number, early=options.early,
-            overlap=wants_overlap(engine, torch.get_num_threads()),
+            source, options.names, operation=options.operation, passes=self._passes,
+            predivide=options.predivide, groups=options.groups, set_id=number, early=options.early,
+            overlap=wants_overlap(engine, 0 if on_gpu else torch.get_num_threads()),
         )
         self._hooks = Hooks(options.parameters, exchange.on_gradient, exchange.on_backward_end, options.early)
 

@@ -26,6 +26,13 @@ _DTYPE_NAMES: dict[np.dtype[Any], str] = {
         "float16", "float32", "float64", "bool", ml_dtypes.bfloat16,
     )
 }
+
+
+def know_dtypes(names: dict[Any, str]) -> None:
+    """Let requests have elements of a framework's own dtypes."""
+    _DTYPE_NAMES.update(names)
+
+
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _OPERATIONS = {int(operation): operation for operation in ReduceOp}
 
@@ -71,7 +78,7 @@ def describe(
         raise ArgumentError("A group needs at least one tensor.")
     for dtype in dtypes:
         if dtype not in _DTYPE_NAMES:
-            known = ", ".join(_DTYPE_NAMES.values())
+            known = ", ".join(dict.fromkeys(_DTYPE_NAMES.values()))
             raise ArgumentError(f"Elements of type {dtype} cannot be exchanged; known are {known}.")
     names = tuple(_DTYPE_NAMES[dtype] for dtype in dtypes)
     _check_operation(kind, names, operation)

@@ -103,7 +103,7 @@ class Call:
 
     def submit(
         self, engine: Engine, inputs: Arrays, outputs: Arrays | None = None,
-        splits: Sequence[Array | None] | None = None, wake: bool = False,
+        splits: Sequence[Array | None] | None = None, wake: bool = False, device: str = "", ready: Any = None,
     ) -> Work:
         """Submit the call.
 
@@ -114,6 +114,8 @@ class Call:
                 ``None`` lets the engine allocate.
             splits: of an alltoall, for each tensor integers (rows for each member) or ``None``.
             wake: whether the engine thread starts it; False for callers that wait at once.
+            device: kind of device of inputs that are the framework's own tensors.
+            ready: see ``Request``.
 
         Returns:
             A work whose result is a list of arrays, one for each input.
@@ -128,9 +130,11 @@ class Call:
                 key: Any = (inputs[0].dtype, inputs[0].shape)
             else:
                 key = (tuple([view.dtype for view in inputs]), tuple([view.shape for view in inputs]))
+            if device:
+                key = (device, key)
             described = self._described[0]
             if described is None or described[0] != key:
-                described = self._described[0] = (key, *self._describe(inputs))
+                described = self._described[0] = (key, *self._describe(inputs, device))
             _, description, name = described
             rows = None
             if number or kind is not Collective.ALLREDUCE or self.operation is ReduceOp.ADASUM:
@@ -146,19 +150,19 @@ class Call:
         except ArgumentError as error:
             self.refuse(engine, error)
             raise
-        return engine.submit(Request(description, inputs, outputs, name, number, rows), wake=wake)
+        return engine.submit(Request(description, inputs, outputs, name, number, rows, ready), wake=wake)
 
-    def _describe(self, inputs: Arrays) -> tuple[Description, str | None]:
+    def _describe(self, inputs: Arrays, device: str) -> tuple[Description, str | None]:
         if self.kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
             session.watch_training(None)
-        dtypes, shapes = tuple([view.dtype for view in inputs]), tuple([view.shape for view in inputs])
+        dtypes, shapes = tuple([view.dtype for view in inputs]), tuple([tuple(view.shape) for view in inputs])
         scales, name = (self.prescale, self.postscale), self.full_name
         try:
             (name or "").encode()
         except UnicodeEncodeError:
             raise ArgumentError(f"name={name!r} cannot be encoded: it has a surrogate.") from None
         described = checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root)
-        return replace(described, pattern=self.pattern), name
+        return replace(described, pattern=self.pattern, device=device), name
 
     def refuse(self, engine: Engine, error: Exception | str) -> None:
         """Make the call fail on the peers, once for each error: see Note [Refused calls]."""

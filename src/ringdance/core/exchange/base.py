@@ -5,15 +5,18 @@ from __future__ import annotations
 import abc
 import ctypes
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.chunks import segments
 from ringdance.core.recorder import Recorder
+
+if TYPE_CHECKING:
+    from ringdance.core.exchange.device import DeviceExchange
 
 Array = np.ndarray[Any, Any]
 _char = ctypes.c_char
@@ -29,14 +32,18 @@ class Context:
         achieved: grows with whatever is achieved; if it does not, the progress engine sleeps.
         in_transit: how many exchanges wait for data between hosts, which long sleeps would stop.
         recorder: gets a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
+        make_device: makes the exchange of tensors on a device; set by the framework's binding.
+        on_thread: runs a call that may block while other process sets are stepped.
     """
 
-    __slots__ = ("achieved", "in_transit", "recorder")
+    __slots__ = ("achieved", "in_transit", "make_device", "on_thread", "recorder")
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder or Recorder(0, "")
         self.achieved = 0
         self.in_transit = 0
+        self.make_device: Callable[[Exchange, str], Steps] | None = None
+        self.on_thread: Callable[[Callable[[], Any]], Steps] | None = None
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -78,6 +85,7 @@ class Exchange(abc.ABC):
 
     Attributes:
         set_id: the process set whose members exchange, for records.
+        devices: the exchanges of the members' tensors on devices, by the kind of device.
     """
 
     set_id = 0
@@ -86,6 +94,7 @@ class Exchange(abc.ABC):
         self.rank = rank
         self.size = size
         self.context = context
+        self.devices: dict[str, DeviceExchange] = {}
 
     @abc.abstractmethod
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:

@@ -22,9 +22,9 @@ def _batch_key(description: Description) -> tuple[Any, ...] | None:
         return None
     if description.kind == Collective.ALLREDUCE and description.operation != ReduceOp.ADASUM:
         d = description
-        return (d.kind, d.dtypes[0], d.operation, d.prescale, d.postscale)
+        return (d.kind, d.device, d.dtypes[0], d.operation, d.prescale, d.postscale)
     if description.kind == Collective.BROADCAST:
-        return (description.kind, description.root)
+        return (description.kind, description.device, description.root)
     return None
 
 

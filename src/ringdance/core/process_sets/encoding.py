@@ -39,12 +39,13 @@ def _encode(value: Any) -> bytes:
 
 
 def _fields(d: Description) -> list[Any]:
-    return [d.kind, d.dtypes, d.shapes, d.operation, d.prescale, d.postscale, d.root, d.detail, d.pattern]
+    scales = d.prescale, d.postscale
+    return [d.kind, d.dtypes, d.shapes, d.operation, *scales, d.root, d.detail, d.pattern, d.device]
 
 
 def _description(fields: list[Any]) -> Description:
-    kind, dtypes, shapes, operation, prescale, postscale, root, detail, pattern = fields
+    kind, dtypes, shapes, operation, prescale, postscale, root, detail, pattern, device = fields
     return Description(
         Collective(kind), tuple(dtypes), tuple(map(tuple, shapes)), ReduceOp(operation),
-        float(prescale), float(postscale), root, tuple(detail), str(pattern),
+        float(prescale), float(postscale), root, tuple(detail), str(pattern), str(device),
     )  # fmt: skip

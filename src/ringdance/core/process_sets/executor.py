@@ -89,7 +89,8 @@ class Executor:
         entries = [entry for slot in slots if (entry := cached[slot]) is not None]
         for entry in entries:
             d = entry.description
-            plain = d.kind == Collective.ALLREDUCE and d.operation != ReduceOp.ADASUM and not d.detail
+            plain = d.kind == Collective.ALLREDUCE and d.operation != ReduceOp.ADASUM
+            plain = plain and not d.detail and not d.device
             if not plain or entry.mismatched or len(set(d.dtypes)) != 1:
                 return None
         plan = []

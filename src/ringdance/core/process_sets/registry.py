@@ -81,6 +81,7 @@ class ProcessSets:
         self._transport = transport
         self._settings = settings
         self._context, self._callers = context, callers
+        context.on_thread = self._on_thread
         self._lock = lock
         self._recorder = recorder
         self.register(0, tuple(range(transport.size)), transport)
@@ -179,7 +180,7 @@ class ProcessSets:
             return
         text = f"Process group {set_id} was destroyed while this operation was pending in it."
         self.fail_pending(state, ProcessSetRemovedError(text))
-        yield from self._on_thread(lambda: state.transport.close(True))
+        yield from self._on_thread(state.close)
         del self.registered[set_id]
         self.leaving.discard(set_id)
         self._find_event_count()
@@ -203,7 +204,7 @@ class ProcessSets:
                     yield
                 text = f"Process set number {set_id} was removed while this operation was pending in it."
                 self.fail_pending(state, ProcessSetRemovedError(text))
-                yield from self._on_thread(lambda: state.transport.close(True))
+                yield from self._on_thread(state.close)
             del self.registered[set_id]
         self._find_event_count()
         return [set_id]

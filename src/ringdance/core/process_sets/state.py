@@ -81,6 +81,12 @@ class ProcessSetState:
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
 
+    def close(self) -> None:
+        """Free the communicators: all members do so, and nothing is in flight."""
+        for device in self.exchange.devices.values():
+            device.close(True)
+        self.transport.close(True)
+
     def due(self) -> bool:
         """Return whether this rank should enter a round now."""
         if self.stopping:
@@ -218,7 +224,7 @@ class ProcessSetState:
     def _piggyback_of(self, slot: int, name: str, d: Description) -> Piggyback | None:
         """Return how the data of a cached request are piggybacked; None if they do not fit."""
         window = self._window
-        if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail:
+        if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail or d.device:
             return None
         nbytes = description_bytes(d)
         if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES or slot >= PIGGYBACK_ENTRIES:

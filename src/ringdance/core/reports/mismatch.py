@@ -26,6 +26,7 @@ def _dtypes(description: Description) -> str:
 
 _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], str]], ...] = (
     ("gradients", lambda d: d.pattern, lambda d: d.pattern or "all dense"),
+    ("devices", lambda d: d.device, lambda d: d.device or "host memory"),
     ("element types", lambda d: tuple(dict.fromkeys(d.dtypes)), _dtypes),
     ("operations", lambda d: d.kind, lambda d: d.kind.name.lower()),
     ("numbers of tensors in the group", lambda d: len(d.shapes), lambda d: str(len(d.shapes))),
@@ -40,6 +41,7 @@ _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], 
 _ADVICE = {
     "gradients": "Compute those of the same variables on all ranks, zeros for one that the loss leaves out; "
     "rows of a table on all ranks, or on none (sparse_as_dense=True).",
+    "devices": "Keep the tensor on the same kind of device on all ranks, and give all ranks equal settings.",
     "element types": "Cast to one dtype on all ranks before the call.",
     "operations": "Call the same operation on all ranks under one name; give others another name.",
     "shapes": "Give the tensor the same shape on all ranks, or use allgather for unequal lengths.",

@@ -137,7 +137,7 @@ class GradientExchange:
         rest = [index for index in range(len(self.names)) if index not in grouped]
         parts: list[list[int]] = [list(group) for group in self.groups]
         if self.overlap:
-            parts += parts_of(rest, self.source.nbytes)
+            parts += parts_of(rest, self.source.nbytes, self.source.on_device)
         elif rest:
             parts.append(rest)
         expected = {index for bucket in self.buckets for index in bucket.expected}
@@ -316,7 +316,8 @@ class GradientExchange:
         self._fast_path.update(
             union if all(not kind or kind >= AS_DENSE for kind in union) else b"",
             alike=not memory[count + 3],
-            possible=self.operation is ReduceOp.AVERAGE and len(self.buckets) == 1 and not self.overlap,
+            possible=self.operation is ReduceOp.AVERAGE and len(self.buckets) == 1 and not self.overlap
+            and not self.source.on_device,
         )
 
     def _exchanged(self, union: bytes) -> None:
@@ -363,7 +364,6 @@ class GradientExchange:
     def _send(
         self, bucket: Bucket, indices: tuple[int, ...], zeros: bytes = b"", wake: bool = False
     ) -> Work:
-        views = self.source.buffers(indices, zeros)
         name = bucket.name
         if len(indices) != len(bucket.members):
             chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
@@ -371,7 +371,7 @@ class GradientExchange:
             self._note(name, indices)
         scales = self.prescale, self.postscale
         call = prepared(Collective.ALLREDUCE, name, self.operation, *scales, self.set_id, grouped=True)
-        return call.submit(self.engine, views, views, wake=wake)
+        return self.source.send(call, self.engine, indices, zeros, wake)
 
     def _send_sparse(self, sparse: list[int], union: bytes) -> SparseExchange:
         parts = [self.source.sparse_rows(index, union[index]) for index in sparse]

@@ -53,18 +53,25 @@ def check_passes(passes: int) -> None:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
 
 
-def parts_of(indices: Sequence[int], nbytes: Callable[[int], int]) -> list[list[int]]:
+def parts_of(
+    indices: Sequence[int], nbytes: Callable[[int], int], on_device: bool = False
+) -> list[list[int]]:
     """Cut parameters into parts of an eighth of the whole, 1 to 32 MB; last ones first, as backward goes.
 
     Args:
         indices: of the parameters, in their order.
         nbytes: the size of a parameter.
+        on_device: cut them as DistributedDataParallel does: 1 MiB, to start soon, then 25 MiB.
     """
-    limit = min(max(sum(map(nbytes, indices)) // 8, 1 << 20), 32 << 20)
+    first = later = min(max(sum(map(nbytes, indices)) // 8, 1 << 20), 32 << 20)
+    if on_device:
+        first, later = 1 << 20, 25 << 20
+    limit = first
     parts: list[list[int]] = []
     filled = limit
     for index in reversed(indices):
         if filled >= limit:
+            limit = later if parts else first
             parts.append([])
             filled = 0
         parts[-1].append(index)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ringdance.core.request import Work
 from ringdance.training.gradients.sparse import Rows
+
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+    from ringdance.training.collectives import Call
 
 Array = np.ndarray[Any, Any]
 
@@ -29,6 +33,10 @@ class GradientSource(Protocol):
 
     advice: str
 
+    @property
+    def on_device(self) -> bool:
+        """Whether gradients are exchanged on their device: see ``core.exchange.device``."""
+
     def kinds(self, computed: bytearray) -> bytearray:
         """Return for each parameter that is set in ``computed`` the kind of gradient this rank has."""
 
@@ -42,8 +50,11 @@ class GradientSource(Protocol):
         sparse one is made dense.
         """
 
+    def send(self, call: Call, engine: Engine, indices: Sequence[int], zeros: bytes, wake: bool) -> Work:
+        """Submit the reduction of gradients: those of ``buffers``, or a copy on their device."""
+
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Make the reduced views the gradients, each of its kind in ``union``."""
+        """Make what was reduced the gradients, each of its kind in ``union``."""
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
         """Return the entries of a sparse gradient, in any order, repeated ones too; none if missing.

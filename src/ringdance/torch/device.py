@@ -1,0 +1,474 @@
+"""Exchange tensors by a communicator of torch's: NCCL for those on a GPU, gloo for those on the CPU.
+
+What is exchanged, and in which order, the ranks agree on as ever; the data of agreed batches go through the
+communicator, of which each process set has one. It is made at its first use, by way of the engine.
+
+Note [Streams]
+The thread that submits tensors records an event behind the work that makes them. The exchange runs on a stream
+of its own: that waits for the event, copies the batch into one flat tensor, exchanges it and records an event,
+for which the stream of whoever uses the results waits. The host waits nowhere, so a work is done once its
+exchange has been enqueued. Memory that one stream has allocated and another one uses is told to torch's
+allocator (``record_stream``). Tensors on the CPU have no stream: there the engine polls gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed
+from torch import Tensor
+
+from ringdance.core.exchange.base import Context, Exchange, Steps
+from ringdance.core.exchange.chunks import even_rows
+from ringdance.core.exchange.device import DeviceResults
+from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.errors import ArgumentError, RankLostError
+from ringdance.torch._private import renamed
+
+dist: Any = torch.distributed  # whose stubs lack what is used here
+Pairs = Sequence[tuple[Description, Request | None]]
+# Started calls, and what makes their results, for each request, once they are complete.
+Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
+
+DTYPES = {
+    getattr(torch, name): name
+    for name in (
+        "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
+        "bool", "bfloat16",
+    )
+    if hasattr(torch, name)
+}
+_SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_FIRST_CALL = timedelta(minutes=5)  # for all ranks to connect
+_TIMEOUT = timedelta(minutes=10)  # of an exchange between GPUs that all ranks have enqueued
+_aborted: list[Any] = []  # groups with calls under way that will never be complete, which use their tensors
+
+
+def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
+    """Return whether communicators of torch do this as the engine does; if not, it goes through the host.
+
+    They do not average integers exactly, and may drop NaN where the least or greatest value is asked for.
+    """
+    if kind not in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
+        return dtype in DTYPES
+    if dtype.is_floating_point:
+        return operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
+    return dtype in _SUMMED and operation is ReduceOp.SUM and scales == (1.0, 1.0)
+
+
+class Streams:
+    """The stream on which tensors are exchanged, and events. See Note [Streams].
+
+    Args:
+        module: such as ``torch.cuda``.
+        device: whose stream it is.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._stream = module, module.Stream(device)
+
+    @contextlib.contextmanager
+    def after(self, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Enqueue on the stream what the block does with the tensors, behind these events."""
+        for event in events:
+            self._stream.wait_event(event)
+        with self._module.stream(self._stream):
+            yield
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+    def record(self) -> Any:
+        """Return an event behind what the stream has been given."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
+
+
+def mark(tensor: Tensor) -> Any:
+    """Return an event behind what the current stream has been given; None on the CPU."""
+    if tensor.is_cpu:
+        return None
+    module = torch.get_device_module(tensor.device)
+    event = module.Event()
+    event.record(module.current_stream(tensor.device))
+    return event
+
+
+def await_results(results: DeviceResults) -> list[Tensor]:
+    """Return the results; the current stream waits until they are valid, the host does not."""
+    if results.event is not None:
+        stream = torch.get_device_module(results[0].device).current_stream(results[0].device)
+        stream.wait_event(results.event)
+        for tensor in results:
+            tensor.record_stream(stream)
+    return results
+
+
+class TorchExchange:
+    """The ``DeviceExchange`` of one process set.
+
+    Args:
+        group: torch's ProcessGroupNCCL or ProcessGroupGloo.
+        store: of the set's members.
+        device: of this rank's tensors; those on others are copied to it.
+        streams: None on the CPU.
+        exchange: tells what of a request differs between the ranks.
+    """
+
+    def __init__(
+        self, group: Any, store: Any, device: torch.device, streams: Streams | None, exchange: Exchange
+    ) -> None:
+        self.group, self.store, self.device, self._streams, self._exchange = group, store, device, streams, exchange
+        self._size, self._rank = exchange.size, exchange.rank
+        self._under_way: deque[tuple[Any, Any, str]] = deque()  # on a GPU: event, call, names
+
+    def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
+        """Run a batch; see ``DeviceExchange``."""
+        d = pairs[0][0]
+        if d.kind is Collective.ALLREDUCE:
+            return (yield from self._run(pairs, lambda: self._allreduce(pairs)))
+        if d.kind is Collective.BROADCAST:
+            return (yield from self._run(pairs, lambda: self._broadcast(pairs, members.index(d.root))))
+        results = []
+        for pair in pairs:
+            results += yield from getattr(self, f"_{d.kind.name.lower()}")([pair])
+        return results
+
+    def _run(self, pairs: Pairs, start: Callable[[], Started]) -> Steps:
+        """Start calls, wait for them on the stream or, on the CPU, here; return the results."""
+        context = self._exchange.context
+        requests = [request for _, request in pairs if request is not None]
+        if self._streams is None:
+            calls, finish = start()
+            yield from self._completed(calls, context)
+            context.achieved += 1
+            return [DeviceResults(results) for results in finish()]
+        inputs = [tensor for request in requests for tensor in request.inputs]
+        with self._streams.after([request.ready for request in requests], inputs):
+            calls, finish = start()
+            for call in calls:
+                call.wait()  # lets the stream wait
+            found = [DeviceResults(results) for results in finish()]
+        event = self._streams.record()
+        for results in found:
+            results.event = event
+        names = ", ".join(str(request.name or request.description.kind.name.lower()) for request in requests)
+        self._under_way += [(event, call, names) for call in calls]
+        context.achieved += 1
+        return found
+
+    def _completed(self, calls: Sequence[Any], context: Context) -> Steps:
+        context.in_transit += 1
+        try:
+            while not all(call.is_completed() for call in calls):
+                yield
+        finally:
+            context.in_transit -= 1
+        for call in calls:
+            call.wait()  # raises what has happened
+
+    def _tensors(self, d: Description, request: Request | None) -> list[Tensor]:
+        """Return what is sent: zeros of a rank that has joined."""
+        if request is None:
+            pairs = zip(d.shapes, d.dtypes, strict=True)
+            return [torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for shape, dtype in pairs]
+        return [tensor.to(self.device) for tensor in request.inputs]
+
+    def _allreduce(self, pairs: Pairs) -> Started:
+        sent = [tensor for pair in pairs for tensor in self._tensors(*pair)]
+        given = [one for d, r in pairs for one in (r and r.outputs or [None] * len(d.shapes))]
+        calls, finishes = [], []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
+            chosen = [index for index, tensor in enumerate(sent) if tensor.dtype is dtype]
+            call, finish = self._reduce_flat([sent[i] for i in chosen], [given[i] for i in chosen], pairs[0][0])
+            calls.append(call)
+            finishes.append((chosen, finish))
+
+        def results() -> list[list[Tensor]]:
+            found: dict[int, Tensor] = {}
+            for chosen, finish in finishes:
+                found.update(zip(chosen, finish(), strict=True))
+            ordered = iter([found[index] for index in range(len(sent))])
+            return [[next(ordered) for _ in d.shapes] for d, _ in pairs]
+
+        return calls, results
+
+    def _reduce_flat(
+        self, tensors: list[Tensor], given: list[Tensor | None], d: Description
+    ) -> tuple[Any, Callable[[], list[Tensor]]]:
+        """Start to reduce tensors of one dtype as one flat tensor; the results go to those given."""
+        lone = len(tensors) == 1 and given[0] is not None and given[0].data_ptr() == tensors[0].data_ptr()
+        flat = tensors[0].reshape(-1) if lone else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        wire, operation = self._prepared(flat, d)
+        call = self.group.allreduce([wire], _options(dist.AllreduceOptions(), reduceOp=operation))
+
+        def finish() -> list[Tensor]:
+            self._deliver(wire, flat, d)
+            parts = flat.split([tensor.numel() for tensor in tensors])
+            views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+            if not lone:
+                for view, target in zip(views, given, strict=True):
+                    if target is not None:
+                        target.copy_(view)
+            return [view if one is None else one for view, one in zip(views, given, strict=True)]
+
+        return call, finish
+
+    def _prepared(self, flat: Tensor, d: Description) -> tuple[Tensor, Any]:
+        """Return the tensor that is reduced, scaled, and torch's operation.
+
+        16-bit floats are widened for gloo, which would round each partial sum; NCCL averages them itself, since
+        the sum of many might not fit.
+        """
+        half = flat.dtype in _HALVES
+        wire = flat.float() if half and self._streams is None else flat
+        if d.prescale != 1.0:
+            wire.mul_(d.prescale)
+        native = half and wire is flat and d.operation is ReduceOp.AVERAGE
+        return wire, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM
+
+    def _deliver(self, wire: Tensor, flat: Tensor, d: Description) -> None:
+        """Scale what was reduced, and copy it to ``flat`` if it is elsewhere."""
+        native = wire.dtype in _HALVES
+        divisor = self._size if d.operation is ReduceOp.AVERAGE and not native else 1
+        if d.postscale == 1.0 and divisor & (divisor - 1):
+            wire.div_(divisor)
+        elif d.postscale != divisor:  # the reciprocal of a power of two is exact
+            wire.mul_(d.postscale / divisor)
+        if wire is not flat:
+            flat.copy_(wire)
+
+    def _broadcast(self, pairs: Pairs, root: int) -> Started:
+        sent = [tensor for pair in pairs for tensor in self._tensors(*pair)]
+        flat = torch.cat([_bytes(tensor) for tensor in sent])
+        call = self.group.broadcast([flat], _options(dist.BroadcastOptions(), rootRank=root))
+
+        def results() -> list[list[Tensor]]:
+            parts = iter(_views(flat, sent))
+            found = [[next(parts) for _ in d.shapes] for d, _ in pairs]
+            for (_, request), own in zip(pairs, found, strict=True):
+                for index, target in enumerate(request.outputs or () if request else ()):
+                    target.copy_(own[index])
+                    own[index] = target
+            return found
+
+        return [call], results
+
+    def _allgather(self, pairs: Pairs) -> Steps:
+        (d, request), = pairs
+        assert request is not None
+        table = yield from self._exchange.gather_words([tensor.shape[0] for tensor in request.inputs])
+
+        def start() -> Started:
+            calls, outputs = [], []
+            for tensor, rows in zip(self._tensors(d, request), zip(*table, strict=True), strict=True):
+                output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+                outputs.append(output)
+                if not output.numel():
+                    continue
+                if len(set(rows)) == 1:
+                    calls.append(renamed(self.group, "all_gather_single")(_bytes(output), _bytes(tensor)))
+                    continue
+                for rank, part in enumerate(output.split(list(rows))):
+                    if rank == self._rank:
+                        part.copy_(tensor)
+                    if part.numel():
+                        options = _options(dist.BroadcastOptions(), rootRank=rank)
+                        calls.append(self.group.broadcast([_bytes(part)], options))
+            return calls, lambda: [outputs]
+
+        return (yield from self._run(pairs, start))
+
+    def _alltoall(self, pairs: Pairs) -> Steps:
+        (d, request), = pairs
+        assert request is not None and request.splits is not None
+        words = [int(number) for splits in request.splits for number in splits]
+        table = yield from self._exchange.gather_words(words)
+        n, received = self._size, []
+        for index in range(len(request.inputs)):
+            received.append([row[index * n + self._rank] for row in table])
+
+        def start() -> Started:
+            calls, outputs = [], []
+            for tensor, splits, rows in zip(self._tensors(d, request), request.splits, received, strict=True):
+                output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+                width = math.prod(tensor.shape[1:]) * tensor.element_size()
+                sent = [int(number) * width for number in splits]
+                call = renamed(self.group, "all_to_all_single")
+                calls.append(call(_bytes(output), _bytes(tensor)[: sum(sent)], [n * width for n in rows], sent))
+                outputs.append(output)
+            return calls, lambda: [outputs]
+
+        results = yield from self._run(pairs, start)
+        results[0].received = received
+        return results
+
+    def _reducescatter(self, pairs: Pairs) -> Steps:
+        (d, request), = pairs
+
+        def start() -> Started:
+            calls, finishes = [], []
+            for tensor in self._tensors(d, request):
+                rows = even_rows(tensor.shape[0], self._size)
+                width = math.prod(tensor.shape[1:])
+                padded = tensor.new_zeros((self._size, rows[0] * width))
+                first = list(accumulate(rows, initial=0))
+                for rank, count in enumerate(rows):
+                    padded[rank, : count * width] = tensor[first[rank] : first[rank] + count].reshape(-1)
+                wire, operation = self._prepared(padded.view(-1), d)
+                total = wire.new_empty(rows[0] * width)
+                if self._streams is None:  # gloo's reduce_scatter is not complete before somebody waits for it
+                    parts = wire.view(self._size, total.numel())
+                    total = parts[self._rank]
+                    for rank, part in enumerate(parts if total.numel() else ()):
+                        options = _options(dist.ReduceOptions(), reduceOp=operation, rootRank=rank)
+                        calls.append(self.group.reduce([part], options))
+                else:
+                    options = _options(dist.ReduceScatterOptions(), reduceOp=operation)
+                    calls.append(renamed(self.group, "reduce_scatter_single")(total, wire, options))
+                own = tensor.new_empty(total.shape) if total.dtype is not tensor.dtype else total
+                shape = (rows[self._rank], *tensor.shape[1:])
+                finishes.append((total, own, shape))
+
+            def results() -> list[list[Tensor]]:
+                for total, own, _ in finishes:
+                    self._deliver(total, own, d)
+                return [[own[: math.prod(shape)].view(shape) for _, own, shape in finishes]]
+
+            return calls, results
+
+        return (yield from self._run(pairs, start))
+
+    def check(self) -> None:
+        """Raise RankLostError for a call that NCCL has failed."""
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        if self._under_way:
+            _, call, names = self._under_way[0]
+            if call.is_completed() and (error := call.exception()) is not None:
+                host = socket.gethostname()
+                raise RankLostError(
+                    f"{self.group.name()} failed on rank {self._rank} (host {host}, {self.device}) in '{names}': "
+                    f"{error}. Look for the first rank that ended, for Xid errors in the kernel's log (dmesg), and "
+                    "run again with NCCL_DEBUG=WARN for NCCL's own reason."
+                )
+
+    def close(self, agreed: bool) -> None:
+        """Free the communicator; not ``agreed``: abort it, on a thread, as that may take long."""
+        if agreed:
+            self.group = self.store = None
+            return
+        _aborted.append(self)
+        if not self.device.type == "cpu":
+            threading.Thread(target=self.group.abort, name="ringdance abort", daemon=True).start()
+
+
+def _options(options: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the flat bytes of a tensor: a view if it is contiguous."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Cut bytes into tensors with the dtypes and shapes of others."""
+    parts = flat.split([tensor.nbytes for tensor in like])
+    return [
+        (part if part.storage_offset() % tensor.element_size() == 0 else part.clone())
+        .view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]  # fmt: skip
+
+
+# -- making a communicator ----------------------------------------------------------------------
+
+
+def make(exchange: Exchange, kind: str) -> Steps:
+    """Return the exchange of a process set for tensors on a kind of device."""
+    assert exchange.context.on_thread is not None
+    on_thread, device = exchange.context.on_thread, torch.device(kind)
+    if kind != "cpu":
+        module = torch.get_device_module(kind)
+        device = torch.device(kind, module.current_device())
+        yield from _check_devices(exchange, str(module.get_device_properties(device).uuid))
+    server = _serve(exchange.size) if exchange.rank == 0 else None
+    where = json.dumps([server.port, _addresses()] if server else []).encode()
+    port, addresses = json.loads((yield from exchange.broadcast_bytes(where, 0)))
+
+    def connect() -> Any:
+        store = server or _connect(addresses, port, exchange.size)
+        return group_of(store, exchange.rank, exchange.size, device), store
+
+    group, store = yield from on_thread(connect)
+    streams = None if kind == "cpu" else Streams(torch.get_device_module(kind), device)
+    return TorchExchange(group, store, device, streams, exchange)
+
+
+def group_of(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """Return a group of torch's; blocks until all ranks have called this with stores that belong together."""
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _TIMEOUT
+    name, before = "TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    os.environ[name] = before or "2"  # abort the communicator; torch's default ends the process too
+    try:
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[name]
+    with torch.cuda.device(device):
+        group.eager_connect_single_device(device)
+    return group
+
+
+def _check_devices(exchange: Exchange, uuid: str) -> Steps:
+    """Raise ArgumentError on all members if two have the same GPU."""
+    own = json.dumps([socket.gethostname(), uuid]).encode()
+    found = [tuple(json.loads(one)) for one in (yield from exchange.gather_bytes(own))]
+    shared = [rank for rank, one in enumerate(found) if found.count(one) > 1]
+    if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise ArgumentError(
+            f"Ranks {', '.join(map(str, shared))} use one GPU with others of host {found[shared[0]][0]}: call "
+            "torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for each GPU."
+        )
+
+
+def _serve(size: int) -> Any:
+    return dist.TCPStore("0.0.0.0", 0, size, True, _FIRST_CALL, wait_for_workers=False)
+
+
+def _addresses() -> list[str]:
+    """Return this host's IPv4 addresses, that of the loopback last."""
+    found = [
+        one.address for rows in psutil.net_if_addrs().values() for one in rows if one.family == socket.AF_INET
+    ]
+    return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def _connect(addresses: Sequence[str], port: int, size: int) -> Any:
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), 3.0).close()
+            return dist.TCPStore(address, port, size, False, _FIRST_CALL, wait_for_workers=False)
+    raise RankLostError(
+        f"Rank 0 of the process set cannot be reached at {', '.join(addresses)}, port {port}: see whether a "
+        "firewall is between the hosts."
+    )
