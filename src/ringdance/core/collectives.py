@@ -64,7 +64,8 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
     if d.device:
         if d.device not in exchange.devices:
             assert exchange.context.make_device is not None
-            exchange.devices[d.device] = yield from exchange.context.make_device(exchange, d.device)
+            made = yield from exchange.context.make_device(exchange, d.device)
+            exchange.devices = {**exchange.devices, d.device: made}  # other threads may read them now
         pairs = [(item.description, None if item.work is None else item.work.request) for item in batch]
         return (yield from exchange.devices[d.device].execute(pairs, members))
     requests = [_request(item) for item in batch]

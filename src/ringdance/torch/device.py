@@ -4,28 +4,28 @@ What is exchanged, and in which order, the ranks agree on as ever; the data of a
 communicator, of which each process set has one. It is made at its first use, by way of the engine.
 
 Note [Streams]
-The thread that submits tensors records an event behind the work that makes them. The exchange runs on a stream
-of its own: that waits for the event, copies the batch into one flat tensor, exchanges it and records an event,
-for which the stream of whoever uses the results waits. The host waits nowhere, so a work is done once its
-exchange has been enqueued. Memory that one stream has allocated and another one uses is told to torch's
-allocator (``record_stream``). Tensors on the CPU have no stream: there the engine polls gloo.
+The thread that submits tensors records an event behind the work that makes them. The exchange runs on a
+stream of its own: that waits for the event, copies the batch into one flat tensor, exchanges it and
+records an event, for which the stream of whoever uses the results waits. The host waits nowhere, so a
+work is done once its exchange has been enqueued. Memory that one stream has allocated and another one
+uses is told to torch's allocator (``record_stream``). Tensors on the CPU have no stream: there the engine
+polls gloo.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 import torch.distributed
 from torch import Tensor
@@ -35,25 +35,25 @@ from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.exchange.device import DeviceResults
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import ArgumentError, RankLostError
+from ringdance.torch import communicators
 from ringdance.torch._private import renamed
+from ringdance.torch.communicators import Streams, dist, mark
+from ringdance.training.collectives import Call
 
-dist: Any = torch.distributed  # whose stubs lack what is used here
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+
 Pairs = Sequence[tuple[Description, Request | None]]
 # Started calls, and what makes their results, for each request, once they are complete.
 Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
-DTYPES = {
-    getattr(torch, name): name
-    for name in (
-        "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
-        "bool", "bfloat16",
-    )
-    if hasattr(torch, name)
-}
+_NAMES = (
+    "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",
+    "float64", "bool",
+)  # fmt: skip
+DTYPES = {getattr(torch, name): name for name in _NAMES if hasattr(torch, name)}
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_FIRST_CALL = timedelta(minutes=5)  # for all ranks to connect
-_TIMEOUT = timedelta(minutes=10)  # of an exchange between GPUs that all ranks have enqueued
 _aborted: list[Any] = []  # groups with calls under way that will never be complete, which use their tensors
 
 
@@ -67,44 +67,6 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
     if dtype.is_floating_point:
         return operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
     return dtype in _SUMMED and operation is ReduceOp.SUM and scales == (1.0, 1.0)
-
-
-class Streams:
-    """The stream on which tensors are exchanged, and events. See Note [Streams].
-
-    Args:
-        module: such as ``torch.cuda``.
-        device: whose stream it is.
-    """
-
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self._stream = module, module.Stream(device)
-
-    @contextlib.contextmanager
-    def after(self, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Enqueue on the stream what the block does with the tensors, behind these events."""
-        for event in events:
-            self._stream.wait_event(event)
-        with self._module.stream(self._stream):
-            yield
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
-
-    def record(self) -> Any:
-        """Return an event behind what the stream has been given."""
-        event = self._module.Event()
-        event.record(self._stream)
-        return event
-
-
-def mark(tensor: Tensor) -> Any:
-    """Return an event behind what the current stream has been given; None on the CPU."""
-    if tensor.is_cpu:
-        return None
-    module = torch.get_device_module(tensor.device)
-    event = module.Event()
-    event.record(module.current_stream(tensor.device))
-    return event
 
 
 def await_results(results: DeviceResults) -> list[Tensor]:
@@ -129,11 +91,19 @@ class TorchExchange:
     """
 
     def __init__(
-        self, group: Any, store: Any, device: torch.device, streams: Streams | None, exchange: Exchange
+        self, group: Any, store: Any, device: torch.device, streams: Streams | None, exchange: Any
     ) -> None:
-        self.group, self.store, self.device, self._streams, self._exchange = group, store, device, streams, exchange
+        self.group, self.store, self.device = group, store, device
+        self._streams, self._exchange = streams, exchange
         self._size, self._rank = exchange.size, exchange.rank
         self._under_way: deque[tuple[Any, Any, str]] = deque()  # on a GPU: event, call, names
+
+    @classmethod
+    def over(cls, store: Any, device: torch.device, exchange: Any) -> TorchExchange:
+        """Return a new one of the ranks that have the store; blocks until all have called this."""
+        streams = None if device.type == "cpu" else Streams(torch.get_device_module(device), device)
+        group = communicators.group_of(store, exchange.rank, exchange.size, device)
+        return cls(group, store, device, streams, exchange)
 
     def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
         """Run a batch; see ``DeviceExchange``."""
@@ -156,7 +126,7 @@ class TorchExchange:
             yield from self._completed(calls, context)
             context.achieved += 1
             return [DeviceResults(results) for results in finish()]
-        inputs = [tensor for request in requests for tensor in request.inputs]
+        inputs: list[Any] = [tensor for request in requests for tensor in request.inputs]
         with self._streams.after([request.ready for request in requests], inputs):
             calls, finish = start()
             for call in calls:
@@ -183,17 +153,20 @@ class TorchExchange:
     def _tensors(self, d: Description, request: Request | None) -> list[Tensor]:
         """Return what is sent: zeros of a rank that has joined."""
         if request is None:
-            pairs = zip(d.shapes, d.dtypes, strict=True)
-            return [torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for shape, dtype in pairs]
-        return [tensor.to(self.device) for tensor in request.inputs]
+            dtypes = [getattr(torch, name) for name in d.dtypes]
+            pairs = zip(d.shapes, dtypes, strict=True)
+            return [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in pairs]
+        inputs: Any = request.inputs
+        return [tensor.to(self.device) for tensor in inputs]
 
     def _allreduce(self, pairs: Pairs) -> Started:
         sent = [tensor for pair in pairs for tensor in self._tensors(*pair)]
-        given = [one for d, r in pairs for one in (r and r.outputs or [None] * len(d.shapes))]
+        given: list[Any] = [one for d, r in pairs for one in ((r and r.outputs) or [None] * len(d.shapes))]
         calls, finishes = [], []
         for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
             chosen = [index for index, tensor in enumerate(sent) if tensor.dtype is dtype]
-            call, finish = self._reduce_flat([sent[i] for i in chosen], [given[i] for i in chosen], pairs[0][0])
+            targets = [given[index] for index in chosen]
+            call, finish = self._reduce_flat([sent[index] for index in chosen], targets, pairs[0][0])
             calls.append(call)
             finishes.append((chosen, finish))
 
@@ -217,7 +190,7 @@ class TorchExchange:
 
         def finish() -> list[Tensor]:
             self._deliver(wire, flat, d)
-            parts = flat.split([tensor.numel() for tensor in tensors])
+            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
             views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
             if not lone:
                 for view, target in zip(views, given, strict=True):
@@ -230,8 +203,8 @@ class TorchExchange:
     def _prepared(self, flat: Tensor, d: Description) -> tuple[Tensor, Any]:
         """Return the tensor that is reduced, scaled, and torch's operation.
 
-        16-bit floats are widened for gloo, which would round each partial sum; NCCL averages them itself, since
-        the sum of many might not fit.
+        16-bit floats are widened for gloo, which would round each partial sum; NCCL averages them itself,
+        since the sum of many might not fit.
         """
         half = flat.dtype in _HALVES
         wire = flat.float() if half and self._streams is None else flat
@@ -260,7 +233,8 @@ class TorchExchange:
             parts = iter(_views(flat, sent))
             found = [[next(parts) for _ in d.shapes] for d, _ in pairs]
             for (_, request), own in zip(pairs, found, strict=True):
-                for index, target in enumerate(request.outputs or () if request else ()):
+                targets: Any = (request and request.outputs) or ()
+                for index, target in enumerate(targets):
                     target.copy_(own[index])
                     own[index] = target
             return found
@@ -282,7 +256,7 @@ class TorchExchange:
                 if len(set(rows)) == 1:
                     calls.append(renamed(self.group, "all_gather_single")(_bytes(output), _bytes(tensor)))
                     continue
-                for rank, part in enumerate(output.split(list(rows))):
+                for rank, part in enumerate(torch.split(output, list(rows))):
                     if rank == self._rank:
                         part.copy_(tensor)
                     if part.numel():
@@ -294,21 +268,20 @@ class TorchExchange:
 
     def _alltoall(self, pairs: Pairs) -> Steps:
         (d, request), = pairs
-        assert request is not None and request.splits is not None
-        words = [int(number) for splits in request.splits for number in splits]
-        table = yield from self._exchange.gather_words(words)
-        n, received = self._size, []
-        for index in range(len(request.inputs)):
-            received.append([row[index * n + self._rank] for row in table])
+        assert request is not None
+        assert request.splits is not None
+        given, n = request.splits, self._size
+        table = yield from self._exchange.gather_words([int(number) for splits in given for number in splits])
+        received = [[row[index * n + self._rank] for row in table] for index in range(len(given))]
 
         def start() -> Started:
             calls, outputs = [], []
-            for tensor, splits, rows in zip(self._tensors(d, request), request.splits, received, strict=True):
+            for tensor, splits, rows in zip(self._tensors(d, request), given, received, strict=True):
                 output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
                 width = math.prod(tensor.shape[1:]) * tensor.element_size()
                 sent = [int(number) * width for number in splits]
-                call = renamed(self.group, "all_to_all_single")
-                calls.append(call(_bytes(output), _bytes(tensor)[: sum(sent)], [n * width for n in rows], sent))
+                taken, row = [number * width for number in rows], _bytes(tensor)[: sum(sent)]
+                calls.append(renamed(self.group, "all_to_all_single")(_bytes(output), row, taken, sent))
                 outputs.append(output)
             return calls, lambda: [outputs]
 
@@ -330,7 +303,7 @@ class TorchExchange:
                     padded[rank, : count * width] = tensor[first[rank] : first[rank] + count].reshape(-1)
                 wire, operation = self._prepared(padded.view(-1), d)
                 total = wire.new_empty(rows[0] * width)
-                if self._streams is None:  # gloo's reduce_scatter is not complete before somebody waits for it
+                if self._streams is None:  # gloo's own is not complete before somebody waits for it
                     parts = wire.view(self._size, total.numel())
                     total = parts[self._rank]
                     for rank, part in enumerate(parts if total.numel() else ()):
@@ -359,11 +332,11 @@ class TorchExchange:
         if self._under_way:
             _, call, names = self._under_way[0]
             if call.is_completed() and (error := call.exception()) is not None:
-                host = socket.gethostname()
+                where = f"rank {self._rank} (host {socket.gethostname()}, {self.device})"
                 raise RankLostError(
-                    f"{self.group.name()} failed on rank {self._rank} (host {host}, {self.device}) in '{names}': "
-                    f"{error}. Look for the first rank that ended, for Xid errors in the kernel's log (dmesg), and "
-                    "run again with NCCL_DEBUG=WARN for NCCL's own reason."
+                    f"{self.group.name()} failed on {where} in '{names}': {error}. Look for the first rank "
+                    "that ended, for Xid errors in the kernel's log (dmesg), and run again with "
+                    "NCCL_DEBUG=WARN for NCCL's own reason."
                 )
 
     def close(self, agreed: bool) -> None:
@@ -372,8 +345,60 @@ class TorchExchange:
             self.group = self.store = None
             return
         _aborted.append(self)
-        if not self.device.type == "cpu":
+        if self.device.type != "cpu":
             threading.Thread(target=self.group.abort, name="ringdance abort", daemon=True).start()
+
+
+class Launched:
+    """A reduction that was started without a round; used as an engine's ``Work``.
+
+    Args:
+        exchange: whose members start the same in the same order.
+        call: operation and scales.
+        tensors: replaced by the results.
+    """
+
+    def __init__(self, exchange: TorchExchange, call: Call, tensors: Sequence[Tensor]) -> None:
+        shapes = tuple(tuple(one.shape) for one in tensors)
+        d = Description(call.kind, (), shapes, call.operation, call.prescale, call.postscale)
+        given: Any = tuple(tensors)
+        request = Request(d, given, given, call.full_name, ready=mark(given[0]))
+        self._steps = exchange.execute([(d, request)], ())
+        self.result: Any = None
+        self.done()
+
+    def done(self) -> bool:
+        """Return whether the results are there, or enqueued."""
+        if self.result is None:
+            try:
+                next(self._steps)
+            except StopIteration as end:
+                self.result = end.value[0]
+        return self.result is not None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until ``done``."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done() and time.monotonic() < until:
+            time.sleep(5e-5)
+        return self.result
+
+
+def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchExchange | None:
+    """Return another communicator of a set's members: all call this, and it blocks until they have.
+
+    None, on all alike, before the set has exchanged tensors on this kind of device.
+    """
+    state = engine.sets.find(set_id).state
+    common: Any = None if state is None else state.exchange.devices.get(kind)
+    if state is None or common is None:
+        return None
+    place = SimpleNamespace(rank=state.exchange.rank, size=state.exchange.size, context=Context())
+    number = sum(one.startswith(f"{name} ") for one in state.exchange.devices)
+    key = f"{name} {number}"
+    found = TorchExchange.over(dist.PrefixStore(key, common.store), common.device, place)
+    state.exchange.devices = {**state.exchange.devices, key: found}  # the engine's thread may read them now
+    return found
 
 
 def _options(options: Any, **values: Any) -> Any:
@@ -389,7 +414,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Cut bytes into tensors with the dtypes and shapes of others."""
-    parts = flat.split([tensor.nbytes for tensor in like])
+    parts = torch.split(flat, [tensor.nbytes for tensor in like])
     return [
         (part if part.storage_offset() % tensor.element_size() == 0 else part.clone())
         .view(tensor.dtype).view(tensor.shape)
@@ -408,35 +433,15 @@ def make(exchange: Exchange, kind: str) -> Steps:
         module = torch.get_device_module(kind)
         device = torch.device(kind, module.current_device())
         yield from _check_devices(exchange, str(module.get_device_properties(device).uuid))
-    server = _serve(exchange.size) if exchange.rank == 0 else None
-    where = json.dumps([server.port, _addresses()] if server else []).encode()
-    port, addresses = json.loads((yield from exchange.broadcast_bytes(where, 0)))
+    server = communicators.serve(exchange.size) if exchange.rank == 0 else None
+    where = json.dumps([server.port, communicators.addresses()] if server else []).encode()
+    port, places = json.loads((yield from exchange.broadcast_bytes(where, 0)))
 
-    def connect() -> Any:
-        store = server or _connect(addresses, port, exchange.size)
-        return group_of(store, exchange.rank, exchange.size, device), store
+    def connect() -> TorchExchange:
+        store = server or communicators.connect(places, port, exchange.size)
+        return TorchExchange.over(store, device, exchange)
 
-    group, store = yield from on_thread(connect)
-    streams = None if kind == "cpu" else Streams(torch.get_device_module(kind), device)
-    return TorchExchange(group, store, device, streams, exchange)
-
-
-def group_of(store: Any, rank: int, size: int, device: torch.device) -> Any:
-    """Return a group of torch's; blocks until all ranks have called this with stores that belong together."""
-    if device.type == "cpu":
-        return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _TIMEOUT
-    name, before = "TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    os.environ[name] = before or "2"  # abort the communicator; torch's default ends the process too
-    try:
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[name]
-    with torch.cuda.device(device):
-        group.eager_connect_single_device(device)
-    return group
+    return (yield from on_thread(connect))
 
 
 def _check_devices(exchange: Exchange, uuid: str) -> Steps:
@@ -446,29 +451,7 @@ def _check_devices(exchange: Exchange, uuid: str) -> Steps:
     shared = [rank for rank, one in enumerate(found) if found.count(one) > 1]
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise ArgumentError(
-            f"Ranks {', '.join(map(str, shared))} use one GPU with others of host {found[shared[0]][0]}: call "
-            "torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for each GPU."
+            f"Ranks {', '.join(map(str, shared))} use one GPU with others of host {found[shared[0]][0]}: "
+            "call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for "
+            "each GPU."
         )
-
-
-def _serve(size: int) -> Any:
-    return dist.TCPStore("0.0.0.0", 0, size, True, _FIRST_CALL, wait_for_workers=False)
-
-
-def _addresses() -> list[str]:
-    """Return this host's IPv4 addresses, that of the loopback last."""
-    found = [
-        one.address for rows in psutil.net_if_addrs().values() for one in rows if one.family == socket.AF_INET
-    ]
-    return sorted(found, key=lambda address: address.startswith("127."))
-
-
-def _connect(addresses: Sequence[str], port: int, size: int) -> Any:
-    for address in addresses:
-        with contextlib.suppress(OSError):
-            socket.create_connection((address, port), 3.0).close()
-            return dist.TCPStore(address, port, size, False, _FIRST_CALL, wait_for_workers=False)
-    raise RankLostError(
-        f"Rank 0 of the process set cannot be reached at {', '.join(addresses)}, port {port}: see whether a "
-        "firewall is between the hosts."
-    )

@@ -16,6 +16,7 @@ from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
 from ringdance.torch import device
 from ringdance.torch._private import compiler_disable, divided_by, has_run_backward, profiler_running
+from ringdance.torch.communicators import dist, mark
 from ringdance.torch.memory import Array, Compression, array_of, check_in_place, from_array
 from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError, know_dtypes
@@ -81,7 +82,7 @@ def _submit_device(
     plain: Any = tuple([tensor.detach().contiguous() for tensor in tensors])
     rows = None if splits is None else (_array_of_splits(splits),)
     outputs = plain if in_place else None
-    return call.submit(engine, plain, outputs, rows, wake, tensors[0].device.type, device.mark(plain[0]))
+    return call.submit(engine, plain, outputs, rows, wake, tensors[0].device.type, mark(plain[0]))
 
 
 def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
@@ -110,8 +111,8 @@ _by_torch = {"cpu": False, "cuda": False}
 def _at_init() -> None:
     engine = session.engine()
     engine.context.make_device = device.make
-    _by_torch["cpu"] = engine.settings.cpu_operations == "gloo" and device.dist.is_gloo_available()
-    _by_torch["cuda"] = engine.settings.gpu_operations != "mpi" and device.dist.is_nccl_available()
+    _by_torch["cpu"] = engine.settings.cpu_operations == "gloo" and dist.is_gloo_available()
+    _by_torch["cuda"] = engine.settings.gpu_operations != "mpi" and dist.is_nccl_available()
 
 
 know_dtypes(device.DTYPES)
@@ -146,7 +147,8 @@ def _array_of_splits(splits: Any) -> Array:
 def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
     """Return the results as tensors on the devices of ``like``; of an alltoall also the received splits."""
     if isinstance(work.result, DeviceResults):
-        results = [one.to(tensor.device) for one, tensor in zip(device.await_results(work.result), like, strict=True)]
+        pairs = zip(device.await_results(work.result), like, strict=True)
+        results = [result.to(tensor.device) for result, tensor in pairs]
         if work.result.received is not None:
             received = torch.tensor(work.result.received[0], dtype=torch.int32)
             results.append(received.to(splits.device) if isinstance(splits, Tensor) else received)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringdance.core.request import Work
 from ringdance.torch._private import sparse_entries
-from ringdance.torch.device import await_results
+from ringdance.torch.device import Launched, TorchExchange, await_results, direct_exchange
 from ringdance.torch.exchange import any_by_torch, stays, submit
 from ringdance.torch.memory import Array, Compression, from_array, host_tensor, sample_of, view_of
 from ringdance.training.gradients.source import AS_DENSE, DENSE
@@ -54,11 +54,12 @@ class Gradients:
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         self._copies: dict[int, tuple[Tensor, Any]] = {}
-        self._flats: dict[tuple[int, ...], tuple[Work, Sequence[Any]]] = {}  # on a device
+        self._flats: dict[tuple[int, ...], tuple[Work | Launched, list[Any]]] = {}  # on a device
+        self._direct: TorchExchange | None = None
 
     @property
     def on_device(self) -> bool:
-        """Whether a communicator of torch's exchanges the gradients, where all are plain: ``exchange.stays``."""
+        """Whether a communicator of torch's exchanges plain gradients: see ``exchange.stays``."""
         return any_by_torch(self.parameters)
 
     def nbytes(self, index: int) -> int:
@@ -110,13 +111,39 @@ class Gradients:
         if self.on_device:
             given = self._dense(indices, zeros)
             if stays(call, given, engine) and self.compression in _CASTS:
-                flats = self._flat(given)
-                packed, contexts = zip(*[self.compression.compress(flat) for flat in flats], strict=True)
+                packed, contexts = self._packed(given)
                 work = submit(call, packed, in_place=True, wake=wake)
                 self._flats[tuple(indices)] = work, contexts
                 return work
         views = self.buffers(indices, zeros)
         return call.submit(engine, views, views, wake=wake)
+
+    def open_direct(self, engine: Engine, set_id: int, name: str) -> bool:
+        """Make the communicator of ``launch``; all members call this, and it blocks."""
+        if self._direct is None and self.compression in _CASTS:
+            self._direct = direct_exchange(engine, set_id, self.parameters[0].device.type, name)
+        return self._direct is not None
+
+    def launch(self, call: Call, indices: Sequence[int]) -> Launched:
+        """Exchange flat copies of gradients without a round."""
+        assert self._direct is not None
+        packed, contexts = self._packed(self._dense(indices, b""))
+        work = Launched(self._direct, call, packed)
+        self._flats[tuple(indices)] = work, contexts
+        return work
+
+    def close_direct(self) -> None:
+        """Abort the communicator of ``launch``."""
+        if self._direct is not None:
+            self._direct.close(False)
+            self._direct = None
+
+    def _packed(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        """Return a compressed flat copy of the gradients of each dtype, and what decompresses it."""
+        dtypes = dict.fromkeys(one.dtype for one in gradients)
+        flats = [torch.cat([one.reshape(-1) for one in gradients if one.dtype is dtype]) for dtype in dtypes]
+        packed = [self.compression.compress(flat) for flat in flats]
+        return [tensor for tensor, _ in packed], [context for _, context in packed]
 
     def _dense(self, indices: Sequence[int], zeros: bytes) -> list[Tensor]:
         """Return dense gradients, zeros where they are missing or do not count; changes none."""
@@ -129,15 +156,7 @@ class Gradients:
             found.append(gradient.detach().to_dense() if gradient.is_sparse else gradient.detach())
         return found
 
-    @staticmethod
-    def _flat(gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return a flat copy of the gradients of each dtype."""
-        dtypes = dict.fromkeys(one.dtype for one in gradients)
-        return [
-            torch.cat([one.reshape(-1) for one in gradients if one.dtype is dtype]) for dtype in dtypes
-        ]
-
-    def _write_flat(self, indices: Sequence[int], work: Work, contexts: Sequence[Any]) -> None:
+    def _write_flat(self, indices: Sequence[int], work: Work | Launched, contexts: Sequence[Any]) -> None:
         """Copy reduced flat tensors to the gradients."""
         pairs = zip(await_results(work.result), contexts, strict=True)
         flats = {flat.dtype: flat for flat in [self.compression.decompress(*pair) for pair in pairs]}

@@ -224,7 +224,9 @@ class ProcessSetState:
     def _piggyback_of(self, slot: int, name: str, d: Description) -> Piggyback | None:
         """Return how the data of a cached request are piggybacked; None if they do not fit."""
         window = self._window
-        if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail or d.device:
+        if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM:
+            return None
+        if d.detail or d.device:
             return None
         nbytes = description_bytes(d)
         if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES or slot >= PIGGYBACK_ENTRIES:

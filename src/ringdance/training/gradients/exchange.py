@@ -24,6 +24,15 @@ ranks raise the same error.
 A gradient may be computed again after it was reduced (two losses, one optimizer). With Average the result is
 right: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
 
+Note [Direct buckets]
+Gradients that are exchanged on their device (``core.exchange.device``) take another fast path. After
+several steps in which all ranks computed the same, each bucket is exchanged without a round as soon as it
+is complete: in one order, through a communicator of its own, and as a copy. The mask at the end of the
+pass shows whether all ranks had what was expected. If so, the copies become the gradients; if not, all
+ranks drop them and exchange the gradients by rounds. So that the calls of all ranks match, each launches
+all buckets in each pass, with zeros for what it lacks. A rank that has joined launches none: the mask has
+a byte for each rank, by which the others see it, abort the communicator and go on by rounds.
+
 Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
 (agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
 and their order are fixed by the order of the parameters, never by time.
@@ -43,7 +52,7 @@ from ringdance import session
 from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import MismatchError
-from ringdance.training.collectives import on_join, prepared
+from ringdance.training.collectives import Call, on_join, prepared
 from ringdance.training.gradients import weights
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.options import check_passes, parts_of, scales_of
@@ -118,7 +127,9 @@ class GradientExchange:
         self._trained: set[int] = set()  # what was reduced so far, on all ranks alike
         self.overlap = False  # not before all ranks have agreed, with the first mask
         self.buckets: list[Bucket] = []
+        self.source.close_direct()
         self._bucket_of: list[Bucket] = []
+        self._leave_direct()
         self._fast_path = FastPath(
             self.engine, self.set_id, self.source, self.name, (self.prescale, self.postscale)
         )
@@ -193,8 +204,9 @@ class GradientExchange:
             return
         count = len(self.names)
         self.state = State(computed=bytearray(count), reduced=bytearray(count))
+        self._spoiled = self._launched > 0  # they hold another pass's gradients
         for bucket in self.buckets:
-            if bucket.work is not None and not bucket.work.done():
+            if bucket.work is not None and not bucket.work.done() and not self.direct:
                 bucket.work.wait()  # its memory is still being read
             bucket.work = None
             bucket.missing, bucket.unexpected = len(bucket.expected), 0
@@ -230,13 +242,32 @@ class GradientExchange:
         else:
             bucket.unexpected += 1
         last = (self.state.passes + 1) % self.passes == 0
-        if last and bucket.missing == 0 and bucket.unexpected == 0 and bucket.work is None:
+        if last and self.direct:
+            self._launch()
+        elif last and bucket.missing == 0 and bucket.unexpected == 0 and bucket.work is None:
             if self._rejoin():
                 return
             kinds = self.source.kinds(self.state.computed)
             if all(kinds[member] >= AS_DENSE for member in bucket.expected):
                 bucket.kinds = bytes(kinds)
                 bucket.work = self._send(bucket, bucket.expected, wake=True)
+
+    def _launch(self, rest: bool = False) -> None:
+        """Launch the complete buckets that are next, or the ``rest`` of all. See Note [Direct buckets]."""
+        for bucket in self.buckets[self._launched :]:
+            if not rest and (bucket.missing or bucket.unexpected):
+                return
+            self._launched += 1
+            if bucket.expected:
+                bucket.work = self.source.launch(self._call(bucket.name), bucket.expected)
+
+    def _leave_direct(self, abort: bool = False) -> None:
+        """Go on by rounds; with ``abort`` a rank has not launched what this one has."""
+        for bucket in self.buckets:
+            bucket.work = None
+        self._launched, self._spoiled, self.direct = 0, False, False
+        if abort:
+            self.source.close_direct()
 
     def on_backward_end(self) -> None:
         """Count a backward pass that computed some of the gradients; exchange after every ``passes``-th."""
@@ -263,8 +294,9 @@ class GradientExchange:
         self._rejoin()
         known = len(self._trained)
         try:
-            if self._fast_path.open and self._fast_path.exchange(self.state.computed, self.step):
-                self._exchanged(self._fast_path.expected_kinds)
+            path = self._fast_path
+            if path.open and not self.direct and path.exchange(self.state.computed, self.step):
+                self._exchanged(path.expected_kinds)
             else:
                 self._exchange_by_mask()
         except DifferentStepsError as error:
@@ -282,15 +314,18 @@ class GradientExchange:
 
     def _exchange_by_mask(self) -> None:
         state, count = self.state, len(self.names)
+        if self.direct:
+            self._launch(rest=True)
         kinds = self.source.kinds(state.computed)
         for bucket in self.buckets:
-            if bucket.work is not None:
+            if bucket.work is not None and not self.direct:
                 for index in bucket.expected:
                     kinds[index] = bucket.kinds[index]
-        as_expected = kinds == self._fast_path.expected_kinds
+        as_expected = kinds == self._fast_path.expected_kinds and not self._spoiled
+        members = self.engine.members(self.set_id) if self.direct else ()
         memory = kinds + bytes(
             (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if as_expected else 1)
-        ) + self._names_digest
+        ) + bytes(rank == self.engine.rank for rank in members) + self._names_digest
         mask = np.frombuffer(memory, np.uint8)
         call = prepared(Collective.ALLREDUCE, f"{self.name}.mask", ReduceOp.MAX, set_id=self.set_id)
         sent = call.submit(self.engine, (mask,), (mask,))
@@ -298,7 +333,7 @@ class GradientExchange:
         zeros = b""
         if self.operation is not ReduceOp.AVERAGE:
             zeros = bytes(0 if kind else 1 for kind in kinds)
-        for bucket in self.buckets:
+        for bucket in () if self.direct else self.buckets:
             if bucket.work is None and bucket.expected and self._complete(bucket, kinds):
                 bucket.work = self._send(bucket, bucket.expected, zeros)
         self._wait_for_mask(sent, memory)
@@ -306,6 +341,10 @@ class GradientExchange:
         if latest != earliest:
             raise self._different_steps(f"the ranks are in {earliest} to {latest} (modulo {STEPS})")
         union = bytes(memory[:count])
+        joined = 0 in memory[count + 4 : count + 4 + len(members)]
+        if self.direct and (joined or memory[count + 3]):
+            self._leave_direct(abort=joined)
+            self._fast_path.close()
         self._trained.update([index for index, kind in enumerate(union) if kind])
         self._reduce(union, zeros)
         self._exchanged(union)
@@ -315,10 +354,12 @@ class GradientExchange:
             self._plan()
         self._fast_path.update(
             union if all(not kind or kind >= AS_DENSE for kind in union) else b"",
-            alike=not memory[count + 3],
-            possible=self.operation is ReduceOp.AVERAGE and len(self.buckets) == 1 and not self.overlap
-            and not self.source.on_device,
+            alike=not memory[count + 3] and not joined,
+            possible=self.operation is ReduceOp.AVERAGE
+            and (self.overlap if self.source.on_device else len(self.buckets) == 1 and not self.overlap),
         )
+        if self._fast_path.open and self.source.on_device and not self.direct:
+            self.direct = self.source.open_direct(self.engine, self.set_id, self.name)
 
     def _exchanged(self, union: bytes) -> None:
         state = self.state
@@ -327,6 +368,7 @@ class GradientExchange:
             state.reduced = bytearray(1 if now or before else 0 for now, before in both)
         state.computed = bytearray(len(union))
         state.exchanged_at = state.passes
+        self._launched, self._spoiled = 0, False
         for bucket in self.buckets:
             bucket.work = None
             bucket.missing, bucket.unexpected = len(bucket.expected), 0
@@ -369,9 +411,11 @@ class GradientExchange:
             chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
             name = f"{name}.{chosen}"
             self._note(name, indices)
+        return self.source.send(self._call(name), self.engine, indices, zeros, wake)
+
+    def _call(self, name: str) -> Call:
         scales = self.prescale, self.postscale
-        call = prepared(Collective.ALLREDUCE, name, self.operation, *scales, self.set_id, grouped=True)
-        return self.source.send(call, self.engine, indices, zeros, wake)
+        return prepared(Collective.ALLREDUCE, name, self.operation, *scales, self.set_id, grouped=True)
 
     def _send_sparse(self, sparse: list[int], union: bytes) -> SparseExchange:
         parts = [self.source.sparse_rows(index, union[index]) for index in sparse]
@@ -384,6 +428,9 @@ class GradientExchange:
 
     def _abandon(self) -> None:
         """Wait after an error for requests in flight, which use the gradients' memory; reset."""
+        if self.direct:
+            self._leave_direct(abort=True)
+            self._fast_path.close()
         for bucket in self.buckets:
             work, bucket.work = bucket.work, None
             if work is not None:

@@ -96,15 +96,19 @@ class FastPath:
             except MismatchError:
                 views = None  # the exchange by the mask finds a real mismatch again
         if views is None:
-            self.open = False
-            self._in_a_row = 0
-            self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
+            self.close()
             return False
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
             raise DifferentStepsError(f"the ranks are in {steps} (modulo {_TAGS})")
         self._source.write_back(self._indices, self.expected_kinds)
         return True
+
+    def close(self) -> None:
+        """Exchange by the mask for longer than the last time."""
+        self.open = False
+        self._in_a_row = 0
+        self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
     def leave(self) -> None:
         """Leave the fast path; requests of ranks that still take it fail."""

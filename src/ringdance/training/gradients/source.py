@@ -53,6 +53,18 @@ class GradientSource(Protocol):
     def send(self, call: Call, engine: Engine, indices: Sequence[int], zeros: bytes, wake: bool) -> Work:
         """Submit the reduction of gradients: those of ``buffers``, or a copy on their device."""
 
+    def open_direct(self, engine: Engine, set_id: int, name: str) -> bool:
+        """Make the communicator of ``launch``, or keep it; all members call this. Return if there is one."""
+
+    def launch(self, call: Call, indices: Sequence[int]) -> Any:
+        """Exchange a copy of the gradients without a round; return what is used as a ``Work``.
+
+        Members launch the same in the same order: see Note [Direct buckets].
+        """
+
+    def close_direct(self) -> None:
+        """Abort the communicator of ``launch``, if there is one."""
+
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
         """Make what was reduced the gradients, each of its kind in ``union``."""
 

@@ -1,0 +1,146 @@
+"""Gradients that stay on their device: here CPU tensors by gloo, which take the path of those on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from other_settings import other_settings
+
+import ringdance.torch as hvd
+from ringdance import session
+from ringdance.errors import MismatchError
+
+BY_GLOO = {"RINGDANCE_CPU_OPERATIONS": "gloo", "RINGDANCE_OVERLAP": "on"}
+STEPS = 14
+pytestmark = pytest.mark.ranks(2, 3)
+hvd.init()
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(300, 900), torch.nn.Linear(900, 300)
+        self.extra = torch.nn.Linear(300, 300)
+
+    def forward(self, x: torch.Tensor, extra: bool = False) -> torch.Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        return self.extra(y) if extra else y
+
+
+def train(body: Callable[[Net, Any, int], None], **options: Any) -> tuple[list[torch.Tensor], list[bool]]:
+    """Return the weights after some steps, and in which the buckets were launched without a round."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), **options)
+    direct = []
+    for step in range(STEPS):
+        body(net, optimizer, step)
+        direct.append(optimizer._exchange.direct)
+    return [one.detach().clone() for one in net.parameters()], direct
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 300, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
+
+
+def plain(net: Net, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    net(batch(step)).square().mean().backward()
+    optimizer.step()
+
+
+def sometimes_more(net: Net, optimizer: Any, step: int) -> None:
+    """Rank 0 has gradients in two steps that the others do not have."""
+    optimizer.zero_grad()
+    net(batch(step), extra=step in (6, 12) and hvd.rank() == 0).square().mean().backward()
+    optimizer.step()
+
+
+def sometimes_again(net: Net, optimizer: Any, step: int) -> None:
+    """A backward pass of rank 0 fails after some buckets, and is made again with other data."""
+    optimizer.zero_grad()
+    if step == 9 and hvd.rank() == 0:
+        loss = net(torch.ones(4, 300))
+
+        def fail(_: Any) -> None:
+            raise ArithmeticError("in the middle of the pass")
+
+        hook = net.first.weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            loss.sum().backward()
+        hook.remove()
+        optimizer.zero_grad()
+    net(batch(step)).square().mean().backward()
+    optimizer.step()
+
+
+def clipped(net: Net, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    net(batch(step)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    if step % 3 == 0:  # by hand, as some scripts do
+        for one in net.first.parameters():
+            one.grad = one.grad * 0.5
+    optimizer.step()
+
+
+def joining(net: Net, optimizer: Any, step: int) -> None:
+    """Rank 0 runs out of data early."""
+    if step < 10 or hvd.rank():
+        plain(net, optimizer, step)
+    elif step == 10:
+        hvd.join()
+    if step == STEPS - 1 and hvd.rank():
+        hvd.join()
+
+
+BODIES = {one.__name__: one for one in (plain, sometimes_more, sometimes_again, clipped, joining)}
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": hvd.Compression.bf16}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", BODIES)
+def test_weights_are_those_of_the_exchange_by_the_host(name: str, options: dict[str, Any]) -> None:
+    if options and name not in ("plain", "sometimes_more"):
+        pytest.skip("once is enough")
+    expected, never = train(BODIES[name], **options)
+    with other_settings(BY_GLOO):
+        found, direct = train(BODIES[name], **options)
+        devices = session.engine().sets.find(0).state.exchange.devices
+        assert "cpu" in devices and len(devices) > 1, "buckets went through communicators of torch's"
+    assert not any(never)
+    assert any(direct), "they were launched without a round"
+    if name in ("sometimes_more", "sometimes_again"):
+        assert True in direct[: direct.index(False, direct.index(True))], "and by rounds after other gradients"
+    if name == "joining" and hvd.rank() == 0:
+        return  # it left in the middle: its weights are old
+    for one, other in zip(found, expected, strict=True):
+        if hvd.size() == 2:
+            assert torch.equal(one, other)
+        else:  # gloo sums three parts in another order
+            torch.testing.assert_close(one, other, rtol=1e-2 if options else 1e-4, atol=1e-3 if options else 1e-5)
+
+
+def test_parameters_that_are_added_on_one_rank_only() -> None:
+    with other_settings(BY_GLOO):
+        net, more = Net(), torch.nn.Parameter(torch.ones(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+        for step in range(8):
+            plain(net, optimizer, step)
+        assert optimizer._exchange.direct
+        if hvd.rank() == 0:
+            optimizer.add_param_group({"params": [more]})
+        with pytest.raises(MismatchError, match="different parameters"):
+            plain(net, optimizer, 8)
+
+
+def test_a_tensor_on_another_kind_of_device_is_a_mismatch() -> None:
+    """As when one rank has its tensor on a GPU; here integers whose scale only the host knows."""
+    with other_settings(BY_GLOO):
+        tensor = torch.ones(3) if hvd.rank() == 0 else torch.ones(3, dtype=torch.bool)
+        with pytest.raises(MismatchError, match="host memory"):
+            hvd.allreduce(tensor, op=hvd.Sum, name="mixed")
+        assert hvd.allreduce(torch.ones(3), name="mixed").tolist() == [1.0] * 3

@@ -1,0 +1,160 @@
+"""Tensors on a device: the order in which streams are given work, on a device that only writes it down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ringdance.core.exchange.base import Context
+from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.errors import RankLostError
+from ringdance.torch import communicators, device
+
+log: list[str] = []
+
+
+class Event:
+    done = False
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream.name
+        log.append(f"event behind {stream.name}")
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits")
+
+
+class Stream:
+    def __init__(self, _: Any = None, name: str = "side") -> None:
+        self.name = name
+
+    def wait_event(self, event: Event) -> None:
+        log.append(f"{self.name} waits for {event.stream}")
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits")
+
+
+class Call:
+    error: Exception | None = None
+
+    def wait(self) -> None:
+        log.append(f"{FakeModule.current} waits for the communicator")
+
+    def is_completed(self) -> bool:
+        return self.error is not None
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+
+class Group:
+    def allreduce(self, tensors: list[Any], options: Any) -> Call:
+        log.append(f"allreduce of {tensors[0].numel()} on {FakeModule.current}")
+        return Call()
+
+    def name(self) -> str:
+        return "nccl"
+
+
+class FakeModule:
+    current = "main"
+    Stream, Event = Stream, Event
+
+    @staticmethod
+    def current_stream(_: Any) -> Stream:
+        return Stream(name=FakeModule.current)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def stream(stream: Stream) -> Iterator[None]:
+        before, FakeModule.current = FakeModule.current, stream.name
+        yield
+        FakeModule.current = before
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is not on the CPU."""
+
+    is_cpu = False
+
+    def record_stream(self, stream: Stream) -> None:
+        log.append(f"memory is used on {stream.name}")
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> device.TorchExchange:
+    log.clear()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: FakeModule)
+    place = SimpleNamespace(rank=0, size=2, context=Context())
+    streams = communicators.Streams(FakeModule, torch.device("cpu"))
+    return device.TorchExchange(Group(), None, torch.device("cpu"), streams, place)
+
+
+def reduced(exchange: device.TorchExchange, *tensors: Any) -> device.DeviceResults:
+    shapes, dtypes = tuple(tuple(one.shape) for one in tensors), ("float32",) * len(tensors)
+    described = Description(Collective.ALLREDUCE, dtypes, shapes, ReduceOp.AVERAGE, device="cuda")
+    request = Request(described, tensors, None, "gradients", ready=device.mark(tensors[0]))
+    steps = exchange.execute([(described, request)], (0, 1))
+    with pytest.raises(StopIteration) as end:
+        next(steps)  # complete at once: the host does not wait
+    results: device.DeviceResults = end.value.value[0]
+    return results
+
+
+def on_device(*values: float) -> Any:
+    return torch.tensor(values).as_subclass(OnDevice)
+
+
+def test_streams_wait_for_one_another_and_the_host_for_none(exchange: device.TorchExchange) -> None:
+    first, second = reduced(exchange, on_device(2.0, 4.0), on_device(6.0))
+    assert log == [
+        "event behind main", "side waits for main", "allreduce of 3 on side",
+        "side waits for the communicator", "memory is used on side", "memory is used on side",
+        "event behind side",
+    ]  # fmt: skip
+    log.clear()
+    found = device.await_results(device.DeviceResults([first, second]))
+    assert log == [], "nothing to wait for without an event"
+    assert [one.tolist() for one in found] == [[1.0, 2.0], [3.0]]  # the fake sums nothing: halved
+
+
+def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchange) -> None:
+    results = reduced(exchange, on_device(2.0))
+    log.clear()
+    device.await_results(results)
+    assert log == ["main waits for side", "memory is used on main"]
+
+
+def test_a_failed_call_is_told_with_its_tensor(exchange: device.TorchExchange) -> None:
+    reduced(exchange, on_device(2.0))
+    exchange.check()  # under way: nothing has happened
+    event, call, names = exchange._under_way[0]
+    call.error = RuntimeError("NCCL communicator was aborted")
+    with pytest.raises(RankLostError, match=r"nccl failed on rank 0 .*'gradients': NCCL communicator"):
+        exchange.check()
+    event.done = True
+    exchange.check()
+    assert not exchange._under_way
+
+
+def test_what_communicators_of_torch_do_otherwise_goes_through_the_host() -> None:
+    def stays(operation: ReduceOp, dtype: Any, scale: float = 1.0) -> bool:
+        return device.exchanges(Collective.ALLREDUCE, operation, (scale, 1.0), dtype)
+
+    assert stays(ReduceOp.AVERAGE, torch.bfloat16, 0.5)
+    assert stays(ReduceOp.SUM, torch.int64)
+    assert not stays(ReduceOp.AVERAGE, torch.int64)
+    assert not stays(ReduceOp.SUM, torch.int32, 0.5)
+    assert not stays(ReduceOp.MAX, torch.float32)
+    assert not stays(ReduceOp.SUM, torch.bool)
+    assert device.exchanges(Collective.BROADCAST, ReduceOp.SUM, (1.0, 1.0), torch.bool)
