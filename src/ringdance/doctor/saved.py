@@ -16,6 +16,7 @@ _VOLATILE = frozenset(
     {
         "times", "reach", "links", "load", "available", "free", "inodes_free", "swap_used",
         "threads", "orphans", "shared", "probe_files", "used", "processes", "identity", "world",
+        "throttled",
     }
 )  # fmt: skip
 

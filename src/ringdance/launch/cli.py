@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     add("--output-json", action="store_true", help="each output line as JSON: rank, host, stream, time, text")
     text = "colours for the ranks, also where the output is no terminal"
     add("--color", "--colour", action="store_true", dest="colour", help=text)
+    add("--gpus-per-rank", type=int, default=0, metavar="N", help="GPUs that each rank needs on its host")
     text = "seconds until all ranks must have started (default 60)"
     add("--start-timeout", type=seconds, default=60.0, metavar="S", help=text)
     text = "seconds for the ranks to end after Ctrl-C, SIGTERM or SIGHUP (default 30); Ctrl-C again ends them"
@@ -225,4 +226,5 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         heartbeat_timeout=arguments.host_timeout,
         grace=arguments.grace,
         verbose=arguments.verbose,
+        gpus_per_rank=arguments.gpus_per_rank,
     )

@@ -32,6 +32,7 @@ class HostFacts:
         version: of ringdance.
         cores: that the user's processes may use.
         devices: names of its GPUs.
+        visible_devices: CUDA_VISIBLE_DEVICES there, None if it is not set.
         networks: interface, IPv4 or IPv6 address, prefix length of each.
         reached: the address by which it was reached, or "".
         infiniband: whether it has such devices.
@@ -45,10 +46,20 @@ class HostFacts:
     version: str = ""
     cores: int = 1
     devices: Sequence[str] = ()
+    visible_devices: str | None = None
     networks: Sequence[tuple[str, str, int]] = ()
     reached: str = ""
     infiniband: bool = False
     shared_memory: int = -1
+
+    @property
+    def visible(self) -> Sequence[str]:
+        """The GPUs that processes there see; CUDA ignores what follows a wrong entry of the variable."""
+        if self.visible_devices is None:
+            return self.devices
+        known = ("GPU-", "MIG-", *map(str, range(len(self.devices))))
+        shown = itertools.takewhile(lambda word: word.strip()[:4] in known, self.visible_devices.split(","))
+        return [self.devices[0] for _ in shown] if self.devices else ()
 
 
 def facts_from(found: Mapping[str, Any]) -> HostFacts:
@@ -66,7 +77,7 @@ class Host:
         ranks: global ranks, in order of local rank.
         local: whether it is this machine.
         cores: that its ranks may use, None if it is not known.
-        devices: names of its GPUs.
+        devices: names of the GPUs that its ranks see.
         interfaces: its network interfaces in the networks that all hosts share.
     """
 

@@ -22,6 +22,7 @@ from ringdance.launch.hosts import (
     addresses,
     assign_ranks,
     same_interfaces,
+    several,
     shared_networks,
 )
 from ringdance.launch.mpi import Mpi
@@ -74,6 +75,7 @@ class Plan:
         networks: that several hosts share.
         mpi: library and mpiexec.
         mpiexec: options of mpiexec, its path first, up to the command.
+        gpus_per_rank: as of JobSpec.
     """
 
     ranks: int
@@ -91,6 +93,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     python: str = ""
     chdir: str = ""
+    gpus_per_rank: int = 0
 
     @property
     def paths_differ(self) -> bool:
@@ -146,6 +149,7 @@ class Plan:
                 lines += [f"there:       {self.python or 'the same interpreter'}, in {self.chdir}"]
             lines += [f"network:     {', '.join(self.networks.include) or 'as MPI finds'}"]
         lines += [f"threads:     {threads} for each rank"]
+        lines += [f"GPUs:        {self.gpus_per_rank} for each rank"] * bool(self.gpus_per_rank)
         lines += [f"MPI:         {self.mpi.family} ({self.mpi.source})"]
         lines += [f"command:     {shlex.join(self.command)}"]
         lines += [f"environment: {name}={shown(name, value)}" for name, value in self.environment]
@@ -202,7 +206,11 @@ def build_plan(
     Raises:
         LaunchError: too few slots, or hosts that cannot be used together.
     """
+    given = {**forwarded(environ, spec.forward), **spec.exports}.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        facts = {name: dataclasses.replace(found, visible_devices=given) for name, found in facts.items()}
     placed, known, networks = _place(spec, mpi, cores, facts, local)
+    _check_gpus(spec.gpus_per_rank, [host for host in placed if host.name in known])
     multi_host = any(host.name not in local for host in placed)
     master = _master_address(placed[0], known, networks) if multi_host else "127.0.0.1"
     infiniband = any(found.infiniband for found in known.values())
@@ -231,6 +239,7 @@ def build_plan(
         notes=tuple(notes),
         python=spec.shell.python,
         chdir=spec.chdir,
+        gpus_per_rank=spec.gpus_per_rank,
     )
 
 
@@ -314,9 +323,21 @@ def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, co
         host,
         local=cores is not None,
         cores=found.cores if found else cores,
-        devices=found.devices if found else (),
+        devices=found.visible if found else (),
         interfaces=networks.interfaces.get(host.name, ()),
     )
+
+
+def _check_gpus(each: int, hosts: Sequence[Host]) -> None:
+    """Raise a LaunchError if hosts have fewer GPUs than `each` for every rank."""
+    short = [host for host in hosts if len(host.devices) < each * len(host.ranks)]
+    if short:
+        has = several([f"{host.name} has {len(host.devices)} for {len(host.ranks)} ranks" for host in short])
+        slots = [f"{host.name}:{len(host.devices) // each}" for host in short if len(host.devices) >= each]
+        raise LaunchError(
+            f"--gpus-per-rank {each}: too few GPUs are visible (CUDA_VISIBLE_DEVICES): {has}. Give "
+            f"these fewer slots (-H {','.join(slots) or 'HOST:N'}), or --gpus-per-rank 0 if ranks share GPUs"
+        )
 
 
 def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networks) -> str:

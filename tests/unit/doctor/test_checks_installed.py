@@ -194,36 +194,114 @@ def test_a_framework_that_cannot_be_imported(tmp_path: Path, bare: Path) -> None
     assert "import torch fails: ImportError: libcudart.so.12" in found[0].text
 
 
+# As nvidia-smi answers, by NVIDIA's documentation and outputs that users have shown; the driver of here knows
+# clocks_event_reasons only.
 SMI = """
 case "$*" in
-*--query-gpu*) printf '%s\\n' "$GPUS" ;;
-*--query-compute*) [ -z "$HELD" ] || echo "$HELD" ;;
+*query-gpu=uuid,index*) printf '%s\\n' "$GPUS" ;;
+*query-gpu=uuid,ecc*) printf '%s\\n' "$STATE" ;;
+*event_reasons*) printf '%s\\n' "$THROTTLED" ;;
+*query-remapped-rows=gpu_uuid*) printf '%s\\n' "$REMAPPED" ;;
+*query-compute*) [ -z "$HELD" ] || echo "$HELD" ;;
+"topo -p2p r") printf '%s\\n' "$PEERS" ;;
+"nvlink --status") printf '%s\\n' "$LINKS" ;;
+--query*) echo 'Field "clocks_throttle_reasons.active" is not a valid field to query.'; exit 2 ;;
 *) echo '| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |' ;;
 esac
 exit ${CODE:-0}
 """
-SOUND = "0, NVIDIA H200, GPU-1, 550.54, 143771, 0, Default, 0, Not Active"
+SOUND = "GPU-1, 0, NVIDIA H200, 550.54, 143771, 0, Default"
+STATE = "GPU-1, 0, Enabled, [N/A], Enabled, 1980, 1980, 1980"
+REMAPPED = "GPU-1, 0, 0"
+PEERS = (
+    " \t\x1b[4mGPU0\tGPU1\tGPU2\t\x1b[0m\n GPU0\tX\tOK\tOK\t\n GPU1\tOK\tX\tOK\t\n GPU2\tOK\tOK\tX\t\n\n"
+    "Legend:\n\n  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported\n"
+)
+LINKS = "".join(
+    f"GPU {n}: NVIDIA H200 (UUID: GPU-{n + 1})\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    for n in range(3)
+)
+ALL_SOUND = {"GPUS": SOUND, "STATE": STATE, "THROTTLED": "GPU-1, 0x0000000000000001", "REMAPPED": REMAPPED}
+
+
+def of_each(text: str) -> str:
+    """The same line for three GPUs."""
+    return "\n".join(text.replace("GPU-1", f"GPU-{n + 1}").replace("0, NV", f"{n}, NV") for n in range(3))
 
 
 # No GPU can be broken here, or made: the tests' nvidia-smi says what the driver says of such GPUs.
 GPUS = [
-    ("gpu-ranks", SOUND, {}, "8 ranks on 1 GPUs"),
-    ("gpu-compute-mode", SOUND.replace("Default", "Exclusive_Process"), {}, "GPU 0 is in compute mode "
-                                                                            "Exclusive_Process"),
-    ("gpu-compute-mode", SOUND.replace("Default", "Prohibited"), {}, "GPU 0 is in compute mode Prohibited"),
-    ("gpu-memory", SOUND.replace(" 0, Def", " 90000, Def"), {"HELD": "4711, python, 9 MiB"}, "4711, python"),
-    ("gpu-errors", SOUND.replace("Default, 0,", "Default, 3,"), {}, "GPU 0 has had 3 memory errors"),
-    ("gpu-throttled", SOUND.replace("Not Active", "Active"), {}, "GPU 0 is slowed down because it is hot"),
-    ("gpu-driver", "", {"CODE": "9"}, "nvidia-smi fails"),
+    ("gpu-ranks", {}, "8 ranks on 1 GPUs"),
+    ("gpu-compute-mode", {"GPUS": SOUND.replace("Default", "Exclusive_Process")},
+     "GPU 0 is in compute mode Exclusive_Process"),
+    ("gpu-compute-mode", {"GPUS": SOUND.replace("Default", "Prohibited")},
+     "GPU 0 is in compute mode Prohibited"),
+    ("gpu-memory", {"GPUS": SOUND.replace(" 0, Def", " 90000, Def"), "HELD": "4711, python, 9 MiB"},
+     "4711, python"),
+    ("gpu-errors", {"STATE": STATE.replace(" 0,", " 3,")}, "GPU 0 has had 3 memory errors"),
+    ("gpu-remap-failed", {"REMAPPED": "GPU-1, 0, 1"}, "GPU 0 cannot remap faulty memory"),
+    ("gpu-remap-pending", {"REMAPPED": "GPU-1, Yes, No"}, "GPU 0 has faulty memory"),
+    ("gpu-remap-pending", {"STATE": STATE.replace("[N/A]", "Yes")}, "GPU 0 has faulty memory"),
+    ("gpu-ecc", {"STATE": STATE.replace("Enabled, [", "Disabled, [")}, "ECC is off on GPU 0"),
+    ("gpu-persistence", {"STATE": STATE.replace("], Enabled", "], Disabled")},
+     "persistence mode is off on GPU 0"),
+    ("gpu-throttled", {"THROTTLED": "GPU-1, 0x0000000000000048"}, "GPU 0 is slowed down: it is hot"),
+    ("gpu-throttled", {"THROTTLED": "GPU-1, 0x0000000000000080"}, "GPU 0 is slowed down: it is hot"),
+    ("gpu-power-cap", {"THROTTLED": "GPU-1, 0x0000000000000004"}, "slowed down by its power limit"),
+    ("gpu-clocks", {"STATE": STATE.replace("1980, 1980, 1980", "1980, 990, 1980")},
+     "GPU 0 is set to 990 MHz, the default is 1980"),
+    ("gpu-driver", {"GPUS": "", "CODE": "9"}, "nvidia-smi fails"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("check", "gpus", "env", "says"), GPUS, ids=[row[0] for row in GPUS])
-def test_a_gpu(tmp_path: Path, check: str, gpus: str, env: dict[str, str], says: str) -> None:
+@pytest.mark.parametrize(("check", "env", "says"), GPUS, ids=[row[0] for row in GPUS])
+def test_a_gpu(tmp_path: Path, check: str, env: dict[str, str], says: str) -> None:
     program(tmp_path / "nvidia-smi", SMI)
     path = path_with(tmp_path)
-    sound = Machine(env={"PATH": path, "GPUS": SOUND})
-    expect(check, Machine(env={"PATH": path, "GPUS": gpus, **env}), says, slots=8, sound=sound)
+    sound = Machine(env={"PATH": path, **ALL_SOUND})
+    expect(check, Machine(env={"PATH": path, **ALL_SOUND, **env}), says, slots=8, sound=sound)
+
+
+DIFFERENT = [
+    ("gpu-same-clocks", {"STATE": of_each(STATE)[:-16] + "1410, 1980, 1980"}, "GPU 2 runs at 1410 MHz"),
+    ("gpu-nvlink", {"LINKS": LINKS.replace("26.562 GB/s", "<inactive>", 1)}, "GPU 0 has 1 active NVLinks"),
+    ("gpu-peer-access", {"PEERS": PEERS.replace("X\tOK\tOK", "X\tOK\tCNS")}, "no peer access: GPU0-GPU2 CNS"),
+    ("gpu-ecc", {"STATE": of_each(STATE).replace("Enabled, [", "Disabled, [")}, "ECC is off on GPU 0,1,2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "env", "says"), DIFFERENT, ids=[row[0] for row in DIFFERENT])
+def test_gpus_of_a_host(tmp_path: Path, check: str, env: dict[str, str], says: str) -> None:
+    program(tmp_path / "nvidia-smi", SMI)
+    three = {"PATH": path_with(tmp_path), "GPUS": of_each(SOUND), "STATE": of_each(STATE), "PEERS": PEERS}
+    sound = Machine(env={**three, "LINKS": LINKS})
+    expect(check, Machine(env={**three, "LINKS": LINKS, **env}), says, sound=sound)
+
+
+@breaks("torch-nccl")
+def test_another_nccl_than_pips(tmp_path: Path, bare: Path) -> None:
+    distribution(tmp_path, "torch", "9.9")
+    library = tmp_path / "libnccl.so.2"
+    library.write_text("x")
+    (tmp_path / "torch.py").write_text(
+        "import mmap, os, types\n__version__, made = '9.9', types.SimpleNamespace\n"
+        "version = made(cuda='12.8')\n"
+        f"loaded = mmap.mmap(os.open({str(library)!r}, 0), 0, prot=mmap.PROT_READ)\n"
+        "cuda = made(device_count=lambda: 1, nccl=made(version=lambda: (2, 21, 5)))\n"
+        "distributed = made(is_available=lambda: True, is_nccl_available=lambda: True)\n"
+    )
+
+    def found(is_wrong: bool) -> list[str]:
+        facts = of(bare, PYTHONPATH=str(tmp_path)).facts(["frameworks", "python"])
+        return [result.text for result in judged("torch-nccl", facts) if result.wrong == is_wrong]
+
+    assert not any("NCCL" in text for text in found(False))  # no wheel, as conda's torch
+    own = distribution(tmp_path, "nvidia-nccl-cu12", "2.21.5") / "nvidia_nccl_cu12-2.21.5.dist-info"
+    text = f"torch loads NCCL 2.21.5 from {library}, pip has nvidia-nccl-cu12"
+    assert found(False) == [f"{text} 2.21.5"]
+    shutil.rmtree(own)
+    distribution(tmp_path, "nvidia-nccl-cu12", "2.27.3")
+    assert found(True) == [f"{text} 2.27.3"]
 
 
 @breaks("gpu-framework")

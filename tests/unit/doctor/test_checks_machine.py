@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from breaking import Machine, breaks, expect, wrong
+from breaking import Machine, breaks, expect, judged, program, wrong
+from test_checks_installed import SMI, SOUND, path_with
 
 from ringdance.doctor.check import Usage
 
@@ -269,3 +270,20 @@ def test_a_bad_cable() -> None:
 )
 def test_infiniband(check: str, says: str) -> None:
     expect(check, Machine(shell=INFINIBAND, limits={"RLIMIT_MEMLOCK": 64 << 10}), says)
+
+
+@breaks("gpu-direct")
+def test_network_devices_that_cannot_read_the_memory_of_gpus(tmp_path: Path) -> None:
+    program(tmp_path / "bin" / "nvidia-smi", SMI)
+    env = {"PATH": path_with(tmp_path / "bin"), "GPUS": SOUND}
+    port = "/sys/class/infiniband/mlx5_0/ports/1"
+    up = f"{INFINIBAND} echo '4: ACTIVE' >{port}/state; echo '400 Gb/sec (4X NDR)' >{port}/rate; "
+    up += f"mount -t tmpfs none /sys/module; echo InfiniBand >{port}/link_layer"
+    sound = Machine(shell=f"{up}; mkdir /sys/module/nvidia_peermem", env=env)
+    expect("gpu-direct", Machine(shell=up, env=env), "no GPUDirect RDMA", sound=sound)
+    facts = sound.facts(["network", "gpu"])
+    (result,) = judged("infiniband-port", facts)
+    assert result.text == "InfiniBand: mlx5_0/ports/1 InfiniBand 400 Gb/sec (4X NDR)"
+    assert [one.text for one in judged("gpu-direct", facts)] == ["GPUDirect RDMA: nvidia_peermem"]
+    efa = Machine(shell=f"{up}; echo Unspecified >{port}/link_layer", env=env).facts(["network", "gpu"])
+    assert wrong("gpu-direct", efa) == []

@@ -14,6 +14,7 @@ from ringdance.launch.mpi.options import machine_file, session_environment
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
+from ringdance.launch.system import machine
 
 OPENMPI = Mpi("openmpi", "/env/bin/mpiexec", "test", 5)
 
@@ -213,6 +214,53 @@ def test_an_ipv6_address_has_another_name_towards_mpiexec() -> None:
     assert found
     assert found.name == "fe80::1"
     assert made.host_of("fe80::1") is None
+
+
+@pytest.mark.parametrize(
+    ("devices", "variable", "count"),
+    [
+        (4, None, 4),
+        (4, "", 0),
+        (4, "2, 3", 2),
+        (4, "0,-1,1", 1),
+        (4, "0,4,1", 1),
+        (1, "MIG-a,MIG-b,GPU-c", 3),
+        (0, "0,1", 0),
+    ],
+)
+def test_gpus_that_ranks_see(devices: int, variable: str | None, count: int) -> None:
+    found = HostFacts(devices=["H100"] * devices, visible_devices=variable)
+    assert list(found.visible) == ["H100"] * count
+
+
+def test_each_rank_has_its_gpus() -> None:
+    four = HostFacts(devices=["H100"] * 4)
+    facts = {"a": four, "b": replace(four, visible_devices="0,1")}
+    two = {"hosts": [("a", 4), ("b", 2)], "ranks": 6, "local": ("a",), "facts": facts}
+    assert "GPUs:        1 for each rank" in plan(**two, gpus_per_rank=1).describe()
+    assert "GPUs:" not in plan(**two).describe()
+    asked = plan(**two, gpus_per_rank=1, exports={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert [len(host.devices) for host in asked.hosts] == [4, 4]
+    assert plan(**{**two, "facts": {"a": facts["a"]}}, gpus_per_rank=1)  # b was not asked (--no-check)
+    with pytest.raises(LaunchError) as error:
+        plan(**two, gpus_per_rank=2)
+    assert "a has 4 for 4 ranks, b has 2 for 2 ranks. Give these fewer slots (-H a:2,b:1)" in str(error.value)
+    with pytest.raises(LaunchError, match=r"b has 1 for 2 ranks\. Give these fewer slots \(-H b:1\)"):
+        plan(**{**two, "facts": facts | {"b": replace(four, visible_devices="3")}}, gpus_per_rank=1)
+    with pytest.raises(LaunchError, match=r"--gpus-per-rank -1: it must be 0 or more"):
+        JobSpec(["x"], ranks=1, gpus_per_rank=-1).resolved()
+
+
+def test_gpus_are_counted_by_their_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        f"/proc/driver/nvidia/gpus/{n}/information": f"Model: \t\t NVIDIA H{n}00\nDevice Minor: \t {n}\n"
+        for n in (1, 2)
+    }
+    for files, names in ((["/dev/nvidia2"], ["NVIDIA H200"]), ([], ["NVIDIA H100", "NVIDIA H200"])):
+        found = {"/proc/driver/nvidia/gpus/*/information": [*texts], "/dev/nvidia[0-9]*": files}
+        monkeypatch.setattr(machine.glob, "glob", found.get)
+        monkeypatch.setattr(machine.linux, "text", texts.get)
+        assert machine.devices() == names
 
 
 def test_what_is_a_machines_own_is_not_forwarded() -> None:

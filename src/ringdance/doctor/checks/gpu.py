@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from statistics import mode
 from typing import Any
 
-from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
+from ringdance.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host
 from ringdance.doctor.rows import equal, limit, several
 
 
@@ -40,14 +41,28 @@ def _driver(host: Host) -> Finding | None:
 def _each(
     wrong: Callable[[Host, Mapping[str, Any]], bool], text: str, fix: str
 ) -> Callable[[Host], Iterator[Finding]]:
-    """Judge each GPU; `text` and `fix` may hold the GPU's fields."""
+    """Judge each GPU; `text` and `fix` may hold its fields; GPUs with equal ones are named together."""
 
     def judge(host: Host) -> Iterator[Finding]:
+        found: dict[tuple[str, str], list[str]] = {}
         for gpu in host["gpu"]["gpus"]:
             if wrong(host, gpu):
-                yield Finding(text.format_map(gpu), fix.format_map(gpu))
+                key = (text.format_map({**gpu, "index": "{}"}), fix.format_map({**gpu, "index": "{}"}))
+                found.setdefault(key, []).append(gpu["index"])
+        for key, numbers in found.items():
+            yield Finding(key[0].format(",".join(numbers)), key[1].format(",".join(numbers)))
 
     return judge
+
+
+def _odd(field: str) -> Callable[[Host, Mapping[str, Any]], bool]:
+    """Return whether a GPU differs from most of its host in a field."""
+    return lambda host, gpu: bool(gpu[field] != mode(other[field] for other in host["gpu"]["gpus"]))
+
+
+def _throttled(bits: int) -> Callable[[Host, Mapping[str, Any]], bool]:
+    """Return whether one of the reasons of nvml.h is active."""
+    return lambda host, gpu: bool(gpu["throttled"].startswith("0x") and int(gpu["throttled"], 16) & bits)
 
 
 def _refuses(host: Host, gpu: Mapping[str, Any]) -> bool:
@@ -83,6 +98,16 @@ def _framework_gpus(host: Host) -> Iterator[Finding]:
         else:
             fix = f"pip uninstall {name}, then install its build for CUDA {cuda.partition('.')[0]}"
             yield Finding(f"{text}: a build for CPUs", fix)
+
+
+def _nccl(host: Host) -> Iterator[Finding]:
+    torch = host["frameworks"]["of"].get("torch", {})
+    wheel = f"nvidia-nccl-cu{torch.get('cuda', '').partition('.')[0]}"
+    version = host["python"]["versions"].get(wheel)
+    if "nccl" in torch and version:
+        fix = f"unset LD_LIBRARY_PATH LD_PRELOAD; pip install --force-reinstall --no-deps {wheel}=={version}"
+        text = f"torch loads NCCL {torch['nccl']} from {torch['nccl_file']}, pip has {wheel} {version}"
+        yield Finding(text, "" if f"{version}.".startswith(f"{torch['nccl']}.") else fix)
 
 
 def _imports(host: Host) -> Iterator[Finding]:
@@ -122,12 +147,56 @@ CHECKS = (
           _each(lambda host, gpu: gpu["errors"].isdigit() and int(gpu["errors"]) > 0,
                 "GPU {index} has had {errors} memory errors that it could not correct",
                 "leave this host out, and have the GPU replaced: nvidia-smi -i {index} -q -d ECC")),
-    Check("gpu-throttled", "gpu", WARNING, "GPUs that slow down because they are hot",
-          _each(lambda host, gpu: gpu["hot"] == "Active",
-                "GPU {index} is slowed down because it is hot",
-                "check the fans and the room: nvidia-smi -q -d TEMPERATURE")),
+    Check("gpu-remap-failed", "gpu", ERROR, "faulty memory of a GPU that has no spare rows left",
+          _each(lambda host, gpu: gpu["remap_failure"] in ("Yes", "1"),
+                "GPU {index} cannot remap faulty memory any more",
+                "leave this host out, and have the GPU replaced: nvidia-smi -i {index} -q -d ROW_REMAPPER")),
+    Check("gpu-remap-pending", "gpu", WARNING, "faulty memory that is in use until the GPU is reset",
+          _each(lambda host, gpu: bool({"Yes", "1"} & {gpu["remapping"], gpu["retiring"]}),
+                "GPU {index} has faulty memory, to be taken out of use at its next reset",
+                "end what runs there, then: sudo nvidia-smi -i {index} -r (or reboot)")),
+    Check("gpu-ecc", "gpu", NOTE, "ECC that is off: wrong bits in memory go unnoticed",
+          _each(lambda host, gpu: gpu["ecc"] == "Disabled", "ECC is off on GPU {index}",
+                "sudo nvidia-smi -i {index} -e 1, then reboot")),
+    Check("gpu-persistence", "gpu", NOTE,
+          "persistence mode: without it the driver is loaded at each start, and forgets clocks and limits",
+          _each(lambda host, gpu: gpu["persistence"] == "Disabled",
+                "persistence mode is off on GPU {index}", "sudo nvidia-smi -i {index} -pm 1")),
+    Check("gpu-throttled", "gpu", WARNING,
+          "GPUs that slow down because they are hot, or the machine short of power",
+          _each(_throttled(0xE0), "GPU {index} is slowed down: it is hot, or the machine short of power",
+                "check fans, room and power supplies; which it is: nvidia-smi -i {index} -q -d PERFORMANCE")),
+    Check("gpu-power-cap", "gpu", NOTE, "GPUs that are at their power limit: usual under load",
+          _each(_throttled(0x04), "GPU {index} is slowed down by its power limit",
+                "raise it, if nvidia-smi -q -d POWER shows more: sudo nvidia-smi -i {index} -pl WATTS")),
+    Check("gpu-clocks", "gpu", WARNING, "application clocks below the default",
+          _each(lambda host, gpu: gpu["clock"].zfill(5) < gpu["default_clock"].zfill(5),
+                "GPU {index} is set to {clock} MHz, the default is {default_clock}",
+                "sudo nvidia-smi -i {index} -rac")),
+    Check("gpu-same-clocks", "gpu", WARNING, "GPUs of a host with other clocks: all wait for the slowest",
+          _each(_odd("max_clock"), "GPU {index} runs at {max_clock} MHz at most, most GPUs here do not",
+                "leave the slower GPUs out: export CUDA_VISIBLE_DEVICES=NUMBERS; fewer slots here (-H)")),
+    Check("gpu-nvlink", "gpu", WARNING, "GPUs of a host with another number of active NVLinks",
+          _each(_odd("nvlinks"), "GPU {index} has {nvlinks} active NVLinks, most GPUs here do not",
+                "reseat the bridge or the GPU; errors: nvidia-smi nvlink -e -i {index}")),
+    Check("gpu-peer-access", "gpu", NOTE, "peer access: without it NCCL exchanges through host memory",
+          limit("peer access between all {gpu[count]} GPUs", lambda host: host["gpu"]["peers"],
+                "CNS: turn ACS and the IOMMU off in the BIOS; GNS: such GPUs have none. nvidia-smi topo -m",
+                problem="no peer access: {gpu[peers]!l}",
+                applies=lambda host: host["gpu"]["count"] > 1 and host["gpu"]["peers"] is not None)),
+    Check("gpu-direct", "gpu", WARNING,
+          "GPUDirect RDMA: without it what goes over InfiniBand or RoCE passes through host memory",
+          limit("GPUDirect RDMA: {gpu[direct]!l}", lambda host: not host["gpu"]["direct"],
+                "sudo modprobe nvidia_peermem (or install the driver's open kernel modules, Linux 5.12)",
+                problem="no GPUDirect RDMA: neither nvidia_peermem nor dma-buf",
+                # AWS's EFA, whose link layer is "Unspecified", has a GPUDirect of its own.
+                applies=lambda host: host["gpu"]["count"]
+                and any("Unspecified" not in port for port in host["network"]["infiniband"])),
+          ("gpu", "network")),
     Check("gpu-framework", "gpu", ERROR, "frameworks without GPU support on a machine that has GPUs",
           _framework_gpus, ("gpu", "frameworks")),
+    Check("torch-nccl", "gpu", WARNING, "NCCL that torch loads: another than that of pip's wheel",
+          _nccl, ("frameworks", "python")),
     Check("framework-imports", "frameworks", ERROR,
           "whether installed frameworks can be imported at all", _imports),
     Check("same-gpus", "gpu", WARNING, "GPUs of the hosts: kind and number",

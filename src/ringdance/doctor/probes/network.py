@@ -14,6 +14,7 @@ import psutil
 from ringdance.doctor.check import Usage
 from ringdance.launch.system import linux
 
+_VERBS, _OF_A_PORT = "/sys/class/infiniband", ("state", "link_layer", "rate")
 # Bridges and ends of tunnels that have the same address on every host.
 _VIRTUAL = (
     "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "lxd", "podman", "tunl", "vmnet", "kube-",
@@ -25,6 +26,10 @@ def collect(usage: Usage) -> dict[str, Any]:
     name = socket.gethostname()
     own = resolve(name)
     interfaces = _interfaces()
+    ports = {
+        os.path.relpath(path, _VERBS): [linux.text(f"{path}/{name}") for name in _OF_A_PORT]
+        for path in sorted(glob.glob(f"{_VERBS}/*/ports/*"))
+    }
     here = {address for entry in interfaces for address, _ in entry["addresses"]}
     return {
         "hostname": name,
@@ -34,12 +39,8 @@ def collect(usage: Usage) -> dict[str, Any]:
         "localhost_is_loopback": any(map(_is_loopback, resolve("localhost"))),
         "hosts": {host: resolve(host) for host in usage.hosts},
         "interfaces": interfaces,
-        "infiniband": [os.path.basename(path) for path in glob.glob("/sys/class/infiniband/*")],
-        "infiniband_down": [
-            path.removeprefix("/sys/class/infiniband/").removesuffix("/state")
-            for path in glob.glob("/sys/class/infiniband/*/ports/*/state")
-            if "ACTIVE" not in linux.text(path)
-        ],
+        "infiniband": [" ".join((name, *texts[1:])) for name, texts in ports.items()],
+        "infiniband_down": [name for name, texts in ports.items() if "ACTIVE" not in texts[0]],
     }
 
 

@@ -35,6 +35,7 @@ def facts() -> dict[str, Any]:
         "version": own_version(),
         "cores": linux.usable_cores(),
         "devices": devices(),
+        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "networks": networks(),
         "reached": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
         "shared_memory": linux.shared_memory(),
@@ -88,10 +89,13 @@ def own_version() -> str:
 
 
 def devices() -> list[str]:
-    """Return the names of the GPUs, in the driver's order."""
+    """Return the names of the GPUs: a container has device files of its own ones only."""
     texts = map(linux.text, sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")))
-    models = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts]
-    return [model[1].strip() if model else "NVIDIA GPU" for model in models]
+    found = [dict(re.findall(r"^(Model|Device Minor):\s*(.+?)\s*$", text, re.MULTILINE)) for text in texts]
+    names = {one.get("Device Minor", str(n)): one.get("Model", "NVIDIA GPU") for n, one in enumerate(found)}
+    # There are no files before the first use after a boot.
+    files = [path.removeprefix("/dev/nvidia") for path in glob.glob("/dev/nvidia[0-9]*")]
+    return [names.get(minor, "NVIDIA GPU") for minor in files or names]
 
 
 def problem() -> str:
