@@ -94,6 +94,13 @@ def all_jobs() -> list[Job]:
                 only_slow=size != 2, needs=("tensorflow",)),
             Job("ranks", f"jax-{size}", ("ranks/test_jax_*.py",), size, only_slow=size != 2, **jax),
         ]  # fmt: skip
+    by_gloo = tuple(f"ranks/test_torch_{name}.py" for name in (
+        "collectives", "gradients", "optimizer", "passes", "training", "sharding", "state", "embedding",
+    ))  # fmt: skip
+    jobs += [
+        Job("ranks", f"torch-gloo-{size}", by_gloo, size, only_slow=True, needs=("torch",),
+            environ={"RINGDANCE_CPU_OPERATIONS": "gloo"}) for size in (2, 3)
+    ]  # fmt: skip
     jobs += [Job("ranks", "torchvision-2", ("torchvision_jobs",), 2, only_slow=True, needs=("torchvision",))]
     for size in (2, 3):
         later = size == 3

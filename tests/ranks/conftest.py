@@ -16,6 +16,10 @@ from conftest import rank_and_size
 # TensorFlow gets one thread for its operations: nothing may hang then. What it says at import is not wanted.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if os.environ.get("TEST_DEVICE", "cpu") != "cpu":  # benchmarks/gpu_check.py
+    import torch
+
+    torch.set_default_device(os.environ["TEST_DEVICE"])
 
 TINY = {"RINGDANCE_CHUNK_BYTES": "4096", "RINGDANCE_SMALL_BYTES": "64"}
 WAYS = {

@@ -110,24 +110,26 @@ def test_weights_are_those_of_the_exchange_by_the_host(name: str, options: dict[
     with other_settings(BY_GLOO):
         found, direct = train(BODIES[name], **options)
         devices = session.engine().sets.find(0).state.exchange.devices
-        assert "cpu" in devices and len(devices) > 1, "buckets went through communicators of torch's"
+        assert len(devices) > 1, "buckets went through two communicators of torch's"
     assert not any(never)
     assert any(direct), "they were launched without a round"
     if name in ("sometimes_more", "sometimes_again"):
-        assert True in direct[: direct.index(False, direct.index(True))], "and by rounds after other gradients"
+        assert False in direct[direct.index(True) :], "and by rounds after other gradients"
     if name == "joining" and hvd.rank() == 0:
         return  # it left in the middle: its weights are old
     for one, other in zip(found, expected, strict=True):
         if hvd.size() == 2:
             assert torch.equal(one, other)
         else:  # gloo sums three parts in another order
-            torch.testing.assert_close(one, other, rtol=1e-2 if options else 1e-4, atol=1e-3 if options else 1e-5)
+            near = {"rtol": 1e-2, "atol": 1e-3} if options else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(one, other, **near)
 
 
 def test_parameters_that_are_added_on_one_rank_only() -> None:
     with other_settings(BY_GLOO):
         net, more = Net(), torch.nn.Parameter(torch.ones(3))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
         for step in range(8):
             plain(net, optimizer, step)
         assert optimizer._exchange.direct

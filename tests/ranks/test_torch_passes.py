@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ import ringdance.torch as hvd
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.ranks(2, 3, 4)
+on_host = pytest.mark.skipif(
+    os.environ.get("RINGDANCE_CPU_OPERATIONS") == "gloo", reason="that path has another: test_torch_device.py"
+)
 
 
 @pytest.mark.parametrize("passes", [2, 3])
@@ -147,6 +151,7 @@ def test_overlap_gives_the_same() -> None:
 
 
 @several
+@on_host
 @pytest.mark.parametrize("which", ["one rank", "all ranks", "turns"])
 def test_other_gradients_after_many_usual_steps(which: str) -> None:
     """The short way without a mask is left, on all ranks, in the steps where some gradient is new."""
@@ -173,6 +178,7 @@ def test_other_gradients_after_many_usual_steps(which: str) -> None:
 
 
 @several
+@on_host
 def test_different_steps_raise_on_the_short_way() -> None:
     net = Net()
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())

@@ -156,11 +156,11 @@ def test_legacy_switches_are_numbers(text, value):
 
 
 def test_a_setting_without_effect_says_why_when_it_is_changed():
-    _, said = notes({"HOROVOD_CCL_CACHE": "1", "RINGDANCE_AUTOTUNE": "on", "HOROVOD_CPU_OPERATIONS": "GLOO"})
+    _, said = notes({"HOROVOD_CCL_CACHE": "1", "RINGDANCE_AUTOTUNE": "on", "HOROVOD_CONTROLLER": "GLOO"})
     assert said == [
         "RINGDANCE_AUTOTUNE=on has no effect: there is no automatic tuner yet.",
         "HOROVOD_CCL_CACHE=1 has no effect: oneCCL is not used.",
-        "HOROVOD_CPU_OPERATIONS=GLOO has no effect: shared memory and MPI move tensors.",
+        "HOROVOD_CONTROLLER=GLOO has no effect: Gloo is not used; MPI connects the ranks.",
     ]
     quiet({"HOROVOD_CCL_CACHE": "0", "HOROVOD_NUM_NCCL_STREAMS": "1", "HOROVOD_CONTROLLER": "mpi"})
 

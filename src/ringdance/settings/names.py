@@ -6,7 +6,7 @@ RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CRO
 """The rank of a process, with either prefix. Set by launchers, and by init() where none has."""
 
 _TUNER = "there is no automatic tuner yet"
-_NCCL = "tensors on a GPU do not go through NCCL yet"
+_NCCL = "NCCL is used as torch sets it up"
 _GLOO = "Gloo is not used; MPI connects the ranks"
 _ONE_SCHEME = "the ranks of a host always reduce in shared memory first, so there is no flat scheme to leave"
 NO_EFFECT: dict[str, tuple[str, str]] = {

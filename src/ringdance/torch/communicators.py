@@ -14,11 +14,23 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from ringdance import session
 from ringdance.errors import RankLostError
 
 dist: Any = torch.distributed  # whose stubs lack what is used here
 _FIRST_CALL = timedelta(minutes=5)  # for all ranks to connect
 _TIMEOUT = timedelta(minutes=10)  # of an exchange between GPUs that all ranks have enqueued
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL that exchanges tensors on GPUs, such as 22304 for 2.23.4; 0 for none."""
+    if not dist.is_nccl_available():
+        return 0
+    if session.is_initialized() and session.engine().settings.gpu_operations == "mpi":
+        return 0
+    version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch = version[:3]
+    return int(major * 10000 + minor * 100 + patch)
 
 
 class Streams:

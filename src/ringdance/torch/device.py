@@ -48,8 +48,8 @@ Pairs = Sequence[tuple[Description, Request | None]]
 Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
 _NAMES = (
-    "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",
-    "float64", "bool",
+    "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
+    "float32", "float64", "bool",
 )  # fmt: skip
 DTYPES = {getattr(torch, name): name for name in _NAMES if hasattr(torch, name)}
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})

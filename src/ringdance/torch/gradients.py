@@ -54,7 +54,7 @@ class Gradients:
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         self._copies: dict[int, tuple[Tensor, Any]] = {}
-        self._flats: dict[tuple[int, ...], tuple[Work | Launched, list[Any]]] = {}  # on a device
+        self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # on a device
         self._direct: TorchExchange | None = None
 
     @property
@@ -107,13 +107,13 @@ class Gradients:
         return tuple(self._copied(indices, gradients))
 
     def send(self, call: Call, engine: Engine, indices: Sequence[int], zeros: bytes, wake: bool) -> Work:
-        """Submit the reduction of gradients: in place, of copies, or as one flat copy on their device."""
+        """Submit the reduction of gradients: in place or of copies, on their device or on the host."""
         if self.on_device:
             given = self._dense(indices, zeros)
-            if stays(call, given, engine) and self.compression in _CASTS:
-                packed, contexts = self._packed(given)
-                work = submit(call, packed, in_place=True, wake=wake)
-                self._flats[tuple(indices)] = work, contexts
+            if stays(call, given, engine):
+                pairs = [self.compression.compress(gradient) for gradient in given]
+                work = submit(call, [small for small, _ in pairs], in_place=True, wake=wake)
+                self._sent[tuple(indices)] = work, [context for _, context in pairs], None
                 return work
         views = self.buffers(indices, zeros)
         return call.submit(engine, views, views, wake=wake)
@@ -125,11 +125,15 @@ class Gradients:
         return self._direct is not None
 
     def launch(self, call: Call, indices: Sequence[int]) -> Launched:
-        """Exchange flat copies of gradients without a round."""
+        """Exchange a flat copy of gradients, one for each dtype, without a round."""
         assert self._direct is not None
-        packed, contexts = self._packed(self._dense(indices, b""))
-        work = Launched(self._direct, call, packed)
-        self._flats[tuple(indices)] = work, contexts
+        given = self._dense(indices, b"")
+        places = {dtype: [n for n, one in enumerate(given) if one.dtype is dtype] for dtype in
+                  dict.fromkeys(one.dtype for one in given)}  # fmt: skip
+        flats = [torch.cat([given[n].reshape(-1) for n in chosen]) for chosen in places.values()]
+        pairs = [self.compression.compress(flat) for flat in flats]
+        work = Launched(self._direct, call, [small for small, _ in pairs])
+        self._sent[tuple(indices)] = work, [context for _, context in pairs], list(places.values())
         return work
 
     def close_direct(self) -> None:
@@ -138,38 +142,41 @@ class Gradients:
             self._direct.close(False)
             self._direct = None
 
-    def _packed(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        """Return a compressed flat copy of the gradients of each dtype, and what decompresses it."""
-        dtypes = dict.fromkeys(one.dtype for one in gradients)
-        flats = [torch.cat([one.reshape(-1) for one in gradients if one.dtype is dtype]) for dtype in dtypes]
-        packed = [self.compression.compress(flat) for flat in flats]
-        return [tensor for tensor, _ in packed], [context for _, context in packed]
-
     def _dense(self, indices: Sequence[int], zeros: bytes) -> list[Tensor]:
-        """Return dense gradients, zeros where they are missing or do not count; changes none."""
+        """Return dense contiguous gradients, zeros where they are missing or do not count; changes none."""
         found = []
         for index in indices:
             parameter = self.parameters[index]
             gradient = None if zeros and zeros[index] else parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            found.append(gradient.detach().to_dense() if gradient.is_sparse else gradient.detach())
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            found.append(dense.contiguous())
         return found
 
-    def _write_flat(self, indices: Sequence[int], work: Work | Launched, contexts: Sequence[Any]) -> None:
-        """Copy reduced flat tensors to the gradients."""
+    def _write_sent(
+        self, indices: Sequence[int], work: Work | Launched, contexts: list[Any],
+        places: list[list[int]] | None,
+    ) -> None:
+        """Copy what was reduced on the device to the gradients; ``places``: of the parts of flat tensors."""
         pairs = zip(await_results(work.result), contexts, strict=True)
-        flats = {flat.dtype: flat for flat in [self.compression.decompress(*pair) for pair in pairs]}
-        targets: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in flats}
-        for index in indices:
-            parameter = self.parameters[index]
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = torch.empty_like(parameter)
-            targets[parameter.grad.dtype].append(parameter.grad.detach())
-        for dtype, flat in flats.items():
-            parts = flat.split([one.numel() for one in targets[dtype]])
-            views = [part.view(one.shape) for part, one in zip(parts, targets[dtype], strict=True)]
-            torch._foreach_copy_(targets[dtype], views)
+        results = [self.compression.decompress(*pair) for pair in pairs]
+        if places is not None:
+            parts: dict[int, Tensor] = {}
+            for flat, chosen in zip(results, places, strict=True):
+                sizes = [self.parameters[indices[n]].numel() for n in chosen]
+                parts.update(zip(chosen, torch.split(flat, sizes), strict=True))
+            results = [parts[n].view(self.parameters[index].shape) for n, index in enumerate(indices)]
+        targets, sources = [], []
+        for index, result in zip(indices, results, strict=True):
+            gradient = self.parameters[index].grad
+            if gradient is None or gradient.is_sparse:
+                self.parameters[index].grad = result.clone() if places else result
+            elif gradient.data_ptr() != result.data_ptr():
+                targets.append(gradient.detach())
+                sources.append(result)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
         """Return views of gradients that are dense and contiguous on the CPU; None where one is another."""
@@ -196,8 +203,8 @@ class Gradients:
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
         """Write results back that were reduced in a copy; make gradients sparse again that were."""
-        if (flat := self._flats.pop(tuple(indices), None)) is not None:
-            self._write_flat(indices, *flat)
+        if (sent := self._sent.pop(tuple(indices), None)) is not None:
+            self._write_sent(indices, *sent)
         if self._copies:
             for index in indices:
                 copied = self._copies.pop(index, None)

@@ -22,6 +22,7 @@ from ringdance.torch import _private
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.adasum import AdasumOptimizer
+from ringdance.torch.communicators import nccl_built
 from ringdance.torch.gradients import Gradients
 from ringdance.torch.hooks import Hooks
 from ringdance.torch.memory import Compression
@@ -240,6 +241,11 @@ def DistributedOptimizer(
     if operation is ReduceOp.ADASUM and len(engine.members(set_id(process_set))) > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
+        if nccl_built() and any(one.is_cuda for one in parameters):
+            warnings.warn(
+                "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL: scale "
+                "the learning rate as without NCCL, not by local_size().", stacklevel=2,
+            )  # fmt: skip
         return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
     result = wrap(optimizer, _Distributed, options, backward_passes_per_step)
     result._connect()

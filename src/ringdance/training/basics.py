@@ -176,7 +176,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0: tensors on a GPU go through pinned memory for now. An integer, as scripts compare it."""
+    """Return 0: NCCL is used for PyTorch's tensors only (``ringdance.torch``). Scripts compare the number."""
     return 0
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from ringdance.core.exchange.base import Context
 from ringdance.core.request import Collective, Description, ReduceOp, Request
@@ -138,7 +140,7 @@ def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchang
 def test_a_failed_call_is_told_with_its_tensor(exchange: device.TorchExchange) -> None:
     reduced(exchange, on_device(2.0))
     exchange.check()  # under way: nothing has happened
-    event, call, names = exchange._under_way[0]
+    event, call, _ = exchange._under_way[0]
     call.error = RuntimeError("NCCL communicator was aborted")
     with pytest.raises(RankLostError, match=r"nccl failed on rank 0 .*'gradients': NCCL communicator"):
         exchange.check()

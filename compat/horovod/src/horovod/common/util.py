@@ -71,8 +71,8 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> bool:
-    """Return whether NCCL is used."""
-    return bool(basics.nccl_built())
+    """Return whether NCCL exchanges PyTorch's tensors on GPUs."""
+    return extension_available("torch") and bool(importlib.import_module("horovod.torch").nccl_built())
 
 
 def ddl_built(verbose: bool = False) -> bool:
