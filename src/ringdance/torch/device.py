@@ -6,10 +6,10 @@ communicator, of which each process set has one. It is made at its first use, by
 Note [Streams]
 The thread that submits tensors records an event behind the work that makes them. The exchange runs on a
 stream of its own: that waits for the event, copies the batch into one flat tensor, exchanges it and
-records an event, for which the stream of whoever uses the results waits. The host waits nowhere, so a
-work is done once its exchange has been enqueued. Memory that one stream has allocated and another one
-uses is told to torch's allocator (``record_stream``). Tensors on the CPU have no stream: there the engine
-polls gloo.
+records an event, for which the stream waits that uses the results. The host waits nowhere, so a work is
+done once its exchange has been enqueued. Memory that one stream has allocated and another one uses is
+told to torch's allocator (``record_stream``). Tensors on the CPU have no stream: there the engine polls
+gloo.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class TorchExchange:
                     padded[rank, : count * width] = tensor[first[rank] : first[rank] + count].reshape(-1)
                 wire, operation = self._prepared(padded.view(-1), d)
                 total = wire.new_empty(rows[0] * width)
-                if self._streams is None:  # gloo's own is not complete before somebody waits for it
+                if self._streams is None:  # gloo's own is complete only for one that waits for it
                     parts = wire.view(self._size, total.numel())
                     total = parts[self._rank]
                     for rank, part in enumerate(parts if total.numel() else ()):

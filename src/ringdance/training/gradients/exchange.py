@@ -254,6 +254,10 @@ class GradientExchange:
 
     def _launch(self, rest: bool = False) -> None:
         """Launch the complete buckets that are next, or the ``rest`` of all. See Note [Direct buckets]."""
+        if self._rejoin():
+            return
+        if self.engine.closed:
+            raise self.engine.end.error()
         for bucket in self.buckets[self._launched :]:
             if not rest and (bucket.missing or bucket.unexpected):
                 return
