@@ -324,6 +324,8 @@ class Engine:
                 self.end.fail(error(warning))
             elif warning:
                 self.report(warning)
+        except CollectiveError as error:
+            self.end.fail(error)
         except Exception as error:
             self.end.fail_by(error)
 

@@ -61,11 +61,16 @@ class Streams:
         return event
 
 
+def module_of(device: torch.device) -> Any:
+    """Return torch's module for a kind of device, such as ``torch.cuda``."""
+    return getattr(torch, device.type)
+
+
 def mark(tensor: Tensor) -> Any:
     """Return an event behind what the current stream has been given; None on the CPU."""
     if tensor.is_cpu:
         return None
-    module = torch.get_device_module(tensor.device)
+    module = module_of(tensor.device)
     event = module.Event()
     event.record(module.current_stream(tensor.device))
     return event
@@ -74,7 +79,7 @@ def mark(tensor: Tensor) -> Any:
 def group_of(store: Any, rank: int, size: int, device: torch.device) -> Any:
     """Return a group of torch's; blocks until all ranks have called this with stores that belong together."""
     if device.type == "cpu":
-        return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(days=365))  # the engine finds missing ranks
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
     name, before = "TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")

@@ -37,7 +37,7 @@ from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import ArgumentError, RankLostError
 from ringdance.torch import communicators
 from ringdance.torch._private import renamed
-from ringdance.torch.communicators import Streams, dist, mark
+from ringdance.torch.communicators import Streams, dist, mark, module_of
 from ringdance.training.collectives import Call
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 def await_results(results: DeviceResults) -> list[Tensor]:
     """Return the results; the current stream waits until they are valid, the host does not."""
     if results.event is not None:
-        stream = torch.get_device_module(results[0].device).current_stream(results[0].device)
+        stream = module_of(results[0].device).current_stream(results[0].device)
         stream.wait_event(results.event)
         for tensor in results:
             tensor.record_stream(stream)
@@ -101,7 +101,7 @@ class TorchExchange:
     @classmethod
     def over(cls, store: Any, device: torch.device, exchange: Any) -> TorchExchange:
         """Return a new one of the ranks that have the store; blocks until all have called this."""
-        streams = None if device.type == "cpu" else Streams(torch.get_device_module(device), device)
+        streams = None if device.type == "cpu" else Streams(module_of(device), device)
         group = communicators.group_of(store, exchange.rank, exchange.size, device)
         return cls(group, store, device, streams, exchange)
 
@@ -342,6 +342,8 @@ class TorchExchange:
     def close(self, agreed: bool) -> None:
         """Free the communicator; not ``agreed``: abort it, on a thread, as that may take long."""
         if agreed:
+            if self.device.type != "cpu":
+                self.group.shutdown()
             self.group = self.store = None
             return
         _aborted.append(self)
@@ -363,7 +365,7 @@ class Launched:
         d = Description(call.kind, (), shapes, call.operation, call.prescale, call.postscale)
         given: Any = tuple(tensors)
         request = Request(d, given, given, call.full_name, ready=mark(given[0]))
-        self._steps = exchange.execute([(d, request)], ())
+        self._name, self._steps = call.full_name, exchange.execute([(d, request)], ())
         self.result: Any = None
         self.done()
 
@@ -374,6 +376,8 @@ class Launched:
                 next(self._steps)
             except StopIteration as end:
                 self.result = end.value[0]
+            except RuntimeError as error:
+                raise RankLostError(f"'{self._name}' was not exchanged: {error}") from error
         return self.result is not None
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -430,9 +434,10 @@ def make(exchange: Exchange, kind: str) -> Steps:
     assert exchange.context.on_thread is not None
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
-        module = torch.get_device_module(kind)
+        module = module_of(device)
         device = torch.device(kind, module.current_device())
-        yield from _check_devices(exchange, str(module.get_device_properties(device).uuid))
+        about = module.get_device_properties(device)
+        yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
     server = communicators.serve(exchange.size) if exchange.rank == 0 else None
     where = json.dumps([server.port, communicators.addresses()] if server else []).encode()
     port, places = json.loads((yield from exchange.broadcast_bytes(where, 0)))

@@ -96,7 +96,7 @@ class OnDevice(torch.Tensor):
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> device.TorchExchange:
     log.clear()
-    monkeypatch.setattr(torch, "get_device_module", lambda _: FakeModule)
+    monkeypatch.setattr(torch, "cpu", FakeModule)
     place = SimpleNamespace(rank=0, size=2, context=Context())
     streams = communicators.Streams(FakeModule, torch.device("cpu"))
     return device.TorchExchange(Group(), None, torch.device("cpu"), streams, place)

@@ -1,8 +1,8 @@
 """The interface to a framework's own communicator, for tensors that stay on their device.
 
 Members agree on such requests as on all others, and execute them in one order. What "done" means is up to the
-device: on a GPU a work is done when its exchange is enqueued, and the one who uses the results makes its stream
-wait for ``DeviceResults.event``; the host does not wait.
+device: on a GPU a work is done when its exchange is enqueued, and the stream that uses the results waits for
+``DeviceResults.event``; the host does not wait.
 """
 
 from __future__ import annotations
