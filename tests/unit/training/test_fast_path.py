@@ -43,6 +43,11 @@ class Gradients:
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         return (self.view,) * len(indices)
 
+    on_device = False
+
+    def close_direct(self) -> None:
+        pass
+
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
         pass
 
