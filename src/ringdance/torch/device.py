@@ -22,6 +22,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from ringdance import session
 from ringdance.core.exchange.base import Context, Exchange, Steps
 from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.exchange.device import DeviceResults
@@ -55,6 +58,13 @@ DTYPES = {getattr(torch, name): name for name in _NAMES if hasattr(torch, name)}
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _aborted: list[Any] = []  # groups with calls under way that will never be complete, which use their tensors
+_last: dict[str, torch.device] = {}  # the device of the last tensors that this rank has submitted, by kind
+
+
+def submitted(tensor: Tensor) -> Any:
+    """Note the device of a tensor; return the event after which it holds what is to be sent."""
+    _last[tensor.device.type] = tensor.device
+    return mark(tensor)
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
@@ -96,13 +106,15 @@ class TorchExchange:
         self.group, self.store, self.device = group, store, device
         self._streams, self._exchange = streams, exchange
         self._size, self._rank = exchange.size, exchange.rank
-        self._under_way: deque[tuple[Any, Any, str]] = deque()  # on a GPU: event, call, names
+        self._under_way: deque[tuple[Any, str]] = deque()  # on a GPU: the event behind a batch, its names
 
     @classmethod
-    def over(cls, store: Any, device: torch.device, exchange: Any) -> TorchExchange:
+    def over(
+        cls, store: Any, device: torch.device, exchange: Any, timeout: timedelta = communicators.TIMEOUT
+    ) -> TorchExchange:
         """Return a new one of the ranks that have the store; blocks until all have called this."""
         streams = None if device.type == "cpu" else Streams(module_of(device), device)
-        group = communicators.group_of(store, exchange.rank, exchange.size, device)
+        group = communicators.group_of(store, exchange.rank, exchange.size, device, timeout)
         return cls(group, store, device, streams, exchange)
 
     def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
@@ -136,7 +148,7 @@ class TorchExchange:
         for results in found:
             results.event = event
         names = ", ".join(str(request.name or request.description.kind.name.lower()) for request in requests)
-        self._under_way += [(event, call, names) for call in calls]
+        self._under_way.append((event, names))
         context.achieved += 1
         return found
 
@@ -326,29 +338,34 @@ class TorchExchange:
         return (yield from self._run(pairs, start))
 
     def check(self) -> None:
-        """Raise RankLostError for a call that NCCL has failed."""
+        """Raise RankLostError if NCCL has failed; its kernels are aborted then, so their events are done."""
+        group = self.group
+        if group is None or self._streams is None:
+            return
+        if failure := communicators.failure_of(group):
+            where = f"rank {self._rank} (host {socket.gethostname()}, {self.device})"
+            names = self._under_way[0][1] if self._under_way else "a bucket"
+            raise RankLostError(
+                f"{group.name()} failed on {where} in '{names}' or after it: {failure}. Look for the first "
+                "rank that ended, for Xid errors in the kernel's log (dmesg), and run again with "
+                "NCCL_DEBUG=WARN for NCCL's own reason."
+            )
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
-        if self._under_way:
-            _, call, names = self._under_way[0]
-            if call.is_completed() and (error := call.exception()) is not None:
-                where = f"rank {self._rank} (host {socket.gethostname()}, {self.device})"
-                raise RankLostError(
-                    f"{self.group.name()} failed on {where} in '{names}': {error}. Look for the first rank "
-                    "that ended, for Xid errors in the kernel's log (dmesg), and run again with "
-                    "NCCL_DEBUG=WARN for NCCL's own reason."
-                )
 
     def close(self, agreed: bool) -> None:
         """Free the communicator; not ``agreed``: abort it, on a thread, as that may take long."""
-        if agreed:
-            if self.device.type != "cpu":
-                self.group.shutdown()
-            self.group = self.store = None
+        group, self.group = self.group, None
+        self._under_way.clear()
+        if group is None or (agreed and self._streams is None):
             return
-        _aborted.append(self)
-        if self.device.type != "cpu":
-            threading.Thread(target=self.group.abort, name="ringdance abort", daemon=True).start()
+        if self._streams is not None and agreed:
+            self._streams.synchronize()  # what is enqueued would be aborted
+            group.shutdown()
+            return
+        _aborted.append(group)
+        if self._streams is not None:
+            threading.Thread(target=group.abort, name="ringdance abort", daemon=True).start()
 
 
 class Launched:
@@ -392,16 +409,31 @@ def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchE
     """Return another communicator of a set's members: all call this, and it blocks until they have.
 
     None, on all alike, before the set has exchanged tensors on this kind of device.
+
+    Raises:
+        CollectiveError: the engine has ended meanwhile.
     """
     state = engine.sets.find(set_id).state
     common: Any = None if state is None else state.exchange.devices.get(kind)
     if state is None or common is None:
         return None
     place = SimpleNamespace(rank=state.exchange.rank, size=state.exchange.size, context=Context())
-    number = sum(one.startswith(f"{name} ") for one in state.exchange.devices)
-    key = f"{name} {number}"
-    found = TorchExchange.over(dist.PrefixStore(key, common.store), common.device, place)
-    state.exchange.devices = {**state.exchange.devices, key: found}  # the engine's thread may read them now
+    made: Future[TorchExchange] = Future()
+
+    def connect() -> None:
+        try:
+            store = dist.PrefixStore(name, common.store)
+            made.set_result(TorchExchange.over(store, common.device, place, communicators.NO_TIMEOUT))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=connect, name="ringdance connect", daemon=True).start()
+    while not made.done():
+        if engine.closed:
+            raise engine.end.error()
+        time.sleep(1e-3)
+    found = made.result()
+    state.exchange.devices = {**state.exchange.devices, name: found}  # the engine's thread may read them now
     return found
 
 
@@ -435,11 +467,13 @@ def make(exchange: Exchange, kind: str) -> Steps:
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
         module = module_of(device)
-        device = torch.device(kind, module.current_device())
+        place = session.engine().local_rank % module.device_count()  # of a rank that has joined
+        device = _last.get(kind, torch.device(kind, place))  # this thread's own is the first GPU
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
     server = communicators.serve(exchange.size) if exchange.rank == 0 else None
-    where = json.dumps([server.port, communicators.addresses()] if server else []).encode()
+    places = [socket.gethostname(), *communicators.addresses()]
+    where = json.dumps([server.port, places] if server else []).encode()
     port, places = json.loads((yield from exchange.broadcast_bytes(where, 0)))
 
     def connect() -> TorchExchange:

@@ -16,7 +16,7 @@ from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
 from ringdance.torch import device
 from ringdance.torch._private import compiler_disable, divided_by, has_run_backward, profiler_running
-from ringdance.torch.communicators import dist, mark
+from ringdance.torch.communicators import dist, supports_nccl
 from ringdance.torch.memory import Array, Compression, array_of, check_in_place, from_array
 from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError, know_dtypes
@@ -82,7 +82,7 @@ def _submit_device(
     plain: Any = tuple([tensor.detach().contiguous() for tensor in tensors])
     rows = None if splits is None else (_array_of_splits(splits),)
     outputs = plain if in_place else None
-    return call.submit(engine, plain, outputs, rows, wake, tensors[0].device.type, mark(plain[0]))
+    return call.submit(engine, plain, outputs, rows, wake, tensors[0].device.type, device.submitted(plain[0]))
 
 
 def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
@@ -112,7 +112,7 @@ def _at_init() -> None:
     engine = session.engine()
     engine.context.make_device = device.make
     _by_torch["cpu"] = engine.settings.cpu_operations == "gloo" and dist.is_gloo_available()
-    _by_torch["cuda"] = engine.settings.gpu_operations != "mpi" and dist.is_nccl_available()
+    _by_torch["cuda"] = engine.settings.gpu_operations != "mpi" and supports_nccl()
 
 
 know_dtypes(device.DTYPES)

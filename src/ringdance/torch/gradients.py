@@ -56,6 +56,7 @@ class Gradients:
         self._copies: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # on a device
         self._direct: TorchExchange | None = None
+        self._opened = 0
 
     @property
     def on_device(self) -> bool:
@@ -110,8 +111,8 @@ class Gradients:
         """Submit the reduction of gradients: in place or of copies, on their device or on the host."""
         if self.on_device:
             given = self._dense(indices, zeros)
-            if stays(call, given, engine):
-                pairs = [self.compression.compress(gradient) for gradient in given]
+            pairs = [self.compression.compress(gradient) for gradient in given]
+            if stays(call, [small for small, _ in pairs], engine):
                 work = submit(call, [small for small, _ in pairs], in_place=True, wake=wake)
                 self._sent[tuple(indices)] = work, [context for _, context in pairs], None
                 return work
@@ -120,7 +121,10 @@ class Gradients:
 
     def open_direct(self, engine: Engine, set_id: int, name: str) -> bool:
         """Make the communicator of ``launch``; all members call this, and it blocks."""
-        if self._direct is None and self.compression in _CASTS:
+        devices = {parameter.device for parameter in self.parameters}
+        if self._direct is None and self.compression in _CASTS and len(devices) == 1:
+            self._opened += 1  # on all members alike
+            name = f"{name} {self._opened}"
             self._direct = direct_exchange(engine, set_id, self.parameters[0].device.type, name)
         return self._direct is not None
 

@@ -47,25 +47,28 @@ class Stream:
 
 
 class Call:
-    error: Exception | None = None
-
     def wait(self) -> None:
         log.append(f"{FakeModule.current} waits for the communicator")
 
-    def is_completed(self) -> bool:
-        return self.error is not None
-
-    def exception(self) -> Exception | None:
-        return self.error
-
 
 class Group:
+    error = "SUCCESS"
+
     def allreduce(self, tensors: list[Any], options: Any) -> Call:
         log.append(f"allreduce of {tensors[0].numel()} on {FakeModule.current}")
         return Call()
 
+    def get_error(self) -> Any:
+        return SimpleNamespace(name=self.error)
+
     def name(self) -> str:
         return "nccl"
+
+    def shutdown(self) -> None:
+        log.append("shutdown")
+
+    def abort(self) -> None:
+        log.append("abort")
 
 
 class FakeModule:
@@ -75,6 +78,10 @@ class FakeModule:
     @staticmethod
     def current_stream(_: Any) -> Stream:
         return Stream(name=FakeModule.current)
+
+    @staticmethod
+    def device(_: Any) -> Any:
+        return contextlib.nullcontext()
 
     @staticmethod
     @contextlib.contextmanager
@@ -137,16 +144,29 @@ def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchang
     assert log == ["main waits for side", "memory is used on main"]
 
 
-def test_a_failed_call_is_told_with_its_tensor(exchange: device.TorchExchange) -> None:
+def test_what_nccl_reports_is_told_with_the_tensor(exchange: device.TorchExchange) -> None:
+    """Also where the abort has made the events done."""
     reduced(exchange, on_device(2.0))
     exchange.check()  # under way: nothing has happened
-    event, call, _ = exchange._under_way[0]
-    call.error = RuntimeError("NCCL communicator was aborted")
-    with pytest.raises(RankLostError, match=r"nccl failed on rank 0 .*'gradients': NCCL communicator"):
+    assert len(exchange._under_way) == 1
+    exchange._under_way[0][0].done = True
+    exchange.group.error = "COMM_ERROR"
+    with pytest.raises(RankLostError, match=r"nccl failed on rank 0 .*'gradients' or after it: COMM_ERROR"):
         exchange.check()
-    event.done = True
+    exchange.group.error = "SUCCESS"
     exchange.check()
     assert not exchange._under_way
+
+
+def test_an_agreed_end_waits_for_what_is_enqueued(
+    exchange: device.TorchExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stream, "synchronize", lambda self: log.append(f"the host waits for {self.name}"))
+    exchange.close(True)
+    assert log == ["the host waits for side", "shutdown"]
+    exchange.close(False)  # again, as after a restart
+    exchange.check()
+    assert len(log) == 2
 
 
 def test_what_communicators_of_torch_do_otherwise_goes_through_the_host() -> None:

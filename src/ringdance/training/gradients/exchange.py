@@ -30,8 +30,10 @@ several steps in which all ranks computed the same, each bucket is exchanged wit
 is complete: in one order, through a communicator of its own, and as a copy. The mask at the end of the
 pass shows whether all ranks had what was expected. If so, the copies become the gradients; if not, all
 ranks drop them and exchange the gradients by rounds. So that the calls of all ranks match, each launches
-all buckets in each pass, with zeros for what it lacks. A rank that has joined launches none: the mask has
-a byte for each rank, by which the others see it, abort the communicator and go on by rounds.
+all buckets in each pass, with zeros for what it lacks. A rank that has joined launches none, nor one
+whose launch has failed: the mask has a byte for each rank, by which the others see it, abort the
+communicator and go on by rounds. On a GPU its calls and those of rounds have no common order: each
+communicator has a stream of its own.
 
 Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
 (agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
@@ -107,6 +109,7 @@ class GradientExchange:
         self.wants_overlap = overlap and early
         self.groups = [tuple(group) for group in groups]
         self.state = State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
+        self.direct = self._spoiled = self._broken = False
         self._digest = _digest_of(names, 4).hex()  # stays when names are added: see extend
         self._join(session.engine())
 
@@ -241,10 +244,11 @@ class GradientExchange:
             bucket.missing -= 1
         else:
             bucket.unexpected += 1
-        last = (self.state.passes + 1) % self.passes == 0
-        if last and self.direct:
+        if self.passes > 1:  # what is complete since the first pass is added to
+            return
+        if self.direct:
             self._launch()
-        elif last and bucket.missing == 0 and bucket.unexpected == 0 and bucket.work is None:
+        elif bucket.missing == 0 and bucket.unexpected == 0 and bucket.work is None:
             if self._rejoin():
                 return
             kinds = self.source.kinds(self.state.computed)
@@ -262,14 +266,17 @@ class GradientExchange:
             if not rest and (bucket.missing or bucket.unexpected):
                 return
             self._launched += 1
-            if bucket.expected:
+            if bucket.expected and not self._broken:
+                self._broken = True  # if this raises, this rank is one call behind the others
                 bucket.work = self.source.launch(self._call(bucket.name), bucket.expected)
+                self._broken = False
 
     def _leave_direct(self, abort: bool = False) -> None:
         """Go on by rounds; with ``abort`` a rank has not launched what this one has."""
         for bucket in self.buckets:
             bucket.work = None
-        self._launched, self._spoiled, self.direct = 0, False, False
+        self._launched = 0
+        self.direct = self._spoiled = self._broken = False
         if abort:
             self.source.close_direct()
 
@@ -326,9 +333,11 @@ class GradientExchange:
                 for index in bucket.expected:
                     kinds[index] = bucket.kinds[index]
         as_expected = kinds == self._fast_path.expected_kinds and not self._spoiled
-        members = self.engine.members(self.set_id) if self.direct else ()
+        # Who has joined adds zeros to all of this.
+        members = self.engine.members(self.set_id) if self.source.on_device else ()
+        deviates = 2 if self._broken else 0 if as_expected else 1
         memory = kinds + bytes(
-            (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if as_expected else 1)
+            (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, deviates)
         ) + bytes(rank == self.engine.rank for rank in members) + self._names_digest
         mask = np.frombuffer(memory, np.uint8)
         call = prepared(Collective.ALLREDUCE, f"{self.name}.mask", ReduceOp.MAX, set_id=self.set_id)
@@ -347,7 +356,7 @@ class GradientExchange:
         union = bytes(memory[:count])
         joined = 0 in memory[count + 4 : count + 4 + len(members)]
         if self.direct and (joined or memory[count + 3]):
-            self._leave_direct(abort=joined)
+            self._leave_direct(abort=joined or memory[count + 3] == 2)
             self._fast_path.close()
         self._trained.update([index for index, kind in enumerate(union) if kind])
         self._reduce(union, zeros)
@@ -364,6 +373,8 @@ class GradientExchange:
         )
         if self._fast_path.open and self.source.on_device and not self.direct:
             self.direct = self.source.open_direct(self.engine, self.set_id, self.name)
+            if not self.direct:
+                self._fast_path.close()
 
     def _exchanged(self, union: bytes) -> None:
         state = self.state
