@@ -78,7 +78,7 @@ class WindowBuckets:
             if rank != self.rank:
                 start, stop = self.bounds[rank], self.bounds[rank + 1]
                 self.own[start:stop] = bucket[start:stop]
-        self.meet()  # nobody writes before all have read
+        self.meet()  # no rank writes before all have read
 
 
 def with_views(job: Any, model: Any, batches: list[tuple[Any, Any]]) -> Callable[[int], None]:
