@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 # Advice for a rank that may have had fewer batches than the others, the usual reason to end early.
 OUT_OF_DATA = (
     "If it ran out of data before the others: share the data out evenly with hvd.shard(..., ends='pad') or "
-    "ends='drop', or call hvd.join() after the last batch."
+    "ends='drop', or call hvd.join() after the last batch (DistributedDataParallel: with model.join():)."
 )
 
 

@@ -267,6 +267,13 @@ def launched_size() -> int | None:
 
 def _start(comm: Any, settings: Settings) -> Engine:
     launched, loaded = launched_size(), "mpi4py.MPI" in sys.modules
+    alone = launched is None and not loaded and "RINGDANCE_JOB" not in os.environ
+    if alone and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise LaunchError(
+            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} are as torchrun sets "
+            "them, whose processes MPI does not know: each would train alone. Start them with `ringdance run "
+            '-np N python SCRIPT`, or call init_process_group("ringdance") before hvd.init().'
+        )
     if comm is None and (launched is None or (launched == 1 and not loaded)):
         return Engine(SingleTransport(), settings, ring=_process.monitoring.ring(settings))
     from ringdance.transport.library import library_version

@@ -367,6 +367,34 @@ def test_sharded_data_parallel() -> None:
     by_both(lambda group: sharded(meshes[group]))
 
 
+def test_the_first_fsdp_and_checkpoints_in_the_background(tmp_path_factory: Any) -> None:
+    """Storages are resized, which Tensor.numpy() would forbid; a CPU backend is looked for."""
+    from torch.distributed.checkpoint import async_save
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def train(group: Any) -> list[torch.Tensor]:
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(net(), process_group=group, device_id=cpu)
+        optimizer = SGD(model.parameters(), lr=0.05)
+        for step in range(3):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + RANK))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach().clone() for one in model.parameters()]
+
+    by_both(train)
+    directory = [str(tmp_path_factory.mktemp("checkpoint"))]
+    dist.broadcast_object_list(directory, 0)
+    async_save({"w": torch.full((3,), float(RANK))}, checkpoint_id=directory[0]).result()
+
+
+@pytest.mark.parametrize("root", [-1, SIZE])
+def test_a_root_that_is_not_there(root: int) -> None:
+    with pytest.raises(ValueError, match="no rank"):
+        dist.broadcast(torch.ones(2), root, group=WORLD)
+
+
 def test_functional_collectives_and_tensors_in_parts() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -27,7 +27,7 @@ from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import ArgumentError
 from ringdance.settings.names import LAUNCH_PREFIX
 from ringdance.torch._private import renamed, sparse_entries
-from ringdance.torch.memory import Array, array_of, from_array
+from ringdance.torch.memory import Array, array_of, from_array, resizable_view
 from ringdance.torch.works import GroupWork, Transfer, starts_now, wait_at_end
 from ringdance.training import basics
 from ringdance.training.collectives import prepared
@@ -54,7 +54,10 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     """
     ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
     if list(ranks) != sorted(ranks):
-        raise ArgumentError(f'The backend "ringdance" needs ranks in ascending order, got {list(ranks)}.')
+        raise ArgumentError(
+            f'The backend "ringdance" needs ranks in ascending order, got {list(ranks)}: leave out '
+            "sort_ranks=False of new_group()."
+        )
     if not session.is_initialized():
         if ranks and size < dist.get_world_size():
             raise ArgumentError(
@@ -74,8 +77,9 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     if (rank, size) != (engine.rank, engine.size):
         raise ArgumentError(
             f"This process is rank {rank} of {size} for torch.distributed and rank {engine.rank} of "
-            f"{engine.size} in the job: give init_process_group neither rank= nor world_size=, and leave "
-            "RANK and WORLD_SIZE as `ringdance run` sets them."
+            f"{engine.size} in the job: start it by one launcher, torchrun or `ringdance run`, not by one "
+            "within the other; give init_process_group neither rank= nor world_size=; and leave RANK and "
+            "WORLD_SIZE as the launcher sets them."
         )
     return ProcessGroup(options, 0)
 
@@ -142,6 +146,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._options, self._set_id, self._timeout = options, set_id, options.timeout
         self._name = self._description = ""
         self._coalesced: list[GroupWork] | None = None  # the calls since start_coalescing
+
+    # Which torch reads to see what a group can exchange.
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def getBackendName(self) -> str:
         return "ringdance"
@@ -280,7 +287,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     @_by_nccl
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.BroadcastOptions()
-        root = session.engine().members(self._set_id)[opts.rootRank]
+        members = session.engine().members(self._set_id)
+        if not 0 <= opts.rootRank < len(members):
+            raise ValueError(f"broadcast: there is no rank {opts.rootRank} in this group of {len(members)}.")
+        root = members[opts.rootRank]
         arrays, back = _flat(tensors, moved=True)
         return self._start(Collective.BROADCAST, arrays, arrays, tensors, opts, back, root=root)
 
@@ -479,7 +489,7 @@ def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
         flat = torch.view_as_real(whole).view(-1) if whole.is_complex() else whole.view(-1)
         if moved and flat.element_size() == 1:
             flat = flat.view(torch.uint8)
-        arrays.append(array_of(flat, in_place=True))
+        arrays.append(resizable_view(flat))
 
     def finish(_: list[Array]) -> None:
         for plain, whole in copies:

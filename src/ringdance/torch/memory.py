@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +98,22 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
     if in_place:
         check_in_place(tensor)
     return view_of(host)
+
+
+def resizable_view(tensor: torch.Tensor) -> Array:
+    """Return a NumPy view of a contiguous CPU tensor whose storage can be resized later, as FSDP does.
+
+    ``Tensor.numpy()`` forbids that for good.
+
+    Raises:
+        ArgumentError: NumPy has no such type.
+    """
+    dtype = view_of(tensor.new_empty(0)).dtype
+    if not tensor.numel():
+        return np.empty(0, dtype)
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # which lives as long as the view
+    return np.frombuffer(memory, dtype)
 
 
 def from_array(array: Array) -> torch.Tensor:

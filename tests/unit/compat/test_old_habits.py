@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,16 @@ def test_comm_that_cannot_be(comm: Any) -> None:
     assert not hvd.is_initialized()
     hvd.init()
     assert hvd.is_initialized()
+
+
+def test_processes_of_torchrun_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(RuntimeError, match=r"torchrun.*ringdance run -np N"):
+        hvd.init()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    hvd.init()
+    assert hvd.size() == 1
 
 
 @pytest.mark.parametrize("wrong", ["static", "", [[0]], [0]])

@@ -25,10 +25,10 @@ def _dtypes(description: Description) -> str:
 
 
 _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], str]], ...] = (
+    ("operations", lambda d: d.kind, lambda d: d.kind.name.lower()),
     ("gradients", lambda d: d.pattern, lambda d: d.pattern or "all dense"),
     ("devices", lambda d: d.device, lambda d: d.device or "host memory"),
     ("element types", lambda d: tuple(dict.fromkeys(d.dtypes)), _dtypes),
-    ("operations", lambda d: d.kind, lambda d: d.kind.name.lower()),
     ("numbers of tensors in the group", lambda d: len(d.shapes), lambda d: str(len(d.shapes))),
     ("orders of element types", lambda d: d.dtypes, lambda d: ", ".join(d.dtypes)),
     ("shapes", lambda d: d.shapes, _shape),
