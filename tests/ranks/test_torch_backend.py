@@ -389,6 +389,33 @@ def test_the_first_fsdp_and_checkpoints_in_the_background(tmp_path_factory: Any)
     async_save({"w": torch.full((3,), float(RANK))}, checkpoint_id=directory[0]).result()
 
 
+def test_complex_parts() -> None:
+    def scattered(group: Any) -> list[torch.Tensor]:
+        output = torch.zeros(2, dtype=torch.complex64)
+        dist.reduce_scatter_tensor(output, torch.arange(2.0 * SIZE) * (1 + 2j), group=group)
+        return [output]
+
+    by_both(scattered)
+
+
+def calls_that_differ() -> dict[str, tuple[str, Any, Any]]:
+    one, sparse = torch.ones(2), torch.sparse_coo_tensor([[1]], [1.0], (4 + RANK,))
+    return {
+        "bits": ("BAND.*BOR|BOR.*BAND", lambda: dist.all_reduce(torch.ones(2).int(), dist.ReduceOp.BAND),
+                 lambda: dist.all_reduce(torch.ones(2).int(), dist.ReduceOp.BOR)),
+        "rows": ("sparse tensor of shape", lambda: dist.all_reduce(sparse), lambda: dist.all_reduce(sparse)),
+        "barrier": ("barrier on rank 0", dist.barrier, lambda: dist.all_reduce(one)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", calls_that_differ())
+def test_calls_that_differ(case: str) -> None:
+    told, first, others = calls_that_differ()[case]
+    with pytest.raises(MismatchError, match=told):
+        (first if RANK == 0 else others)()
+    dist.barrier()
+
+
 @pytest.mark.parametrize("root", [-1, SIZE])
 def test_a_root_that_is_not_there(root: int) -> None:
     with pytest.raises(ValueError, match="no rank"):

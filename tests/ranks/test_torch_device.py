@@ -185,6 +185,21 @@ def test_the_same_optimizer_in_a_job_that_starts_again() -> None:
         assert hvd.allgather_object(total) == [total] * hvd.size()
 
 
+def test_gradients_of_another_type_on_one_rank() -> None:
+    with other_settings(BY_GLOO):
+        net = Net()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
+        for step in range(8):
+            plain(net, optimizer, step)
+        assert optimizer._exchange.direct
+        optimizer.zero_grad()
+        kind = torch.bfloat16 if hvd.rank() == 0 else torch.float32
+        loss = net.to(kind)(batch(8).to(kind)).square().mean()
+        with pytest.raises(MismatchError, match=r"element types.*bfloat16 on rank 0"):
+            loss.backward()
+
+
 def test_parameters_that_are_added_on_one_rank_only() -> None:
     with other_settings(BY_GLOO):
         net, more = Net(), torch.nn.Parameter(torch.ones(3))

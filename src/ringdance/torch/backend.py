@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdance import session
+from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import ArgumentError
 from ringdance.settings.names import LAUNCH_PREFIX
@@ -73,7 +74,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
             basics.init()
     engine = session.engine()
     if ranks:
-        return ProcessGroup(options, engine.add_group(_meet(options), ranks))
+        return ProcessGroup(options, engine.add_group(_meet(engine, options), ranks))
     if (rank, size) != (engine.rank, engine.size):
         raise ArgumentError(
             f"This process is rank {rank} of {size} for torch.distributed and rank {engine.rank} of "
@@ -90,7 +91,7 @@ def _started_by_torchrun() -> bool:
     return session.launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
 
 
-def _meet(options: Any) -> int:
+def _meet(engine: Engine, options: Any) -> int:
     """Wait for the other members of a new group; return a number that no other group of the job has."""
     store, root, size = options.store, options.store, options.group_size
     while hasattr(root, "underlying_store"):
@@ -98,12 +99,21 @@ def _meet(options: Any) -> int:
     if options.group_rank == 0:
         store.set("number", str(root.add("ringdance/groups", 1) - 1))
     store.add("arrived", 1)
-    until = time.monotonic() + options.timeout.total_seconds()
+    begun = time.monotonic()
+    until, said = begun + options.timeout.total_seconds(), False
     while (arrived := store.add("arrived", 0)) < size:  # a blocking call would keep others from the store
         if time.monotonic() > until:
             raise dist.DistStoreError(
                 f"new_group({list(options.global_ranks_in_group)}): only {arrived} of {size} members have "
                 f"called it within {options.timeout}."
+            )
+        if engine.closed:
+            raise engine.end.error()
+        if not said and time.monotonic() - begun > engine.settings.stall_check_time:
+            said = True
+            engine.report(
+                f"{engine.identity} waits in new_group({list(options.global_ranks_in_group)}), which only "
+                f"{arrived} of {size} members have called: all of them call it, in one order with others."
             )
         time.sleep(1e-3)
     return int(store.get("number"))
@@ -204,7 +214,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     @_by_nccl
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.AllreduceOptions()
-        if (function := _BITWISE.get(_name_of(opts.reduceOp))) is None:
+        name = _name_of(opts.reduceOp)
+        if (function := _BITWISE.get(name)) is None:
             return self._reduce(tensors, opts)
         (array,), back = _flat(tensors)  # the engine reduces by arithmetic only
 
@@ -212,7 +223,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             array[...] = function.reduce(results[0].reshape(self.size(), -1), axis=0)
             back(results)
 
-        return self._start(Collective.ALLGATHER, [array], None, tensors, opts, finish)
+        pattern = f"{array.size} elements by {name}"
+        return self._start(Collective.ALLGATHER, [array], None, tensors, opts, finish, pattern=pattern)
 
     @_by_nccl
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
@@ -243,7 +255,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             with torch.no_grad():
                 tensor.copy_(total.coalesce())  # a detached one would get entries of its own
 
-        return self._start(Collective.ALLGATHER, arrays, None, [tensor], opts, finish)
+        pattern = f"a sparse tensor of shape {tuple(tensor.shape)}"
+        return self._start(Collective.ALLGATHER, arrays, None, [tensor], opts, finish, pattern=pattern)
 
     @_by_nccl
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
@@ -264,6 +277,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Reduce inputs; ``sizes``: for each, how many elements every rank gets."""
         opts = opts or dist.ReduceScatterOptions()
         sources, (targets, back), operation = _flat(inputs)[0], _flat(outputs), _operation(opts)
+        widths = [1 + one.is_complex() for one in outputs]  # a complex number is two
+        sizes = [[n * width for n in counts] for counts, width in zip(sizes, widths, strict=True)]
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(

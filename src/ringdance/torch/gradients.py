@@ -57,6 +57,7 @@ class Gradients:
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # on a device
         self._direct: TorchExchange | None = None
         self._opened = 0
+        self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}  # of gradients that were sent by a round
 
     @property
     def on_device(self) -> bool:
@@ -113,6 +114,7 @@ class Gradients:
             given = self._dense(indices, zeros)
             pairs = [self.compression.compress(gradient) for gradient in given]
             if stays(call, [small for small, _ in pairs], engine):
+                self._agreed[tuple(indices)] = [gradient.dtype for gradient in given]
                 work = submit(call, [small for small, _ in pairs], in_place=True, wake=wake)
                 self._sent[tuple(indices)] = work, [context for _, context in pairs], None
                 return work
@@ -128,10 +130,12 @@ class Gradients:
             self._direct = direct_exchange(engine, set_id, self.parameters[0].device.type, name)
         return self._direct is not None
 
-    def launch(self, call: Call, indices: Sequence[int]) -> Launched:
-        """Exchange a flat copy of gradients, one for each dtype, without a round."""
+    def launch(self, call: Call, indices: Sequence[int]) -> Launched | None:
+        """Exchange a flat copy of gradients, one for each dtype, without a round; None for other dtypes."""
         assert self._direct is not None
         given = self._dense(indices, b"")
+        if self._agreed.get(tuple(indices)) != [gradient.dtype for gradient in given]:
+            return None
         places = {dtype: [n for n, one in enumerate(given) if one.dtype is dtype] for dtype in
                   dict.fromkeys(one.dtype for one in given)}  # fmt: skip
         flats = [torch.cat([given[n].reshape(-1) for n in chosen]) for chosen in places.values()]

@@ -48,12 +48,16 @@ class Transfer:
         return int(self._pending.source)
 
     def done(self) -> bool:
-        return bool(self._pending.test())
+        try:
+            return bool(self._pending.test())
+        except Exception as error:
+            text = f"{self.name}, failed (is the tensor as long as what was sent?): {error}"
+            raise RuntimeError(text) from error
 
     def wait(self, timeout: float | None = None) -> None:
         until = None if timeout is None else time.monotonic() + timeout
         pause = 0.0
-        while not self._pending.test():
+        while not self.done():
             if self._engine.closed:
                 raise self._engine.end.error()
             if until is not None and time.monotonic() > until:

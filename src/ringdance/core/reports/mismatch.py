@@ -24,9 +24,14 @@ def _dtypes(description: Description) -> str:
     return ", ".join(dict.fromkeys(description.dtypes)) or "none"
 
 
+def _of_gradients(description: Description) -> str:
+    return description.pattern if " for variable " in description.pattern else ""
+
+
 _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], str]], ...] = (
     ("operations", lambda d: d.kind, lambda d: d.kind.name.lower()),
-    ("gradients", lambda d: d.pattern, lambda d: d.pattern or "all dense"),
+    ("gradients", _of_gradients, lambda d: _of_gradients(d) or "all dense"),
+    ("calls", lambda d: d.pattern, lambda d: d.pattern or "another one"),
     ("devices", lambda d: d.device, lambda d: d.device or "host memory"),
     ("element types", lambda d: tuple(dict.fromkeys(d.dtypes)), _dtypes),
     ("numbers of tensors in the group", lambda d: len(d.shapes), lambda d: str(len(d.shapes))),

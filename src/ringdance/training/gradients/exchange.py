@@ -269,7 +269,7 @@ class GradientExchange:
             if bucket.expected and not self._broken:
                 self._broken = True  # if this raises, this rank is one call behind the others
                 bucket.work = self.source.launch(self._call(bucket.name), bucket.expected)
-                self._broken = False
+                self._broken = bucket.work is None
 
     def _leave_direct(self, abort: bool = False) -> None:
         """Go on by rounds; with ``abort`` a rank has not launched what this one has."""

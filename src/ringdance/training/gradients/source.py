@@ -59,6 +59,8 @@ class GradientSource(Protocol):
     def launch(self, call: Call, indices: Sequence[int]) -> Any:
         """Exchange a copy of the gradients without a round; return what is used as a ``Work``.
 
+        None if they are of other dtypes than those that were sent by a round.
+
         Members launch the same in the same order: see Note [Direct buckets].
         """
 
