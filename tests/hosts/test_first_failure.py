@@ -82,7 +82,7 @@ def test_who_died(three_hosts: Hosts, tmp_path: Path, death: str, layout: str, t
     do, words, code = DEATHS[death]
     program = tmp_path / "work.py"
     count, pause = (50, 0.01) if trial % 2 else (300_000, 0.0)
-    program.write_text(WORK.format(step=5 + 7 * trial, death=do, count=count, pause=pause))
+    program.write_text(WORK.format(step=5 + 7 * trial % 350, death=do, count=count, pause=pause))
     done = three_hosts.run("h1", *RUN, "-H", layout, "python", str(program))
     assert re.search(rf"first failure: rank 2 of \d on h[23], pid \d+: {words}", done.stderr), done.stderr
     assert done.returncode == code, done.stderr
