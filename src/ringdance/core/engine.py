@@ -85,7 +85,7 @@ class Engine:
         self.report = report or (lambda text: None)
         self.end: EngineEnd
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may submit while this thread holds it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.context = Context(self.recorder)
         self.callers = Callers()

@@ -14,6 +14,7 @@ from loopback import LoopbackTransport, LoopbackWorld
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.agreement import PIGGYBACK_ENTRIES
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
+from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 from ringdance.settings import Settings
@@ -49,6 +50,33 @@ def error_of(work: Work) -> str:
     with pytest.raises(MismatchError) as caught:
         work.wait()
     return str(caught.value)
+
+
+def test_a_signal_handler_submits_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that runs while its thread, which waits, holds the lock of the requests."""
+    engines: list[Engine] = []
+    works: list[Work] = []
+    compose = ProcessSetState._compose
+
+    def composing(state: ProcessSetState) -> int:
+        vector = compose(state)
+        if engines and not works and state is engines[0].sets.registered[0].state:
+            works.append(allreduce(engines[0], np.ones(2), "of the handler"))
+        return vector
+
+    monkeypatch.setattr(ProcessSetState, "_compose", composing)
+
+    def program(engine: Engine) -> Any:
+        if engine.rank == 0:
+            engines.append(engine)
+            allreduce(engine, np.ones(2), "of the thread").wait()
+            return works[0].wait()[0].tolist()
+        other = allreduce(engine, np.ones(2), "of the thread")
+        found = allreduce(engine, np.ones(2), "of the handler").wait()[0].tolist()
+        other.wait()
+        return found
+
+    assert on_ranks(2, program) == [[2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 8])

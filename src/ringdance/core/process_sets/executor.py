@@ -5,9 +5,9 @@ What is executed follows from agreed facts alone, so it is the same on all membe
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ class Executor:
     exchange: Exchange
     pending: PendingRequests
     threshold: int
-    lock: threading.Lock
+    lock: AbstractContextManager[Any]
     recorder: Recorder
     change_set: Callable[[AgreedRequest], Steps] | None = None
     plans: dict[int, Plan | None] = field(default_factory=dict)

@@ -77,8 +77,8 @@ class PendingRequests:
 
     def _number(self, work: Work) -> None:
         work.order = self._next_unnamed
+        self._next_unnamed += 1  # before a call, in which a signal's handler may submit
         work.name = f"{work.request.description.kind.name.lower()}.noname.{work.order}"
-        self._next_unnamed += 1
 
     def _add_named(self, name: str, work: Work) -> None:
         self.named[name] = work
@@ -151,5 +151,5 @@ class PendingRequests:
         """Look up all named requests again after the cache has changed."""
         self.ready = 0
         self.misses = {}
-        for name, work in self.named.items():
+        for name, work in list(self.named.items()):
             self._add_named(name, work)

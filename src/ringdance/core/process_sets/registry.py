@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from collections.abc import Callable, Iterable
@@ -71,7 +72,7 @@ class ProcessSets:
         settings: Settings,
         context: Context,
         callers: Callers,
-        lock: threading.Lock,
+        lock: contextlib.AbstractContextManager[Any],
         recorder: Recorder,
     ) -> None:
         self.registered: dict[int, RegisteredSet] = {}
