@@ -84,7 +84,6 @@ class WindowBuckets:
 def with_views(job: Any, model: Any, batches: list[tuple[Any, Any]]) -> Callable[[int], None]:
     """Return a function that does training steps with gradients in the window."""
     import torch
-    from torch.nn.functional import cross_entropy
 
     parameters = list(model.parameters())
     window = WindowBuckets(job, [one.numel() for one in parameters])
@@ -93,20 +92,20 @@ def with_views(job: Any, model: Any, batches: list[tuple[Any, Any]]) -> Callable
         one.grad = flat[at : at + one.numel()].view(one.shape)
         at += -(-one.numel() // LINE) * LINE
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
-    place = 0
+    return stepper(model, Averaging(window, flat, optimizer), batches)
 
-    def steps(count: int) -> None:
-        nonlocal place
-        for _ in range(count):
-            samples, labels = batches[place % len(batches)]
-            place += 1
-            flat.zero_()
-            loss: Any = cross_entropy(model(samples), labels)
-            loss.backward()
-            window.average()
-            optimizer.step()
 
-    return steps
+class Averaging:
+    """An optimizer whose gradients are the views of a bucket."""
+
+    def __init__(self, window: WindowBuckets, flat: Any, optimizer: Any) -> None:
+        self.window, self.optimizer = window, optimizer
+        self.zero_grad = flat.zero_
+
+    def step(self) -> None:
+        """Average the gradients and make a step."""
+        self.window.average()
+        self.optimizer.step()
 
 
 def measure(job: Any, report: Report, workload: Workload, seconds: float) -> None:

@@ -268,7 +268,7 @@ def launched_size() -> int | None:
 def _start(comm: Any, settings: Settings) -> Engine:
     launched, loaded = launched_size(), "mpi4py.MPI" in sys.modules
     alone = launched is None and not loaded and "RINGDANCE_JOB" not in os.environ
-    if alone and os.environ.get("WORLD_SIZE", "1") != "1":
+    if alone and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         raise LaunchError(
             f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} are as torchrun sets "
             "them, whose processes MPI does not know: each would train alone. Start them with `ringdance run "

@@ -168,14 +168,19 @@ def test_weights_are_those_of_the_exchange_by_the_host(name: str, options: dict[
             torch.testing.assert_close(one, other, **near)
 
 
+def in_direct_mode() -> tuple[Net, Any]:
+    """Return a model and its optimizer, whose buckets are launched without a round."""
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    for step in range(8):
+        plain(net, optimizer, step)
+    assert optimizer._exchange.direct
+    return net, optimizer
+
+
 def test_the_same_optimizer_in_a_job_that_starts_again() -> None:
     with other_settings(BY_GLOO):
-        net = Net()
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
-        for step in range(8):
-            plain(net, optimizer, step)
-        assert optimizer._exchange.direct
+        net, optimizer = in_direct_mode()
         hvd.shutdown()
         hvd.init()
         for step in range(8):
@@ -187,12 +192,7 @@ def test_the_same_optimizer_in_a_job_that_starts_again() -> None:
 
 def test_gradients_of_another_type_on_one_rank() -> None:
     with other_settings(BY_GLOO):
-        net = Net()
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
-        for step in range(8):
-            plain(net, optimizer, step)
-        assert optimizer._exchange.direct
+        net, optimizer = in_direct_mode()
         optimizer.zero_grad()
         kind = torch.bfloat16 if hvd.rank() == 0 else torch.float32
         loss = net.to(kind)(batch(8).to(kind)).square().mean()
@@ -202,12 +202,7 @@ def test_gradients_of_another_type_on_one_rank() -> None:
 
 def test_parameters_that_are_added_on_one_rank_only() -> None:
     with other_settings(BY_GLOO):
-        net, more = Net(), torch.nn.Parameter(torch.ones(3))
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
-        for step in range(8):
-            plain(net, optimizer, step)
-        assert optimizer._exchange.direct
+        (net, optimizer), more = in_direct_mode(), torch.nn.Parameter(torch.ones(3))
         if hvd.rank() == 0:
             optimizer.add_param_group({"params": [more]})
         with pytest.raises(MismatchError, match="different parameters"):

@@ -37,7 +37,7 @@ from ringdance.core.exchange.base import Context, Exchange, Steps
 from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.exchange.device import DeviceResults
 from ringdance.core.request import Collective, Description, ReduceOp, Request
-from ringdance.errors import ArgumentError, RankLostError
+from ringdance.errors import ArgumentError, RankLostError, ShutDownError
 from ringdance.torch import communicators
 from ringdance.torch._private import renamed
 from ringdance.torch.communicators import Streams, dist, mark, module_of
@@ -119,6 +119,8 @@ class TorchExchange:
 
     def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
         """Run a batch; see ``DeviceExchange``."""
+        if self.group is None:
+            raise ShutDownError("The communicator of these tensors is closed; nothing more can be exchanged.")
         d = pairs[0][0]
         if d.kind is Collective.ALLREDUCE:
             return (yield from self._run(pairs, lambda: self._allreduce(pairs)))
@@ -159,8 +161,14 @@ class TorchExchange:
                 yield
         finally:
             context.in_transit -= 1
-        for call in calls:
-            call.wait()  # raises what has happened
+        try:
+            for call in calls:
+                call.wait()
+        except RuntimeError as error:
+            where = f"rank {self._rank} (host {socket.gethostname()})"
+            raise RankLostError(
+                f"gloo could not exchange tensors on {where}: {error}. Look for the first rank that ended."
+            ) from error
 
     def _tensors(self, d: Description, request: Request | None) -> list[Tensor]:
         """Return what is sent: zeros of a rank that has joined."""
@@ -382,7 +390,7 @@ class Launched:
         d = Description(call.kind, (), shapes, call.operation, call.prescale, call.postscale)
         given: Any = tuple(tensors)
         request = Request(d, given, given, call.full_name, ready=mark(given[0]))
-        self._name, self._steps = call.full_name, exchange.execute([(d, request)], ())
+        self._steps = exchange.execute([(d, request)], ())
         self.result: Any = None
         self.done()
 
@@ -393,8 +401,6 @@ class Launched:
                 next(self._steps)
             except StopIteration as end:
                 self.result = end.value[0]
-            except RuntimeError as error:
-                raise RankLostError(f"'{self._name}' was not exchanged: {error}") from error
         return self.result is not None
 
     def wait(self, timeout: float | None = None) -> Any:

@@ -37,4 +37,3 @@ class DeviceExchange(Protocol):
 
     def close(self, agreed: bool) -> None:
         """Free everything; not ``agreed``: abort what is under way, without waiting for it."""
-

@@ -55,7 +55,7 @@ def _each(
     return judge
 
 
-def _odd(field: str) -> Callable[[Host, Mapping[str, Any]], bool]:
+def _differs(field: str) -> Callable[[Host, Mapping[str, Any]], bool]:
     """Return whether a GPU differs from most of its host in a field."""
     return lambda host, gpu: bool(gpu[field] != mode(other[field] for other in host["gpu"]["gpus"]))
 
@@ -174,10 +174,10 @@ CHECKS = (
                 "GPU {index} is set to {clock} MHz, the default is {default_clock}",
                 "sudo nvidia-smi -i {index} -rac")),
     Check("gpu-same-clocks", "gpu", WARNING, "GPUs of a host with other clocks: all wait for the slowest",
-          _each(_odd("max_clock"), "GPU {index} runs at {max_clock} MHz at most, most GPUs here do not",
+          _each(_differs("max_clock"), "GPU {index} runs at {max_clock} MHz at most, most GPUs here do not",
                 "leave the slower GPUs out: export CUDA_VISIBLE_DEVICES=NUMBERS; fewer slots here (-H)")),
     Check("gpu-nvlink", "gpu", WARNING, "GPUs of a host with another number of active NVLinks",
-          _each(_odd("nvlinks"), "GPU {index} has {nvlinks} active NVLinks, most GPUs here do not",
+          _each(_differs("nvlinks"), "GPU {index} has {nvlinks} active NVLinks, most GPUs here do not",
                 "reseat the bridge or the GPU; errors: nvidia-smi nvlink -e -i {index}")),
     Check("gpu-peer-access", "gpu", NOTE, "peer access: without it NCCL exchanges through host memory",
           limit("peer access between all {gpu[count]} GPUs", lambda host: host["gpu"]["peers"],

@@ -24,6 +24,10 @@ ranks raise the same error.
 A gradient may be computed again after it was reduced (two losses, one optimizer). With Average the result is
 right: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
 
+Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
+(agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
+and their order are fixed by the order of the parameters, never by time.
+
 Note [Direct buckets]
 Gradients that are exchanged on their device (``core.exchange.device``) take another fast path. After
 several steps in which all ranks computed the same, each bucket is exchanged without a round as soon as it
@@ -34,10 +38,6 @@ all buckets in each pass, with zeros for what it lacks. A rank that has joined l
 whose launch has failed: the mask has a byte for each rank, by which the others see it, abort the
 communicator and go on by rounds. On a GPU its calls and those of rounds have no common order: each
 communicator has a stream of its own.
-
-Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
-(agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
-and their order are fixed by the order of the parameters, never by time.
 """
 
 from __future__ import annotations
