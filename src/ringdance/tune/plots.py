@@ -1,0 +1,158 @@
+"""Plots of measured and predicted figures, as SVG or PNG, for light and for dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ringdance.errors import ArgumentError, optional
+
+Line = Sequence[tuple[float, float]]
+# As of observe's pages; one colour for one meaning in all plots, others get what is left in their order.
+_MEANINGS = {
+    "ringdance": 0, "measured": 0, "ddp": 1, "mwms": 1, "horovod": 1, "alone": 2, "predicted": 3, "bound": 6,
+}  # fmt: skip
+_THEMES = {
+    "": ("#0072b2 #d55e00 #009e73 #b5589a #8a6d00 #4aa3df #6a737d #7b4fc9", "#ffffff", "#24292f", "#d0d7de"),
+    "-dark": (
+        "#58a6ff #f0883e #3fb950 #db81c0 #d4b44a #8fd0ff #9ea7b1 #b392f0", "#0d1117", "#e6edf3", "#30363d",
+    ),
+}  # fmt: skip
+_DASHED = 6  # colour of bounds
+_TICKS = 12  # so many different x at most are all named
+_GAP = 13  # points between labels
+
+
+def lines(
+    file: str | PathLike[str],
+    panels: Mapping[str, Mapping[str, Line]],
+    x_label: str,
+    y_label: str | Sequence[str],
+    noise: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+    logarithmic: bool | str = False,
+) -> list[Path]:
+    """Draw lines in panels side by side, once for light pages and once for dark ones.
+
+    A line has the same colour in all panels; "bound" is dashed. Equal input gives equal files.
+
+    Args:
+        file: where to write the light one, by its suffix as SVG or PNG; the dark one gets "-dark" before it.
+        panels: lines by name, by the panel's title; a line is its points (x, y) in order.
+        x_label: what all x are, with the unit.
+        y_label: what all y are, or those of each panel.
+        noise: half of the interval around each point of a line, by its name, by the panel's title: drawn as a
+            band.
+        logarithmic: which axes are: "x", "y", "xy" (as True) or none.
+
+    Returns:
+        The two files.
+
+    Raises:
+        ArgumentError: matplotlib is missing, the suffix is neither, or there is nothing to draw.
+    """
+    target = Path(file)
+    if target.suffix not in (".svg", ".png"):
+        raise ArgumentError(f"{target}: a plot is written as .svg or .png; give a name that ends so.")
+    if not any(line for panel in panels.values() for line in panel.values()):
+        raise ArgumentError(f"{target}: there is no point to draw.")
+    optional("matplotlib", ArgumentError, f"Plots need matplotlib to write {target}", "matplotlib>=3.8")
+    labels = [y_label] * len(panels) if isinstance(y_label, str) else list(y_label)
+    axes = "xy" if logarithmic is True else logarithmic or ""
+    colours = _colours(name for panel in panels.values() for name in panel)
+    written = []
+    for suffix, theme in _THEMES.items():
+        path = target.with_name(f"{target.stem}{suffix}{target.suffix}")
+        _write(path, panels, x_label, labels, noise or {}, axes, colours, theme)
+        written.append(path)
+    return written
+
+
+def _colours(names: Iterable[str]) -> dict[str, int]:
+    """Return the number of each line's colour: by its first word's meaning, else one that is free."""
+    all_names = list(dict.fromkeys(names))
+    found = {name: _MEANINGS[word] for name in all_names if (word := name.split()[0]) in _MEANINGS}
+    free = [n for n in range(8) if n not in {*found.values(), _DASHED}] or [0]
+    others = [name for name in all_names if name not in found]
+    return found | {name: free[place % len(free)] for place, name in enumerate(others)}
+
+
+def _write(
+    path: Path, panels: Mapping[str, Mapping[str, Line]], x_label: str, y_labels: Sequence[str],
+    noise: Mapping[str, Mapping[str, Sequence[float]]], logarithmic: str, colours: Mapping[str, int],
+    theme: tuple[str, str, str, str],
+) -> None:  # fmt: skip
+    """Draw all panels in one theme and write them."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    palette, ground, ink, grid = theme[0].split(), *theme[1:]
+    style: dict[Any, Any] = {
+        "svg.hashsalt": "ringdance", "svg.fonttype": "none", "font.size": 10, "font.family": "sans-serif",
+        "text.color": ink, "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink,
+        "axes.edgecolor": grid, "grid.color": grid, "axes.facecolor": ground, "figure.facecolor": ground,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    }  # fmt: skip
+    # The defaults and not the user's file: equal input gives equal plots.
+    with matplotlib.rc_context(matplotlib.rcParamsDefault), matplotlib.rc_context(style):
+        figure = Figure(figsize=(4.4 * len(panels) + 0.6, 3.6), layout="constrained")
+        for place, ((title, panel), y_label) in enumerate(zip(panels.items(), y_labels, strict=True), 1):
+            axes = figure.add_subplot(1, len(panels), place)
+            axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
+            axes.set_xlabel(x_label)
+            axes.set_ylabel(y_label)
+            for name, line in panel.items():
+                _line(axes, name, line, noise.get(title, {}).get(name), colours[name], palette)
+            _scale(axes, panel, logarithmic)
+            figure.draw_without_rendering()  # so that labels know where their lines are
+            _label(axes, panel, {name: palette[colours[name]] for name in panel})
+        # Without the date, equal figures give equal files.
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _line(
+    axes: Any, name: str, line: Line, noise: Sequence[float] | None, number: int, palette: Sequence[str]
+) -> None:
+    """Draw a line, with a band around it if its noise is known."""
+    xs, ys = [x for x, _ in line], [y for _, y in line]
+    bound, colour = number == _DASHED, palette[number]
+    style, width, marker = ("--", 1.5, "") if bound else ("-", 2.0, "o")
+    axes.plot(xs, ys, color=colour, linewidth=width, linestyle=style, marker=marker, markersize=4)
+    if noise:
+        low, high = ([y + sign * half for y, half in zip(ys, noise, strict=True)] for sign in (-1, 1))
+        axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: str) -> None:
+    """Set the axes' scales and name the points on the x axis, if they are few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    xs = sorted({x for line in panel.values() for x, _ in line})
+    if "x" in logarithmic:
+        axes.set_xscale("log", base=2)
+    if "y" in logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    else:
+        axes.set_ylim(bottom=0)
+    plain = FuncFormatter(lambda value, _: f"{value:,.10g}")
+    axes.yaxis.set_major_formatter(plain)
+    axes.xaxis.set_major_formatter(plain)
+    if len(xs) <= _TICKS:
+        axes.set_xticks(xs)
+    axes.minorticks_off()
+
+
+def _label(axes: Any, panel: Mapping[str, Line], colours: Mapping[str, str]) -> None:
+    """Write each line's name beside its last point, from the lowest up, moved where two would overlap."""
+    pixels = axes.figure.dpi / 72
+    ends = {name: axes.transData.transform(line[-1]) / pixels for name, line in panel.items() if line}
+    last = -float("inf")
+    for name, (_, y) in sorted(ends.items(), key=lambda one: float(one[1][1])):
+        at = max(float(y), last + _GAP)
+        axes.annotate(
+            name, panel[name][-1], (8, at - float(y)), textcoords="offset points", va="center",
+            color=colours[name], fontweight="bold", fontsize=9, annotation_clip=False,
+        )  # fmt: skip
+        last = at
