@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any
 
@@ -312,7 +311,8 @@ def _start_by(size: int, make: Callable[..., Transport], settings: Settings) -> 
 def _of_transport(settings: Settings, size: int) -> dict[str, Any]:
     """Return what every transport is made with; ``size``: an upper bound of the number of ranks."""
     common = {name: getattr(settings, name) for name in _COMMON}
-    common["the version of ringdance"] = version("ringdance")
+    # Not from the package's metadata: a source tree on PYTHONPATH has none.
+    common["the version of ringdance"] = sys.modules["ringdance"].__version__
     return {
         "window_bytes": buffer_bytes(settings), "vector_bytes": vector_bytes(size, settings.cache_capacity),
         "common": common,

@@ -28,6 +28,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    tensor = tensor.cpu()  # benchmarks/gpu_check.py runs this file with tensors on a GPU
     return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 
