@@ -150,7 +150,7 @@ def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
         pairs = zip(device.await_results(work.result), like, strict=True)
         results = [result.to(tensor.device) for result, tensor in pairs]
         if work.result.received is not None:
-            received = torch.tensor(work.result.received[0], dtype=torch.int32)
+            received = torch.tensor(work.result.received[0], dtype=torch.int32, device="cpu")
             results.append(received.to(splits.device) if isinstance(splits, Tensor) else received)
         return results
     results = [from_array(work.result[0])] if len(like) == 1 else list(map(from_array, work.result))

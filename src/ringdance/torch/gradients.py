@@ -28,8 +28,8 @@ _CASTS = (Compression.none, Compression.fp16, Compression.bf16)
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return pinned CPU copies of tensors on a GPU: all copies start before the first is waited for."""
     staged = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        for tensor in tensors
+        torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=True).copy_(one, non_blocking=True)
+        for one in tensors
     ]
     for device in {tensor.device for tensor in tensors}:
         torch.cuda.current_stream(device).synchronize()

@@ -24,7 +24,7 @@ class _Loaders(Loaders):
 
     def memory(self, shape: tuple[int, ...], device: Any) -> np.ndarray[Any, Any]:
         if torch.device("cpu" if device is None else device).type == "cuda":
-            return torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+            return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         return super().memory(shape, device)
 
 

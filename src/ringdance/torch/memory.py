@@ -58,7 +58,7 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
         )
     plain = tensor.detach()
     if not plain.is_cpu:
-        staged = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True)
+        staged = torch.empty(plain.shape, dtype=plain.dtype, device="cpu", pin_memory=True)
         return staged.copy_(plain)
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
