@@ -44,7 +44,8 @@ def train(body: Callable[[Net, Any, int], None], **options: Any) -> tuple[list[t
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(4, 300, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
+    made = torch.Generator(torch.empty(0).device)  # the default device: benchmarks/gpu_check.py sets it
+    return torch.randn(4, 300, generator=made.manual_seed(100 * step + hvd.rank()))
 
 
 def plain(net: Net, optimizer: Any, step: int) -> None:

@@ -129,7 +129,7 @@ def test_gradients_that_are_not_contiguous() -> None:
     reference = copy.deepcopy(net)
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
     plain = sgd(reference)
-    made = torch.Generator().manual_seed(1)
+    made = torch.Generator(torch.empty(0).device).manual_seed(1)
     images = [torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=made) for _ in range(SIZE)]
     for _ in range(3):
         optimizer.zero_grad(), plain.zero_grad()

@@ -94,6 +94,9 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    # NCCL would connect an algorithm's channels in the first call that uses it, where the host waits for the
+    # peers: a bucket is launched before it is known that they launch it too (Note [Direct buckets]).
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     name, before = "TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     os.environ[name] = before or "2"  # abort the communicator; torch's default ends the process too
     try:
