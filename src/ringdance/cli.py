@@ -43,6 +43,9 @@ _COMMANDS = {
         "report": ("ringdance.observe.report", "write a page about what limits runs, and what to try next"),
         "bench": ("ringdance.observe.bench", "measure whether the loader or the step limits a training"),
     },
+    "tune and predict": {
+        "simulate": ("ringdance.tune.efficiency", "predict the efficiency of a step on many hosts"),
+    },
     "data and hosts": {
         "data": ("ringdance.data.prepare.cli", "prepare images for training, check and describe data sets"),
         "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),

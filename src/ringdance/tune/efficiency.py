@@ -1,0 +1,165 @@
+"""``ringdance simulate``: the efficiency of a step on many hosts, beside what links allow at best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from math import inf
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ringdance.core.exchange.arithmetic import dtype_named
+from ringdance.errors import LaunchError
+from ringdance.launch.parser import Parser, as_program, seconds
+from ringdance.tune.gradient_sizes import MODELS, gradients
+from ringdance.tune.plots import lines
+from ringdance.tune.simulator import Machine, ring_bound, simulate, tree_bound
+
+_EPILOG = """\
+examples:
+  ringdance simulate                                        ResNet-50 on 8 to 27,200 ranks: takes a minute
+  ringdance simulate --hosts 2,4,8 --gbits 25 --wire float32,bfloat16
+  ringdance simulate --model vgg16 --step 0.3 --set latency=5e-6 --set message_seconds=1e-6
+  ringdance simulate --gbits 10,100 --plot efficiency.svg --json
+
+The engine's own plans (rounds, batches, chunks, messages) run on a clock instead of a network, with the
+settings that the environment has. Efficiency is --step by the time of a step with its exchange. The
+bounds are those of a ring and of two trees between hosts that use links in full from the first gradient on.
+
+--set NAME=VALUE, in bytes/s and seconds:
+"""
+_WIRES = ("float32", "bfloat16", "float16")
+_NAMES = [field.name for field in fields(Machine) if field.name != "bandwidth"]
+_LINES = {"ringdance": "engine", "bound ring": "ring", "bound tree": "tree"}
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    """``ringdance simulate``: `argv` without the program and ``simulate``; returns the exit code."""
+    defaults = asdict(Machine(0.0))
+    parser = Parser(
+        prog="ringdance simulate",
+        description="Predict how efficient a training step is on many hosts, by the engine's own plans.",
+        epilog=_EPILOG + "\n".join(f"  {name:18} {defaults[name]:g}" for name in _NAMES),
+    )
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="resnet50", help="whose gradients (default resnet50)")
+    add("--step", type=seconds, default=0.1, metavar="S", help="of a rank alone, in seconds (default 0.1)")
+    hosts, gbits = [1, 2, 8, 32, 128, 512, 3400], [10.0, 25.0, 100.0, 400.0]
+    text = "(default 1,2,8,32,128,512,3400)"
+    add("--hosts", type=_list(_count), default=hosts, metavar="N,N", help=f"how many {text}")
+    add("--ranks-per-host", type=_count, default=8, metavar="N", help="on each (default 8)")
+    text = "of a host's link in Gbit/s (default 10,25,100,400)"
+    add("--gbits", type=_list(_positive), default=gbits, metavar="G,G", help=text)
+    text = "float32 (default), bfloat16, float16: types in which gradients are exchanged"
+    add("--wire", type=_list(_wire), default=["float32"], metavar="TYPE,TYPE", help=text)
+    text = "a property of the hosts; may be repeated, see below"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    add("--plot", metavar="FILE", help="draw the efficiency as .svg or .png, and FILE-dark")
+    add("--json", action="store_true", help="all figures as JSON")
+
+    def action() -> int:
+        arguments = parser.parse_args(list(argv))
+        rows = efficiencies(arguments, replace(Machine(0.0), **dict(map(_property, arguments.set))))
+        if arguments.json:
+            print(json.dumps(rows, indent=1))
+        else:
+            _show(Console(), rows)
+        if arguments.plot:
+            lines(arguments.plot, _panels(rows), "hosts", "efficiency", logarithmic="x")
+        return 0
+
+    return as_program("ringdance simulate", action)
+
+
+def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def parse(text: str) -> list[Any]:
+        try:
+            return [kind(word) for word in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    if not 0 < (found := float(text)) < inf:
+        raise ValueError("numbers above 0 are expected, separated by commas")
+    return found
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() and int(text) else int(_positive("0"))
+
+
+def _wire(text: str) -> str:
+    if text not in _WIRES:
+        raise ValueError(f"types of {', '.join(_WIRES)} are expected, separated by commas")
+    return text
+
+
+def _property(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    with suppress(ValueError):
+        if name in _NAMES and float(value) >= 0:
+            return name, float(value)
+    known = ", ".join(_NAMES)
+    raise LaunchError(f"--set {text}: expected NAME=VALUE, a value from 0 on and a name of {known}")
+
+
+def efficiencies(arguments: argparse.Namespace, machine: Machine) -> list[Row]:
+    """Return a row for each type, bandwidth and number of hosts; bytes and messages are a host's."""
+    step, found = arguments.step, []
+    ready = gradients(arguments.model, step)
+    for wire in arguments.wire:
+        nbytes = sum(size for size, _ in ready) // 4 * dtype_named(wire).itemsize
+        for gbits in arguments.gbits:
+            links = replace(machine, bandwidth=gbits * 1e9 / 8)
+            for hosts in arguments.hosts:
+                one = simulate(links, hosts, arguments.ranks_per_host, ready, step, wire_dtype=wire)
+                bounds = {
+                    name: step / max(step, ready[0][1] + bound(links, hosts, nbytes))
+                    for name, bound in (("ring", ring_bound), ("tree", tree_bound))
+                }
+                found.append({
+                    "model": arguments.model, "wire": wire, "gbits": gbits, "hosts": hosts,
+                    "ranks": hosts * arguments.ranks_per_host, "step_seconds": one.seconds,
+                    "exposed_seconds": one.exposed_seconds, "engine": one.efficiency, **bounds,
+                    "exchanged_bytes": nbytes, "sent_bytes": one.sent_bytes, "messages": one.messages,
+                })  # fmt: skip
+    return found
+
+
+def _show(console: Console, rows: Sequence[Row]) -> None:
+    for wire in dict.fromkeys(row["wire"] for row in rows):
+        chosen = [row for row in rows if row["wire"] == wire]
+        hosts = list(dict.fromkeys(row["hosts"] for row in chosen))
+        first = chosen[0]
+        title = f"{first['model']}, {first['exchanged_bytes'] / 1e6:.0f} MB in {wire}: efficiency by ranks"
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        table.add_column("Gbit/s", justify="right")
+        table.add_column("")
+        for count in hosts:
+            ranks = next(row["ranks"] for row in chosen if row["hosts"] == count)
+            table.add_column(f"{ranks:,}", justify="right")
+        for gbits in dict.fromkeys(row["gbits"] for row in chosen):
+            for number, (name, key) in enumerate(_LINES.items()):
+                cells = [f"{row[key]:.1%}" for row in chosen if row["gbits"] == gbits]
+                table.add_row("" if number else f"{gbits:g}", name, *cells, end_section=number == 2)
+        console.print(table)
+
+
+def _panels(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return the efficiency over the number of hosts, for each type and bandwidth."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        panel = panels.setdefault(f"{row['gbits']:g} Gbit/s, {row['wire']}", {})
+        for name, key in _LINES.items():
+            panel.setdefault(name, []).append((row["hosts"], row[key]))
+    return panels

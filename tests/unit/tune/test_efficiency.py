@@ -1,0 +1,72 @@
+"""``ringdance simulate``, and the gradients it knows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ringdance.cli import main
+from ringdance.errors import ArgumentError
+from ringdance.tune.gradient_sizes import MODELS, gradients
+
+# Tensors and parameters of torchvision's models and of BertModel, as published; detectors: what is trained.
+KNOWN = {
+    "resnet50": (161, 25_557_032), "resnet101": (314, 44_549_160), "vgg16": (32, 138_357_544),
+    "inception_v3": (284, 23_834_568), "bert-base": (199, 109_482_240),
+    "faster_rcnn": (72, 41_532_886), "mask_rcnn": (84, 44_178_993),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_of_a_model(model):
+    found = gradients(model, 0.3)
+    assert (len(found), sum(nbytes for nbytes, _ in found)) == (KNOWN[model][0], 4 * KNOWN[model][1])
+    times = [ready for _, ready in found]
+    assert times == sorted(times)
+    assert 0.0999 < times[0] < times[-1] == pytest.approx(0.3)
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(ArgumentError, match="'resnet1'; known are resnet50"):
+        gradients("resnet1", 1.0)
+
+
+SMALL = ("simulate", "--hosts", "1,2,4", "--ranks-per-host", "2", "--gbits", "10,100")
+
+
+def test_a_table(capsys):
+    assert main([*SMALL, "--wire", "float32,bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "resnet50, 102 MB in float32" in out
+    assert "resnet50, 51 MB in bfloat16" in out
+    assert len([line for line in out.splitlines() if "bound ring" in line]) == 4
+
+
+def test_json_and_a_plot(capsys, tmp_path):
+    assert main([*SMALL, "--json", "--plot", str(tmp_path / "e.svg"), "--set", "latency=1e-3"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["gbits"], row["ranks"]) for row in rows] == [(g, n) for g in (10, 100) for n in (2, 4, 8)]
+    assert all(0 < row["engine"] <= 1 for row in rows)
+    assert rows[1]["engine"] < rows[4]["engine"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e-dark.svg", "e.svg"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hosts", "2,0"], "'2,0': numbers above 0"),
+        (["--ranks-per-host", "x"], "ranks-per-host"),
+        (["--gbits", "inf"], "numbers above 0"),
+        (["--wire", "int8"], "types of float32, bfloat16, float16"),
+        (["--set", "latency"], "--set latency: expected NAME=VALUE"),
+        (["--set", "bandwidth=3"], "a name of latency, "),
+        (["--set", "latency=-1"], "a value from 0 on"),
+        (["--model", "resnet51"], "did you mean resnet50?"),
+    ],
+)
+def test_what_is_refused(words, message, capsys):
+    assert main(["simulate", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
