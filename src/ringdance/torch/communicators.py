@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -69,6 +70,13 @@ def mark(tensor: Tensor) -> Any:
     event = module.Event()
     event.record(module.current_stream(tensor.device))
     return event
+
+
+def wait_on_host(event: Any, seconds: float = 60.0) -> None:
+    """Let the host wait for an event, if there is one; it does not come where a peer was lost meanwhile."""
+    until = time.monotonic() + seconds
+    while event is not None and not event.query() and time.monotonic() < until:
+        time.sleep(1e-4)
 
 
 def supports_nccl() -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringdance.core.request import Work
 from ringdance.torch._private import sparse_entries
+from ringdance.torch.communicators import wait_on_host
 from ringdance.torch.device import Launched, TorchExchange, await_results, direct_exchange
 from ringdance.torch.exchange import any_by_torch, stays, submit
 from ringdance.torch.memory import Array, Compression, from_array, host_tensor, sample_of, view_of
@@ -57,6 +58,7 @@ class Gradients:
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # on a device
         self._direct: TorchExchange | None = None
         self._opened = 0
+        self._delivered: Any = None  # the event behind the last bucket that was written back
         self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}  # of gradients that were sent by a round
 
     @property
@@ -145,10 +147,14 @@ class Gradients:
         return work
 
     def close_direct(self) -> None:
-        """Abort the communicator of ``launch``."""
+        """Abort the communicator of ``launch``, behind the buckets of earlier passes.
+
+        The host runs ahead of a GPU: what became the gradients may not have been exchanged there yet.
+        """
         if self._direct is not None:
+            wait_on_host(self._delivered)
             self._direct.close(False)
-            self._direct = None
+            self._direct = self._delivered = None
 
     def _dense(self, indices: Sequence[int], zeros: bytes) -> list[Tensor]:
         """Return dense contiguous gradients, zeros where they are missing or do not count; changes none."""
@@ -170,6 +176,7 @@ class Gradients:
         pairs = zip(await_results(work.result), contexts, strict=True)
         results = [self.compression.decompress(*pair) for pair in pairs]
         if places is not None:
+            self._delivered = work.result.event
             parts: dict[int, Tensor] = {}
             for flat, chosen in zip(results, places, strict=True):
                 sizes = [self.parameters[indices[n]].numel() for n in chosen]

@@ -16,7 +16,9 @@ import torch
 from ringdance.core.exchange.base import Context
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import RankLostError
-from ringdance.torch import communicators, device
+from ringdance.torch import communicators, device, gradients, memory
+from ringdance.training.collectives import Call as CollectiveCall
+from ringdance.training.gradients.source import DENSE
 
 log: list[str] = []
 
@@ -167,6 +169,34 @@ def test_an_agreed_end_waits_for_what_is_enqueued(
     exchange.close(False)  # again, as after a restart
     exchange.check()
     assert len(log) == 2
+
+
+def test_buckets_that_became_gradients_are_exchanged_before_their_communicator_is_aborted(
+    exchange: device.TorchExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host runs ahead of a GPU: an abort would leave the last step's gradients as this rank's own."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    ready = Event()
+    ready.record(Stream(name="main"))
+    monkeypatch.setattr(device, "mark", lambda _: ready)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    source = gradients.Gradients([weight], memory.Compression.none, False)
+    source._direct, source._agreed = exchange, {(0,): [torch.float32]}
+    work = source.launch(CollectiveCall(Collective.ALLREDUCE, "bucket"), (0,))
+    source.write_back((0,), bytes([DENSE]))
+    event = work.result.event
+
+    def pass_time(_: float) -> None:
+        log.append("time passes")
+        event.done = True
+
+    monkeypatch.setattr(communicators, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pass_time))
+    monkeypatch.setattr(exchange, "close", lambda agreed: log.append(f"closed, agreed: {agreed}"))
+    source.close_direct()
+    assert log[-2:] == ["time passes", "closed, agreed: False"]
+    source.close_direct()
+    assert log[-2:] == ["time passes", "closed, agreed: False"], "there is none any more"
 
 
 def test_what_communicators_of_torch_do_otherwise_goes_through_the_host() -> None:
