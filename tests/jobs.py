@@ -74,7 +74,7 @@ def all_jobs() -> list[Job]:
         )),
         Job("unit", "engine", (
             "unit/core", "unit/monitor", "unit/observe", "unit/tr*", "unit/torch", "unit/tensorflow",
-            "unit/tune",
+            "unit/tune", "unit/search",
         )),
         Job("unit", "project", ("unit/test_*.py",)),
         Job("dropin", "launching", (

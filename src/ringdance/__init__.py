@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringdance.launch.api import run
+    from ringdance.search import report
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["__version__", "run"]
+__all__ = ["__version__", "report", "run"]
 
 
 def __getattr__(name: str) -> object:
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> object:
         from ringdance.launch.api import run
 
         return run
+    if name == "report":
+        from ringdance.search import report
+
+        return report
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -33,6 +33,7 @@ _COMMANDS = {
         "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
         "attach": ("ringdance.launch.background.commands:attach", "show the output of such a job"),
         "stop": ("ringdance.launch.background.commands:stop", "end such a job"),
+        "search": ("ringdance.search.cli", "try parameters of a script side by side, and find the best"),
         "recipes": ("ringdance.recipes.cli", "list and copy training jobs that come with Ringdance"),
         "settings": ("ringdance.cli:settings", "show all settings: value, origin, meaning, names"),
     },

@@ -16,7 +16,14 @@ from typing import Any
 
 from ringdance.errors import SettingError
 from ringdance.settings.fields import SETTINGS, Setting, Settings
-from ringdance.settings.names import BUILD_NAMES, LAUNCH_PREFIX, LAUNCHER_NAMES, NO_EFFECT, RANK_NAMES
+from ringdance.settings.names import (
+    BUILD_NAMES,
+    LAUNCH_PREFIX,
+    LAUNCHER_NAMES,
+    NO_EFFECT,
+    RANK_NAMES,
+    SEARCH_PREFIX,
+)  # fmt: skip
 from ringdance.settings.parse import SWITCH_WORDS
 
 __all__ = [
@@ -111,7 +118,7 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
     known |= LAUNCHER_NAMES | BUILD_NAMES | {prefix + name for prefix in _PREFIXES for name in NO_EFFECT}
     for name in sorted(environ):
         prefix = next((p for p in _PREFIXES if name.startswith(p)), None)
-        if prefix is None or name in known or name.startswith(LAUNCH_PREFIX):
+        if prefix is None or name in known or name.startswith((LAUNCH_PREFIX, SEARCH_PREFIX)):
             continue
         # Compared without the prefix, which would make everything look alike.
         rest = {k.removeprefix(prefix): k for k in known if k.startswith(prefix)}

@@ -58,6 +58,8 @@ BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.spl
 
 # `ringdance run` passes facts to its ranks under this prefix; users do not set these.
 LAUNCH_PREFIX = "RINGDANCE_JOB"
+# And `ringdance search` to its trials.
+SEARCH_PREFIX = "RINGDANCE_SEARCH_"
 
 # Environment variables of the usual launchers that hold the rank of a process, and the number of processes.
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "MPI_LOCALRANKID")

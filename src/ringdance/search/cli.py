@@ -1,0 +1,194 @@
+"""The command line of ``ringdance search``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ringdance import subcommands
+from ringdance.cluster.detect import detect
+from ringdance.errors import LaunchError
+from ringdance.launch.cli import refuse_within_a_rank
+from ringdance.launch.hosts import facts_from, local_names
+from ringdance.launch.parser import Parser, as_program, seconds
+from ringdance.launch.remote.shell import add_host_options, hosts_of
+from ringdance.launch.spec import resolve_command
+from ringdance.launch.system import machine
+from ringdance.search.process import places
+from ringdance.search.searcher import STATES, Layout, Searcher, headline, short
+from ringdance.search.space import as_text, check_command, fill, read_space
+from ringdance.search.study import Study
+from ringdance.subcommands import Subcommand
+from ringdance.tune import plots
+
+_EPILOG = """\
+commands:
+  show      list a study's trials
+  best      print the command of the best trial
+  plot      draw the objective of all trials, and the best so far
+
+examples:
+  ringdance search space.yaml -- python train.py --lr {lr} --batch {batch}
+  ringdance search space.yaml --ranks-per-trial 2 -H h1:4,h2:4 -- python train.py --lr {lr}
+  ringdance search space.yaml --trials 100 -- python train.py {params}        go on with the study, to 100
+  ringdance search best space.search
+
+The same command again goes on where an earlier one was ended, by whatever. The file:
+  parameters:
+    lr: {low: 0.001, high: 1, log: true}
+    batch: [16, 32, 64]
+  objective: {name: accuracy, goal: maximize, line: 'accuracy: (\\S+)'}
+
+exit code: 0 if the trials were run and at least one finished; 1 if none did or too many failed; 2 if nothing
+was started; 130 after Ctrl-C.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``ringdance search`` with the words after it; returns the exit code."""
+    if argv and argv[0] in _SUBCOMMANDS:
+        return subcommands.run("ringdance search", "Look at a study.", _SUBCOMMANDS, argv)
+    return as_program("ringdance search", lambda: _search(_parser().parse_args(list(argv))))
+
+
+def _parser() -> argparse.ArgumentParser:
+    usage = "ringdance search SPACE.yaml [options] -- COMMAND [ARGUMENTS...]\n"
+    usage += "       ringdance search show|best|plot STUDY"
+    text = "Try parameters of a training script side by side, and find the best."
+    made = Parser(prog="ringdance search", usage=usage, description=text, epilog=_EPILOG)
+    add = made.add_argument
+    add("space", metavar="SPACE.yaml", type=Path, help="parameters, objective, sampler and pruner")
+    add("--study", type=Path, metavar="DIR", help="where all is kept (default: SPACE.search)")
+    add("--trials", type=int, metavar="N", help="in all, in place of those of the file")
+    text = "start each trial by `ringdance run` with N ranks (default: one process, by itself)"
+    add("--ranks-per-trial", type=int, metavar="N", help=text)
+    add("--gpus", action="store_true", help="slot k of a host is its GPU k: a trial sees only its own")
+    text = "seconds for trials to end after Ctrl-C, or once pruned (default 30); Ctrl-C again ends them"
+    add("--grace", type=seconds, default=30.0, metavar="S", help=text)
+    add("command", nargs="+", metavar="COMMAND", help="after --: a trial, with {lr} for the parameter lr")
+    add_host_options(made.add_argument_group("hosts"), "hosts and their slots (default: the cores here)")
+    return made
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    refuse_within_a_rank()
+    space, ranks = read_space(arguments.space), arguments.ranks_per_trial
+    for name, number in (("--trials", arguments.trials), ("--ranks-per-trial", ranks)):
+        if number is not None and number < 1:
+            raise LaunchError(f"{name} {number}: it must be 1 or more")
+    space = replace(space, trials=arguments.trials or space.trials)
+    check_command(space, arguments.command)
+    resolve_command(arguments.command[:1])
+    layout, console = _layout(arguments, ranks), Console(highlight=False)
+    study = Study(arguments.study or arguments.space.with_suffix(".search"), space)
+    launch = ["ringdance", "run", "-np", str(ranks), *_host_options(arguments)] if ranks else []
+    study.write(arguments.command, launch)
+    code = Searcher(study, space, layout, console).run()
+    console.print(headline(study), soft_wrap=True)
+    if study.best():
+        print(_best(study))
+    return code
+
+
+def _layout(arguments: argparse.Namespace, ranks: int | None) -> Layout:
+    """Return where trials run: on the hosts given, those of a scheduler, or this machine's cores."""
+    found, here = detect(os.environ), facts_from(machine.facts())
+    slots = len(here.visible) if arguments.gpus else max(here.cores, ranks or 1)
+    hosts = hosts_of(arguments) or (found.hosts if found and not found.refused else [("localhost", slots)])
+    names = {name for name, _ in hosts}
+    alone = ranks is None and names <= local_names(names)
+    devices = list(map(str, range(max(count for _, count in hosts)))) if arguments.gpus else []
+    if devices and names <= local_names(names) and here.visible_devices:
+        devices = here.visible_devices.split(",")
+    most = max(count for _, count in hosts)
+    exports = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, here.cores // most))}
+    launch = None if alone else _host_options(arguments)
+    return Layout(places(hosts, ranks or 1), launch, exports, devices, arguments.grace)
+
+
+def _host_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the options of ssh for ``ringdance run``."""
+    names = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
+    given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in names}
+    return [f"{name}={value}" for name, value in given.items() if value]
+
+
+def _best(study: Study) -> str:
+    """Return the command of the best trial, for a shell."""
+    best, facts = study.best(), study.facts
+    if best is None:
+        raise LaunchError(f"{study.directory}: no trial has finished yet")
+    known = facts["space"]["parameters"]
+    named = {known[name]["env"]: as_text(value) for name, value in best.params.items()}
+    env = [f"{name}={value}" for name, value in named.items() if name]
+    command = fill(facts["command"], best.params, study.directory / "trials" / f"{best.number:04}")
+    return shlex.join([*(["env", *env] if env else []), *facts["launch"], *command])
+
+
+# --- subcommands -----------------------------------------------------------------------------------
+
+
+def _study(arguments: argparse.Namespace) -> Study:
+    given: Path = arguments.study
+    return Study(given.with_suffix(".search") if given.is_file() else given)
+
+
+def _add_study(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", metavar="STUDY", type=Path, help="its directory, or the SPACE.yaml of it")
+
+
+def _add_plot(parser: argparse.ArgumentParser) -> None:
+    _add_study(parser)
+    text = "SVG or PNG (default: history.svg in the study); one for dark pages is beside it"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    study, console, table = _study(arguments), Console(highlight=False), Table(box=SIMPLE_HEAD)
+    space = study.facts["space"]
+    for name in ("trial", "state", space["objective"]["name"], "reports", *space["parameters"]):
+        table.add_column(name, justify="left" if name == "state" else "right")
+    for one in study.trials():
+        value = f"{one.value:.6g}" if one.state.name == "COMPLETE" else ""
+        cells = (short(one.params[name]) if name in one.params else "" for name in space["parameters"])
+        reports = str(len(one.intermediate_values) or "")
+        table.add_row(str(one.number), STATES[one.state.name], value, reports, *cells)
+    console.print(table)
+    for one in study.trials("FAIL"):
+        console.print(f"trial {one.number} failed: {one.user_attrs.get('reason')}", soft_wrap=True)
+    console.print(headline(study), soft_wrap=True)
+    return 0
+
+
+def _print_best(arguments: argparse.Namespace) -> int:
+    print(_best(_study(arguments)))
+    return 0
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    study = _study(arguments)
+    trials = [(one.number, float(one.value)) for one in study.trials("COMPLETE") if one.value is not None]
+    aim = study.facts["space"]["objective"]
+    better = max if aim["goal"] == "maximize" else min
+    ends = range(1, len(trials) + 1)
+    best = [(trials[end - 1][0], better(value for _, value in trials[:end])) for end in ends]
+    panels = {f"{len(trials)} finished trials": {"trial": trials, "best so far": best}}
+    target = arguments.output or study.directory / "history.svg"
+    for path in plots.lines(target, panels, "trial", aim["name"]):
+        print(path)
+    return 0
+
+
+_SUBCOMMANDS = {
+    "show": Subcommand(_show, "list a study's trials", _add_study),
+    "best": Subcommand(_print_best, "print the command of the best trial", _add_study),
+    "plot": Subcommand(_plot, "draw the objective of all trials, and the best so far", _add_plot),
+}

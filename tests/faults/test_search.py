@@ -1,0 +1,186 @@
+"""`ringdance search` while its searcher and its trials are killed, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import wait_until
+
+from ringdance.search.process import MARK
+from ringdance.search.study import Study
+
+pytest.importorskip("optuna")
+SPACE = """\
+parameters:
+  x: {low: -5.0, high: 10.0}
+  lr: {low: 1e-3, high: 1, log: true, env: LR}
+objective: {name: loss, line: 'loss (\\S+)'}
+sampler: {name: random, seed: 3}
+trials: %d
+"""
+# Says when it begins and ends; the first two have a child that outlives them if it can.
+SCRIPT = """\
+import os, subprocess, sys, time
+x, number, seconds = float(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+def say(word):
+    with open("said", "a") as file:
+        file.write(f"{word} {number} {os.getpid()}\\n")
+say("begin")
+if int(number) < 2:
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+time.sleep(seconds)
+print("loss", x * x + float(os.environ["LR"]))
+say("end")
+"""
+
+
+class Search:
+    """Searches in one directory, one after another."""
+
+    def __init__(self, directory: Path, trials: int, seconds: float) -> None:
+        self.directory = directory
+        (directory / "space.yaml").write_text(SPACE % trials)
+        (directory / "trial.py").write_text(SCRIPT)
+        self.command = ["python", "trial.py", "{x}", "{trial}", str(seconds)]
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "ringdance", "search", "space.yaml", "-H", "localhost:2", *options]
+        return subprocess.Popen(
+            [*words, "--", *self.command], cwd=self.directory, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def said(self, word: str) -> list[tuple[int, int]]:
+        """Numbers and pids of the trials that said so."""
+        path = self.directory / "said"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(line.split()[1]), int(line.split()[2])) for line in lines if line.startswith(word)]
+
+    def wait_for(self, word: str, count: int) -> None:
+        assert wait_until(lambda: len(self.said(word)) >= count, 60) is not None
+
+    def processes(self) -> list[str]:
+        identity = json.loads((self.directory / "space.search" / "study.json").read_text())["id"]
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK, "").startswith(identity) and process.status() != "zombie":
+                    found.append(f"{process.pid}: {process.cmdline()}")
+            except psutil.Error:
+                continue
+        return found
+
+
+def killed_and_resumed(directory: Path, trials: int, kills: int, seconds: float) -> None:
+    search = Search(directory, trials, seconds)
+    for kill in range(kills):
+        running = search.start()
+        search.wait_for("begin", 2 + kill * trials // (kills + 1))
+        if kill == 0:
+            _, pid = search.said("begin")[0]
+            os.kill(pid, signal.SIGKILL)
+            search.wait_for("begin", 3)
+        running.kill()
+        running.communicate()
+    running = search.start()
+    out, _ = running.communicate(timeout=240)
+    assert running.returncode == 0, out
+    study = Study(directory / "space.search")
+    assert [(trial.number, trial.state.name) for trial in study.trials()] == [
+        (number, "COMPLETE") for number in range(trials)
+    ], out
+    assert len({trial.params["x"] for trial in study.trials()}) == trials
+    ends = Counter(number for number, _ in search.said("end"))
+    assert set(ends) == set(range(trials))
+    # A trial can end in the moment in which its searcher is killed, unseen only before its code is written.
+    assert sum(ends.values()) - trials <= kills
+    begins = Counter(number for number, _ in search.said("begin"))
+    assert sum(begins.values()) <= trials + 1 + 2 * kills
+    assert {"0000.1", "0001.1"} & {path.name for path in (directory / "space.search/failed").iterdir()}
+    assert not search.processes()
+
+
+def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, trials=6, kills=1, seconds=0.3)
+
+
+@pytest.mark.slow
+def test_forty_trials_of_which_none_is_lost_or_doubled(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, trials=40, kills=2, seconds=0.5)
+
+
+def test_a_trial_that_ends_without_its_searcher_is_not_run_again(tmp_path: Path) -> None:
+    search = Search(tmp_path, 2, 1.0)
+    running = search.start()
+    search.wait_for("begin", 2)
+    running.kill()
+    running.communicate()
+    search.wait_for("end", 2)
+    time.sleep(0.3)
+    out, _ = search.start().communicate(timeout=60)
+    assert "2 trials: 2 finished" in out
+    assert len(search.said("begin")) == 2
+    assert not search.processes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_process_and_the_search_goes_on(number: int, tmp_path: Path) -> None:
+    search = Search(tmp_path, 3, 1.0)
+    running = search.start()
+    search.wait_for("begin", 2)
+    running.send_signal(number)
+    out, _ = running.communicate(timeout=30)
+    assert running.returncode == 130, out
+    assert "goes on with the search" in out
+    assert not search.processes()
+    assert not search.said("end")
+    out, _ = search.start().communicate(timeout=60)
+    assert "3 trials: 3 finished" in out
+    assert "ends" not in out
+    assert "env LR=" in out
+
+
+def test_failed_trials_are_kept_apart_and_end_the_search(tmp_path: Path) -> None:
+    search = Search(tmp_path, 30, 0.0)
+    (tmp_path / "trial.py").write_text("import sys\nprint('no metric')\nsys.exit(int(sys.argv[2]) % 2)\n")
+    running = search.start()
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "exit code 1 (space.search/failed/0001.1/log)" in out
+    assert "space.search/failed/0000.1/log has no line that 'loss" in out
+    assert "trials have failed, and the search is given up" in out
+    assert (tmp_path / "space.search/failed/0001.1/log").read_text() == "no metric\n"
+    assert not list((tmp_path / "space.search/trials").iterdir())
+
+
+def test_a_pruned_trial_ends_at_its_next_report_or_is_ended(tmp_path: Path) -> None:
+    """Trials of two ranks; rank 0 of odd ones does not care."""
+    (tmp_path / "space.yaml").write_text(
+        "parameters: {x: {low: 0.0, high: 1.0}}\nsampler: {name: random, seed: 0}\ntrials: 4\n"
+        "pruner: {name: median, n_startup_trials: 1}\n"
+    )
+    (tmp_path / "trial.py").write_text(
+        "import sys, time, ringdance\nnumber = int(sys.argv[2])\n"
+        "for step in range(4 if number == 0 else 400):\n"
+        "    try:\n        ringdance.report(number, step)\n"
+        "    except SystemExit:\n        if number % 2 == 0: raise\n"
+        "    time.sleep(0.1)\n"
+    )
+    words = ["search", "space.yaml", "-H", "localhost:2", "--ranks-per-trial", "2", "--grace", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ringdance", *words, "--", "python", "trial.py", "{x}", "{trial}"],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert "trial 0: objective 0" in done.stdout, done.stdout + done.stderr
+    assert "4 trials: 1 finished, 3 pruned; best objective 0, trial 0" in done.stdout
+    assert "ringdance run -np 2 python trial.py" in done.stdout
+    assert "this trial is pruned" in (tmp_path / "space.search/trials/0002/log").read_text()

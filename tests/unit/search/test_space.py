@@ -1,0 +1,162 @@
+"""The file of a search: what it may have, and what is said about mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ringdance.cli import main
+from ringdance.errors import LaunchError
+from ringdance.search.process import places
+from ringdance.search.space import Parameter, Reader, Space, check_command, fill, parse_space, read_space
+
+pytest.importorskip("optuna")
+GOOD = {"parameters": {"lr": {"low": "1e-4", "high": 1, "log": True}, "batch": [16, 32]}}
+
+
+def space(text: str, directory: Path) -> Space:
+    path = directory / "space.yaml"
+    path.write_text(text)
+    return read_space(path)
+
+
+def test_kinds_of_parameters(tmp_path: Path) -> None:
+    """Also `1e-4`, which YAML takes for a text."""
+    found = space(
+        "parameters:\n  lr: {low: 1e-4, high: 1, log: true, env: LR}\n  momentum: {low: 0, high: 0.9}\n"
+        "  batch: {low: 16, high: 64, step: 16}\n  optimizer: [sgd, adam]\n",
+        tmp_path,
+    )
+    assert found.parameters == {
+        "lr": Parameter("float", {"low": 1e-4, "high": 1, "log": True}, "LR"),
+        "batch": Parameter("int", {"low": 16, "high": 64, "step": 16}),
+        "momentum": Parameter("float", {"low": 0, "high": 0.9}),
+        "optimizer": Parameter("categorical", {"choices": ["sgd", "adam"]}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "must have lines"),
+        ("parameters: {}", "the space is empty"),
+        ("trials: 3", "the space is empty"),
+        ("parameters: {lr: {low: 2, high: 1}}", "lr: .*low=2, high=1"),
+        ("parameters: {lr: {low: 0, high: 1.0, log: true}}", "lr: .*low=.*log"),
+        ("parameters: {lr: {low: -1.0, high: 1.0, log: true}}", "lr: .*low=.*log"),
+        ("parameters: {lr: {low: 1}}", "lr: .*write {low: 0.01, high: 1"),
+        ("parameters: {lr: {low: much, high: 1}}", "lr: low must be a number, and is 'much'"),
+        ("parameters: {lr: {lwo: 1, high: 1}}", r"unknown key 'lwo' \(did you mean low\?\)"),
+        ("parameters: {lr: []}", "lr: "),
+        ("parameters: {lr: 3}", "lr must have lines"),
+        ("parameters: {trial: [1]}", "'trial' is no name"),
+        ("parameters: {lr: {low: 0, high: 1, env: A B}}", "'A B' cannot be the name of a variable"),
+        ("parameters: {lr: [1]}\ntrials: none", "trials: 'none' is not a number"),
+        ("parameters: {lr: [1]}\nobjective: {goal: max}", "goal must be maximize or minimize, and is 'max'"),
+        ("parameters: {lr: [1]}\nobjective: {line: 'a('}", "is no regular expression"),
+        ("parameters: {lr: [1]}\nobjective: {line: 'a'}", "has no group"),
+        ("parameters: {lr: [1]}\nobjective: {line: '(a)', file: f}", "a line or a file, not both"),
+        ("parameters: [", "space.yaml: "),
+    ],
+)
+def test_mistakes_in_the_file(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=said) as caught:
+        space(text, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/space.yaml: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("python t.py {lrr} {batch}", r"has {lrr}, which is no parameter \(did you mean lr\?\)"),
+        ("python t.py {lr}", "parameter batch gets to no trial"),
+        ("python t.py {lr} {{batch}}", "parameter batch gets to no trial"),
+    ],
+)
+def test_placeholders_and_parameters_belong_together(command: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        check_command(parse_space(GOOD), command.split())
+
+
+def test_placeholders_are_filled(tmp_path: Path) -> None:
+    command = ["--lr={lr}", "{batch}{{batch}}", "${HOME}", "{params}", "{trial}", '{"a": 1}', "{on}"]
+    check_command(parse_space(GOOD | {"parameters": GOOD["parameters"] | {"on": [True]}}), command)
+    place = tmp_path / "0012"
+    filled = fill(command, {"lr": 0.0001, "batch": 32, "on": True}, place)
+    assert filled == ["--lr=0.0001", "32{batch}", "${HOME}", f"{place}/params.json", "12", '{"a": 1}', "true"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "text", "values", "result"),
+    [
+        ({"line": r"loss (\S+)"}, "loss 3\nother\nloss nothing\nloss 1.5\n", [(0, 3), (1, 1.5)], 1.5),
+        ({"line": r"(?P<step>\d+) (?P<value>\S+)", "take": "best"}, "e 3 1\n4 2\n", [(3, 1), (4, 2)], 1),
+        ({"file": "f", "name": "acc", "goal": "maximize", "take": "best"},
+         '{"acc": 1, "step": 7}\n{"acc": 0.5}\n[]\nx\n{"loss": 3}\n', [(7, 1), (1, 0.5)], 1),
+        ({}, '{"value": 2.0, "step": 0}\n', [(0, 2)], 2),
+    ],
+)  # fmt: skip
+def test_values_of_a_growing_file(
+    objective: dict[str, str], text: str, values: list[tuple[int, float]], result: float, tmp_path: Path
+) -> None:
+    """Byte by byte, they are the same; the last line counts without its end once the trial has ended."""
+    path = tmp_path / "file"
+    aim = parse_space(GOOD | {"objective": objective}).objective
+    reader, found = Reader(aim, path), []
+    for end in range(len(text)):
+        path.write_text(text[:end])
+        found += reader.new()
+    found += reader.new(ended=True)
+    assert found == values
+    assert reader.result() == result
+
+
+def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
+    for objective, said in [
+        ({"line": r"loss (\S+)"}, "has no line that 'loss"), ({"file": "f"}, "has no value of 'objective'"),
+        ({}, "never called ringdance.report"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            Reader(parse_space(GOOD | {"objective": objective}).objective, tmp_path / "file").result()
+    (tmp_path / "file").write_text('{"value": NaN}\n')
+    reader = Reader(parse_space(GOOD).objective, tmp_path / "file")
+    reader.new()
+    with pytest.raises(ValueError, match="objective is nan"):
+        reader.result()
+
+
+def test_places_are_on_one_host_where_there_is_room() -> None:
+    assert places([("a", 2), ("b", 1)], 1) == [[("a", 0)], [("a", 1)], [("b", 0)]]
+    assert places([("a", 3), ("b", 3)], 2) == [
+        [("a", 0), ("a", 1)], [("b", 0), ("b", 1)], [("a", 2), ("b", 2)]
+    ]  # fmt: skip
+    assert places([("a", 2), ("b", 2)], 4) == [[("a", 0), ("a", 1), ("b", 0), ("b", 1)]]
+    with pytest.raises(LaunchError, match="--ranks-per-trial 5"):
+        places([("a", 2), ("b", 2)], 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["absent.yaml", "--", "true", "{lr}"], "absent.yaml: No such file"),
+        (["space.yaml", "--", "nothing-like-it", "{lr}", "{batch}"], "command not found: nothing-like-it"),
+        (["space.yaml", "--trials", "0", "--", "true", "{params}"], "--trials 0: it must be 1 or more"),
+        (["space.yaml", "--ranks-per-trial", "3", "-H", "h:2", "--", "true", "{params}"], "needs as many"),
+        (["show", "absent"], "absent is no study"),
+        (["best", "space.yaml"], "space.search is no study"),
+    ],
+)
+def test_nothing_is_started_with_a_mistake(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("space.yaml").write_text("parameters: {lr: {low: 0.0, high: 1}, batch: [1, 2]}")
+    assert main(["search", *words]) in (2, 127)
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+    assert error.count("\n") == 1
+    assert not Path("space.search").exists()

@@ -1,0 +1,163 @@
+"""A study: what Optuna makes of it, and what is on the disk."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import statistics
+from pathlib import Path
+
+import pytest
+
+from ringdance.cli import main
+from ringdance.errors import LaunchError
+from ringdance.search import REPORT, STOP
+from ringdance.search.space import Space, parse_space
+from ringdance.search.study import Study
+
+pytest.importorskip("optuna")
+BRANIN = {"x": {"low": -5.0, "high": 10.0}, "y": {"low": 0.0, "high": 15.0}}
+
+
+def space(sampler: str = "random", seed: int = 0, **more: object) -> Space:
+    return parse_space({"parameters": BRANIN, "sampler": {"name": sampler, "seed": seed}} | more)
+
+
+def branin(x: float, y: float) -> float:
+    b, c, t = 5.1 / (4 * math.pi**2), 5 / math.pi, 1 / (8 * math.pi)
+    return (y - b * x**2 + c * x - 6) ** 2 + 10 * (1 - t) * math.cos(x) + 10
+
+
+def searched(directory: Path, sampler: str, seed: int) -> float:
+    study = Study(directory, space(sampler, seed))
+    for _ in range(40):
+        number = study.ask()
+        study.tell(number, "COMPLETE", branin(**study.parameters(number)))
+    best = study.best()
+    assert best is not None
+    assert best.value is not None
+    return best.value
+
+
+def test_tpe_is_better_than_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the median of ten seeds, 40 trials each, on Branin's function, whose minimum is 0.398."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    medians = {
+        name: statistics.median(searched(tmp_path / f"{name}{seed}", name, seed) for seed in range(10))
+        for name in ("tpe", "random")
+    }
+    print(medians)
+    assert medians["tpe"] < medians["random"]
+
+
+def test_pruning_saves_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty curves of ten steps: the best one is kept, most others end early."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    study = Study(tmp_path, space(pruner={"name": "median", "n_startup_trials": 2}))
+    steps, ends = 0, []
+    for _ in range(20):
+        number = study.ask()
+        end = branin(**study.parameters(number))
+        ends.append(end)
+        for step in range(10):
+            steps += 1
+            if study.report(number, step, end * (2 - step / 10)):
+                study.tell(number, "PRUNED")
+                break
+        else:
+            study.tell(number, "COMPLETE", end)
+    best = study.best()
+    assert best is not None
+    assert best.value == min(ends)
+    assert steps < 140
+
+
+def test_a_resumed_study_repeats_no_random_numbers(tmp_path: Path) -> None:
+    values = []
+    for _ in range(4):
+        study = Study(tmp_path, space())
+        number = study.ask()
+        values.append(study.parameters(number)["x"])
+        study.tell(number, "COMPLETE", 1.0)
+        study.write(["true"], [])
+        os.close(study._lock)
+    whole = Study(tmp_path / "whole", space())
+    assert [whole.parameters(whole.ask())["x"] for _ in range(4)] == values
+    assert len(set(values)) == 4
+
+
+def test_what_a_kill_in_the_middle_of_a_record_leaves_is_removed(tmp_path: Path) -> None:
+    study = Study(tmp_path, space())
+    number = study.ask()
+    study.write(["true"], [])
+    os.close(study._lock)
+    with open(tmp_path / "journal.log", "a") as file:
+        file.write('{"op_code":5,"wor')
+    (tmp_path / "journal.log.lock").symlink_to("journal.log")
+    again = Study(tmp_path, space())
+    assert [trial.number for trial in again.trials("RUNNING")] == [number]
+    assert set(again.parameters(number)) == {"x", "y"}
+
+
+def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
+    study = Study(tmp_path, space())
+    study.write(["true"], [])
+    with pytest.raises(LaunchError, match="another `ringdance search` works on this study"):
+        Study(tmp_path, space())
+    os.close(study._lock)
+    other = parse_space({"parameters": {**BRANIN, "x": {"low": -5.0, "high": 9.0}}})
+    with pytest.raises(LaunchError, match=r"is of another space: x was .*10\.0.* and is .*9\.0"):
+        Study(tmp_path, other)
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(LaunchError, match=r"study\.json is not what"):
+        Study(tmp_path)
+
+
+def test_unknown_samplers_and_options(tmp_path: Path) -> None:
+    for more, said in [
+        ({"sampler": "tpee"}, r"no 'tpee' \(did you mean tpe\?\)"), ({"pruner": "x"}, "only none, median"),
+        ({"sampler": {"name": "tpe", "sead": 1}}, "TPESampler refuses its options"),
+    ]:  # fmt: skip
+        with pytest.raises(LaunchError, match=said):
+            Study(tmp_path / "study", parse_space({"parameters": BRANIN} | more))
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("space.yaml").write_text("parameters: {x: [1, 2]}")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["search", "space.yaml", "--", "true", "{x}"]) == 2
+    assert capsys.readouterr().err == "ringdance search: disk: No space left on device\n"
+
+
+def test_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import ringdance
+
+    for name in ("RINGDANCE_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    ringdance.report(1.0)  # no search
+    path = tmp_path / "report.jsonl"
+    monkeypatch.setenv(REPORT, str(path))
+    ringdance.report(0.5, step=3)
+    assert path.read_text() == '{"value": 0.5, "step": 3}\n'
+    (tmp_path / f"report.jsonl{STOP}").touch()
+    with pytest.raises(SystemExit, match="pruned"):
+        ringdance.report(1)
+    monkeypatch.setenv("RINGDANCE_RANK", "1")
+    ringdance.report(1)
+    assert len(path.read_text().splitlines()) == 2
+    monkeypatch.setenv("RINGDANCE_RANK", "0")
+    monkeypatch.setenv(REPORT, "print:loss")
+    ringdance.report(0.25)
+    assert capsys.readouterr().out == "loss=0.25\n"
+    monkeypatch.setenv(REPORT, str(tmp_path / "absent" / "report.jsonl"))
+    with pytest.raises(FileNotFoundError, match="--study that all hosts share"):
+        ringdance.report(1)
