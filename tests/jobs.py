@@ -122,6 +122,13 @@ def all_jobs() -> list[Job]:
                 only_slow=later if name == "tensorflow" else not later)
             for name, paths in contract.items()
         ]  # fmt: skip
+    # An environment of its own, where all tests run: `make test-mxnet`.
+    mxnet = {"needs": ("mxnet",), "options": keras, "only_slow": True}
+    jobs += [
+        Job("dropin", f"mxnet-{size}", ("dropin/contract/test_mxnet_*.py",), size, **mxnet)
+        for size in (1, 2, 3)
+    ]  # fmt: skip
+    jobs += [Job("dropin", "mxnet", ("dropin/test_mxnet_*.py",), **mxnet)]
     return [
         *jobs,
         Job("faults", "faults", ("faults",), workers=4, alone=True),

@@ -41,6 +41,8 @@ def all_steps() -> list[Step]:
         steps += [Step(venv, ("--all", f"ranks/numpy-{size}")) for size in (1, 2, 3, 4)]
         steps += [Step(venv, ("faults",)), Step(venv, ("--slow", "hosts"), {"KILL_TRIALS": "1"})]
     steps.append(Step(".venv-torchvision", ("--all", "ranks/torchvision-2")))
+    if shutil.which("python3.11"):  # the last one for which there is a NumPy that MXNet takes
+        steps += [Step(".venv-mxnet", ("--all", str(job))) for job in all_jobs() if "mxnet" in job.needs]
     if shutil.which("cc"):  # SageMaker's toolkit is compiled when it is installed
         steps.append(Step(".venv-sagemaker", ("--slow", "hosts", "-k", "sagemaker")))
     return steps

@@ -18,6 +18,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet", "sklearn"}
 ENGINE = {"ringdance.training", "ringdance.session", "ringdance.core", "ringdance.transport"}
 BINDINGS = {
     "ringdance.torch", "ringdance.numpy", "ringdance.tensorflow", "ringdance.jax", "ringdance.keras",
+    "ringdance.mxnet",
 }  # fmt: skip
 
 PROBE = """

@@ -82,7 +82,6 @@ def test_the_version_compares_like_the_original_s() -> None:
     [
         ("from horovod.spark.common.store import Store", "horovod.run(function"),
         ("from horovod.ray import ElasticRayExecutor", "RayExecutor(settings"),
-        ("import horovod.mxnet", "has ended"),
     ],
 )
 def test_what_is_not_here_says_what_to_use(statement: str, advice: str) -> None:

@@ -1,0 +1,13 @@
+"""``import horovod.mxnet as hvd``: the names of ``ringdance.mxnet``."""
+
+from ringdance.mxnet import *
+from ringdance.mxnet import __all__ as _names
+
+# Last: the modules of this package, not Ringdance's.
+from horovod.mxnet import (  # isort: skip
+    compression as compression,
+    functions as functions,
+    mpi_ops as mpi_ops,
+)
+
+__all__ = list(_names)

@@ -1,0 +1,8 @@
+"""Compression of gradients."""
+
+from ringdance.mxnet import Compression, Compressor
+from ringdance.training.gradients.compression import NoneCompressor
+
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+
+FP16Compressor = Compression.fp16

@@ -1,0 +1,24 @@
+"""Ringdance for MXNet 1.9: ``import ringdance.mxnet as hvd``.
+
+One process for each rank, with one device. The collectives work on ``mx.nd`` and ``mx.np`` arrays::
+
+    hvd.init()
+    hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1 * hvd.size()})
+"""
+
+from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+
+from ringdance.mxnet import operations
+from ringdance.mxnet.memory import Compression
+from ringdance.mxnet.operations import *
+from ringdance.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
+from ringdance.mxnet.state import broadcast_parameters
+from ringdance.training.exports import __all__ as __all__
+from ringdance.training.gradients.compression import Compressor
+from ringdance.training.sharding import Shard, shard
+
+__all__ = [
+    *__all__, *operations.__all__, "Compression", "Compressor", "DistributedOptimizer", "DistributedTrainer",
+    "Shard", "broadcast_parameters", "shard",
+]

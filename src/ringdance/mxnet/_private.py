@@ -1,0 +1,50 @@
+"""Names of MXNet that are not documented, each with its reason; seen in 1.9.1."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import mxnet as mx
+
+NDArray = Any
+
+
+class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
+    """A Gluon trainer without kvstore that calls ``reduce_gradients`` where others push and pull.
+
+    ``_allreduce_grads``: ``step`` and ``allreduce_grads`` call it before ``_update``; there is no public
+    place between computing gradients and using them. Without it ``step`` would train each rank by itself, so
+    ``__init__`` looks for it. ``_params``: the parameters in the trainer's order.
+    """
+
+    def __init__(self, params: Any, optimizer: Any, optimizer_params: Any) -> None:
+        if not hasattr(mx.gluon.Trainer, "_allreduce_grads"):
+            raise ImportError(f"MXNet {mx.__version__} has no Trainer._allreduce_grads: use mxnet==1.9.1.")
+        super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients of all parameters."""
+        raise NotImplementedError
+
+    def _allreduce_grads(self) -> None:
+        self.reduce_gradients()
+
+    def trained(self) -> list[Any]:
+        """Return the parameters that have gradients."""
+        return [one for one in self._params if one.grad_req != "null"]
+
+
+def after_init(parameter: Any, function: Callable[[list[NDArray]], None]) -> None:
+    """Call a function with a Gluon parameter's arrays each time that it gets its first values.
+
+    ``_init_impl``: where they are set, also if the shape is known only in the first forward pass.
+    """
+    init = parameter._init_impl
+
+    def then(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        function(self.list_data())
+
+    parameter._init_impl = types.MethodType(then, parameter)

@@ -1,0 +1,88 @@
+"""Run collective calls on MXNet's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from ringdance import session
+from ringdance.core.request import Work
+from ringdance.errors import ArgumentError
+from ringdance.mxnet.errors import as_mxnet
+from ringdance.mxnet.memory import Array, NDArray, array_of, empty, from_array, on_host, write
+from ringdance.training.collectives import Call
+
+Tensors = Sequence[NDArray]
+
+
+def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
+    """Run a call; return new arrays, of an alltoall also how many rows came from each rank (int32).
+
+    Args:
+        call: what to do.
+        tensors: the members of a group, or one array.
+        splits: of an alltoall: numbers, or an array of integers.
+    """
+    with as_mxnet():
+        work, outputs = _submit(call, tensors, splits=splits)
+        results = work.wait()
+        if outputs is None:
+            outputs = [from_array(one, like) for one, like in zip(results, tensors, strict=True)]
+        else:
+            _deliver(results, outputs)
+        if work.received_splits is not None:
+            outputs.append(from_array(work.received_splits[0].astype(np.int32), tensors[0]))
+        call.completed()
+        return outputs
+
+
+def run_in_place(calls: Sequence[tuple[Call, Tensors]]) -> None:
+    """Run calls that are under way together; each writes to its arrays."""
+    with as_mxnet():
+        works = [_submit(call, tensors, in_place=True)[0] for call, tensors in calls]
+        for work, (call, tensors) in zip(works, calls, strict=True):
+            _deliver(work.wait(), tensors)
+            call.completed()
+
+
+def _submit(
+    call: Call, tensors: Tensors, in_place: bool = False, splits: Any = None
+) -> tuple[Work, list[NDArray] | None]:
+    """Submit a call; return its work and the arrays for its results, ``None`` where shapes may change."""
+    engine = session.engine()
+    outputs: list[NDArray] | None = None
+    try:
+        views = tuple([array_of(tensor, in_place) for tensor in tensors])
+        if not call.keeps_shapes and not all(view.ndim for view in views):
+            what = call.kind.name.lower()
+            raise ArgumentError(f"{what} needs arrays with at least one dimension: use x.reshape(1).")
+        rows = None if splits is None else (_rows_of(splits),)
+        if in_place:
+            outputs = list(tensors)
+        elif call.keeps_shapes:
+            outputs = [empty(tensor.shape, tensor.dtype, tensor) for tensor in tensors]
+        targets = None if outputs is None else views if in_place else _memory_of(outputs)
+    except Exception as error:
+        call.refuse(engine, error)
+        raise
+    return call.submit(engine, views, targets, rows), outputs
+
+
+def _memory_of(outputs: Tensors) -> tuple[Array, ...]:
+    return tuple([
+        array_of(one, written=True) if on_host(one) else np.empty(one.shape, one.dtype) for one in outputs
+    ])
+
+
+def _deliver(results: Sequence[Array], outputs: Tensors) -> None:
+    """Copy results to arrays that do not lie in host memory."""
+    for result, output in zip(results, outputs, strict=True):
+        if not on_host(output):
+            write(result, output)
+
+
+def _rows_of(splits: Any) -> Array:
+    return array_of(splits) if isinstance(splits, mx.nd.NDArray) else np.asarray(splits)

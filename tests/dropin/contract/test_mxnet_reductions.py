@@ -1,0 +1,231 @@
+"""Contract, MXNet: allreduce, grouped_allreduce, reducescatter and grouped_reducescatter."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet_inputs import (
+    MOVED,
+    ODD,
+    OWN_TYPE,
+    RANK,
+    REDUCED,
+    SIZE,
+    draw,
+    every,
+    members,
+    near,
+    refused,
+    same,
+    scaled,
+    several,
+    total,
+    value,
+)
+
+import horovod.mxnet as hvd
+
+
+def test_sum() -> None:
+    for tensor in every(MOVED):
+        result = hvd.allreduce(tensor, average=False)
+        same(result, total(tensor))
+        assert type(result) is type(tensor)
+
+
+def test_average() -> None:
+    for tensor in every(REDUCED):
+        same(hvd.allreduce(tensor, average=True), value(tensor))
+        same(hvd.allreduce(tensor, op=hvd.Average), value(tensor))
+        same(hvd.allreduce(tensor), value(tensor))
+
+
+def test_sum_in_place() -> None:
+    """What was started on the array before counts, and what is started afterwards sees the result."""
+    for number, tensor in enumerate(every(REDUCED)):
+        tensor += 1
+        before = tensor + 0
+        assert hvd.allreduce_(tensor, average=False, name=f"in.place.{number}") is tensor
+        after = tensor * 2
+        same(tensor, total(before))
+        same(after, total(tensor, 2))
+
+
+@pytest.mark.parametrize("op", ["Min", "Max", "Product"])
+def test_min_max_product(op: str) -> None:
+    for dtype in REDUCED:
+        tensors = [value(draw(dtype, 2, seed=rank, rows=5)) % 4 for rank in range(SIZE)]
+        reduce = {"Min": np.minimum, "Max": np.maximum, "Product": np.multiply}[op].reduce
+        result = hvd.allreduce(mx.nd.array(tensors[RANK], dtype=dtype), op=getattr(hvd, op))
+        same(result, reduce(tensors).astype(dtype))
+
+
+def test_prescale() -> None:
+    for tensor in every(REDUCED):
+        result = hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=0.3141)
+        near(result, scaled(value(tensor), 0.3141) * np.asarray(SIZE, tensor.dtype))
+
+
+def test_postscale() -> None:
+    for tensor in every(REDUCED):
+        near(hvd.allreduce(tensor, op=hvd.Sum, postscale_factor=0.3141), scaled(total(tensor), 0.3141))
+
+
+@several
+def test_shape_mismatch() -> None:
+    refused(lambda: hvd.allreduce(mx.nd.ones((17, 17 + RANK)), name="shapes"), "shape")
+    refused(lambda: hvd.allreduce(mx.nd.ones((17, 18) if ODD else 306), name="shapes"), "shape")
+
+
+@several
+def test_type_mismatch() -> None:
+    refused(lambda: hvd.allreduce(mx.nd.ones(17, dtype=OWN_TYPE), name="types"), "type")
+
+
+def test_process_sets(halves: tuple[Any, Any]) -> None:
+    mine, other = halves
+    count = len(members(mine))
+    for tensor in every(REDUCED):
+        same(hvd.allreduce(tensor, average=False, process_set=mine), total(tensor, count))
+    with pytest.raises(ValueError, match="not a member") as caught:
+        hvd.allreduce(mx.nd.ones(2), process_set=other)
+    assert isinstance(caught.value, mx.MXNetError)
+
+
+def test_arrays_may_be_dropped() -> None:
+    """Neither inputs nor results need to be kept until they are used."""
+    for number in range(40):
+        hvd.allreduce(mx.nd.full((1000,), number), name=f"dropped.{number}")
+        hvd.allreduce_(mx.nd.full((1000,), number), name=f"dropped.in.place.{number}")
+        gc.collect(0)
+    results = [hvd.allreduce(mx.nd.full((100,), number), op=hvd.Sum) for number in range(40)]
+    assert [value(one).tolist() for one in results] == [[number * SIZE] * 100 for number in range(40)]
+
+
+def test_both_of_average_and_op() -> None:
+    with pytest.raises(ValueError, match="average"):
+        hvd.allreduce(mx.nd.ones(2), average=True, op=hvd.Sum)
+
+
+def test_what_cannot_be_exchanged() -> None:
+    refused(lambda: hvd.allreduce(mx.nd.ones(2).tostype("row_sparse"), name="sparse"), "tostype")
+    refused(lambda: hvd.allreduce([1.0], name="list"), "NDArray")
+
+
+def test_a_failed_computation_fails_the_exchange() -> None:
+    """What MXNet reports late, as it computes in the background."""
+    refused(lambda: hvd.allreduce(mx.nd.random.normal(0, -1, shape=(2, 2)), name="failed"))
+
+
+# Groups.
+
+
+def test_grouped_sum() -> None:
+    for flavor in (mx.nd, mx.np):
+        tensors = [draw(dtype, dims, flavor=flavor) for dtype in REDUCED for dims in (1, 2)]
+        for result, tensor in zip(hvd.grouped_allreduce(tensors, average=False), tensors, strict=True):
+            same(result, total(tensor))
+
+
+def test_grouped_average() -> None:
+    tensors = every(REDUCED)
+    for result, tensor in zip(hvd.grouped_allreduce(tensors, op=hvd.Average), tensors, strict=True):
+        same(result, value(tensor))
+
+
+def test_grouped_in_place() -> None:
+    tensors = every(REDUCED)
+    wanted = [total(one) for one in tensors]
+    hvd.grouped_allreduce_(tensors, average=False, name="group")
+    for tensor, want in zip(tensors, wanted, strict=True):
+        same(tensor, want)
+
+
+def test_grouped_process_sets(halves: tuple[Any, Any]) -> None:
+    tensors, count = every(REDUCED), len(members(halves[0]))
+    for result, tensor in zip(
+        hvd.grouped_allreduce(tensors, average=False, process_set=halves[0]), tensors, strict=True
+    ):
+        same(result, total(tensor, count))
+
+
+def test_an_empty_group() -> None:
+    assert hvd.grouped_allreduce([]) == hvd.grouped_allgather([]) == hvd.grouped_reducescatter([]) == []
+
+
+# Reduce and scatter.
+
+
+def own(array: Any, count: int = SIZE, place: int = RANK) -> Any:
+    """The rows of a rank: one more on the first ones where they do not divide."""
+    return np.array_split(np.asarray(array), count)[place]
+
+
+def test_scattered_sum() -> None:
+    for rows in (4 * SIZE, 17, 1):
+        for tensor in every(REDUCED, rows=rows):
+            same(hvd.reducescatter(tensor, op=hvd.Sum), own(total(tensor)))
+
+
+def test_scattered_average() -> None:
+    for tensor in every(REDUCED, rows=4 * SIZE):
+        same(hvd.reducescatter(tensor), own(value(tensor)))
+
+
+def test_scattered_scales() -> None:
+    for tensor in every(REDUCED, rows=4 * SIZE):
+        result = hvd.reducescatter(tensor, op=hvd.Sum, prescale_factor=0.3141)
+        near(result, own(scaled(value(tensor), 0.3141) * np.asarray(SIZE, tensor.dtype)))
+        result = hvd.reducescatter(tensor, op=hvd.Sum, postscale_factor=0.3141)
+        near(result, own(scaled(total(tensor), 0.3141)))
+
+
+def test_scattered_without_dimension() -> None:
+    for make in (lambda: mx.nd.array(1.0).reshape(()), lambda: mx.np.array(1.0)):
+        with mx.util.np_shape(True):
+            refused(lambda make=make: hvd.reducescatter(make(), name="scalar"), "dimension", kind=ValueError)
+
+
+@several
+def test_scattered_mismatch() -> None:
+    refused(lambda: hvd.reducescatter(mx.nd.ones((17 + RANK, 17)), name="cut"), "shape")
+    refused(lambda: hvd.reducescatter(mx.nd.ones(17, dtype=OWN_TYPE), name="cut"), "type")
+
+
+def test_scattered_adasum() -> None:
+    refused(lambda: hvd.reducescatter(mx.nd.ones(SIZE), op=hvd.Adasum, name="cut"), "Sum and Average")
+
+
+def test_scattered_process_sets(halves: tuple[Any, Any]) -> None:
+    mine = members(halves[0])
+    for tensor in every(REDUCED, rows=4 * SIZE):
+        result = hvd.reducescatter(tensor, op=hvd.Sum, process_set=halves[0])
+        same(result, own(total(tensor, len(mine)), len(mine), mine.index(RANK)))
+
+
+def test_scattered_groups() -> None:
+    tensors = every(REDUCED, rows=4 * SIZE)
+    for result, tensor in zip(hvd.grouped_reducescatter(tensors, op=hvd.Sum), tensors, strict=True):
+        same(result, own(total(tensor)))
+    for result, tensor in zip(hvd.grouped_reducescatter(tensors), tensors, strict=True):
+        same(result, own(value(tensor)))
+    for result, tensor in zip(
+        hvd.grouped_reducescatter(tensors, op=hvd.Sum, postscale_factor=0.3141), tensors, strict=True
+    ):
+        near(result, own(scaled(total(tensor), 0.3141)))
+
+
+def test_scattered_groups_without_dimension() -> None:
+    tensors = [mx.np.ones(SIZE), mx.np.array(1.0)]
+    refused(lambda: hvd.grouped_reducescatter(tensors, name="scalars"), "dimension", kind=ValueError)
+
+
+def test_scattered_groups_in_process_sets(halves: tuple[Any, Any]) -> None:
+    tensors, mine = every(REDUCED, rows=4 * SIZE), members(halves[0])
+    results = hvd.grouped_reducescatter(tensors, op=hvd.Sum, process_set=halves[0])
+    for result, tensor in zip(results, tensors, strict=True):
+        same(result, own(total(tensor, len(mine)), len(mine), mine.index(RANK)))

@@ -1,0 +1,68 @@
+"""Scripts for MXNet as people write them for Horovod, and those of the pages."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mxnet")
+
+import mxnet as mx
+import numpy as np
+from doc_blocks import blocks
+from script_jobs import LIMIT, ROOT, SCRIPTS, Outcome, run_each
+
+pytestmark = pytest.mark.limit(2 * LIMIT)
+
+
+def trained(directory: Path, way: str, size: int, *words: str) -> Outcome:
+    directory.mkdir()
+    done = run_each(way, size, [str(SCRIPTS / "gluon_mnist.py"), *words], directory)
+    assert done.code == 0, done.out + done.err
+    assert set(done.of_ranks("equal: .*")) == {"equal: True"}
+    return done
+
+
+def test_two_ranks_train_as_one_process_with_the_double_batch(tmp_path: Path) -> None:
+    """Gluon with a trainer; all parameters get their shape, and rank 0's values, in the first pass."""
+    trained(tmp_path / "two", "horovodrun", 2, "--batch-size", "32", "--lr", "0.02")
+    trained(tmp_path / "one", "alone", 1, "--batch-size", "64", "--lr", "0.04")
+    two, one = (mx.nd.load(str(tmp_path / name / "mnist.params")) for name in ("two", "one"))
+    assert len(two) == 6
+    for name, array in one.items():
+        np.testing.assert_allclose(two[name].asnumpy(), array.asnumpy(), rtol=0, atol=2e-4)
+
+
+def test_the_script_of_the_page(tmp_path: Path) -> None:
+    found = blocks(ROOT / "docs" / "tutorials" / "frameworks.md")
+    (tmp_path / "train_mxnet.py").write_text(next(one.text for one in found if one.file == "train_mxnet.py"))
+    done = run_each("mpiexec", 2, ["train_mxnet.py"], tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert done.out.splitlines() == ["good fit: True"] * 2
+    assert "model.params" in done.files()
+
+
+def test_the_module_of_the_page(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "reference" / "mxnet.md"
+    (tmp_path / "module.py").write_text(next(one.text for one in blocks(page) if one.language == "python"))
+    done = run_each("mpiexec", 2, ["module.py"], tmp_path)
+    assert done.code == 0, done.out + done.err
+
+
+def test_the_rows_of_the_contract_name_tests_that_exist() -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "dropin" / "contract"))
+    import rows
+
+    found = [row for row in rows.load() if row["part"] == "MXNet"]
+    assert rows.mistakes(found, rows.collected(found)) == []
+
+
+def test_the_names_are_horovod_s() -> None:
+    """What names.toml says of the module; the environment with the other frameworks has no MXNet."""
+    path = ROOT / "compat" / "horovod" / "compare_names.py"
+    names = SourceFileLoader("compare_names", str(path)).load_module()
+    data, _ = names.load()
+    assert names.compare({"horovod.mxnet": data["horovod.mxnet"]}, []) == []
