@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ringdance.core.exchange.arithmetic import dtype_named
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, SettingError
 from ringdance.launch.parser import Parser, as_program, seconds
+from ringdance.settings import Settings, load
 from ringdance.tune.gradient_sizes import MODELS, gradients
 from ringdance.tune.plots import lines
 from ringdance.tune.simulator import Machine, ring_bound, simulate, tree_bound
@@ -53,20 +54,24 @@ def main(argv: Sequence[str]) -> int:
     add("--step", type=seconds, default=0.1, metavar="S", help="of a rank alone, in seconds (default 0.1)")
     hosts, gbits = [1, 2, 8, 32, 128, 512, 3400], [10.0, 25.0, 100.0, 400.0]
     text = "(default 1,2,8,32,128,512,3400)"
-    add("--hosts", type=_list(_count), default=hosts, metavar="N,N", help=f"how many {text}")
-    add("--ranks-per-host", type=_count, default=8, metavar="N", help="on each (default 8)")
+    add("--hosts", type=_list(_number(int)), default=hosts, metavar="N,N", help=f"how many {text}")
+    add("--ranks-per-host", type=_number(int), default=8, metavar="N", help="on each (default 8)")
     text = "of a host's link in Gbit/s (default 10,25,100,400)"
-    add("--gbits", type=_list(_positive), default=gbits, metavar="G,G", help=text)
+    add("--gbits", type=_list(_number(float)), default=gbits, metavar="G,G", help=text)
     text = "float32 (default), bfloat16, float16: types in which gradients are exchanged"
     add("--wire", type=_list(_wire), default=["float32"], metavar="TYPE,TYPE", help=text)
     text = "a property of the hosts; may be repeated, see below"
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    add("--set", type=_property, action="append", default=[], metavar="NAME=VALUE", help=text)
     add("--plot", metavar="FILE", help="draw the efficiency as .svg or .png, and FILE-dark")
     add("--json", action="store_true", help="all figures as JSON")
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
-        rows = efficiencies(arguments, replace(Machine(0.0), **dict(map(_property, arguments.set))))
+        try:
+            settings = load()
+        except SettingError as error:
+            raise LaunchError(str(error)) from None
+        rows = efficiencies(arguments, replace(Machine(0.0), **dict(arguments.set)), settings)
         if arguments.json:
             print(json.dumps(rows, indent=1))
         else:
@@ -78,29 +83,23 @@ def main(argv: Sequence[str]) -> int:
     return as_program("ringdance simulate", action)
 
 
-def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def parse(text: str) -> list[Any]:
-        try:
-            return [kind(word) for word in text.split(",")]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            if 0 < (found := kind(text)) < inf:
+                return found
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
     return parse
 
 
-def _positive(text: str) -> float:
-    if not 0 < (found := float(text)) < inf:
-        raise ValueError("numbers above 0 are expected, separated by commas")
-    return found
-
-
-def _count(text: str) -> int:
-    return int(text) if text.isdecimal() and int(text) else int(_positive("0"))
+def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [parse(word) for word in text.split(",")]
 
 
 def _wire(text: str) -> str:
     if text not in _WIRES:
-        raise ValueError(f"types of {', '.join(_WIRES)} are expected, separated by commas")
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_WIRES)}")
     return text
 
 
@@ -110,10 +109,10 @@ def _property(text: str) -> tuple[str, float]:
         if name in _NAMES and float(value) >= 0:
             return name, float(value)
     known = ", ".join(_NAMES)
-    raise LaunchError(f"--set {text}: expected NAME=VALUE, a value from 0 on and a name of {known}")
+    raise argparse.ArgumentTypeError(f"{text!r}: NAME=VALUE is expected, from 0 on, for NAME one of {known}")
 
 
-def efficiencies(arguments: argparse.Namespace, machine: Machine) -> list[Row]:
+def efficiencies(arguments: argparse.Namespace, machine: Machine, settings: Settings) -> list[Row]:
     """Return a row for each type, bandwidth and number of hosts; bytes and messages are a host's."""
     step, found = arguments.step, []
     ready = gradients(arguments.model, step)
@@ -122,7 +121,9 @@ def efficiencies(arguments: argparse.Namespace, machine: Machine) -> list[Row]:
         for gbits in arguments.gbits:
             links = replace(machine, bandwidth=gbits * 1e9 / 8)
             for hosts in arguments.hosts:
-                one = simulate(links, hosts, arguments.ranks_per_host, ready, step, wire_dtype=wire)
+                one = simulate(
+                    links, hosts, arguments.ranks_per_host, ready, step, wire_dtype=wire, settings=settings
+                )
                 bounds = {
                     name: step / max(step, ready[0][1] + bound(links, hosts, nbytes))
                     for name, bound in (("ring", ring_bound), ("tree", tree_bound))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from math import ceil, inf, log2
+from math import inf
 from typing import Any, cast
 
 import numpy as np
@@ -130,6 +130,10 @@ class Core:
         """Copy, add or convert."""
         self.spend(nbytes / (self.machine.link_bandwidth or self.machine.memory_bandwidth))
 
+    def messages(self, count: int, nbytes: int) -> float:
+        """Return the seconds in which it sends or receives so much."""
+        return count * self.machine.message_seconds + nbytes / self.machine.stack_bandwidth
+
     def resume(self, time: float) -> None:
         """Continue the program until it waits; what it waits for resumes it."""
         if self.program is None:
@@ -229,43 +233,51 @@ class SimulatedWindow(Window):
         return all(len(peer._signals) >= count and peer._signals[count - 1] <= now for peer in self._row)
 
 
+@dataclass(eq=False)
 class _Collective(Pending):
-    """A collective of one member: complete once all that it waits for has come, at ``time``."""
+    """A collective of one member.
 
-    def __init__(self, core: Core, parts: int, received: int, messages: int) -> None:
-        self._core, self._parts, self.time = core, parts, 0.0
-        self._received, self._messages, self._done = received, messages, False
+    Attributes:
+        parts: how many are still to come.
+        busy: seconds of its core for what it receives.
+        time: when the last part came, or it was started.
+    """
+
+    core: Core
+    parts: int
+    time: float
+    busy: float = 0.0
+    done: bool = False
 
     def arrived(self, time: float) -> None:
         self.time = max(self.time, time)
-        self._parts -= 1
-        if not self._parts:
-            self._core.clock.at(self.time, self._core.resume)
+        self.parts -= 1
+        if not self.parts:
+            self.core.clock.at(self.time, self.core.resume)
 
     def test(self) -> bool:
-        core = self._core
-        if not self._done and not self._parts and self.time <= core.now:
-            self._done = True
-            core.spend(
-                self._messages * core.machine.message_seconds + self._received / core.machine.stack_bandwidth
-            )
-        return self._done
+        if not self.done and not self.parts and self.time <= self.core.now:
+            self.done = True
+            self.core.spend(self.busy)
+        return self.done
 
 
-def allreduce_traffic(members: int, rank: int, nbytes: int, in_place: bool) -> tuple[int, int, int]:
-    """Return what a member of Open MPI's Iallreduce sends: bytes, messages; and how many rounds all take."""
+def allreduce_traffic(members: int, rank: int, nbytes: int, in_place: bool) -> tuple[int, int, int, int]:
+    """Return what a member of Open MPI's Iallreduce sends: bytes, messages.
+
+    And of the whole: the bytes that pass a link one after the other, and the number of rounds.
+    """
     if members < 4 or nbytes < _TREE_BELOW or in_place:
-        levels = ceil(log2(members)) if members > 1 else 0
+        levels = (members - 1).bit_length()
         children = sum(rank < 1 << level and rank + (1 << level) < members for level in range(levels))
         messages = children + (rank > 0)
-        return messages * nbytes, messages, 2 * levels
-    power = 1 << members.bit_length() - 1
-    rest, levels = members - power, power.bit_length() - 1
-    if rank < 2 * rest and rank % 2:
-        return nbytes, 2, 2 * levels + 3 * (rest > 0)
-    whole = 2 * nbytes * (power - 1) // power
-    more = nbytes + nbytes // 2 if rank < 2 * rest else 0
-    return whole + more, 2 * levels + 2 * (rank < 2 * rest), 2 * levels + 3 * (rest > 0)
+        return messages * nbytes, messages, 2 * levels * nbytes, 2 * levels
+    levels = members.bit_length() - 1
+    rest, halves = members - (1 << levels), 2 * (nbytes - (nbytes >> levels))
+    path, rounds = halves + 2 * nbytes * (rest > 0), 2 * levels + 3 * (rest > 0)
+    if rank >= 2 * rest:
+        return halves, 2 * levels, path, rounds
+    return (nbytes, 2, path, rounds) if rank % 2 else (halves + 3 * nbytes // 2, 2 * levels + 2, path, rounds)
 
 
 @dataclass(eq=False)
@@ -311,48 +323,39 @@ class SimulatedTransport(Transport):
     cross: Group | None = None
 
     def __init__(
-        self,
-        core: Core,
-        group: Group,
-        rank: int,
-        identities: tuple[Identity, ...],
-        host_group: tuple[int, ...],
+        self, core: Core, group: Group, rank: int, identities: Sequence[Identity], host_group: Sequence[int]
     ) -> None:
         self.core, self.group, self.rank, self.size = core, group, rank, len(group.hosts)
-        self.identities, self.host_group = identities, host_group
-        self._number = -1
+        self.identities, self.host_group, self._number = tuple(identities), tuple(host_group), -1
         group.executed[rank] = self
 
-    def _start(self, name: str, nbytes: int, parts: int, received: int, messages: int) -> _Collective:
+    def _start(self, name: str, nbytes: int, parts: int) -> _Collective:
         core, group = self.core, self.group
         core.calls.append((name, nbytes))
         core.spend(core.machine.chunk_seconds)
         self._number += 1
-        pending = _Collective(core, parts, received, messages)
-        group.pending[self._number, self.rank] = pending
+        pending = group.pending[self._number, self.rank] = _Collective(core, parts, core.now)
         for time in group.early.pop((self._number, self.rank), ()):
             pending.arrived(time)
         return pending
 
     def _linear(self, name: str, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         """Send a message to each member and get one from each; bytes by member."""
-        core, group, size, machine = self.core, self.group, self.size, self.core.machine
-        here = group.numbers[self.rank]
-        following = [i % size for i in range(self.rank + 1, self.rank + size)]
-        targets = [i for i in following if group.numbers[i] != here and sends[i]]
-        sources = [receives[i] for i in following if group.numbers[i] != here and receives[i]]
+        core, group, numbers = self.core, self.group, self.group.numbers
+        following = [*range(self.rank + 1, self.size), *range(self.rank)]
+        others = [i for i in following if numbers[i] != numbers[self.rank]]
+        targets, sources = ([i for i in others if nbytes[i]] for nbytes in (sends, receives))
         folded = bool(targets) and group.hosts[targets[0]] is core.host
-        parts = 2 if folded else 1 + len(sources)
-        pending = self._start(name, sum(sends), parts, sum(sources), len(sources))
-        core.move(sum(sends[i] for i in range(size) if group.numbers[i] == here))
-        first = core.now
+        pending = self._start(name, sum(sends), 2 if folded else 1 + len(sources))
+        pending.busy = core.messages(len(sources), sum(receives[i] for i in sources))
+        core.move(sum(sends) - sum(sends[i] for i in others))
+        first = core.now + core.machine.message_seconds * core.machine.ranks_per_core
         for i in targets:
-            core.spend(machine.message_seconds + sends[i] / machine.stack_bandwidth)
+            core.spend(core.messages(1, sends[i]))
             if not folded:
                 core.clock.at(core.now, self._leave(i, sends[i], 1, core.now))
         if folded:
             total = sum(sends[i] for i in targets)
-            first += machine.message_seconds * machine.ranks_per_core
             core.clock.at(first, self._leave(self.rank, total, len(targets), core.now))
         group.arrive(self._number, self.rank, core.now)
         return pending
@@ -379,31 +382,28 @@ class SimulatedTransport(Transport):
         return self._linear("allgather", [counts[self.rank]] * self.size, counts)
 
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
-        number, core, group = self._number + 1, self.core, self.group
-        pending = self._start("allreduce", buffer.nbytes, 1, 0, 0)
+        pending, number, group = self._start("allreduce", buffer.nbytes, 1), self._number, self.group
         started = [group.pending.get((number, member)) for member in group.executed]
-        last = max(core.now, *(each.time for each in started if each)) if len(started) > 1 else core.now
-        pending.time = core.now
         if all(started):
-            core.clock.at(last, lambda time: self._reduce(number, time, buffer.nbytes, receive is None))
+            last = max(each.time for each in started if each)
+            self.core.clock.at(last, lambda time: self._reduce(number, time, buffer.nbytes, receive is None))
         return pending
 
     def _reduce(self, number: int, time: float, nbytes: int, in_place: bool) -> None:
         """Let all members send what MPI's all-reduce does; all end together."""
-        machine, numbers = self.core.machine, self.group.numbers
-        hosts = numbers[-1] + 1
-        rounds = ceil(log2(self.size))
-        end = time + 2 * rounds * machine.message_seconds * machine.ranks_per_core
+        machine, numbers, end, busy = self.core.machine, self.group.numbers, time, 0.0
         for member, transport in self.group.executed.items():
-            if member and numbers[member] == numbers[member - 1]:
-                continue  # one of a host sends to others
             host = transport.core.host
-            sent, messages, steps = allreduce_traffic(hosts, numbers[member], nbytes, in_place)
-            host.out_free = max(host.out_free, time) + sent / machine.bandwidth
-            host.in_free = max(host.in_free, host.out_free)
-            end = max(end, host.out_free + steps * (machine.latency + 2 * machine.message_seconds))
-            host.count(sent, messages)
+            if not member or numbers[member] != numbers[member - 1]:  # one of a host sends to others
+                traffic = allreduce_traffic(numbers[-1] + 1, numbers[member], nbytes, in_place)
+                sent, messages, path, rounds = traffic
+                host.out_free = max(host.out_free, time) + sent / machine.bandwidth
+                end = max(end, max(host.out_free, time + path / machine.bandwidth) + rounds * machine.latency)
+                host.in_free = max(host.in_free, end)
+                host.count(sent, messages)
+                busy = self.core.messages(2 * max(rounds, 2 * (self.size - 1).bit_length()), 2 * path)
         for member in self.group.executed:
+            self.group.pending[number, member].busy = busy
             self.group.arrive(number, member, end)
 
     def hierarchy(self) -> Hierarchy | None:

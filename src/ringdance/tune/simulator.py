@@ -10,7 +10,8 @@ that MPI moves data only while it is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, log, log2, sqrt
 from typing import Any
 
@@ -25,18 +26,8 @@ from ringdance.core.process_sets.registry import buffer_bytes
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.settings import Settings
 from ringdance.transport.base import Array, Identity
-from ringdance.tune.network import (
-    Clock,
-    Core,
-    Group,
-    Host,
-    Machine,
-    Program,
-    SimulatedTransport,
-    SimulatedWindow,
-    trace,
-    traced,
-)
+from ringdance.tune import network
+from ringdance.tune.network import Core, Machine, Program, SimulatedTransport
 
 __all__ = ["Gradients", "Machine", "Step", "ring_bound", "simulate", "tree_bound"]
 
@@ -82,16 +73,9 @@ def tree_bound(machine: Machine, hosts: int, nbytes: int) -> float:
 
 
 def simulate(
-    machine: Machine,
-    hosts: int,
-    ranks_per_host: int,
-    gradients: Gradients,
-    compute_seconds: float,
-    *,
-    wire_dtype: str = "float32",
-    settings: Settings | None = None,
-    all_hosts: bool = False,
-) -> Step:
+    machine: Machine, hosts: int, ranks_per_host: int, gradients: Gradients, compute_seconds: float, *,
+    wire_dtype: str = "float32", settings: Settings | None = None, all_hosts: bool = False,
+) -> Step:  # fmt: skip
     """Return the prediction for one step.
 
     Args:
@@ -105,7 +89,8 @@ def simulate(
             deterministic; default: those of ``Settings()``.
         all_hosts: execute all hosts, not one for all: see Note [One host for all].
     """
-    size, job = hosts * ranks_per_host, _Job(machine, gradients, compute_seconds, wire_dtype, settings)
+    size = hosts * ranks_per_host
+    job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
     late = machine.jitter * sqrt(2 * log(size)) + machine.turn * max(0.0, machine.ranks_per_core - 1)
     if size == 1 or not gradients:
         return Step(compute_seconds + late, late, compute_seconds, 0, 0, 0, ())
@@ -124,51 +109,47 @@ def simulate(
     )  # fmt: skip
 
 
+@dataclass
 class _Job:
     """What the ranks of a simulated step share.
 
     Attributes:
         agreed: by round: how many gradients were ready when the first rank entered it.
+        memory: of all arrays; never touched.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        gradients: Gradients,
-        compute_seconds: float,
-        wire_dtype: str,
-        settings: Settings | None,
-    ) -> None:
-        self.machine, self.settings, self.compute = machine, settings or Settings(), compute_seconds
-        self.dtype, self.gradients = wire_dtype, gradients
-        self.agreed: list[int] = []
-        item = dtype_named(wire_dtype).itemsize
-        self.descriptions = [
-            Description(Collective.ALLREDUCE, (wire_dtype,), ((nbytes // 4,),), ReduceOp.AVERAGE)
-            for nbytes, _ in gradients
-        ]
-        self.ready = [ready for _, ready in gradients]
-        longest = max((nbytes // 4 * item for nbytes, _ in gradients), default=0)
-        self.memory = np.empty(max(longest, buffer_bytes(self.settings)) + 64, np.uint8)  # never touched
+    machine: Machine
+    gradients: Gradients
+    compute: float
+    dtype: str
+    settings: Settings
+    agreed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ready, counts = [ready for _, ready in self.gradients], [size // 4 for size, _ in self.gradients]
+        kind = partial(Description, Collective.ALLREDUCE, (self.dtype,), operation=ReduceOp.AVERAGE)
+        self.descriptions = [kind(shapes=((count,),)) for count in counts]
+        longest = max(counts, default=0) * dtype_named(self.dtype).itemsize
+        self.memory = np.empty(max(longest, buffer_bytes(self.settings)), np.uint8)
 
     def start(self, hosts: int, ranks_per_host: int, all_hosts: bool) -> list[Core]:
         """Return the executed ranks, each with its program."""
-        clock, executed = Clock(), hosts if all_hosts else 1
+        clock, executed = network.Clock(), hosts if all_hosts else 1
         numbers = [host for host in range(hosts) for _ in range(ranks_per_host)]
         identities = tuple(Identity(rank, f"host{host}", 0) for rank, host in enumerate(numbers))
-        made = [Host() for _ in range(executed)] * (1 if all_hosts else hosts)
-        everyone = Group([made[number] for number in numbers], numbers)
-        crossing = [Group(made, range(hosts)) for _ in range(ranks_per_host)]
+        made = [network.Host() for _ in range(executed)] * (1 if all_hosts else hosts)
+        everyone = network.Group([made[number] for number in numbers], numbers)
+        crossing = [network.Group(made, range(hosts)) for _ in range(ranks_per_host)]
         memory = self.memory[: buffer_bytes(self.settings)]
         cores, windowed = [], ranks_per_host > 1 and self.settings.window
         for host in range(executed):
-            first, windows = host * ranks_per_host, list[SimulatedWindow]()
-            here = tuple(range(first, first + ranks_per_host))
+            first, windows = host * ranks_per_host, list[network.SimulatedWindow]()
+            here = range(first, first + ranks_per_host)
             for rank, cross in zip(here, crossing, strict=True):
                 core = Core(self.machine, clock, made[host])
                 transport = SimulatedTransport(core, everyone, rank, identities, here)
                 if windowed:
-                    transport.window = SimulatedWindow(core, windows, ranks_per_host, memory)
+                    transport.window = network.SimulatedWindow(core, windows, ranks_per_host, memory)
                     transport.cross = cross if hosts > 1 else None
                 core.program = self._program(core, transport)
                 cores.append(core)
@@ -180,7 +161,7 @@ class _Job:
         exchange = exchange_for(
             transport, settings.chunk_bytes, settings.small_bytes, core.context, settings.deterministic
         )
-        trace(exchange, core)
+        network.trace(exchange, core)
         how = reduction(self.dtype, ReduceOp.AVERAGE, 1.0, 1.0, size)
         vector = np.empty(VectorLayout(size).width(len(self.ready)), np.uint8)
         done, rounds, since = 0, 0, self.ready[0]
@@ -218,7 +199,7 @@ class _Job:
         """Return the request of a gradient, whose memory is that of all others."""
         description = self.descriptions[number]
         count = description.shapes[0][0]
-        view: Array = traced(self.memory[: count * dtype.itemsize].view(dtype), core)
+        view: Array = network.traced(self.memory[: count * dtype.itemsize].view(dtype), core)
         if self.dtype != "float32":
             core.move(2 * view.nbytes)  # converted, and back afterwards
         return Request(description, (view,), (view,))

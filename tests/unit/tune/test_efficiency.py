@@ -55,13 +55,13 @@ def test_json_and_a_plot(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hosts", "2,0"], "'2,0': numbers above 0"),
-        (["--ranks-per-host", "x"], "ranks-per-host"),
-        (["--gbits", "inf"], "numbers above 0"),
-        (["--wire", "int8"], "types of float32, bfloat16, float16"),
-        (["--set", "latency"], "--set latency: expected NAME=VALUE"),
-        (["--set", "bandwidth=3"], "a name of latency, "),
-        (["--set", "latency=-1"], "a value from 0 on"),
+        (["--hosts", "2,0"], "'0' is not a number above 0"),
+        (["--ranks-per-host", "x"], "'x' is not a number"),
+        (["--gbits", "inf"], "'inf' is not a number"),
+        (["--wire", "int8"], "'int8' is none of float32, bfloat16, float16"),
+        (["--set", "latency"], "'latency': NAME=VALUE is expected"),
+        (["--set", "bandwidth=3"], "one of latency, "),
+        (["--set", "latency=-1"], "from 0 on"),
         (["--model", "resnet51"], "did you mean resnet50?"),
     ],
 )
@@ -70,3 +70,19 @@ def test_what_is_refused(words, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_settings_count(capsys, monkeypatch):
+    words = ["simulate", "--hosts", "2", "--ranks-per-host", "2", "--gbits", "10", "--json"]
+
+    def messages(**environ):
+        with monkeypatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            assert main(words) == 0
+        return json.loads(capsys.readouterr().out)[0]["messages"]
+
+    assert messages(RINGDANCE_CHUNK_BYTES="65536") > 2 * messages() > messages(RINGDANCE_WINDOW="0") > 0
+    monkeypatch.setenv("RINGDANCE_CHUNK_BYTES", "x")
+    assert main(words) == 2
+    assert "RINGDANCE_CHUNK_BYTES='x' cannot be used" in capsys.readouterr().err
