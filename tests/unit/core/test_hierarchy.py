@@ -17,6 +17,7 @@ from ringdance.core.engine import Engine
 from ringdance.settings import Settings
 
 LAYOUTS = ("aabb", "aaabb", "abbb", "abab", "abbaacc", "bacccb")
+MANY = "abcdefghijklmnopqr"  # more than send blocks to each other on a power of two, and no power of two
 SMALL = Settings(chunk_bytes=4096, small_bytes=64)
 LENGTH = 20_011
 
@@ -53,8 +54,11 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return sent
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
-@pytest.mark.parametrize("hosts", LAYOUTS)
+@pytest.mark.parametrize(
+    ("hosts", "dtype"),
+    [(hosts, dtype) for hosts in LAYOUTS for dtype in ("float32", "bfloat16", "int32", "bool")]
+    + [(MANY, "float32"), (2 * MANY, "float32")],
+)
 def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, hosts: str, dtype: str) -> None:
     """2·S·(n - 1)/n of S bytes between n hosts, for any type and numbers of ranks."""
     sent = count_bytes(monkeypatch)

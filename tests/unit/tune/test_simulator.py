@@ -56,7 +56,7 @@ def test_a_core_is_busy_for_messages_and_copies():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("hosts", "ranks"), [(2, 1), (2, 8), (3, 2), (5, 4), (8, 8), (16, 1), (16, 8)])
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 1), (2, 8), (3, 2), (5, 4), (16, 8), (24, 1), (24, 8)])
 def test_a_host_sends_what_an_allreduce_needs(hosts, ranks, dtype):
     nbytes = 32 << 20
     step = simulate(FREE, hosts, ranks, gradients(nbytes), 0.01, wire_dtype=dtype)

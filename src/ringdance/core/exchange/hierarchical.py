@@ -9,7 +9,7 @@ import numpy as np
 from ringdance.core.exchange.arithmetic import Reduction, two_stages
 from ringdance.core.exchange.base import Array, Context, Steps
 from ringdance.core.exchange.chunks import chunks
-from ringdance.core.exchange.mpi import ChunkPipeline, MpiExchange
+from ringdance.core.exchange.mpi import ChunkPipeline, MpiExchange, sends_to_few, wire_bytes
 from ringdance.core.exchange.shared_memory import MIN_BLOCK_BYTES, SharedMemoryExchange
 from ringdance.transport.base import Hierarchy, Transport
 from ringdance.transport.window import Window, window_size
@@ -19,7 +19,8 @@ class HierarchicalExchange(MpiExchange):
     """As ``MpiExchange``, but large all-reduces are reduced inside each host first, if in two stages.
 
     Each block of a chunk has one owner on each host: as many blocks as the smallest host has members. Members
-    beyond them own none: they take part in the intra-host reduce and all-gather.
+    beyond them own none: they take part in the intra-host reduce and all-gather. Between many hosts the
+    blocks of several chunks cross together, see ``wire_bytes``.
 
     Args:
         transport: of all members.
@@ -44,8 +45,10 @@ class HierarchicalExchange(MpiExchange):
         index, count = transport.host_group.index(transport.rank), len(transport.host_group)
         window = transport.window or _private_window(chunk)
         self._inside = SharedMemoryExchange(window, index, count, chunk, small_bytes, context)
-        cross = hierarchy.cross
-        self._across = ChunkPipeline(cross or transport, chunk if cross else 0, small_bytes, context)
+        cross, block = hierarchy.cross, chunk // self._blocks + MIN_BLOCK_BYTES
+        self._together = max(1, wire_bytes(len(self._sizes), block) // block)
+        wire = self._together * block if cross else 0
+        self._across = ChunkPipeline(cross or transport, wire, small_bytes, context)
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
         if how.one_stage or sum(view.nbytes for view in inputs) <= self._small:
@@ -59,16 +62,27 @@ class HierarchicalExchange(MpiExchange):
         sizes = tuple([view.size for view in inputs])
         plan = chunks(sizes, self._chunk_in_host // how.dtype.itemsize, self._blocks)
         owned = [blocks[index] if index < self._blocks else () for blocks in plan]
-        yield from self._across.run(
-            [block[-1].end - block[0].at if block else 0 for block in owned],
-            across,
-            lambda number, buffer: inside.reduce_in_host(
-                plan[number], owned[number], inputs, in_host, buffer
-            ),
-            lambda number, buffer: inside.gather_in_host(
-                plan[number], owned[number], buffer, outputs, across
-            ),
-        )
+        lengths = [block[-1].end - block[0].at if block else 0 for block in owned]
+        whole = self._small >= 0 and across.mpi_op is not None and sends_to_few(len(self._sizes))
+        together = 1 if whole else self._together
+        groups = [range(len(plan))[at : at + together] for at in range(0, len(plan), together)]
+
+        def load(number: int, buffer: Array) -> Steps:
+            at = 0
+            for chunk in groups[number]:
+                total = buffer[at : at + lengths[chunk]]
+                yield from inside.reduce_in_host(plan[chunk], owned[chunk], inputs, in_host, total)
+                at += lengths[chunk]
+
+        def unload(number: int, buffer: Array) -> Steps:
+            at = 0
+            for chunk in groups[number]:
+                total = buffer[at : at + lengths[chunk]]
+                yield from inside.gather_in_host(plan[chunk], owned[chunk], total, outputs, across)
+                at += lengths[chunk]
+
+        wires = [sum(lengths[chunk] for chunk in group) for group in groups]
+        yield from self._across.run(wires, across, load, unload)
 
 
 def _private_window(buffer_bytes: int) -> Window:

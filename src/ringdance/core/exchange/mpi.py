@@ -16,7 +16,9 @@ from ringdance.transport.base import Pending, Transport
 _IN_FLIGHT = 4  # chunks: enough that packing, the network and unpacking overlap
 _AHEAD = 2  # of them are sent before the first is reduced, to keep the network busy
 _POLLS = 8  # consecutive tests for completion: the library moves data in each
-_FEW = 16  # members that send the blocks of a chunk to each other; MPI's own all-reduce is better for more
+_FEW = 16  # members that send the blocks of a chunk to each other, whatever their number
+_MESSAGE = 16 << 10  # bytes of a block, at least: for shorter ones a core costs more than the network
+_MAX_WIRE = 16 << 20  # bytes that cross together, at most
 # Data that are not reduced move in rounds, far below the 2^31 bytes at which MPI's counts end. From 4 MiB on
 # the size hardly matters; a second round in flight keeps the network busy while one is packed and unpacked.
 _ROUND_BYTES = 16 << 20
@@ -24,6 +26,19 @@ _ROUNDS = 2
 
 # A round in flight, and what unpacks it.
 _Posted = tuple[Pending, Callable[[], None] | None]
+
+
+def wire_bytes(members: int, chunk_bytes: int) -> int:
+    """Return the bytes that cross together between so many members, so that blocks are not short messages."""
+    return max(chunk_bytes, min(_MESSAGE * members, _MAX_WIRE))
+
+
+def sends_to_few(members: int) -> bool:
+    """Return whether each member of MPI's own all-reduce sends to few, and no more than it would in blocks.
+
+    That is so for a power of two; of other numbers some send twice as much.
+    """
+    return members > _FEW and members & (members - 1) == 0
 
 
 class _ChunkInFlight:
@@ -54,7 +69,7 @@ class _ChunkInFlight:
         """Send what ``buffer``, a part of ``memory``, holds."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
-        by_mpi = self._small >= 0 and (size > _FEW or buffer.nbytes <= self._small)
+        by_mpi = self._small >= 0 and (sends_to_few(size) or buffer.nbytes <= self._small)
         self._whole = by_mpi and how.mpi_op is not None
         if not buffer.size:
             return
@@ -177,7 +192,8 @@ class MpiExchange(Exchange):
     def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context) -> None:
         super().__init__(transport.rank, transport.size, context)
         self._transport = transport
-        self._chunk = max(64, chunk_bytes, small_bytes) // 64 * 64  # whole elements of any dtype
+        chunk = wire_bytes(transport.size, max(64, chunk_bytes, small_bytes))
+        self._chunk = chunk // 64 * 64  # whole elements of any dtype
         self._round = min(_ROUND_BYTES, 32 * self._chunk)
         self._pipeline = ChunkPipeline(transport, self._chunk, small_bytes, context)
 
