@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -15,13 +16,14 @@ from rich.table import Table
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, optional
 from ringdance.launch.cli import refuse_within_a_rank
 from ringdance.launch.hosts import facts_from, local_names
 from ringdance.launch.parser import Parser, as_program, seconds
 from ringdance.launch.remote.shell import add_host_options, hosts_of
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system import machine
+from ringdance.search.katib import experiment
 from ringdance.search.process import places
 from ringdance.search.searcher import STATES, Layout, Searcher, headline, short
 from ringdance.search.space import as_text, check_command, fill, read_space
@@ -73,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", action="store_true", help="slot k of a host is its GPU k: a trial sees only its own")
     text = "seconds for trials to end after Ctrl-C, or once pruned (default 30); Ctrl-C again ends them"
     add("--grace", type=seconds, default=30.0, metavar="S", help=text)
+    add("--katib", action="store_true", help="print the search as a Katib Experiment, and start nothing")
     add("command", nargs="+", metavar="COMMAND", help="after --: a trial, with {lr} for the parameter lr")
     add_host_options(made.add_argument_group("hosts"), "hosts and their slots (default: the cores here)")
     return made
@@ -85,6 +88,10 @@ def _search(arguments: argparse.Namespace) -> int:
         if number is not None and number < 1:
             raise LaunchError(f"{name} {number}: it must be 1 or more")
     space = replace(space, trials=arguments.trials or space.trials)
+    if arguments.katib:
+        text = json.dumps(experiment(space, arguments.command))  # else what its parts share becomes an anchor
+        print(optional("yaml", LaunchError).safe_dump(json.loads(text), sort_keys=False, width=110), end="")
+        return 0
     check_command(space, arguments.command)
     resolve_command(arguments.command[:1])
     layout, console = _layout(arguments, ranks), Console(highlight=False)

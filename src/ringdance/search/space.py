@@ -194,7 +194,11 @@ def fill(texts: Sequence[str], parameters: Mapping[str, Any], directory: Path) -
     """Put a trial's parameters, number and directory, whose name is the number, into texts."""
     place = directory.absolute()
     own = {"trial": str(int(place.name)), "dir": str(place), "params": str(place / "params.json")}
-    values = {name: as_text(value) for name, value in parameters.items()} | own
+    return substitute(texts, {name: as_text(value) for name, value in parameters.items()} | own)
+
+
+def substitute(texts: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Put `values` into the placeholders of texts."""
 
     def value(found: re.Match[str]) -> str:
         return values[found[1]] if found[1] else found[0][1:-1]
