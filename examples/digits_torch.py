@@ -29,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=32, help="images for each rank and step")
+    parser.add_argument("--lr", type=float, default=0.03, help="learning rate for the batch of one rank")
     options = parser.parse_args()
     hvd.init()
 
@@ -41,7 +42,7 @@ def main() -> None:
     model = network()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     # The batch of a step is `size` times as large: so is its learning rate.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03 * hvd.size(), momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr * hvd.size(), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
     seen, start = 0, time.perf_counter()

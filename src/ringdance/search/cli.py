@@ -189,7 +189,7 @@ def _plot(arguments: argparse.Namespace) -> int:
     best = [(trials[end - 1][0], better(value for _, value in trials[:end])) for end in ends]
     panels = {f"{len(trials)} finished trials": {"trial": trials, "best so far": best}}
     target = arguments.output or study.directory / "history.svg"
-    for path in plots.lines(target, panels, "trial", aim["name"]):
+    for path in plots.lines(target, panels, "trial", aim["name"], from_zero=False):
         print(path)
     return 0
 

@@ -16,9 +16,10 @@ from ringdance.submit.kubernetes.manifest import manifest
 from ringdance.submit.options import add_options, from_arguments
 
 _ENDED = 'status.conditions.#(type=="%s")#|#(status=="True")#'
-_SETTINGS = {  # Katib's names of Optuna's options
-    "seed": "random_state", "n_startup_trials": "min_trials_required", "n_warmup_steps": "start_step",
-}  # fmt: skip
+# Katib's names of what Optuna has, and of its options.
+_SAMPLERS = {"tpe": "tpe", "random": "random"}, {"seed": "random_state"}
+_WHEN = {"n_startup_trials": "min_trials_required", "n_warmup_steps": "start_step"}
+_PRUNERS = {"median": "medianstop"}, _WHEN
 
 
 def experiment(space: Space, command: Sequence[str]) -> Document:
@@ -47,7 +48,7 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
             "type": aim.goal, "objectiveMetricName": name,
             "metricStrategies": [{"name": name, "value": strategy}],
         },
-        "algorithm": _algorithm("sampler", space.sampler, {"tpe": "tpe", "random": "random"}),
+        "algorithm": _algorithm("sampler", space.sampler, *_SAMPLERS),
         "maxTrialCount": space.trials, "parallelTrialCount": parallel, "maxFailedTrialCount": space.failures,
         "metricsCollectorSpec": {
             "collector": {"kind": "StdOut"}, "source": {"filter": {"metricsFormat": [pattern]}},
@@ -64,7 +65,7 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
         },
     }  # fmt: skip
     if space.pruner["name"] != "none":
-        spec["earlyStopping"] = _algorithm("pruner", space.pruner, {"median": "medianstop"})
+        spec["earlyStopping"] = _algorithm("pruner", space.pruner, *_PRUNERS)
     return {**document, "apiVersion": "kubeflow.org/v1beta1", "kind": "Experiment", "spec": spec}
 
 
@@ -94,13 +95,15 @@ def _metric(space: Space) -> tuple[str, str]:
     return text.strip(), f"({text.strip()})\\s*({rest}"
 
 
-def _algorithm(kind: str, options: Mapping[str, Any], names: Mapping[str, str]) -> Document:
-    name, more = options["name"], [key for key in options if key != "name"]
-    if name not in names or not set(more) <= set(_SETTINGS):
-        known = f"{' and '.join(names)}, with {', '.join(_SETTINGS)}"
+def _algorithm(
+    kind: str, options: Mapping[str, Any], names: Mapping[str, str], settings: Mapping[str, str]
+) -> Document:
+    name, more = options["name"], {key: value for key, value in options.items() if key != "name"}
+    if name not in names or not more.keys() <= settings.keys():
+        known = f"{' and '.join(names)}, with {' and '.join(settings)}"
         raise LaunchError(f"--katib: {kind} {dict(options)}: what Katib has too is {known}")
-    settings = [{"name": _SETTINGS[key], "value": as_text(options[key])} for key in more]
-    return {"algorithmName": names[name], **({"algorithmSettings": settings} if settings else {})}
+    chosen = [{"name": settings[key], "value": as_text(value)} for key, value in more.items()]
+    return {"algorithmName": names[name], **({"algorithmSettings": chosen} if chosen else {})}
 
 
 def _parameter(name: str, one: Parameter) -> Document:

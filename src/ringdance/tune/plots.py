@@ -32,6 +32,7 @@ def lines(
     y_label: str | Sequence[str],
     noise: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     logarithmic: bool | str = False,
+    from_zero: bool = True,
 ) -> list[Path]:
     """Draw lines in panels side by side, once for light pages and once for dark ones.
 
@@ -45,6 +46,7 @@ def lines(
         noise: half of the interval around each point of a line, by its name, by the panel's title: drawn as a
             band.
         logarithmic: which axes are: "x", "y", "xy" (as True) or none.
+        from_zero: whether the y axis begins at 0, unless it is logarithmic; else at the lowest y.
 
     Returns:
         The two files.
@@ -64,7 +66,7 @@ def lines(
     written = []
     for suffix, theme in _THEMES.items():
         path = target.with_name(f"{target.stem}{suffix}{target.suffix}")
-        _write(path, panels, x_label, labels, noise or {}, axes, colours, theme)
+        _write(path, panels, x_label, labels, noise or {}, axes, from_zero, colours, theme)
         written.append(path)
     return written
 
@@ -80,8 +82,8 @@ def _colours(names: Iterable[str]) -> dict[str, int]:
 
 def _write(
     path: Path, panels: Mapping[str, Mapping[str, Line]], x_label: str, y_labels: Sequence[str],
-    noise: Mapping[str, Mapping[str, Sequence[float]]], logarithmic: str, colours: Mapping[str, int],
-    theme: tuple[str, str, str, str],
+    noise: Mapping[str, Mapping[str, Sequence[float]]], logarithmic: str, from_zero: bool,
+    colours: Mapping[str, int], theme: tuple[str, str, str, str],
 ) -> None:  # fmt: skip
     """Draw all panels in one theme and write them."""
     import matplotlib
@@ -104,7 +106,7 @@ def _write(
             axes.set_ylabel(y_label)
             for name, line in panel.items():
                 _line(axes, name, line, noise.get(title, {}).get(name), colours[name], palette)
-            _scale(axes, panel, logarithmic)
+            _scale(axes, panel, logarithmic, from_zero)
             figure.draw_without_rendering()  # so that labels know where their lines are
             _label(axes, panel, {name: palette[colours[name]] for name in panel})
         # Without the date, equal figures give equal files.
@@ -124,7 +126,7 @@ def _line(
         axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
-def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: str) -> None:
+def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: str, from_zero: bool) -> None:
     """Set the axes' scales and name the points on the x axis, if they are few."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -134,7 +136,7 @@ def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: str) -> None:
     if "y" in logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    else:
+    elif from_zero:
         axes.set_ylim(bottom=0)
     plain = FuncFormatter(lambda value, _: f"{value:,.10g}")
     axes.yaxis.set_major_formatter(plain)

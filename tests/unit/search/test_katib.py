@@ -23,7 +23,7 @@ objective: {name: accuracy, goal: maximize, line: 'test accuracy: ([0-9.]+)', ta
 trials: 12
 sampler: {name: tpe, seed: 3}
 pruner: {name: median, n_startup_trials: 4, n_warmup_steps: 2}
-kubernetes: {image: 'registry/train:1', name: digits, workers: 2, slots: 4, parallel: 3, volume: ['pvc:d:/data']}
+kubernetes: {image: 'registry/train:1', name: digits, workers: 2, slots: 4, parallel: 3, volume: ['pvc:d:/d']}
 """
 COMMAND = [
     "python", "train.py", "--lr", "{lr}", "--optimizer={optimizer}", "{nesterov}", "--out", "/data/{trial}"
