@@ -48,9 +48,8 @@ def main(argv: Sequence[str]) -> int:
     def action() -> int:
         arguments = parser.parse_args(list(argv))
         runs = [read_run(directory) for directory in arguments.directories]
-        trace = _trace(runs[-1], arguments.timeline)
-        uneven = min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
-        limit = judge(runs[-1], uneven)
+        trace = trace_of(runs[-1], arguments.timeline)
+        limit = judge(runs[-1], uneven_share(trace))
         limit.evidence.extend(notes(trace))
         target = arguments.output or runs[-1].directory / "report.html"
         target.write_text(page(runs, limit, trace, arguments.batch_size), encoding="utf-8")
@@ -63,10 +62,15 @@ def main(argv: Sequence[str]) -> int:
     return as_program("ringdance report", action)
 
 
-def _trace(run: Run, file: Path | None) -> list[RankTimes]:
-    """Return the run's timeline; empty without one."""
+def trace_of(run: Run, file: Path | None) -> list[RankTimes]:
+    """Return a run's timeline, or that of a file; empty without one."""
     found = [file] if file else [path for name in _TIMELINES for path in sorted(run.directory.glob(name))]
     return [one for one in ranks_of(load(found[0])) if one.steps.sum() > 0] if found else []
+
+
+def uneven_share(trace: Sequence[RankTimes]) -> float:
+    """Return the share of the time in which all ranks wait until others have submitted, now these, now those."""
+    return min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
 
 
 def _words(limit: RunLimit) -> str:

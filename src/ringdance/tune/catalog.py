@@ -1,0 +1,221 @@
+"""Machines, models and curves of convergence that a plan is made from: dated data, checked when read."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from math import log
+from pathlib import Path
+from typing import Any
+
+from ringdance.errors import LaunchError, optional
+from ringdance.job_files import NO_FORMAT, read_regular, typed
+
+_HERE = Path(__file__).parent
+_FILES = (".yaml", ".yml", ".toml")
+SYNTHETIC, FROM_FILES = 0.06, 0.15
+"""Standard deviation of a rank's step on a GPU, as a share of it, without and with input from files: fitted to
+published runs, see docs/howto/plan.md."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A kind of machine.
+
+    Attributes:
+        cores: physical ones.
+        gbits: of its network, Gbit/s, as it is sold.
+        gpus: in a machine; 0: it trains on CPUs.
+        gpu: their name.
+        nvlink: GB/s that a GPU can send to the others of its machine; 0 where they have PCI Express only.
+        rdma: whether GPUs use the network without TCP.
+        price: dollars for an hour; None if not known.
+        as_of: when it was so.
+    """
+
+    name: str
+    cores: int
+    gbits: float
+    gpus: int = 0
+    gpu: str = ""
+    nvlink: float = 0.0
+    rdma: bool = False
+    price: float | None = None
+    as_of: str = ""
+
+
+_KINDS = {
+    "cores": int, "gbits": float, "gpus": int, "gpu": str, "nvlink": float, "rdma": bool, "price": float,
+    "as_of": str,
+}  # fmt: skip
+
+
+def instance(name: str) -> Instance:
+    """Return a kind of machine by its name, or from a file that ends with .yaml or .toml.
+
+    Raises:
+        LaunchError: it is not known, or the file is not as expected.
+    """
+    if name.endswith(_FILES):
+        return _instance(Path(name).stem, _parsed(Path(name)), name)
+    known = instances()
+    if name not in known:
+        advice = ", ".join(known)
+        near = difflib.get_close_matches(name, known, n=1)
+        raise LaunchError(
+            f"--instance {name} is not known{f'; did you mean {near[0]}?' if near else '.'} Known are {advice}; "
+            "any other one is described in a file, --instance mine.yaml, with the fields cores, gbits, price"
+        )
+    return known[name]
+
+
+@cache
+def instances() -> dict[str, Instance]:
+    """Return the kinds of machines that come with the package."""
+    file = _HERE / "instances.toml"
+    return {name: _instance(name, found, str(file)) for name, found in _parsed(file).items()}
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """Read a YAML or TOML file. Raises LaunchError if it is none."""
+    text = read_regular(path)
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        yaml = optional("yaml", LaunchError, f"{path}: YAML needs PyYAML", "pyyaml", " (or write it as .toml)")
+        found = yaml.safe_load(text)
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(f"{path}: {error}") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "yaml":
+            raise
+        raise LaunchError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise LaunchError(f"{path} has no fields; expected lines such as `cores: 32`")
+    return found
+
+
+def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
+    for key in found:
+        if key not in _KINDS:
+            near = difflib.get_close_matches(str(key), _KINDS, n=1)
+            also = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(_KINDS)}"
+            raise LaunchError(f"{place}: an instance has no field {key!r}{also}")
+    values = {key: str(value) if key == "as_of" else value for key, value in found.items()}
+    for key, kind in _KINDS.items():
+        if key in values:
+            least = key in ("cores", "gbits")
+            try:
+                if typed(values, key, kind) is not None and kind in (int, float):
+                    if values[key] < 0 or (least and values[key] == 0):
+                        raise ValueError
+            except NO_FORMAT:
+                what = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+                more = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
+                raise LaunchError(f"{place}: {key} is {values[key]!r}; expected {what}{more}") from None
+        elif key in ("cores", "gbits"):
+            raise LaunchError(f"{place}: {key} is missing; an instance has at least cores and gbits")
+    return Instance(name, **values)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose gradients are known without a measurement.
+
+    Attributes:
+        stages: millions of parameters, tensors, share of the backward pass at whose end they are ready.
+        batch: samples of a rank and step that its published rates have.
+        samples: of the data set that it is usually trained on; 0 if there is none.
+        forward: share of a step before the backward pass.
+        spread: standard deviation of a rank's step, as a share of the step.
+    """
+
+    name: str
+    stages: list[list[float]]
+    batch: int
+    samples: int = 0
+    forward: float = 1 / 3
+    spread: float = FROM_FILES
+
+    def gradients(self, step_seconds: float, bytes_each: int = 4) -> list[tuple[int, float]]:
+        """Return bytes and the time at which it is ready of each gradient, in seconds after the step's begin."""
+        found, began = [], 0.0
+        for millions, count, ended in self.stages:
+            tensors = int(count)
+            for place in range(1, tensors + 1):
+                share = began + (ended - began) * place / tensors
+                ready = step_seconds * (self.forward + (1 - self.forward) * share)
+                found.append((round(millions * 1e6 / tensors) * bytes_each, ready))
+            began = ended
+        return found
+
+
+@cache
+def models() -> dict[str, Model]:
+    """Return the models that are known without a measurement."""
+    known = {field.name for field in fields(Model)}
+    rows = _parsed(_HERE / "models.toml")["models"]
+    return {name: Model(name, **{k: v for k, v in row.items() if k in known}) for name, row in rows.items()}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How many epochs a batch needs until an accuracy.
+
+    Attributes:
+        target: the accuracy.
+        what: what it is an accuracy of, and by which optimizer.
+        points: batch, epochs, base learning rate, epochs of warm-up.
+    """
+
+    model: str
+    target: float
+    what: str
+    points: tuple[tuple[float, ...], ...]
+
+    def at(self, batch: int) -> tuple[float, float, float] | None:
+        """Return epochs, learning rate and epochs of warm-up; None beyond the largest batch.
+
+        Smaller batches than the smallest one get its epochs; their rate is scaled in full.
+        """
+        batches = [point[0] for point in self.points]
+        if batch > batches[-1]:
+            return None
+        place = bisect_left(batches, batch)
+        high = self.points[place]
+        if place == 0:
+            return high[1], high[2] * batch / high[0], high[3]
+        low = self.points[place - 1]
+        share = log(batch / low[0]) / log(high[0] / low[0])
+        epochs, rate, warm_up = (a + (b - a) * share for a, b in zip(low[1:], high[1:], strict=True))
+        return epochs, rate, warm_up
+
+
+@cache
+def curves() -> dict[str, Curve]:
+    """Return the curves of convergence by model."""
+    rows = _parsed(_HERE / "models.toml")["curves"]
+    return {
+        name: Curve(name, row["target"], row["what"], tuple(map(tuple, row["points"])))
+        for name, row in rows.items()
+    }
+
+
+def curve(model: str, target: float) -> Curve:
+    """Return the curve of a model to an accuracy. Raises LaunchError if none is known."""
+    found = curves().get(model)
+    if found is None or found.target != target:
+        raise LaunchError(
+            f"--to-accuracy {target:g}: how many epochs {model} needs to it is not known, as MLPerf has reference "
+            f"points for {_listed(f'{one.target:g} of {one.model}' for one in curves().values())} only; give "
+            "--epochs"
+        )
+    return found
+
+
+def _listed(words: Iterable[str]) -> str:
+    return " and ".join(words)
