@@ -69,7 +69,7 @@ def trace_of(run: Run, file: Path | None) -> list[RankTimes]:
 
 
 def uneven_share(trace: Sequence[RankTimes]) -> float:
-    """Return the share of the time in which all ranks wait until others have submitted, now these, now those."""
+    """Return the share of the time in which all ranks wait until others have submitted."""
     return min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
 
 

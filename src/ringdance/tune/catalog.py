@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from math import log
 from pathlib import Path
@@ -14,12 +14,14 @@ from typing import Any
 
 from ringdance.errors import LaunchError, optional
 from ringdance.job_files import NO_FORMAT, read_regular, typed
+from ringdance.tune.gradient_sizes import gradients
 
 _HERE = Path(__file__).parent
 _FILES = (".yaml", ".yml", ".toml")
-SYNTHETIC, FROM_FILES = 0.06, 0.15
-"""Standard deviation of a rank's step on a GPU, as a share of it, without and with input from files: fitted to
-published runs, see docs/howto/plan.md."""
+SYNTHETIC, FROM_FILES = 0.06, 0.17
+"""Standard deviation of a rank's step on a GPU, as a share of it, without and with input from files.
+
+Fitted to published runs: see docs/howto/plan.md."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ def instance(name: str) -> Instance:
         advice = ", ".join(known)
         near = difflib.get_close_matches(name, known, n=1)
         raise LaunchError(
-            f"--instance {name} is not known{f'; did you mean {near[0]}?' if near else '.'} Known are {advice}; "
-            "any other one is described in a file, --instance mine.yaml, with the fields cores, gbits, price"
+            f"--instance {name} is not known{f'; did you mean {near[0]}?' if near else '.'} Known are "
+            f"{advice}; any other one is described in a file, --instance mine.yaml, with the fields cores, "
+            "gbits, price"
         )
     return known[name]
 
@@ -86,7 +89,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".toml":
             return tomllib.loads(text)
-        yaml = optional("yaml", LaunchError, f"{path}: YAML needs PyYAML", "pyyaml", " (or write it as .toml)")
+        yaml = optional("yaml", LaunchError, f"{path}: YAML needs PyYAML", "pyyaml", " (or write a .toml)")
         found = yaml.safe_load(text)
     except (ValueError, RecursionError) as error:
         raise LaunchError(f"{path}: {error}") from None
@@ -105,20 +108,20 @@ def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
             near = difflib.get_close_matches(str(key), _KINDS, n=1)
             also = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(_KINDS)}"
             raise LaunchError(f"{place}: an instance has no field {key!r}{also}")
-    values = {key: str(value) if key == "as_of" else value for key, value in found.items()}
-    for key, kind in _KINDS.items():
-        if key in values:
-            least = key in ("cores", "gbits")
-            try:
-                if typed(values, key, kind) is not None and kind in (int, float):
-                    if values[key] < 0 or (least and values[key] == 0):
-                        raise ValueError
-            except NO_FORMAT:
-                what = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
-                more = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
-                raise LaunchError(f"{place}: {key} is {values[key]!r}; expected {what}{more}") from None
-        elif key in ("cores", "gbits"):
+    values: dict[str, Any] = {key: str(value) if key == "as_of" else value for key, value in found.items()}
+    for key in ("cores", "gbits"):
+        if key not in values:
             raise LaunchError(f"{place}: {key} is missing; an instance has at least cores and gbits")
+    for key, value in values.items():
+        kind, least = _KINDS[key], key in ("cores", "gbits")
+        try:
+            typed(values, key, kind)
+            if kind in (int, float) and (value < 0 or (least and value == 0)):
+                raise ValueError
+        except NO_FORMAT:
+            what = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+            more = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
+            raise LaunchError(f"{place}: {key} is {value!r}; expected {what}{more}") from None
     return Instance(name, **values)
 
 
@@ -127,7 +130,6 @@ class Model:
     """A model whose gradients are known without a measurement.
 
     Attributes:
-        stages: millions of parameters, tensors, share of the backward pass at whose end they are ready.
         batch: samples of a rank and step that its published rates have.
         samples: of the data set that it is usually trained on; 0 if there is none.
         forward: share of a step before the backward pass.
@@ -135,31 +137,22 @@ class Model:
     """
 
     name: str
-    stages: list[list[float]]
     batch: int
     samples: int = 0
     forward: float = 1 / 3
     spread: float = FROM_FILES
 
-    def gradients(self, step_seconds: float, bytes_each: int = 4) -> list[tuple[int, float]]:
-        """Return bytes and the time at which it is ready of each gradient, in seconds after the step's begin."""
-        found, began = [], 0.0
-        for millions, count, ended in self.stages:
-            tensors = int(count)
-            for place in range(1, tensors + 1):
-                share = began + (ended - began) * place / tensors
-                ready = step_seconds * (self.forward + (1 - self.forward) * share)
-                found.append((round(millions * 1e6 / tensors) * bytes_each, ready))
-            began = ended
-        return found
+    def gradients(self, step_seconds: float) -> list[tuple[int, float]]:
+        """Return bytes of each gradient, and seconds after the step's begin at which it is ready."""
+        own = (1 - self.forward) * 3 / 2
+        return [(size, step_seconds * (1 - (1 - ready) * own)) for size, ready in gradients(self.name, 1.0)]
 
 
 @cache
 def models() -> dict[str, Model]:
     """Return the models that are known without a measurement."""
-    known = {field.name for field in fields(Model)}
     rows = _parsed(_HERE / "models.toml")["models"]
-    return {name: Model(name, **{k: v for k, v in row.items() if k in known}) for name, row in rows.items()}
+    return {name: Model(name, **row) for name, row in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -210,9 +203,9 @@ def curve(model: str, target: float) -> Curve:
     found = curves().get(model)
     if found is None or found.target != target:
         raise LaunchError(
-            f"--to-accuracy {target:g}: how many epochs {model} needs to it is not known, as MLPerf has reference "
-            f"points for {_listed(f'{one.target:g} of {one.model}' for one in curves().values())} only; give "
-            "--epochs"
+            f"--to-accuracy {target:g}: how many epochs {model} needs to it is not known, as MLPerf has "
+            f"reference points for {_listed(f'{one.target:g} of {one.model}' for one in curves().values())} "
+            "only; give --epochs"
         )
     return found
 

@@ -17,8 +17,7 @@ _COMPUTE, _COLLECTIVE = 4, 7  # of NodeType
 _ALL_REDUCE = 0  # of CollectiveCommType
 _SCHEMA: dict[str, tuple[tuple[str, int, str], ...]] = {
     "AttributeProto": (
-        ("name", 1, "string"), ("int64_val", 9, "int64"), ("uint64_val", 13, "uint64"), ("bool_val", 27, "bool"),
-        ("string_val", 29, "string"),
+        ("name", 1, "string"), ("int64_val", 9, "int64"), ("bool_val", 27, "bool"),
     ),
     "GlobalMetadata": (("version", 1, "string"), ("attr", 2, "*AttributeProto")),
     "Node": (
@@ -48,7 +47,6 @@ def write_step(
     """
     kinds = _kinds()
     metadata = kinds["GlobalMetadata"](version="0.0.4")
-    metadata.attr.add(name="schema", string_val="1.0.2-chakra.0.0.4")
     data = b"".join(_framed(one) for one in [metadata, *_nodes(kinds["Node"], gradients, step_seconds)])
     directory.mkdir(parents=True, exist_ok=True)
     files = [directory / f"step.{rank}.et" for rank in range(ranks)]
@@ -59,7 +57,7 @@ def write_step(
 
 def _nodes(kind: Any, gradients: Sequence[tuple[int, float]], step_seconds: float) -> Iterable[Any]:
     """Yield the nodes: computation up to a gradient, its all-reduce, ..., the rest, and the update."""
-    number, last, began, exchanges = 0, list[int](), 0, list[int]()
+    number, last, began, exchanges = 1, list[int](), 0, list[int]()
 
     def compute(name: str, ended: int, after: Iterable[int]) -> Any:
         node = kind(id=number, name=name, type=_COMPUTE, data_deps=after)

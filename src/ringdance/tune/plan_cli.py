@@ -16,21 +16,21 @@ from rich.table import Table
 
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
-from ringdance.tune import planner
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
-from ringdance.tune.planner import Options, Row, Workload
+from ringdance.tune.chakra import write_step
+from ringdance.tune.planner import Options, Row, Workload, choose, from_bench, from_model, machine, predict
+from ringdance.tune.plots import lines
 
 _EPILOG = """\
 examples:
   ringdance bench train --model resnet50 --framework torch --np 1,2 --json bench.json
   ringdance plan --from bench.json --instance c5.18xlarge --np 4,32,256 --samples 1281167 --epochs 90
-  ringdance plan --model resnet50 --images-per-second 395 --instance p3.16xlarge --to-accuracy 75.9 --deadline 2h
-  ringdance plan --model resnet50 --images-per-second 5874 --of 8 --instance p3.16xlarge --epochs 90 --budget 100
+  ringdance plan --model resnet50 --images-per-second 395 --instance p3.16xlarge --epochs 90 --deadline 4h
+  ringdance plan --model resnet50 --images-per-second 5874 --of 8 --instance p3.16xlarge --to-accuracy 75.9
   ringdance plan --from bench.json --instance mine.yaml --np 64 --chakra traces
 
-mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU), rdma
-(true or false), price (dollars for an hour) and as_of (its date). A plan is a prediction: at its end it lists
-what it assumes.
+mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU),
+rdma (true or false), price (dollars for an hour) and as_of (its date). A plan ends with what it assumes.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "d": 24.0}
 _MOST = 512  # machines
@@ -39,15 +39,7 @@ _MOST = 512  # machines
 def main(argv: Sequence[str]) -> int:
     """``ringdance plan``: `argv` without the program and ``plan``; returns the exit code."""
     parser = _parser()
-
-    def action() -> int:
-        arguments = parser.parse_args(list(argv))
-        if arguments.list:
-            _list()
-            return 0
-        return _plan(arguments)
-
-    return as_program("ringdance plan", action)
+    return as_program("ringdance plan", lambda: _plan(parser.parse_args(list(argv))))
 
 
 def _parser() -> Parser:
@@ -62,29 +54,30 @@ def _parser() -> Parser:
     add("--model", metavar="NAME", help=text)
     text = "rate of the model on one rank; with --from: of a rank there, such as a faster GPU"
     add("--images-per-second", type=_positive, metavar="R", help=text)
-    add("--of", type=int, default=1, metavar="N", help="the rate is that of N ranks together (default 1)")
-    add("--batch", type=int, metavar="N", help="samples of a rank and step (default: that of the model)")
-    text = "standard deviation of a rank's step as a share of it (default: as measured; with --model 0.15)"
-    add("--spread", type=float, metavar="SHARE", help=text)
-    add("--instance", metavar="NAME|FILE", help="the machines: a known kind, or a .yaml or .toml file")
-    add("--list", action="store_true", help="show the kinds of machines that are known")
-    add("--np", type=_numbers, metavar="N,N", help="numbers of ranks (default: 1, 2, 4, ... 32 machines)")
+    add("--of", type=_count, default=1, metavar="N", help="the rate is that of N ranks together (default 1)")
+    add("--batch", type=_count, metavar="N", help="samples of a rank and step (default: that of the model)")
+    text = "standard deviation of a rank's step, as a share (default: as measured; with --model 0.17)"
+    add("--spread", type=_positive, metavar="SHARE", help=text)
+    text = f"the machines, a .yaml or .toml file or one of {', '.join(instances())}"
+    add("--instance", required=True, metavar="NAME|FILE", help=text)
+    add("--np", type=_numbers, metavar="N,N", help="numbers of ranks (default: of 1, 2, 4, ... 32 machines)")
     text = "ranks on a machine (default: its GPUs, or as many as its cores are enough for)"
-    add("--ranks-per-host", type=int, default=0, metavar="N", help=text)
+    add("--ranks-per-host", type=_count, default=0, metavar="N", help=text)
     add("--gbits", type=_positive, metavar="G", help="another network, Gbit/s")
-    text = "that simulated hosts share the cores of one machine: how many do (default 1)"
-    add("--shared-cores", type=int, default=1, metavar="N", help=text)
+    text = "as many hosts share the cores of one machine, as simulated ones do (default 1)"
+    add("--shared-cores", type=_count, default=1, metavar="N", help=text)
     kinds = ("float32", "float16", "bfloat16")
     add("--wire", choices=kinds, default="float32", help="what gradients are sent as (default float32)")
-    add("--samples", type=int, metavar="N", help="of an epoch (default: those of the model's data set)")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--epochs", type=_positive, metavar="N", help="epochs to train")
+    add("--samples", type=_count, default=0, metavar="N", help="of an epoch (default: the model's data set)")
+    how, goal = (parser.add_mutually_exclusive_group() for _ in range(2))
+    how.add_argument("--epochs", type=_positive, default=0.0, metavar="N", help="epochs to train")
     text = "as many as the batch needs, by MLPerf's reference points"
     how.add_argument("--to-accuracy", type=_positive, metavar="A", help=text)
     add("--price", type=_positive, metavar="P", help="dollars for an hour of a machine")
-    goal = parser.add_mutually_exclusive_group()
-    goal.add_argument("--deadline", type=_hours, metavar="T", help="such as 2h or 90m: the fewest machines")
-    goal.add_argument("--budget", type=_positive, metavar="P", help="dollars: the fastest for it")
+    text = "such as 2h or 90m: find the fewest machines"
+    goal.add_argument("--deadline", type=_hours, default=0.0, metavar="T", help=text)
+    text = "dollars: find the fastest for it"
+    goal.add_argument("--budget", type=_positive, default=0.0, metavar="P", help=text)
     add("--plot", type=Path, metavar="FILE", help="draw it as .svg or .png")
     text = "write the step's traces for simulators, a file for each rank; with one --np"
     add("--chakra", type=Path, metavar="DIR", help=text)
@@ -92,214 +85,176 @@ def _parser() -> Parser:
     return parser
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    if not arguments.instance:
-        raise LaunchError("give the machines: --instance p3.16xlarge, or a file (all that are known: --list)")
-    if (arguments.bench is None) == (arguments.model is None):
-        raise LaunchError("give what is trained: --from bench.json, or --model NAME --images-per-second R")
-    for name in ("of", "shared_cores", "batch", "samples"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise LaunchError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
-    if arguments.ranks_per_host < 0 or (arguments.spread or 0) < 0:
-        raise LaunchError("--ranks-per-host and --spread are 0 or more")
-    on = instance(arguments.instance)
-    on = replace(on, gbits=arguments.gbits or on.gbits)
-    if arguments.price:
-        on = replace(on, price=arguments.price, as_of="--price")
-    options = Options(arguments.ranks_per_host, arguments.wire, arguments.shared_cores, arguments.samples or 0)
-    load, options = _load(arguments, on, options)
-    if (arguments.deadline or arguments.budget) and not (options.samples and (options.epochs or options.curve)):
-        raise LaunchError("--deadline and --budget need to know the work: --samples N and --epochs N or --to-accuracy")
-    if arguments.budget and on.price is None:
-        raise LaunchError(f"the price of {on.name} is not known; give --price")
+def _plan(given: argparse.Namespace) -> int:
+    on = instance(given.instance)
+    changed = {"gbits": given.gbits} if given.gbits else {}
+    on = replace(on, **changed, **({"price": given.price, "as_of": "--price"} if given.price else {}))
+    options = Options(given.ranks_per_host, given.wire, given.shared_cores, given.samples, given.epochs)
+    load, options = _load(given, on, options)
+    aim = bool(given.deadline or given.budget)
+    if aim and not (options.samples and (options.epochs or options.curve)):
+        raise LaunchError("--deadline and --budget need --samples N, and --epochs N or --to-accuracy A")
+    if given.budget and on.price is None:
+        raise LaunchError(f"--budget: the price of {on.name} is not known; give --price")
     per_host = options.per_host(load, on)
-    ranks = arguments.np or [per_host * 2**power for power in range(6)]
-    rows = [planner.predict(load, on, one, options) for one in ranks]
-    best = None
-    if arguments.deadline or arguments.budget:
-        best, tried = planner.choose(
-            lambda hosts: planner.predict(load, on, hosts * per_host, options), _MOST,
-            arguments.deadline or 0.0, arguments.budget or 0.0,
-        )  # fmt: skip
-        verdict = _verdict(best, list(tried.values()), arguments)
+    ranks = given.np or [per_host * 2**power for power in range(6)]
+    if given.chakra and len(ranks) != 1:
+        raise LaunchError("--chakra writes the traces of one size: give one number, such as --np 64")
+    rows = [predict(load, on, one, options) for one in ranks]
+    best, verdict = None, ""
+    if aim:
+        best, tried = choose(
+            lambda hosts: predict(load, on, hosts * per_host, options), _MOST, given.deadline, given.budget
+        )
+        verdict = _verdict(best, list(tried.values()), given)
     assumed = assumptions(load, on, options)
-    if arguments.json:
-        more = {"best": asdict(best) if best else None, "verdict": verdict} if arguments.deadline or arguments.budget else {}
-        print(json.dumps({"rows": [asdict(row) for row in rows], **more, "assumptions": assumed}, indent=1))
+    if given.json:
+        shown = {"rows": [asdict(row) for row in rows], "best": best and asdict(best), "verdict": verdict}
+        print(json.dumps({**shown, "assumptions": assumed}, indent=1))
     else:
-        console = Console()
+        console = Console(highlight=False)
         console.print(table(rows, load, on))
-        if arguments.deadline or arguments.budget:
-            console.print(verdict, style="bold", highlight=False)
-        console.print(Panel("\n".join(f"- {line}" for line in assumed), title="Assumptions"), highlight=False)
-    if arguments.plot:
-        _plot(arguments.plot, rows, load)
-    if arguments.chakra:
-        if len(ranks) != 1:
-            raise LaunchError("--chakra writes the traces of one size: give one number, such as --np 64")
-        from ringdance.tune.chakra import write_step
-
-        files = write_step(arguments.chakra, load.gradients, load.compute, rows[0].ranks)
-        if not arguments.json:
-            print(f"The step's traces are {files[0]} ... {files[-1].name}")
+        if aim:
+            console.print(verdict, style="bold")
+        console.print(Panel("\n".join(f"- {line}" for line in assumed), title="Assumptions"))
+    files = _plot(given.plot, rows, load) if given.plot else []
+    if given.chakra:
+        files += write_step(given.chakra, load.gradients, load.compute, rows[0].ranks)
+    if files and not given.json:
+        print(f"Written: {', '.join(map(str, files[:3]))}{f' ... {files[-1]}' if len(files) > 3 else ''}")
     return 0
 
 
-def _load(
-    arguments: argparse.Namespace, on: Instance, options: Options
-) -> tuple[Workload, Options]:
-    """Return the step, and the options with samples and epochs."""
-    if arguments.bench is not None:
-        load = _measured(arguments, on)
-    else:
-        known = models()
-        if arguments.model not in known:
-            raise LaunchError(
-                f"--model {arguments.model} is not known; known are {', '.join(known)}. Measure any other one: "
-                "ringdance bench train --json bench.json, then --from bench.json"
-            )
-        if not arguments.images_per_second:
-            raise LaunchError("--model needs a rate: --images-per-second R, of one rank or of --of N together")
-        model = known[arguments.model]
-        if arguments.spread is not None:
-            model = replace(model, spread=arguments.spread)
+def _load(given: argparse.Namespace, on: Instance, options: Options) -> tuple[Workload, Options]:
+    """Return the step, and the options with what its model says."""
+    if (given.bench is None) == (given.model is None):
+        raise LaunchError("say what is trained: --from bench.json, or --model NAME --images-per-second R")
+    known = models()
+    if given.bench is not None:
+        load = _measured(given, on)
+    elif given.model not in known:
+        raise LaunchError(
+            f"--model {given.model} is not known; known are {', '.join(known)}. Measure it: `ringdance bench "
+            "train --json bench.json`, then --from bench.json"
+        )
+    elif not given.images_per_second:
+        raise LaunchError("--model needs its rate: --images-per-second R, of one rank or of --of N together")
+    model = known.get(load.model if given.bench else given.model)
+    if model is not None:
         options = replace(options, samples=options.samples or model.samples)
-        batch = arguments.batch or model.batch
-        load = planner.from_model(model, arguments.images_per_second, batch, on, options, arguments.of)
-    if arguments.to_accuracy:
-        options = replace(options, curve=curve(load.model, arguments.to_accuracy))
-        options = replace(options, samples=options.samples or getattr(models().get(load.model), "samples", 0))
-    return load, replace(options, epochs=arguments.epochs or 0.0)
+    if given.bench is None and model is not None:
+        model = replace(model, spread=given.spread or model.spread)
+        batch = given.batch or model.batch
+        load = from_model(model, given.images_per_second, batch, on, options, given.of)
+    if given.to_accuracy:
+        options = replace(options, curve=curve(load.model, given.to_accuracy))
+    return load, options
 
 
-def _measured(arguments: argparse.Namespace, on: Instance) -> Workload:
-    load = planner.from_bench(arguments.bench)
-    if arguments.batch and arguments.batch != load.batch:
-        raise LaunchError(f"--batch {arguments.batch}: {arguments.bench} was measured with {load.batch}; measure again")
-    rate = arguments.images_per_second
+def _measured(given: argparse.Namespace, on: Instance) -> Workload:
+    load, rate = from_bench(given.bench), given.images_per_second
+    if given.batch and given.batch != load.batch:
+        raise LaunchError(f"--batch {given.batch}: {given.bench} is of {load.batch}; measure again")
     if rate:
-        load = load.slower(load.batch * arguments.of / rate / load.compute)
-        load = replace(load, cores=0.0 if on.gpus else load.cores, source=f"{load.source} Scaled to {rate:,.5g} samples/s"
-                       f"{f' of {arguments.of} ranks' if arguments.of > 1 else ' of a rank'}.")  # fmt: skip
+        scaled = f"{load.source} Scaled to {rate:,.5g} samples/s of {given.of} ranks."
+        load = replace(load.slower(load.batch * given.of / rate / load.compute), source=scaled)
+        load = replace(load, cores=0.0 if on.gpus else load.cores or on.cores)
     elif bool(on.gpus) == bool(load.cores):
         there, here = ("GPUs", "CPUs") if on.gpus else ("CPUs", "GPUs")
         raise LaunchError(
-            f"{arguments.bench} was measured on {here}, and {on.name} trains on {there}: give the rate of one of "
+            f"{given.bench} was measured on {here}, and {on.name} trains on {there}: give the rate of one of "
             "its ranks, --images-per-second R, or measure there"
         )
-    if arguments.spread is not None:
-        load = replace(load, spread=arguments.spread * load.compute)
-    return load
+    return replace(load, spread=given.spread * load.compute) if given.spread else load
 
 
 def table(rows: Sequence[Row], load: Workload, on: Instance) -> Table:
     """Return the predictions as a table."""
-    found = Table(box=SIMPLE_HEAD, title=f"{load.model} on {on.name}", title_justify="left", pad_edge=False)
-    names = ["ranks", "machines", "samples/s", "efficiency", "step ms", "exposed ms", "skew ms"]
-    timed, priced = any(row.hours for row in rows), any(row.money for row in rows)
-    for name in names + ["batch", "epochs", "hours"] * timed + ["$"] * priced:
+    columns: dict[str, list[float | str | None]] = {
+        "ranks": [row.ranks for row in rows], "hosts": [row.hosts for row in rows],
+        "samples/s": [row.samples_per_second for row in rows],
+        "efficiency": [f"{row.efficiency:.0%}" for row in rows],
+        "step": [row.step_seconds * 1e3 for row in rows],
+        "exposed": [row.exposed_seconds * 1e3 for row in rows],
+        "skew": [row.skew_seconds * 1e3 for row in rows], "batch": [row.batch for row in rows],
+        "epochs": [row.epochs for row in rows], "hours": [row.hours for row in rows],
+        "$": [row.money for row in rows],
+    }  # fmt: skip
+    known = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
+    title = f"{load.model} on {on.name}; step, exposed communication and skew in ms"
+    found = Table(box=SIMPLE_HEAD, title=title, title_justify="left", padding=0, show_edge=False)
+    for name in known:
         found.add_column(name, justify="right")
-    for row in rows:
-        cells = [
-            str(row.ranks), str(row.hosts), f"{row.samples_per_second:,.4g}" if row.samples_per_second < 1000
-            else f"{row.samples_per_second:,.0f}", f"{row.efficiency:.0%}", f"{row.step_seconds * 1e3:,.1f}",
-            f"{row.exposed_seconds * 1e3:,.1f}", f"{row.skew_seconds * 1e3:,.1f}",
-        ]  # fmt: skip
-        if timed:
-            cells += [f"{row.batch:,}", "-" if row.epochs is None else f"{row.epochs:.3g}", _number(row.hours)]
-        found.add_row(*cells, *[_number(row.money)] * priced)
+    for row in zip(*known.values(), strict=True):
+        found.add_row(*map(_cell, row))
     return found
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+def _cell(value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
+    digits = 0 if isinstance(value, int) or value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f}"
 
 
 def assumptions(load: Workload, on: Instance, options: Options) -> list[str]:
     """Return everything that a plan assumes, as sentences."""
     per_host = options.per_host(load, on)
-    base = planner.machine(load, on, per_host, options.crowd)
-    how = "NCCL" if not load.cores else "MPI over TCP"
+    base = machine(load, on, per_host, options.crowd)
+    how = "MPI over TCP" if load.cores else "NCCL"
+    cores = f"on {load.cores:g} cores, of {on.cores} in a machine" if load.cores else "on a GPU"
+    crowd = f" that {options.crowd} hosts share" if options.crowd > 1 else ""
     found = [
         f"Step: {load.source} {len(load.gradients)} gradients, {load.bytes / 1e6:,.1f} MB in float32.",
-        f"Exchange: Ringdance's own plans on simulated hosts, sent as {options.wire}, with the default settings.",
-        f"Machines: {per_host} ranks on each; {how} gets {base.bandwidth * 8e-9:.3g} of {on.gbits:g} Gbit/s between "
-        f"them, latency {base.latency * 1e6:.0f} us; no other traffic, no congestion.",
-        f"Skew: a rank's step has a standard deviation of {load.spread / load.compute:.1%} ({load.spread * 1e3:.3g} "
-        "ms), normal and independent; all wait for the slowest.",
-        "A rank computes as fast as it was measured, whatever its machine; its input keeps up.",
+        f"Exchange: Ringdance's plans on simulated hosts, {options.wire} on the wire, default settings.",
+        f"Machines: {per_host} ranks on each; {how} gets {base.bandwidth * 8e-9:.3g} of {on.gbits:g} Gbit/s "
+        f"between them, latency {base.latency * 1e6:.0f} us; no other traffic, no congestion.",
+        f"Skew: a rank's step deviates by {load.spread / load.compute:.1%} ({load.spread * 1e3:.3g} ms, "
+        "normal, independent of the others); all wait for the slowest.",
+        f"A rank computes {cores}{crowd}, as fast as it was measured; its input keeps up.",
     ]
-    if load.cores:
-        found[-1] = (
-            f"A rank computes on {load.cores:g} cores, each as fast as those measured; a machine has {on.cores}"
-            f"{f', which {options.crowd} hosts share' if options.crowd > 1 else ''}. Its input keeps up."
-        )
-    if options.epochs and options.samples:
-        found.append(f"Work: {options.epochs:g} epochs of {options.samples:,} samples, whatever the batch.")
-    if options.curve and options.samples:
+    if not options.samples or not (options.epochs or options.curve):
+        return found
+    work = f"{options.epochs:g} epochs, whatever the batch"
+    if options.curve:
         points = options.curve.points
-        found.append(
-            f"Work: epochs of {options.samples:,} samples to {options.curve.target:g} ({options.curve.what}) by MLPerf's "
-            f"reference points: {points[0][1]:g} up to batch {points[0][0]:,}, {points[-1][1]:g} at "
-            f"{points[-1][0]:,}; beyond it nothing is known (-)."
+        work = (
+            f"epochs to {options.curve.target:g} ({options.curve.what}) by MLPerf's reference points: "
+            f"{points[0][1]:g} up to batch {points[0][0]:,}, {points[-1][1]:g} at {points[-1][0]:,}, beyond "
+            "it not known"
         )
-    if options.samples and (options.epochs or options.curve):
-        found.append("Hours are those of training: no start, evaluation, checkpoints or failures.")
-        price = "not known (--price)" if on.price is None else f"${on.price:g} for an hour, as of {on.as_of or 'its file'}"
-        found.append(f"Price of {on.name}: {price}; whole machines, by the second.")
-    return found
+    price = f"${on.price:g} an hour (as of {on.as_of or 'its file'})" if on.price else "not known (--price)"
+    return [
+        *found,
+        f"Work: {options.samples:,} samples an epoch; {work}. No start, evaluation, checkpoint or failure.",
+        f"Price of {on.name}: {price}; whole machines, by the second.",
+    ]
 
 
-def _verdict(best: Row | None, tried: Sequence[Row], arguments: argparse.Namespace) -> str:
+def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) -> str:
     """Return in a sentence which number of machines to take."""
-    limit = f"{arguments.deadline:.3g} hours" if arguments.deadline else f"${arguments.budget:,.2f}"
-    if best is None:
-        known = [row for row in tried if row.hours is not None]
-        if not known:
-            return f"No number of machines: the batch of even {tried[0].hosts} is beyond the reference points."
-        if arguments.deadline:
-            row = min(known, key=lambda one: one.hours or 0.0)
-            return f"No number of machines up to {_MOST} keeps {limit}: the fastest, {row.hosts}, needs {_number(row.hours)} hours."
-        row = min(known, key=lambda one: one.money or 0.0)
-        return f"No number of machines keeps {limit}: the cheapest, {row.hosts}, costs ${_number(row.money)}."
-    cost = f" and ${_number(best.money)}" if best.money is not None else ""
-    what = "the fewest that keep" if arguments.deadline else "the fastest for"
-    return (
-        f"Take {best.hosts} machine{'s' * (best.hosts > 1)} ({best.ranks} ranks): {_number(best.hours)} hours{cost}, "
-        f"{what} {limit}."
-    )
+    limit = f"{given.deadline:.3g} hours" if given.deadline else f"${given.budget:,.2f}"
+    if best is not None:
+        cost = f" and ${_cell(best.money)}" if best.money is not None else ""
+        what = "the fewest that keep" if given.deadline else "the fastest for"
+        plural = "s" * (best.hosts > 1)
+        return f"Take {best.hosts} host{plural}: {_cell(best.hours)} hours{cost}, {what} {limit}."
+    known = [row for row in tried if row.hours is not None]
+    if not known:
+        return f"No number of hosts: a batch of {tried[0].batch:,} is beyond the reference points."
+    row = min(known, key=lambda one: (one.hours if given.deadline else one.money) or 0.0)
+    found = f"{_cell(row.hours)} hours" + (f" and ${_cell(row.money)}" if row.money else "")
+    return f"No number of hosts up to {_MOST} keeps {limit}: the nearest is {row.hosts}, with {found}."
 
 
-def _plot(file: Path, rows: Sequence[Row], load: Workload) -> None:
-    from ringdance.tune.plots import lines
-
-    rate = load.batch / load.compute
+def _plot(file: Path, rows: Sequence[Row], load: Workload) -> list[Path]:
+    kinds = {"samples/s": "samples_per_second", "hours": "hours", "dollars": "money"}
     panels = {
-        "Throughput": {
-            "predicted": [(row.ranks, row.samples_per_second) for row in rows],
-            "bound": [(row.ranks, rate * row.ranks) for row in rows],
-        }
-    }
-    labels = ["samples/s"]
-    if any(row.hours for row in rows):
-        panels["Time"] = {"predicted": [(row.ranks, row.hours) for row in rows if row.hours is not None]}
-        labels.append("hours")
-    if any(row.money for row in rows):
-        panels["Cost"] = {"predicted": [(row.ranks, row.money) for row in rows if row.money is not None]}
-        labels.append("dollars")
-    written = lines(file, panels, "ranks", labels, logarithmic="x")
-    print(f"The plots are {' and '.join(map(str, written))}")
-
-
-def _list() -> None:
-    found = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("instance", "GPUs", "cores", "Gbit/s", "NVLink GB/s", "$/h", "as of"):
-        found.add_column(name, justify="left" if name == "instance" else "right")
-    for name, one in instances().items():
-        gpus = f"{one.gpus} {one.gpu}" if one.gpus else "-"
-        found.add_row(name, gpus, str(one.cores), f"{one.gbits:g}", f"{one.nvlink:g}" if one.nvlink else "-",
-                      _number(one.price), one.as_of)  # fmt: skip
-    Console().print(found)
+        name: {"predicted": [(row.ranks, value) for row in rows if (value := getattr(row, key)) is not None]}
+        for name, key in kinds.items() if getattr(rows[0], key) is not None
+    }  # fmt: skip
+    panels["samples/s"]["bound"] = [(row.ranks, load.batch / load.compute * row.ranks) for row in rows]
+    return lines(file, panels, "ranks", list(panels), logarithmic="x")
 
 
 def _positive(text: str) -> float:
@@ -308,15 +263,20 @@ def _positive(text: str) -> float:
     return found
 
 
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,12}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
+    return int(text)
+
+
 def _numbers(text: str) -> list[int]:
-    found = [int(word) for word in text.split(",")] if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text) else []
-    if not found or min(found) < 1 or max(found) > 100_000:
+    if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
         raise argparse.ArgumentTypeError(f"{text} is no list of numbers of ranks, such as 8,32,256")
-    return found
+    return [int(word) for word in text.split(",")]
 
 
 def _hours(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(h|m|min|d)", text)
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(h|min|m|d)", text)
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text} is no time, such as 2h, 90m or 1.5d")
     return float(match[1]) * _HOURS[match[2]]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, stdev
-from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.job_files import NO_FORMAT, read_regular, typed
@@ -103,7 +102,9 @@ class Row:
     money: float | None = None
 
 
-def from_model(model: Model, rate: float, batch: int, on: Instance, options: Options, of: int = 1) -> Workload:
+def from_model(
+    model: Model, rate: float, batch: int, on: Instance, options: Options, of: int = 1
+) -> Workload:
     """Return the step of a known model by a published rate.
 
     Args:
@@ -115,7 +116,7 @@ def from_model(model: Model, rate: float, batch: int, on: Instance, options: Opt
         of: number of ranks that reached this rate.
     """
     seconds = batch * of / rate
-    source = f"{model.name}: {rate:,.5g} samples/s on {of} rank{'s' * (of > 1)}, batch {batch} each, as given."
+    source = f"{model.name}: {rate:,.5g} samples/s of {of} rank{'s' * (of > 1)}, batch {batch}, as given."
     cores = 0.0 if on.gpus else float(on.cores)
     load = Workload(
         model.name, batch, seconds, tuple(model.gradients(seconds)), model.spread * seconds, of, cores, source
@@ -136,22 +137,22 @@ def from_bench(path: Path) -> Workload:
         row = min(found["sizes"], key=lambda one: typed(one, "ranks", int))
         ranks, times = row["ranks"], row["step_seconds"]
         compute = float(times.get("alone") or times["ringdance"] * (1 - row.get("exposed_share", 0.0)))
-        gradients = [(typed(one, "bytes", int), float(typed(one, "seconds", float))) for one in row["gradients"]]
+        gradients = [(typed(one, "bytes", int), typed(one, "seconds", float)) for one in row["gradients"]]
         single = [float(value) for value in row.get("single_steps") or ()]
         gpus, cores = bool(row.get("gpus")), typed(row, "cores", int)
         per_host = max(1, row.get("ranks_per_host", ranks))
         batch, model = typed(found, "batch", int), typed(found, "model", str)
     except NO_FORMAT as error:
         raise LaunchError(
-            f"{path} is no measurement of `ringdance bench train --json FILE` ({type(error).__name__}: {error}); "
-            "measure again with this version"
+            f"{path} is no measurement of `ringdance bench train --json FILE` ({type(error).__name__}: "
+            f"{error}); measure again with this version"
         ) from None
     if not gradients or compute <= 0:
-        raise LaunchError(f"{path}: the run on {ranks} ranks has no gradients; measure again with this version")
+        raise LaunchError(f"{path} has no gradients of the run on {ranks} ranks; measure again")
     spread = stdev(single) if len(single) > 2 else 0.0
     source = (
-        f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: {compute * 1e3:.4g} ms "
-        "of a step without exchanges."
+        f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "
+        f"{compute * 1e3:.4g} ms of a step without exchanges."
     )
     gradients = [(size, min(ready, compute)) for size, ready in sorted(gradients, key=lambda one: one[1])]
     core = 0.0 if gpus else cores / per_host
@@ -159,7 +160,7 @@ def from_bench(path: Path) -> Workload:
 
 
 def expected_largest(count: int) -> float:
-    """Return how far the largest of `count` normal values is above the mean, in standard deviations (Blom)."""
+    """Return how far the largest of `count` normal values is above the mean, in deviations (Blom)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
@@ -212,7 +213,7 @@ def predict(load: Workload, on: Instance, ranks: int, options: Options) -> Row:
 def choose(
     row_of: Callable[[int], Row], most: int, deadline: float = 0.0, budget: float = 0.0
 ) -> tuple[Row | None, dict[int, Row]]:
-    """Return the fewest hosts that keep a deadline, or the fastest that keep a budget; and all that were tried.
+    """Return the fewest hosts that keep a deadline, or the fastest for a budget; all tried.
 
     Args:
         row_of: the prediction for a number of hosts.
