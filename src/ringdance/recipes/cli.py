@@ -10,13 +10,15 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ringdance import subcommands
 from ringdance.launch.spec import CommandError
-from ringdance.recipes.resnet50.presets import PRESETS, Preset
+from ringdance.recipes.detection import presets as detection
+from ringdance.recipes.resnet50 import presets as resnet50
 from ringdance.subcommands import Subcommand
 
 _DESCRIPTION = "List, show, copy and run training jobs that come with Ringdance."
@@ -37,6 +39,7 @@ examples:
 # Each recipe, and the command that tries a copy of it.
 _RECIPES = {
     "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
+    "detection": "ringdance run -np 2 python {}/train.py --help",
     "deepfm": "ringdance run -np 2 python {}/train_torch.py --help",
 }
 
@@ -54,7 +57,7 @@ def _directory(name: str) -> Path:
 def _files(name: str) -> list[Path]:
     """Return the files of a recipe, those to be run first."""
     found = [one for one in _directory(name).glob("*.py") if one.name != "__init__.py"]
-    return sorted(found, key=lambda one: (not one.name.startswith("train_"), one.name))
+    return sorted(found, key=lambda one: (not one.name.startswith("train"), one.name))
 
 
 def _first_line(path: Path) -> str:
@@ -71,33 +74,56 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    if arguments.recipe != "resnet50":
+    if arguments.recipe not in _PRESETS:
         if arguments.json:
             raise CommandError(f"{arguments.recipe} has no presets, which --json would show.")
         manuals = ((one, ast.get_docstring(ast.parse(one.read_text()))) for one in _files(arguments.recipe))
         print("\n\n".join(f"{one.name}\n\n{textwrap.indent(text or '', '  ')}" for one, text in manuals))
-    elif arguments.json:
-        print(json.dumps({name: asdict(preset) for name, preset in PRESETS.items()}, indent=1))
+        return 0
+    presets, described = _PRESETS[arguments.recipe]
+    if arguments.json:
+        print(json.dumps({name: asdict(preset) for name, preset in presets.items()}, indent=1))
     else:
-        print("\n\n".join(_described(name, preset) for name, preset in PRESETS.items()))
+        print("\n\n".join(f"{name}\n{_about(one, *described(one))}" for name, one in presets.items()))
     return 0
 
 
-def _described(name: str, one: Preset) -> str:
-    """Return a preset as a paragraph."""
-    batch = one.batch_size * one.devices
-    milestones = f" at {', '.join(f'{epoch:g}' for epoch in one.milestones)}" if one.milestones else ""
+def _about(one: Any, batch: int, *lines: str) -> str:
+    """Return a preset as a paragraph: what all presets have, around lines on what its recipe has."""
+    first = f"batch      {batch:,}: {one.batch_size} on each of {one.devices} devices, {one.precision}"
+    last = f"source     {one.source}", f"expected   {one.expected}"
+    return "\n".join(f"  {line}" for line in (first, *lines, *last))
+
+
+def _milestones(milestones: Sequence[float]) -> str:
+    return f" at {', '.join(f'{epoch:g}' for epoch in milestones)}" if milestones else ""
+
+
+def _classifier(one: resnet50.Preset) -> tuple[int, str, str, str]:
     return (
-        f"{name}\n"
-        f"  batch      {batch:,}: {one.batch_size} on each of {one.devices} devices, {one.precision}\n"
-        f"  optimizer  {one.optimizer}, rate {one.rate:g}, momentum {one.momentum:g}, "
-        f"weight decay {one.weight_decay:g}\n"
-        f"  schedule   {one.epochs:g} epochs: {one.warmup_epochs:g} of warm-up, then "
-        f"{one.schedule}{milestones}\n"
-        f"  targets    label smoothing {one.label_smoothing:g}; crops of {one.image_size} pixels\n"
-        f"  source     {one.source}\n"
-        f"  expected   {one.expected}"
+        one.batch_size * one.devices,
+        f"optimizer  {one.optimizer}, rate {one.rate:g}, momentum {one.momentum:g}, "
+        f"weight decay {one.weight_decay:g}",
+        f"schedule   {one.epochs:g} epochs: {one.warmup_epochs:g} of warm-up, then "
+        f"{one.schedule}{_milestones(one.milestones)}",
+        f"targets    label smoothing {one.label_smoothing:g}; crops of {one.image_size} pixels",
     )
+
+
+def _detector(one: detection.Preset) -> tuple[int, str, str, str]:
+    then = f"a tenth{_milestones(one.milestones)}" if one.milestones else "cosine"
+    return (
+        one.batch_size * one.devices,
+        f"optimizer  {one.optimizer}, rate {one.rate:g}, weight decay {one.weight_decay:g}",
+        f"schedule   {one.epochs:g} epochs: {one.warmup_steps} steps of warm-up, then {then}",
+        f"images     sides of {one.image_size} to {one.longest} pixels; {one.backbone} of width {one.width}",
+    )
+
+
+_PRESETS: dict[str, tuple[dict[str, Any], Callable[[Any], tuple[int, str, str, str]]]] = {
+    "resnet50": (resnet50.PRESETS, _classifier),
+    "detection": (detection.PRESETS, _detector),
+}
 
 
 def _copy(arguments: argparse.Namespace) -> int:

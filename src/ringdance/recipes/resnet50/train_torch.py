@@ -54,6 +54,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ringdance.torch as hvd
 from ringdance.data import Batch
+from ringdance.recipes.torch_state import arrays_of, restore
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
 Array = np.ndarray[Any, Any]
@@ -268,29 +269,15 @@ class Model:
 
     def state(self) -> dict[str, Array]:
         """Return copies of all that a checkpoint needs."""
-        found: dict[str, Any] = {f"model/{name}": one for name, one in self.model.state_dict().items()}
-        for number, one in self.inner.state_dict()["state"].items():
-            found |= {f"optimizer/{number}/{name}": value for name, value in one.items()}
-        found |= {f"scaler/{name}": one for name, one in self.scaler.state_dict().items()}
-        if self.average:
-            found |= {f"average/{name}": one for name, one in self.average.state_dict().items()}
-        return {name: torch.as_tensor(one).detach().cpu().clone().numpy() for name, one in found.items()}
+        return arrays_of(self.inner, self.scaler, **self.modules())
 
     def restore(self, state: dict[str, Array]) -> None:
         """Take such values."""
-        parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "scaler": {}, "average": {}}
-        for name, value in state.items():
-            part, _, rest = name.partition("/")
-            parts[part][rest] = torch.from_numpy(np.asarray(value))
-        self.model.load_state_dict(parts["model"])
-        inner = self.inner.state_dict()
-        for name, value in parts["optimizer"].items():
-            number, _, what = name.partition("/")
-            inner["state"].setdefault(int(number), {})[what] = value
-        self.inner.load_state_dict(inner)
-        self.scaler.load_state_dict({name: one.item() for name, one in parts["scaler"].items()})
-        if self.average:
-            self.average.load_state_dict(parts["average"])
+        restore(state, self.inner, self.scaler, **self.modules())
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the model, and the averaged one, by their names in checkpoints."""
+        return {"model": self.model, "average": self.average} if self.average else {"model": self.model}
 
     def load_weights(self, file: str) -> list[str]:
         """Load a state dict; return the names of the head's parameters, if it is of other classes."""

@@ -1,0 +1,542 @@
+"""Train Faster R-CNN or Mask R-CNN with torchvision on any number of processes: COCO, or data in its layout.
+
+    ringdance data prepare coco /data/coco /data/checked
+    ringdance run -np 2 python train.py --preset laptop --data /data/checked --epochs 2
+    ringdance run -np 8 python train.py --model maskrcnn --preset 8xV100 --data /data/checked \\
+        --backbone-weights resnet50.pt --checkpoints run1 --precision float16
+    ringdance run -H node1:8,node2:8,node3:8 python train.py --preset 24xV100 --data /data/checked
+
+--data DIR has COCO's layout: DIR/annotations/instances_train2017.json with the images in DIR/train2017, and
+the same for val2017; or it is what `ringdance data prepare coco --shards N` has written.
+
+`ringdance recipes show detection` lists the presets: the hyper-parameters of published runs and their
+results. Options override single values. The learning rate of a preset holds for its whole batch; with
+another number of processes it is scaled with the batch.
+
+--backbone-weights FILE is a file of torch.save() with the state_dict() of a classifier of torchvision, or of
+the recipe resnet50, whose ResNet-50 has the same names: its normalization is frozen then, with its first two
+stages. Without such a file the normalization is GroupNorm, and all is trained. --weights FILE is a whole
+detector's, such as torchvision's own, to go on from or to --evaluate: give --norm frozen for those.
+
+A rank uses the GPU of its local rank, where there are GPUs.
+
+Batches are of images that are all wide or all high, each image once in an epoch. With --checkpoints a run
+that was stopped, even killed, goes on with the same command, also on another number of processes.
+
+What is printed, by rank 0: one line every --log-every steps with the mean losses, images per second of all
+ranks and of each, the share of the time in which training waited for images, the time so far with that of
+the runs before, the time left, and what it has cost, if --price-per-hour says what all machines together
+cost. After every --evaluate-every epochs: COCO's average precision (AP; at an overlap of 0.5 AP50), each
+image evaluated by one rank; without a split for validation on the images that were trained on, which the
+line says. The best model on it is kept in --checkpoints; --export writes its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from batches import Part, Plan  # type: ignore[import-not-found]  # beside this file
+from presets import PRESETS, Preset  # type: ignore[import-not-found]
+from torch import Tensor, nn
+
+import ringdance.torch as hvd
+from ringdance.data import Batch, Dataset
+from ringdance.data.images import decode
+from ringdance.data.order import Draws
+from ringdance.errors import ArgumentError
+from ringdance.launch.system.linux import usable_cores
+from ringdance.recipes.log import TRAINED_ON, TrainingLog
+from ringdance.recipes.options import Options, amount, count, number
+from ringdance.recipes.torch_state import arrays_of, restore
+from ringdance.recipes.training import Position, Training
+from ringdance.training.schedules import Schedule
+
+try:
+    from faster_coco_eval import COCO, COCOeval_faster
+    from faster_coco_eval import mask as rle
+    from torchvision import models
+    from torchvision.models import detection
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN
+    from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
+except (ImportError, RuntimeError) as error:
+    raise SystemExit(
+        f"the recipe needs torchvision, of the same release as torch, and faster-coco-eval: {error}. "
+        "Install them with: pip install torchvision faster-coco-eval"
+    ) from None
+
+Array = np.ndarray[Any, Any]
+AHEAD = 2  # batches that are decoded while one is trained on
+
+
+# Data -----------------------------------------------------------------------------------------------------
+
+
+class Coco:
+    """The images of a split and what is on them; labels are COCO's numbers of categories.
+
+    Args:
+        directory: in COCO's layout.
+        split: such as "train2017".
+        masks: decode them too.
+        trained_on: leave out images without objects.
+    """
+
+    def __init__(self, directory: Path, split: str, masks: bool, trained_on: bool) -> None:
+        self.table = json.loads((directory / "annotations" / f"instances_{split}.json").read_text())
+        objects: dict[int, list[Any]] = {}
+        for one in self.table["annotations"]:
+            if not one.get("iscrowd") and min(one["bbox"][2:]) > 0:
+                objects.setdefault(one["image_id"], []).append(one)
+        images = sorted(self.table["images"], key=lambda one: int(one["id"]))
+        self.images = [one for one in images if one["id"] in objects or not trained_on]
+        self.objects, self.masks, self.directory = objects, masks, directory / split
+        self.ratios = np.array([one["width"] / one["height"] for one in self.images])
+        self.classes = 1 + max(one["id"] for one in self.table["categories"])
+        self.shards: Dataset | None = None
+        if (directory / f"{split}.json").exists():
+            self.shards = Dataset.open(directory, split)
+            names = {one["id"]: place for place, one in enumerate(self.table["images"])}
+            self.places = [names[one["id"]] for one in self.images]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def load(self, place: int, flip: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return an image, uint8, shape (3, height, width), and its objects."""
+        about = self.images[place]
+        data = self.shards.read(self.places[place]) if self.shards else self._file(about).read_bytes()
+        try:
+            pixels = decode(data)
+        except Exception as error:  # decoders raise many
+            raise ArgumentError(f"{self._file(about)} cannot be decoded: {error}. {_PREPARE}") from None
+        height, width = pixels.shape[:2]
+        found = self.objects.get(about["id"], [])
+        boxes = torch.tensor([one["bbox"] for one in found], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        target = {"labels": torch.tensor([one["category_id"] for one in found], dtype=torch.int64)}
+        if self.masks:
+            outlines = [one["segmentation"] for one in found]
+            target["masks"] = torch.from_numpy(_masks(outlines, height, width))
+        if flip:
+            image, boxes[:, [0, 2]] = image.flip(2), width - boxes[:, [2, 0]]
+            target |= {"masks": target["masks"].flip(2)} if self.masks else {}
+        return image, {"boxes": boxes, **target}
+
+    def _file(self, about: dict[str, Any]) -> Path:
+        return self.directory / str(about["file_name"])
+
+
+_PREPARE = "`ringdance data prepare coco` finds and leaves out what is broken"
+
+
+def _masks(outlines: list[Any], height: int, width: int) -> Array:
+    """Return masks, uint8, shape (n, height, width), of polygons or run lengths."""
+    found = np.zeros((len(outlines), height, width), np.uint8)
+    for out, one in zip(found, outlines, strict=True):
+        code = rle.frPyObjects(one, height, width)
+        out[:] = rle.decode(rle.merge(code) if isinstance(code, list) else code)
+    return found
+
+
+def ahead(tasks: Iterable[Any], load: Any, threads: int) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each task with what ``load`` returns for its ``numbers``, which threads load meanwhile."""
+    waiting: deque[tuple[Any, list[Future[Any]]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for task in tasks:
+            waiting.append((task, [pool.submit(load, place) for place in task.numbers]))
+            if len(waiting) > AHEAD:
+                task, parts = waiting.popleft()
+                yield task, [one.result() for one in parts]
+        for task, parts in waiting:
+            yield task, [one.result() for one in parts]
+
+
+class Batches:
+    """This rank's batches, an epoch at a time; see ``Plan``."""
+
+    def __init__(self, data: Coco, preset: Preset, seed: int, threads: int) -> None:
+        self.data, self.preset, self.seed, self.threads = data, preset, seed, threads
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, done: int = 0) -> None:
+        """Choose the epoch, and how many of its images are done."""
+        ratios, size = self.data.ratios, self.preset.batch_size
+        self.epoch, self.plan = epoch, Plan(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
+
+    def load(self, place: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return an image as this epoch has it."""
+        return self.data.load(place, self.preset.flip and Draws(self.seed, self.epoch, place)() < 0.5)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches whose images and labels are lists."""
+        for part, found in ahead(self.plan, self.load, self.threads):
+            images, objects = zip(*found, strict=True)
+            used = np.array(part.numbers if part.weight else [-1])
+            yield Batch(images, objects, used, part.weight, part.position, part.count)
+
+
+# Model ----------------------------------------------------------------------------------------------------
+
+
+def detector(name: str, preset: Preset, classes: int, norm: str, weights: str | None) -> nn.Module:
+    """Return torchvision's FasterRCNN or MaskRCNN on a ResNet with a feature pyramid.
+
+    At a width of 256 its parameters have the names and shapes of torchvision's own.
+    """
+    width, levels = preset.width, ["0", "1", "2", "3"]
+    body = _body(preset.backbone, norm, weights)
+    channels = [body.fc.in_features >> shift for shift in (3, 2, 1, 0)]
+    stages = {f"layer{stage + 1}": level for stage, level in enumerate(levels)}
+    backbone = BackboneWithFPN(body, stages, channels, width, norm_layer=None if norm == "frozen" else group)
+    # What is made for 800 pixels goes with the size of the anchors.
+    scale = 7 * preset.anchor
+    pooled = functools.partial(MultiScaleRoIAlign, levels, sampling_ratio=2, canonical_scale=scale)
+    sizes = tuple((preset.anchor << level,) for level in range(5))
+    kept = 4 * preset.regions if preset.regions < 512 else 2000
+    options: dict[str, Any] = {
+        "min_size": preset.image_size, "max_size": preset.longest,
+        "rpn_anchor_generator": detection.anchor_utils.AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * 5),
+        "rpn_pre_nms_top_n_train": kept, "rpn_post_nms_top_n_train": kept,
+        "box_roi_pool": pooled(output_size=7), "box_batch_size_per_image": preset.regions,
+        "box_head": detection.faster_rcnn.TwoMLPHead(width * 49, 4 * width),
+        "box_predictor": detection.faster_rcnn.FastRCNNPredictor(4 * width, classes),
+    }  # fmt: skip
+    if name == "fasterrcnn":
+        return detection.FasterRCNN(backbone, **options)
+    return detection.MaskRCNN(
+        backbone, mask_roi_pool=pooled(output_size=14),
+        mask_head=detection.mask_rcnn.MaskRCNNHeads(width, (width,) * 4, 1),
+        mask_predictor=detection.mask_rcnn.MaskRCNNPredictor(width, width, classes), **options,
+    )  # fmt: skip
+
+
+def _body(backbone: str, norm: str, weights: str | None) -> Any:
+    """Return a ResNet; with weights of a file its first two stages are not trained."""
+    name = backbone.removesuffix("_fpn")
+    names = [one for one in models.list_models(module=models) if "resne" in one]
+    if name not in names or name == backbone:
+        raise SystemExit(f"--backbone {backbone} is none of {', '.join(f'{one}_fpn' for one in names)}")
+    body: Any = models.get_model(
+        name, weights=None, norm_layer=group if norm == "group" else FrozenBatchNorm2d
+    )
+    if weights:
+        load_weights(body, weights, "--backbone-weights", lambda name: name.startswith("fc."))
+        for name, one in body.named_parameters():
+            one.requires_grad_(name.startswith(("layer2", "layer3", "layer4")))
+    return body
+
+
+def group(channels: int) -> nn.Module:
+    """Return a normalization that does not depend on the batch."""
+    return nn.GroupNorm(min(32, channels // 4), channels)
+
+
+def load_weights(
+    model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]
+) -> list[str]:
+    """Load a state dict; return the names of a head's parameters that are of other classes, left as they are.
+
+    Raises:
+        SystemExit: it cannot be read, or is another model's.
+    """
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        saved, own = saved.get("model", saved), model.state_dict()
+    except OSError as error:
+        raise SystemExit(f"{option} {file}: {error.strerror or error}") from None
+    except (pickle.UnpicklingError, RuntimeError, AttributeError, EOFError):
+        raise SystemExit(f"{option} {file}: it is no file of torch.save(model.state_dict())") from None
+    fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
+    fresh = [name for name in own if name not in fits]
+    odd = {*fresh, *(saved.keys() - own)}
+    if other := [one for one in odd if not is_head(one) and not one.endswith("num_batches_tracked")]:
+        hint = "; --norm frozen is for weights with batch normalization" if ".bn" in min(other) else ""
+        raise SystemExit(f"{option} {file}: {len(other)} entries are another model's, as {min(other)}{hint}")
+    model.load_state_dict(fits, strict=False)
+    return fresh
+
+
+class Model:
+    """Model, optimizer and loss scale of this rank: a ``recipes.training.Model``, and how it is updated."""
+
+    framework = "torch"
+
+    def __init__(
+        self, given: argparse.Namespace, preset: Preset, classes: int, device: torch.device, check: Coco
+    ) -> None:
+        self.device, self.preset, self.check, self.threads = device, preset, check, given.threads
+        self.kinds = ("bbox", "segm") if given.model == "maskrcnn" else ("bbox",)
+        made = detector(given.model, preset, classes, given.norm, given.backbone_weights)
+        self.model: Any = made.to(device)
+        self.trained = [one for one in self.model.parameters() if one.requires_grad]
+        decay = preset.weight_decay
+        self.inner: torch.optim.Optimizer = (
+            torch.optim.SGD(self.trained, 0.0, 0.9, weight_decay=decay) if preset.optimizer == "sgd"
+            else torch.optim.AdamW(self.trained, 0.0, weight_decay=decay)
+        )  # fmt: skip
+        named = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
+        self.optimizer = hvd.DistributedOptimizer(self.inner, named)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=preset.precision == "float16")
+        self.sums: dict[str, Any] = {}
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which convolutions compute with 16 bits, if the preset says so."""
+        dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
+        return torch.autocast(self.device.type, dtype, enabled=self.preset.precision != "float32")
+
+    def pixels(self, image: Tensor) -> Tensor:
+        """Return an image on the device, from 0 to 1."""
+        return image.to(self.device, non_blocking=True).float() / 255
+
+    def step(self, batch: Batch, rate: float) -> None:
+        """Update the model by one batch; the gradients are averaged over the images of all ranks."""
+        for one in self.inner.param_groups:
+            one["lr"] = rate
+        objects = [{name: one.to(self.device) for name, one in target.items()} for target in batch.labels]
+        with self.autocast():
+            losses = self.model([self.pixels(image) for image in batch.images], objects)
+        loss = torch.stack([*losses.values()]).sum()
+        for name, one in {"loss": loss, **losses, "images": loss.new_ones(())}.items():
+            self.sums[name] = self.sums.get(name, 0) + one.detach() * len(batch.images)
+        scaled: Any = self.scaler.scale(loss * batch.weight)
+        scaled.backward()
+        self.scaler.unscale_(self.optimizer)
+        if self.preset.clip:
+            nn.utils.clip_grad_norm_(self.trained, self.preset.clip)
+        self.scaler.step(self.optimizer)  # float16: if a rank's gradients overflow, all skip this step
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def figures(self) -> dict[str, float]:
+        """Return this rank's mean losses of an image since the last call; waits for the GPU."""
+        sums, self.sums = {name: float(one) for name, one in self.sums.items()}, {}
+        images = sums.pop("images")
+        return {_TITLES[name]: one / images for name, one in sums.items()}
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return COCO's figures, each image evaluated by itself and by one rank: those of one process."""
+        mine = [Part([place], 1.0, 0, 1) for place in range(hvd.rank(), len(self.check), hvd.size())]
+        found: list[tuple[int, list[Any]]] = []
+        model = self.model.eval()
+        for part, [(image, _)] in ahead(mine, self.check.load, self.threads):
+            with self.autocast():
+                [seen] = model([self.pixels(image)])
+            number = self.check.images[part.numbers[0]]["id"]
+            found.append((number, _results(number, {name: one.float().cpu() for name, one in seen.items()})))
+        model.train()
+        every = sorted((one for part in hvd.allgather_object(found) for one in part), key=lambda one: one[0])
+        figures: dict[str, float] = {}
+        with hvd.pause_stall_check("COCO's metric"):
+            if hvd.rank() == 0:
+                results = [one for _, image in every for one in image]
+                figures = scores(self.check.table, results, self.kinds) | {"count": len(every)}
+            figures = hvd.broadcast_object(figures)
+        return figures
+
+    def average_statistics(self) -> None:
+        """Do nothing: no normalization here has statistics of a rank's own."""
+
+    def state(self) -> dict[str, Array]:
+        """Return copies of all that a checkpoint needs."""
+        return arrays_of(self.inner, self.scaler, model=self.model)
+
+    def restore(self, state: dict[str, Array]) -> None:
+        """Take such values."""
+        restore(state, self.inner, self.scaler, model=self.model)
+
+    def export(self, directory: Path) -> None:
+        """Write weights.pt, for --weights."""
+        torch.save(self.model.state_dict(), directory / "weights.pt")
+
+
+_TITLES = {
+    "loss": "loss", "loss_objectness": "rpn", "loss_rpn_box_reg": "rpn box", "loss_classifier": "class",
+    "loss_box_reg": "box", "loss_mask": "mask",
+}  # fmt: skip
+
+
+def _results(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Return what was found on an image, as COCO's results files have it."""
+    boxes = torch.cat([seen["boxes"][:, :2], seen["boxes"][:, 2:] - seen["boxes"][:, :2]], 1).tolist()
+    labels, shares = seen["labels"].int().tolist(), seen["scores"].tolist()
+    results: list[dict[str, Any]] = [
+        {"image_id": number, "category_id": label, "bbox": box, "score": share}
+        for label, box, share in zip(labels, boxes, shares, strict=True)
+    ]
+    if "masks" in seen and results:
+        inside = (seen["masks"][:, 0] > 0.5).numpy().astype(np.uint8)
+        for one, code in zip(results, rle.encode(np.asfortranarray(inside.transpose(1, 2, 0))), strict=True):
+            one["segmentation"] = code
+    return results
+
+
+def scores(table: dict[str, Any], results: list[Any], kinds: tuple[str, ...]) -> dict[str, float]:
+    """Return COCO's average precision of boxes ("bbox AP", "bbox AP50") and masks ("segm ...")."""
+    figures: dict[str, float] = {}
+    truth = COCO(table)
+    found = truth.loadRes(results)
+    for kind in kinds:
+        metric = COCOeval_faster(truth, found, kind)
+        metric.evaluate()
+        metric.accumulate()
+        metric.summarize()
+        figures |= {f"{kind} AP": float(metric.stats[0]), f"{kind} AP50": float(metric.stats[1])}
+    return figures
+
+
+# Training -------------------------------------------------------------------------------------------------
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = Options(description=__doc__)
+    add = made.add_argument
+    names = f"default: 8xV100; {', '.join(PRESETS)}"
+    add("--model", default="fasterrcnn", choices=("fasterrcnn", "maskrcnn"))
+    add("--preset", default="8xV100", choices=PRESETS, metavar="NAME", help=names)
+    add("--data", type=Path, required=True, metavar="DIR", help="in COCO's layout, or prepared: see above")
+    add("--split", default="train2017", help="to train on; default: train2017")
+    text = "to evaluate; default: val2017, or --split if DIR has no val2017"
+    add("--validation-split", metavar="SPLIT", help=text)
+    add("--backbone", metavar="NAME", help="resnet50_fpn, or another ResNet of torchvision")
+    add("--backbone-weights", metavar="FILE", help="of a classifier: see above")
+    add("--weights", metavar="FILE", help="of a whole detector; a head of other classes is left fresh")
+    text = "default: frozen with --backbone-weights, else group"
+    add("--norm", choices=("frozen", "group"), help=text)
+    add("--width", type=count, metavar="CHANNELS", help="of the pyramid and the heads")
+    add("--epochs", type=count, metavar="N", help="length of the schedule")
+    add("--steps", type=count, metavar="N", help="end after so many steps of this run, with a checkpoint")
+    add("--warmup-steps", type=number(int, 0), metavar="N", help="in which the rate rises")
+    add("--batch-size", type=count, metavar="N", help="images for each rank; the rate goes with it")
+    add("--optimizer", choices=("sgd", "adamw"))
+    add("--rate", type=amount, metavar="R", help="peak learning rate of the whole batch, not scaled further")
+    add("--precision", choices=("float32", "float16", "bfloat16"))
+    add("--clip", type=amount, metavar="NORM", help="largest norm of the gradient; 0: any")
+    add("--image-size", type=number(int, 32), metavar="PIXELS", help="of the shorter side")
+    add("--longest", type=count, metavar="PIXELS", help="of the longer side; default: goes with the shorter")
+    text = "that decode images; default: the cores of each rank"
+    add("--threads", type=count, metavar="N", help=text)
+    add("--seed", type=number(int, 0), default=0)
+    text = "write them there, also after each epoch, and the best model; go on from the newest"
+    add("--checkpoints", metavar="DIR", help=text)
+    add("--checkpoint-every", type=count, default=1000, metavar="STEPS", help="default: 1000")
+    add("--keep", type=count, default=3, metavar="N", help="checkpoints; default: 3")
+    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and after the last (1); 0: never")
+    add("--evaluate", action="store_true", help="only evaluate --weights, or the newest of --checkpoints")
+    add("--export", metavar="MODEL", help="write the best model's weights (else the last one's)")
+    add("--log-every", type=count, default=20, metavar="STEPS", help="default: 20")
+    add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
+    add("--time-limit", type=amount, metavar="SECONDS", help="end after so long, with a checkpoint")
+    add("--tensorboard", metavar="DIR", help="write losses, rate, speed and AP there")
+    add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
+    return made
+
+
+def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
+    """Return what to train on, what to evaluate, and the name of the latter."""
+    masks, its = given.model == "maskrcnn", given.validation_split
+    if not its:
+        has = (given.data / "annotations" / "instances_val2017.json").exists()
+        its = "val2017" if has else given.split
+    try:
+        data, check = Coco(given.data, given.split, masks, True), Coco(given.data, its, False, False)
+    except (OSError, ArgumentError) as error:
+        raise SystemExit(f"--data {given.data}: {error}. It must have COCO's layout: see --help") from None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise SystemExit(f"--data {given.data}: annotations are malformed: {error!r}. {_PREPARE}") from None
+    if not len(data):
+        raise SystemExit(f"--data {given.data}: no image of {given.split} has an object")
+    return data, check, TRAINED_ON if its == given.split else its
+
+
+def described(at: Position, found: dict[str, float]) -> str:
+    """Return the text of an evaluation."""
+    shares = ", ".join(f"{name} {one:.4f}" for name, one in found.items() if "AP" in name)
+    return f"{f'after {at.epoch} epochs' if at.step else 'before'}: {shares} of {found['count']:,} images"
+
+
+def main() -> None:
+    """Train as the command line says."""
+    parser = options()
+    given = parser.parse_args()
+    if given.evaluate and bool(given.checkpoints) == bool(given.weights):
+        parser.error("--evaluate: give either --checkpoints DIR or --weights FILE")
+    hvd.init()
+    given.threads = given.threads or max(1, usable_cores() // hvd.local_size())
+    given.norm = given.norm or ("frozen" if given.backbone_weights else "group")
+    preset = PRESETS[given.preset].overridden(given)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.manual_seed(given.seed)  # equal weights on all ranks; then their choices of regions are their own
+    data, check, split = splits(given)
+    model = Model(given, preset, max(data.classes, check.classes), device, check)
+    if given.weights:
+        load_weights(model.model, given.weights, "--weights", lambda name: "_predictor." in name)
+    hvd.broadcast_parameters(model.model.state_dict(), root_rank=0)
+    torch.manual_seed(given.seed + hvd.rank())
+    train(given, preset, model, data, split)
+    hvd.shutdown()
+
+
+def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, split: str) -> None:
+    """Train from the newest checkpoint to the last epoch, or only evaluate; then export."""
+    batches = Batches(data, preset, given.seed, given.threads)
+    batch = preset.batch_size * hvd.size()
+    same: dict[str, Any] = {
+        "model": given.model, "backbone": preset.backbone, "width": preset.width, "norm": given.norm,
+        "optimizer": preset.optimizer, "precision": preset.precision,
+    }  # fmt: skip
+    if not given.evaluate:  # a position in an epoch is of its order
+        same |= {"images": len(data), "batch_size": preset.batch_size, "seed": given.seed}
+    training = Training(given, model, same, model.figures, split, f"{model.kinds[-1]} AP", described)
+    found = training.resume()
+    if given.evaluate and given.checkpoints and not found:
+        raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
+    log = TrainingLog(given, "images", len(data), preset.epochs, training.at.seconds)
+    log.print(
+        f"{given.model} on {preset.backbone} by torchvision on {model.device.type}: {hvd.size()} ranks, "
+        f"batch {batch:,}, {preset.optimizer}, {preset.precision}, {len(data):,} images, "
+        f"{preset.epochs:g} epochs\n"
+        f"preset {given.preset} ({preset.source}): {preset.expected}"
+    )
+    if given.evaluate:
+        training.best = None
+        training.evaluate(log)
+    else:
+        peak = preset.rate_for(batch) if given.rate is None else given.rate
+        warmup = min(preset.warmup_steps * batch / len(data), preset.epochs)
+        kind = "step" if preset.milestones else "cosine"
+        rates = Schedule(
+            peak, preset.epochs, kind, warmup, peak * preset.warmup_start, preset.milestones
+        )  # fmt: skip
+
+        def step(batch: Batch, at: Position) -> float:
+            rate = rates(at.epoch + at.done / len(data))
+            model.step(batch, rate)
+            return rate
+
+        def due(at: Position, ended: bool, over: bool) -> bool:
+            every = given.evaluate_every
+            return ended and bool(every) and (over or at.epoch % every == 0)
+
+        training.run(batches, log, preset.epochs, step, due)
+    training.close(log, {**same, "classes": data.table["categories"], "image_size": preset.image_size})
+
+
+if __name__ == "__main__":
+    main()

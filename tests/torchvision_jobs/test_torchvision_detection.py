@@ -1,0 +1,229 @@
+"""The detection recipe: a step, an evaluation that is one process's, resumption, weights, what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchvision")
+pytest.importorskip("faster_coco_eval")
+
+import torch
+from PIL import Image
+from torchvision import models
+
+import ringdance.recipes.detection
+import ringdance.torch as hvd
+
+DIRECTORY = Path(ringdance.recipes.detection.__file__).parent
+RESNET50 = DIRECTORY.with_name("resnet50")
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Iterator[Any]:
+    """The script, with the modules beside it."""
+    hvd.init()
+    before = {name: sys.modules.pop(name, None) for name in ("presets", "batches", "train")}
+    sys.path.insert(0, str(DIRECTORY))
+    yield importlib.import_module("train")
+    sys.path.remove(str(DIRECTORY))
+    sys.modules.update({name: one for name, one in before.items() if one})
+
+
+IMAGES = 7
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A directory that all ranks share, in COCO's layout: coloured rectangles on noise, wide and high."""
+    directory = Path(hvd.broadcast_object(str(tmp_path)))
+    if hvd.rank() == 0:
+        random = np.random.RandomState(0)
+        (directory / "annotations").mkdir()
+        (directory / "train2017").mkdir()
+        images, objects = [], []
+        for number in range(IMAGES):
+            width, height = (80, 60) if number % 2 else (60, 80)
+            pixels = random.randint(0, 90, (height, width, 3)).astype(np.uint8)
+            for category in (3, 8):
+                x, y, w, h = (*random.randint(0, 30, 2).tolist(), *random.randint(15, 30, 2).tolist())
+                pixels[y : y + h, x : x + w, category % 3] = 250
+                outline = [[x, y, x + w, y, x + w, y + h, x, y + h]]
+                objects.append({
+                    "id": len(objects) + 1, "image_id": 10 + number, "category_id": category, "iscrowd": 0,
+                    "bbox": [x, y, w, h], "area": w * h, "segmentation": outline,
+                })  # fmt: skip
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "JPEG", quality=95)
+            (directory / "train2017" / f"{number}.jpg").write_bytes(file.getvalue())
+            about = {"id": 10 + number, "file_name": f"{number}.jpg", "width": width, "height": height}
+            images.append(about)
+        categories = [{"id": 3, "name": "square"}, {"id": 8, "name": "box"}]
+        table = {"images": images, "annotations": objects, "categories": categories}
+        (directory / "annotations" / "instances_train2017.json").write_text(json.dumps(table))
+    hvd.broadcast_object(None)
+    return directory
+
+
+def run(recipe: Any, monkeypatch: pytest.MonkeyPatch, photos: Path, *words: str) -> None:
+    line = f"--preset laptop --data {photos} --image-size 64 --width 16 --batch-size 2 --precision float32"
+    monkeypatch.setattr(sys, "argv", ["train.py", *line.split(), "--log-every", "1", *words])
+    monkeypatch.setattr(recipe.hvd, "shutdown", lambda: None)
+    recipe.main()
+    hvd.broadcast_object(None)
+
+
+def evaluations(text: str) -> list[str]:
+    return [line.rpartition(",")[0].partition(": ")[2] for line in text.splitlines() if "bbox AP" in line]
+
+
+@pytest.mark.limit(200)
+def test_it_resumes_and_evaluates_what_it_exports(
+    recipe: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = f"--model maskrcnn --epochs 2 --checkpoints {photos / 'saved'}".split()
+    log = f"--sample-log {photos / 'log'}".split()
+    run(recipe, monkeypatch, photos, *same, *log, "--steps", "1")
+    run(recipe, monkeypatch, photos, *same, *log, "--export", str(photos / "model"))
+    told = capsys.readouterr().out
+    run(recipe, monkeypatch, photos, *same, "--evaluate")
+    weights = str(photos / "model" / "weights.pt")
+    run(recipe, monkeypatch, photos, "--model", "maskrcnn", "--weights", weights, "--evaluate")
+    again = capsys.readouterr().out
+    if hvd.rank() == 0:
+        assert "going on after step 1" in told
+        assert " mask " in told
+        expected = evaluations(told)[-1]
+        assert evaluations(again) == [expected, expected]
+        assert f"of {IMAGES} images" in expected
+        assert "segm AP50 " in expected
+        lines = [json.loads(one) for path in (photos / "log").iterdir() for one in path.open()]
+        for epoch in (0, 1):
+            used = [number for one in lines if one["epoch"] == epoch for number in one["samples"]]
+            assert sorted(used) == list(range(IMAGES))
+    with pytest.raises(SystemExit, match="made with other options: model was maskrcnn, now fasterrcnn"):
+        run(recipe, monkeypatch, photos, *same[2:], "--evaluate")
+
+
+def small_model(recipe: Any, photos: Path, kind: str, **changes: Any) -> Any:
+    preset = replace(
+        recipe.PRESETS["laptop"], image_size=64, longest=107, width=16, precision="float32", **changes
+    )
+    check = recipe.Coco(photos, "train2017", False, False)
+    given = Namespace(model=kind, norm="group", backbone_weights=None, threads=2)
+    torch.manual_seed(1)
+    return recipe.Model(given, preset, check.classes, torch.device("cpu"), check), preset
+
+
+@pytest.mark.limit(200)
+def test_an_evaluation_is_one_process_and_its_detections_are_found(recipe: Any, photos: Path) -> None:
+    """With a model that knows what is on the images: each image counts once, whichever rank had it."""
+    model, _ = small_model(recipe, photos, "maskrcnn")
+    check, seen = model.check, []
+
+    class Knowing(torch.nn.Module):
+        def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+            sums = [float(one.sum()) for one in images]
+            seen.extend(sums)
+            masks = recipe.Coco(photos, "train2017", True, False)
+            for place in range(len(masks)):
+                image, target = masks.load(place)
+                if float(model.pixels(image).sum()) == sums[0]:
+                    wrong = target["labels"] if place % 3 else target["labels"].flip(0)
+                    inside = target["masks"][:, None].float()
+                    shares = torch.linspace(0.9, 0.5, len(wrong)) - place / 100
+                    return [{"boxes": target["boxes"], "labels": wrong, "scores": shares, "masks": inside}]
+            raise AssertionError("an image that is not of the split")
+
+    model.model = Knowing()
+    found = model.evaluate()
+    assert found["count"] == IMAGES
+    assert len(set(seen)) == len(seen) == len(range(hvd.rank(), IMAGES, hvd.size()))
+    alone = []
+    for place in range(IMAGES):
+        [one] = model.model([model.pixels(check.load(place)[0])])
+        alone += recipe._results(check.images[place]["id"], one)
+    expected = recipe.scores(check.table, alone, ("bbox", "segm"))
+    assert {name: found[name] for name in expected} == expected
+    assert 0.2 < found["segm AP"] < 0.9, "a third of the images have wrong labels"
+    assert found["bbox AP50"] == pytest.approx(found["segm AP50"])
+
+
+def test_ranks_keep_the_same_weights_and_clip_the_same_norm(recipe: Any, photos: Path) -> None:
+    model, preset = small_model(recipe, photos, "maskrcnn", clip=0.5, optimizer="sgd", weight_decay=0.0)
+    data = recipe.Coco(photos, "train2017", True, True)
+    before = [one.detach().clone() for one in model.trained]
+    for batch in recipe.Batches(data, preset, 0, 2):
+        model.step(batch, 0.1)
+        break
+    pairs = zip(before, model.trained, strict=True)
+    moved = torch.stack([(one - two.detach()).square().sum() for one, two in pairs])
+    assert float(moved.sum().sqrt()) == pytest.approx(0.05, rel=1e-3), "rate times the largest norm"
+    sums = hvd.allgather_object([float(one.detach().double().sum()) for one in model.trained])
+    assert sums[0] == sums[-1]
+
+
+def test_flipped_objects_are_where_they_are_seen(recipe: Any, photos: Path) -> None:
+    data = recipe.Coco(photos, "train2017", True, True)
+    image, target = data.load(0)
+    flipped, other = data.load(0, True)
+    assert torch.equal(flipped.flip(2), image)
+    for boxes, masks in ((target["boxes"], target["masks"]), (other["boxes"], other["masks"])):
+        for box, mask in zip(boxes.int().tolist(), masks, strict=True):
+            ys, xs = mask.nonzero(as_tuple=True)
+            assert [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1] == box
+
+
+@pytest.mark.limit(200)
+def test_its_parameters_are_those_of_torchvision(recipe: Any, tmp_path: Path) -> None:
+    preset = replace(recipe.PRESETS["8xV100"], image_size=64, longest=64)
+    theirs = models.detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=9)
+    frozen = {"norm_layer": recipe.FrozenBatchNorm2d}
+    theirs.backbone.body = models._utils.IntermediateLayerGetter(
+        models.resnet50(weights=None, **frozen), {f"layer{one}": str(one - 1) for one in range(1, 5)}
+    )
+    ours = recipe.detector("maskrcnn", preset, 9, "frozen", None)
+    shapes = [{name: one.shape for name, one in model.state_dict().items()} for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    torch.save(theirs.state_dict(), tmp_path / "whole.pt")
+    head = lambda name: "_predictor." in name  # noqa: E731
+    assert recipe.load_weights(ours, str(tmp_path / "whole.pt"), "--weights", head) == []
+    other = recipe.detector("maskrcnn", preset, 4, "frozen", None)
+    fresh = recipe.load_weights(other, str(tmp_path / "whole.pt"), "--weights", head)
+    assert {name.split(".")[1] for name in fresh} == {"box_predictor", "mask_predictor"}
+
+    torch.save(models.resnet50(weights=None).state_dict(), tmp_path / "body.pt")
+    made = recipe.detector("fasterrcnn", preset, 9, "frozen", str(tmp_path / "body.pt"))
+    named = dict(made.named_parameters())
+    assert not named["backbone.body.layer1.0.conv1.weight"].requires_grad
+    assert named["backbone.body.layer2.0.conv1.weight"].requires_grad
+    saved = torch.load(tmp_path / "body.pt")["layer2.0.conv1.weight"]
+    assert torch.equal(named["backbone.body.layer2.0.conv1.weight"], saved)
+    with pytest.raises(SystemExit, match=r"--weights .*body.pt: \d+ entries are another model's"):
+        recipe.load_weights(made, str(tmp_path / "body.pt"), "--weights", head)
+    with pytest.raises(SystemExit, match=r"--weights .*nowhere: No such file"):
+        recipe.load_weights(made, str(tmp_path / "nowhere"), "--weights", head)
+
+
+def test_what_cannot_be_read_is_named(
+    recipe: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="--backbone resnet51_fpn is none of"):
+        run(recipe, monkeypatch, photos, "--backbone", "resnet51_fpn")
+    with pytest.raises(SystemExit, match=r"No such file.*nothing2017"):
+        run(recipe, monkeypatch, photos, "--split", "nothing2017")
+    if hvd.rank() == 0:
+        (photos / "annotations" / "instances_bad.json").write_text("[]")
+    hvd.broadcast_object(None)
+    with pytest.raises(SystemExit, match=r"annotations are malformed.*ringdance data prepare coco"):
+        run(recipe, monkeypatch, photos, "--split", "bad")
