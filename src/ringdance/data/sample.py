@@ -16,6 +16,7 @@ class Sample:
         name: of its file, with the class's directory.
         height, width: in pixels.
         text: what the class is called, such as "tench, Tinca tinca", or "".
+        annotations: JSON on what is on the image, which tars get in place of a class.
     """
 
     image: bytes
@@ -25,3 +26,4 @@ class Sample:
     height: int
     width: int
     text: str = ""
+    annotations: bytes = b""

@@ -1,4 +1,4 @@
-"""Tars as WebDataset reads them: ``key.jpg`` and ``key.cls`` after each other for each sample."""
+"""Tars as WebDataset reads them: ``key.jpg`` with ``key.cls`` or ``key.json`` for each sample."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ _BLOCK = 512
 
 
 def write(shard: ShardWriter, sample: Sample, key: str) -> int:
-    """Append an image and its label; return where the image begins in the file."""
+    """Append an image and its label, or its annotations; return where the image begins in the file."""
     offset = _member(shard, f"{key}.jpg", sample.image)
-    _member(shard, f"{key}.cls", str(sample.label).encode())
+    if sample.annotations:
+        _member(shard, f"{key}.json", sample.annotations)
+    else:
+        _member(shard, f"{key}.cls", str(sample.label).encode())
     return offset
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ringdance import subcommands
-from ringdance.data.prepare import criteo, inspect
+from ringdance.data.prepare import coco, criteo, inspect
 from ringdance.data.prepare.foreign import index
 from ringdance.data.prepare.generate import generate
 from ringdance.data.prepare.prepare import Options, prepare
@@ -30,6 +30,7 @@ _EPILOG = """\
 examples:
   ringdance data prepare imagenet /data/ILSVRC /fast/imagenet --format tfrecord --shards 1024
   ringdance data prepare criteo /data/train.txt /fast/criteo --validation 0.1
+  ringdance data prepare coco /data/coco /fast/coco   boxes and masks: checked
   ringdance data verify /fast/imagenet --decode       checksums, records, images
   ringdance data info /fast/imagenet                  splits, classes, sizes
   ringdance data index /data/tfrecords                for TFRecords or tars made by others
@@ -73,6 +74,21 @@ examples:
   ringdance data prepare criteo day_{0..22}.gz /fast/criteo --validation day_23.gz --table-size 40000000
   ringdance data prepare criteo /fast/criteo /fast/criteo-tfrecords --format tfrecord --balance
 """
+_PREPARE_COCO = """\
+SRC has COCO's layout: SRC/annotations/instances_SPLIT.json, with the images in SRC/SPLIT. DST gets the same:
+the annotations without what is broken, and a link to the images, which are only read; with --shards tars
+for WebDataset (KEY.jpg with KEY.json) and their index instead. The recipe `detection` trains on either.
+
+Left out, and listed in DST/SPLIT.problems.tsv with the reason: images that are missing, cannot be decoded,
+or have another size than it says, with all that is on them; boxes without area or outside of the image;
+polygons that are not three or more pairs of numbers, run lengths of another number of pixels; unknown
+categories or images; what has the id of an earlier entry.
+
+examples:
+  ringdance data prepare coco /data/coco /fast/coco
+  ringdance data prepare coco /data/coco /fast/coco-tars --split train2017 --shards 128
+
+exit code: 0; 3 if something broken was left out; 2 if it cannot be done"""
 _RESUMED = """
 Files appear under their names when they are complete. After Ctrl-C, kill -9 or a crash the same command
 resumes, and the result has the same bytes, also with another number of processes.
@@ -131,10 +147,14 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     for name, help, add, run, epilog in (
         ("imagenet", "images, also of any other directories of classes", _add_images, _prepare, _PREPARE),
         ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, _prepare_clicks, _PREPARE_CLICKS),
+        ("coco", "images with boxes and masks, in COCO's format", _add_coco, _prepare_coco, _PREPARE_COCO),
     ):
-        one = group.add_parser(name, help=help, description=f"Prepare {help}.", epilog=epilog + _RESUMED)
+        alone = name == "coco"  # one process, with threads
+        epilog += "" if alone else _RESUMED
+        one = group.add_parser(name, help=help, description=f"Prepare {help}.", epilog=epilog)
         add(one)
-        _add_processes(one)
+        if not alone:
+            _add_processes(one)
         one.set_defaults(prepare=run)
 
 
@@ -189,6 +209,28 @@ def _prepare_clicks(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     destination = arguments.destination.absolute()
     return LEFT_OUT if criteo.prepare(destination, plan, _job(arguments), arguments.overwrite) else 0
+
+
+def _add_coco(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="SRC", help="directory in COCO's layout, see below")
+    add("destination", type=Path, metavar="DST", help="directory of the data set")
+    text = "only this split, such as train2017 (default: all of SRC/annotations)"
+    add("--split", action="append", default=[], metavar="SPLIT", help=text)
+    add("--shards", type=_positive, default=0, metavar="N", help="tars for each split (default: none)")
+    text = "broken ones that may be left out of a split (default: a hundredth of its annotations)"
+    add("--max-broken", type=int, metavar="N", help=text)
+    text = "that decode images (default: the cores of this machine)"
+    add("--threads", type=_positive, default=usable_cores(), metavar="N", help=text)
+
+
+def _prepare_coco(arguments: argparse.Namespace) -> int:
+    given = arguments
+    left_out = coco.prepare(
+        given.source.absolute(), given.destination.absolute(), given.split, given.shards, given.max_broken,
+        given.threads,
+    )  # fmt: skip
+    return LEFT_OUT if left_out else 0
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:

@@ -99,6 +99,8 @@ class Coco:
             if not one.get("iscrowd") and min(one["bbox"][2:]) > 0:
                 objects.setdefault(one["image_id"], []).append(one)
         images = sorted(self.table["images"], key=lambda one: int(one["id"]))
+        if masks and not all("segmentation" in one for some in objects.values() for one in some):
+            raise KeyError("segmentation")
         self.images = [one for one in images if one["id"] in objects or not trained_on]
         self.objects, self.masks, self.directory = objects, masks, directory / split
         self.ratios = np.array([one["width"] / one["height"] for one in self.images])

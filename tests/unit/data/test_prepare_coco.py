@@ -1,0 +1,164 @@
+"""`ringdance data prepare coco`: what is broken is left out and named, the rest stays as it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringdance.cli import main
+from ringdance.data import Dataset
+from ringdance.data.prepare.coco import run_lengths
+
+Image = pytest.importorskip("PIL.Image")
+BOX = [2, 3, 10, 8]
+OUTLINE = [[2, 3, 12, 3, 12, 11]]
+
+
+def annotation(number: int, **changes: Any) -> dict[str, Any]:
+    one = {"id": number, "image_id": 1, "category_id": 7, "bbox": BOX, "area": 80, "iscrowd": 0}
+    return {**one, "segmentation": OUTLINE, **changes}
+
+
+def runs(*counts: Any, size: Any = (24, 32)) -> dict[str, Any]:
+    return {"size": [*size], "counts": counts[0] if isinstance(counts[0], str) else [*counts]}
+
+
+WHOLE = [
+    annotation(1), annotation(2, segmentation=runs(100, 68, 600), iscrowd=1),
+    annotation(3, bbox=[0, 0, 32.5, 24]), annotation(4, segmentation=runs("T3T2hb0")),
+    annotation(5, image_id=2), {"id": 6, "image_id": 2, "category_id": 9, "bbox": BOX},
+]  # fmt: skip
+BROKEN = {
+    "outside of the image": annotation(20, bbox=[28, 3, 10, 8]),
+    "no area": annotation(21, bbox=[2, 3, 0, 8]),
+    "not four numbers": annotation(22, bbox=[2, 3, float("nan"), 8]),
+    "not four numbers: None": annotation(23, bbox=None),
+    "unknown category_id 8": annotation(24, category_id=8),
+    "unknown image_id 99": annotation(25, image_id=99),
+    "entry 12 has the id of an earlier one": annotation(1, bbox=[0, 0, 1, 1]),
+    "a polygon is not three": annotation(27, segmentation=[[2, 3, 12, 3]]),
+    "a polygon is not three or more pairs": annotation(28, segmentation=[[2, 3, 12, 3, 12, 11, 4]]),
+    "a polygon is": annotation(29, segmentation=[]),
+    "run lengths are not of 768 pixels": annotation(30, segmentation=runs(100, 68)),
+    "run lengths are": annotation(31, segmentation=runs("T3T2hb")),
+    "neither polygons nor run lengths of": annotation(32, segmentation=runs(768, size=(32, 24))),
+    "neither": annotation(33, segmentation="T3"),
+    "no id": {"image_id": 1},
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Two whole images, and a missing, a cut, another size's and a doubled one, with objects on them."""
+    directory = tmp_path / "coco"
+    (directory / "annotations").mkdir(parents=True)
+    (directory / "train2017").mkdir()
+    size = {"width": 32, "height": 24}
+    images = [{"id": number, "file_name": f"{number}.jpg", **size} for number in (2, 1, 3, 4, 5, 1)]
+    for number in (1, 2, 4, 5):
+        file = io.BytesIO()
+        shape = (32, 24, 3) if number == 5 else (24, 32, 3)
+        Image.fromarray(np.random.RandomState(number).randint(0, 255, shape, np.uint8)).save(file, "JPEG")
+        data = file.getvalue()
+        (directory / "train2017" / f"{number}.jpg").write_bytes(data[:300] if number == 4 else data)
+    on_broken = [annotation(40 + number, image_id=number) for number in (3, 4, 5)]
+    table = {
+        "info": {"year": 2017}, "images": images, "annotations": [*WHOLE, *BROKEN.values(), *on_broken],
+        "categories": [{"id": 7, "name": "cat"}, {"id": 9, "name": "dog"}, {"id": 7, "name": "again"}],
+    }  # fmt: skip
+    (directory / "annotations" / "instances_train2017.json").write_text(json.dumps(table))
+    return directory
+
+
+def problems(directory: Path) -> list[list[str]]:
+    return [line.split("\t") for line in (directory / "train2017.problems.tsv").read_text().splitlines()]
+
+
+def test_what_is_broken_is_left_out_and_named(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "checked"
+    assert main(["data", "prepare", "coco", str(source), str(target), "--max-broken", "100"]) == 3
+    told = problems(target)
+    for why, one in BROKEN.items():
+        number = "entry 20" if why == "no id" else str(one["id"])
+        assert any(kind == "annotation" and its == number and why in text for kind, its, text in told), why
+    reasons = {"3": "No such file", "4": "cannot be decoded", "5": "24 x 32 pixels, not 32 x 24"}
+    for number, why in reasons.items():
+        assert any(kind == "image" and its == number and why in text for kind, its, text in told), why
+    assert len(told) == len(BROKEN) + 5
+    made = json.loads((target / "annotations" / "instances_train2017.json").read_text())
+    assert [one["id"] for one in made["images"]] == [1, 2]
+    assert made["annotations"][:5] == WHOLE[:5]
+    assert made["annotations"][5] == {**WHOLE[5], "area": 80, "iscrowd": 0}
+    assert len(made["annotations"]) == 6
+    assert [one["name"] for one in made["categories"]] == ["cat", "dog"]
+    assert made["info"] == {"year": 2017}
+    assert (target / "train2017" / "1.jpg").read_bytes() == (source / "train2017" / "1.jpg").read_bytes()
+    assert "2 images with 6 objects of 2 categories" in capsys.readouterr().err
+    # What was prepared is whole.
+    assert main(["data", "prepare", "coco", str(target), str(tmp_path / "again")]) == 0
+    assert not (tmp_path / "again" / "train2017.problems.tsv").exists()
+
+
+def test_too_much_that_is_broken_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "checked"
+    assert main(["data", "prepare", "coco", str(source), str(target)]) == 2
+    assert "20 images, annotations and categories are broken" in capsys.readouterr().err
+    assert not (target / "annotations" / "instances_train2017.json").exists()
+    assert len(problems(target)) == 20
+
+
+def test_shards_have_each_image_with_its_annotations(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "tars"
+    words = ["data", "prepare", "coco", str(source), str(target), "--shards", "2", "--max-broken", "100"]
+    assert main(words) == 3
+    data = Dataset.open(target, "train2017")
+    for place, number in enumerate((1, 2)):
+        assert data.read(place) == (source / "train2017" / f"{number}.jpg").read_bytes()
+    with tarfile.open(target / "train2017-00001-of-00002.tar") as tar:
+        assert tar.getnames() == ["2.jpg", "2.json"]
+        file = tar.extractfile("2.json")
+        assert file
+        about = json.load(file)
+    assert about["image"]["id"] == 2
+    assert [one["id"] for one in about["annotations"]] == [5, 6]
+    assert main(["data", "verify", str(target), "--decode"]) == 0
+
+
+@pytest.mark.parametrize(("content", "told"), [
+    (None, "No such file"), ("[", "is no JSON"), ("[]", "lists of images, annotations, categories"),
+    ('{"images": [], "annotations": {}, "categories": []}', "lists of images"),
+])
+def test_a_file_of_something_else_is_named(
+    content: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "coco"
+    (source / "annotations").mkdir(parents=True)
+    if content is not None:
+        (source / "annotations" / "instances_val.json").write_text(content)
+    assert main(["data", "prepare", "coco", str(source), str(tmp_path / "made"), "--split", "val"]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "instances_val.json" in error
+    assert main(["data", "prepare", "coco", str(source), str(source)]) == 2
+
+
+def test_run_lengths_of_compressed_text() -> None:
+    assert run_lengths("T3T2hb0") == [100, 68, 600]
+    mask = pytest.importorskip("faster_coco_eval").mask
+    inside = np.asfortranarray(np.random.RandomState(0).randint(0, 2, (24, 32)).astype(np.uint8))
+    text = mask.encode(inside)["counts"]
+    flat = np.flatnonzero(np.diff(inside.ravel(order="F")))
+    ends = [*(flat + 1).tolist(), 768]
+    expected = np.diff([0, *ends]).tolist()
+    found = run_lengths(text.decode() if isinstance(text, bytes) else text)
+    assert found == (expected if not inside[0, 0] else [0, *expected])
