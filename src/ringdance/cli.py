@@ -42,6 +42,7 @@ _COMMANDS = {
         "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
         "timeline": ("ringdance.observe.timeline", "show where the time of a step goes"),
         "report": ("ringdance.observe.report", "write a page about what limits runs, and what to try next"),
+        "advise": ("ringdance.tune.advise", "say whether to scale a run up, out or not at all"),
         "plan": ("ringdance.tune.plan_cli", "predict speed, hours and money on other machines"),
         "bench": ("ringdance.observe.bench", "measure whether the loader or the step limits a training"),
     },
