@@ -44,7 +44,7 @@ _COMMANDS = {
         "report": ("ringdance.observe.report", "write a page about what limits runs, and what to try next"),
         "advise": ("ringdance.tune.advise", "say whether to scale a run up, out or not at all"),
         "plan": ("ringdance.tune.plan_cli", "predict speed, hours and money on other machines"),
-        "bench": ("ringdance.observe.bench", "measure whether the loader or the step limits a training"),
+        "bench": ("ringdance.observe.bench", "measure what limits a training, and how it scales over ranks"),
     },
     "tune and predict": {
         "simulate": ("ringdance.tune.efficiency", "predict the efficiency of a step on many hosts"),

@@ -21,6 +21,7 @@ from ringdance.launch.parser import rank_count, seconds
 from ringdance.launch.spec import CommandError
 from ringdance.observe.limits import Limit
 from ringdance.subcommands import Subcommand
+from ringdance.tune.bench_train import TRAIN
 
 INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.loaders.input_check
 PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
@@ -287,5 +288,5 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance bench`` with the words after it; returns the exit code."""
     text = "measure whether the loader or the step is the limit"
-    known = {"input": Subcommand(_input, text, _add_input, _INPUT)}
-    return subcommands.run("ringdance bench", "Measure a training by short runs of it.", known, argv)
+    known = {"input": Subcommand(_input, text, _add_input, _INPUT), "train": TRAIN}
+    return subcommands.run("ringdance bench", "Measure trainings by short runs.", known, argv)

@@ -13,6 +13,7 @@ Line = Sequence[tuple[float, float]]
 # As of observe's pages; one colour for one meaning in all plots, others get what is left in their order.
 _MEANINGS = {
     "ringdance": 0, "measured": 0, "ddp": 1, "mwms": 1, "horovod": 1, "alone": 2, "predicted": 3, "bound": 6,
+    "linear": 6,
 }  # fmt: skip
 _THEMES = {
     "": ("#0072b2 #d55e00 #009e73 #b5589a #8a6d00 #4aa3df #6a737d #7b4fc9", "#ffffff", "#24292f", "#d0d7de"),

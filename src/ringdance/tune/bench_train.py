@@ -1,0 +1,293 @@
+"""``ringdance bench train``: how a training scales over ranks, on synthetic samples."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median, stdev
+from typing import Any, NamedTuple
+
+from ringdance.cluster.hostfile import parse_hosts
+from ringdance.errors import ArgumentError, pip_install
+from ringdance.launch.api import command_of_call, run
+from ringdance.launch.prepare import prepare
+from ringdance.launch.spec import CommandError, JobSpec
+from ringdance.subcommands import Subcommand
+from ringdance.tune import plots
+
+
+class Model(NamedTuple):
+    """What is known of a model without making it.
+
+    Attributes:
+        unit: what its samples are.
+        batch: of a rank, unless given.
+        size: of an image in pixels, or of a text in words, unless given.
+        least: size.
+        quick: size with --quick.
+    """
+
+    unit: str
+    batch: int
+    size: int
+    least: int = 1
+    quick: int = 0
+
+
+MODELS = {
+    "mlp": Model("images", 64, 28), "convnet": Model("images", 32, 32, 4),
+    "resnet50": Model("images", 32, 224, 32, 64), "vgg16": Model("images", 32, 224, 32, 64),
+    "inception_v3": Model("images", 32, 299, 75, 96), "deepfm": Model("rows", 1024, 1),
+    "bert-base": Model("texts", 8, 128, 1, 32),
+}  # fmt: skip
+_IMAGES = ("mlp", "convnet", "resnet50", "vgg16", "inception_v3")
+FRAMEWORKS = {"torch": tuple(MODELS), **dict.fromkeys(("keras", "tensorflow", "jax"), _IMAGES)}
+_NEEDS = {"tensorflow": ["tensorflow", "keras"], "jax": ["jax", "optax", "keras"]}
+_PEERS = {"ddp": "torch", "mwms": "tensorflow", "horovod": "torch"}
+_STEPS, _WARMUP, _QUICK = 30, 5, (12, 2)
+_HELP = """\
+Each number of ranks, and one rank alone, trains the model on samples from memory, in alternating blocks of
+steps: with Ringdance's exchange, without any, and with that of --against. Threads are shared out once for
+all sizes: the cores of a host by the most ranks that one gets (OMP_NUM_THREADS, if set, holds).
+
+  speed-up, efficiency   by the speed of one rank alone
+  exposed                share of the step by which the exchange makes it longer
+  of bound               by the speed if exchange and computation overlapped wholly: the longer of the two
+
+--output FILE.json writes what was measured, FILE.csv the table, FILE.svg and FILE-dark.svg the plot
+(`--plot png` as PNG). `ringdance plan --from FILE.json` predicts other machines.
+
+examples:
+  ringdance bench train --model convnet --np 1,2 --output convnet.json
+  ringdance bench train --model resnet50 --np 1,2,4,8 -H node1:4,node2:4 --output resnet50.json
+  ringdance bench train --model mlp --np 2 --against ddp
+  ringdance bench train --model resnet50 --framework jax --np 2 --dtype bfloat16 --quick
+
+exit code: 0 if all sizes have figures, 2 for a wrong argument or a run that failed"""
+
+
+def _in_ranks(given: Mapping[str, Any]) -> Any:
+    # By its name: this process imports no framework.
+    return importlib.import_module("ringdance.tune.measure").measure(given)
+
+
+def sizes(text: str) -> list[int]:
+    """Return the numbers of ranks in "1,2,4", and 1, in ascending order."""
+    try:
+        found = {int(one) for one in text.split(",")}
+    except ValueError:
+        found = {0}
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of ranks; give them as in 1,2,4")
+    return sorted(found | {1})
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def check(given: argparse.Namespace) -> list[str]:
+    """Return the peers; raise a CommandError where a model, framework or peer cannot be had."""
+    has = FRAMEWORKS[given.framework]
+    if given.model not in has:
+        others = [name for name, models in FRAMEWORKS.items() if given.model in models]
+        where = f"; {', '.join(others)} has it" if others else ""
+        raise CommandError(f"--model {given.model}: {given.framework} has {', '.join(has)}{where}")
+    needed = _NEEDS.get(given.framework, [given.framework])
+    if missing := [name for name in needed if find_spec(name) is None]:
+        what = ", ".join(missing)
+        raise CommandError(f"--framework {given.framework} needs {what}: {pip_install(*missing)}")
+    peers = given.against.split(",") if given.against else []
+    for peer in peers:
+        if peer not in _PEERS:
+            raise CommandError(f"--against {peer}: give one of {', '.join(_PEERS)}")
+        if given.framework != _PEERS[peer]:
+            raise CommandError(f"--against {peer} is for --framework {_PEERS[peer]}, not {given.framework}")
+        if peer == "horovod" and not _has_horovod():
+            raise CommandError("--against horovod: the original Horovod is not installed beside Ringdance")
+    least = MODELS[given.model].least
+    if given.image is not None and given.image < least:
+        raise CommandError(f"--image {given.image}: {given.model} needs {least} pixels at least")
+    if given.output and (given.output.suffix != ".json" or not given.output.parent.is_dir()):
+        what = "give a name that ends in .json, in a directory that exists"
+        raise CommandError(f"--output {given.output}: {what}")
+    return peers
+
+
+def _has_horovod() -> bool:
+    """Return whether the original is there, rather than this project's package with its names."""
+    try:
+        return distribution("horovod") is not None and find_spec("horovod.torch") is not None
+    except (PackageNotFoundError, ModuleNotFoundError):
+        return False
+
+
+def figures(
+    found: Sequence[Mapping[str, Any]], batch: int, threads: int, one: float | None = None
+) -> dict[str, Any]:
+    """Return what the JSON file says of a number of ranks.
+
+    Args:
+        found: what :func:`ringdance.tune.measure.measure` returned, by rank; a block takes as long as its
+            slowest rank.
+        batch: samples of a rank and step.
+        threads: of a rank.
+        one: samples per second of one rank alone; None if these are its figures.
+    """
+    first, ranks = found[0], len(found)
+    blocks = {
+        name: [max(times) for times in zip(*(rank["blocks"][name] for rank in found), strict=True)]
+        for name in first["blocks"]
+    }
+    seconds = {name: median(times) for name, times in blocks.items()}
+    own, alone = seconds["ringdance"], seconds["alone"]
+    several = blocks["ringdance"]
+    speed = ranks * batch / own
+    return {
+        "ranks": ranks, "hosts": len({rank["host"] for rank in found}), "cores": first["cores"],
+        "threads": threads, "ranks_per_host": max(rank["local_size"] for rank in found),
+        "gpus": sum(rank["gpu"] for rank in found), "images_per_second": speed,
+        "noise": 1.96 * stdev(several) / len(several) ** 0.5 / own if len(several) > 1 else 0.0,
+        "step_seconds": seconds, "exposed_share": max(0.0, 1 - alone / own), "single_steps": first["single"],
+        "efficiency": speed / ranks / (one or speed),
+        "bound": ranks * batch / max(alone, *(rank["exchange"] for rank in found)),
+        "gradients": [
+            dict(zip(("name", "bytes", "seconds"), row, strict=True)) for row in first["gradients"]
+        ],
+        **({"assumed": True} if first["assumed"] else {}),
+    }  # fmt: skip
+
+
+def table(content: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return the figures of each size by the column's name; peers' speeds are the last columns."""
+    return [
+        {name: size[name] for name in ("ranks", "hosts", "images_per_second", "noise")}
+        | {"speed_up": size["efficiency"] * size["ranks"], "efficiency": size["efficiency"]}
+        | {"exposed_share": size["exposed_share"], "of_bound": size["images_per_second"] / size["bound"]}
+        | {peer: size["ranks"] * content["batch"] / size["step_seconds"][peer] for peer in _peers(content)}
+        for size in content["sizes"]
+    ]
+
+
+def _peers(content: Mapping[str, Any]) -> list[str]:
+    return [name for name in content["sizes"][0]["step_seconds"] if name not in ("ringdance", "alone")]
+
+
+def text(rows: Sequence[Mapping[str, float]], unit: str) -> str:
+    """Return the table for people: of a peer its speed, and Ringdance's as a multiple of it."""
+    heads = {
+        "ranks": ("ranks", ","), "hosts": ("hosts", ","), "images_per_second": (f"{unit}/s", ",.1f"),
+        "noise": ("+-", ".1%"), "speed_up": ("speed-up", ".2f"), "efficiency": ("efficiency", ".1%"),
+        "exposed_share": ("exposed", ".1%"), "of_bound": ("of bound", ".1%"),
+    }  # fmt: skip
+    lines = [[heads[name][0] if name in heads else name for name in rows[0]]]
+    for row in rows:
+        ours = row["images_per_second"]
+        lines.append([
+            format(value, heads[name][1]) if name in heads else f"{value:,.1f} (x {ours / value:.2f})"
+            for name, value in row.items()
+        ])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def draw(target: Path, content: Mapping[str, Any]) -> list[Path]:
+    """Draw speed and efficiency over ranks; return the files."""
+    rows, unit = table(content), MODELS[content["model"]].unit
+    one = rows[0]["images_per_second"]
+    lines = {"ringdance": "images_per_second"} | {peer: peer for peer in _peers(content)}
+    speeds = {name: [(row["ranks"], row[key]) for row in rows] for name, key in lines.items()}
+    shares = {name: [(n, speed / n / one) for n, speed in line] for name, line in speeds.items()}
+    speeds["linear"] = [(row["ranks"], row["ranks"] * one) for row in rows]
+    shares["bound"] = [(size["ranks"], size["bound"] / size["ranks"] / one) for size in content["sizes"]]
+    titles = {"Speed": "images_per_second", "Efficiency": "efficiency"}
+    noise = {title: {"ringdance": [row["noise"] * row[key] for row in rows]} for title, key in titles.items()}
+    labels = [f"{unit}/s of all ranks", "speed of a rank, by that of one alone"]
+    panels = {"Speed": speeds, "Efficiency": shares}
+    return plots.lines(target, panels, "ranks", labels, noise, "x" if rows[-1]["ranks"] > 8 else False)
+
+
+def _train(given: argparse.Namespace) -> int:
+    peers, model = check(given), MODELS[given.model]
+    quick = _QUICK if given.quick else (_STEPS, _WARMUP)
+    options = {
+        "model": given.model, "framework": given.framework, "dtype": given.dtype, "against": peers,
+        "batch": given.batch or model.batch, "unit": model.unit,
+        "image": given.image or (given.quick and model.quick) or model.size,
+        "steps": given.steps or quick[0], "warmup": given.warmup or quick[1],
+    }  # fmt: skip
+    threads = _threads(given)
+    environ = {"OMP_NUM_THREADS": str(threads), "RINGDANCE_SUMMARY_TIME": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    for name in ("PJRT_NPROC", "NPROC", "TF_NUM_INTRAOP_THREADS"):
+        environ[name] = os.environ.get(name, str(threads))
+    about = (f"{options[name]} {name}" for name in ("steps", "warmup"))
+    print(f"{given.model} in {given.framework}: {options['batch']} {model.unit} of a rank and step, "
+          f"{given.dtype}, {', '.join(about)}; threads of a rank: {threads}")  # fmt: skip
+    content = {"model": given.model, "framework": given.framework, "gradient_dtype": "float32"}
+    content |= {"batch": options["batch"], "sizes": []}
+    for ranks in given.np:
+        print(f"\n{ranks} rank{'s' * (ranks > 1)}", flush=True)
+        found = run(_in_ranks, (options,), np=ranks, hosts=given.hosts, env=environ, prefix=False)
+        one = content["sizes"][0]["images_per_second"] if content["sizes"] else None
+        content["sizes"].append(figures(found, options["batch"], threads, one))
+    print(f"\n{text(table(content), model.unit)}")
+    if given.output:
+        _write(given.output, given.plot, content)
+    return 0
+
+
+def _threads(given: argparse.Namespace) -> int:
+    """Return the threads of a rank: the user's number, or a host's cores by the most ranks that it gets."""
+    hosts = parse_hosts(given.hosts) if given.hosts else None
+    prepared = prepare(JobSpec(command_of_call(), ranks=given.np[-1], hosts=hosts))
+    prepared.close()
+    return prepared.plan.threads or int(os.environ["OMP_NUM_THREADS"].split(",")[0])
+
+
+def _write(output: Path, plot: str, content: Mapping[str, Any]) -> None:
+    """Write the figures, the table and the plot."""
+    output.write_text(json.dumps(content, indent=1) + "\n")
+    written, rows = [output, output.with_suffix(".csv")], table(content)
+    with open(written[1], "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    try:
+        written += draw(output.with_suffix(f".{plot}"), content)
+    except ArgumentError as error:  # no matplotlib
+        print(f"no plot: {error}")
+    print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def _add(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", choices=MODELS, help=f"one of: {', '.join(MODELS)}")
+    names = ", ".join(FRAMEWORKS)
+    add("--framework", default="torch", metavar="F", choices=FRAMEWORKS, help=f"{names} (default: torch)")
+    text = "numbers of ranks, as in 1,2,4; 1 is always among them (default: 1,2)"
+    add("--np", "-np", type=sizes, default=[1, 2], metavar="N,N", help=text)
+    add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="hosts and their slots, filled one after the other")
+    text = "ddp (torch, gloo), mwms (tensorflow's MultiWorkerMirroredStrategy), horovod (torch)"
+    add("--against", metavar="PEER,PEER", help=f"beside it in the same run: {text}")
+    add("--batch", type=_count, metavar="N", help="samples of a rank and step (default: the model's)")
+    add("--steps", type=_count, metavar="N", help=f"measured (default: {_STEPS}, with --quick {_QUICK[0]})")
+    text = f"before, for each contestant (default: {_WARMUP}, with --quick {_QUICK[1]})"
+    add("--warmup", type=_count, metavar="N", help=text)
+    add("--image", type=_count, metavar="N", help="pixels of an image's side, words of a text")
+    text = "computed in; weights and gradients are float32 (default: float32)"
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
+    add("--quick", action="store_true", help="fewer steps, smaller images: to see whether it works")
+    add("--output", type=Path, metavar="FILE.json", help="write figures, table and plot")
+    add("--plot", choices=("svg", "png"), default="svg", help="as which (default: svg)")
+
+
+TRAIN = Subcommand(_train, "measure how training steps scale over ranks", _add, _HELP)

@@ -1,0 +1,65 @@
+"""`ringdance bench train` of a small model on one rank and on two, as docs/howto/bench-train.md shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from doc_blocks import ROOT, blocks, environment
+
+pytest.importorskip("torch")
+PAGE = ROOT / "docs" / "howto" / "bench-train.md"
+
+
+@pytest.mark.limit(200)
+def test_the_command_of_the_page_writes_figures_a_table_and_a_plot(tmp_path: Path) -> None:
+    command = next(line for block in blocks(PAGE) for line, _ in block.commands() if "--model mlp" in line)
+    done = subprocess.run(
+        ["bash", "-c", f"{command} --steps 6 --warmup 1"],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "mlp.json").read_text())
+    sizes = found.pop("sizes")
+    assert found == {"model": "mlp", "framework": "torch", "gradient_dtype": "float32", "batch": 64}
+    assert [one["ranks"] for one in sizes] == [1, 2]
+    for one in sizes:
+        assert set(one["step_seconds"]) == {"ringdance", "alone", "ddp"}
+        assert len(one["single_steps"]) == 12
+        assert 0 <= one["exposed_share"] < 1
+        assert min(one["images_per_second"], one["efficiency"], one["bound"], one["cores"]) > 0
+        names = [row["name"] for row in one["gradients"]]
+        assert {*names[:2]} == {"4.weight", "4.bias"}  # the last layer's are ready first
+        assert sum(row["bytes"] for row in one["gradients"]) == 669_706 * 4
+        times = [row["seconds"] for row in one["gradients"]]
+        assert 0 < times[0] <= times[-1]
+        assert times == sorted(times)
+    assert (tmp_path / "mlp.csv").read_text().startswith("ranks,hosts,images_per_second,noise,speed_up,")
+    assert done.stdout.count("total      loss") == 2
+    if (tmp_path / "mlp.svg").exists():
+        for name in ("mlp.svg", "mlp-dark.svg"):
+            assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
+    else:
+        assert "no plot: Plots need matplotlib" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("framework", ["keras", "tensorflow", "jax"])
+def test_other_frameworks(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip("keras")
+    pytest.importorskip(framework)
+    peer = "--against mwms" if framework == "tensorflow" else ""
+    words = f"bench train --model mlp --framework {framework} --np 2 --quick --output found.json {peer}"
+    done = subprocess.run(
+        ["ringdance", *words.split()],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads((tmp_path / "found.json").read_text())["sizes"]
+    assert all(one["assumed"] for one in sizes)
+    assert all(sum(row["bytes"] for row in one["gradients"]) == 669_706 * 4 for one in sizes)
+    assert ("mwms" in sizes[0]["step_seconds"]) == (framework == "tensorflow")

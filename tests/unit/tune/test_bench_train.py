@@ -1,0 +1,130 @@
+"""The arithmetic of `ringdance bench train`, its file, its table and its plot, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from ringdance.observe import bench
+from ringdance.tune import bench_train
+from ringdance.tune.bench_train import figures, sizes, table, text
+from ringdance.tune.measure import assumed
+
+KEYS = {
+    "ranks", "hosts", "cores", "threads", "ranks_per_host", "gpus", "images_per_second", "noise",
+    "step_seconds", "exposed_share", "single_steps", "efficiency", "bound", "gradients",
+}  # fmt: skip
+
+
+def rank(host: str, own: list[float], alone: list[float], exchange: float, **more: Any) -> dict[str, Any]:
+    blocks = {"ringdance": own, "alone": alone, "ddp": [0.4] * len(own)}
+    return {
+        "host": host, "cores": 8, "local_size": 1, "gpu": False, "blocks": blocks, "single": [0.1] * 12,
+        "gradients": [("fc.bias", 40, 0.05), ("fc.weight", 400, 0.06)], "assumed": False,
+        "exchange": exchange, **more,
+    }  # fmt: skip
+
+
+def content() -> dict[str, Any]:
+    one = figures([rank("a", [0.1, 0.1, 0.1], [0.1, 0.1, 0.1], 0.0)], 32, 4)
+    # The slowest rank makes the time of a block: 0.2, 0.25, 0.3.
+    found = [
+        rank("a", [0.2, 0.2, 0.2], [0.12] * 3, 0.05), rank("b", [0.1, 0.25, 0.3], [0.15] * 3, 0.06)
+    ]  # fmt: skip
+    two = figures(found, 32, 4, one["images_per_second"])
+    about = {"model": "convnet", "framework": "torch", "gradient_dtype": "float32", "batch": 32}
+    return about | {"sizes": [one, two]}
+
+
+def test_speeds_are_those_of_the_slowest_rank() -> None:
+    one, two = content()["sizes"]
+    assert set(one) == set(two) == KEYS
+    assert one["images_per_second"] == pytest.approx(320)
+    assert one["efficiency"] == 1
+    assert one["noise"] == 0
+    assert two["step_seconds"] == {"ringdance": 0.25, "alone": 0.15, "ddp": 0.4}
+    assert two["images_per_second"] == pytest.approx(2 * 32 / 0.25)
+    assert two["efficiency"] == pytest.approx(0.1 / 0.25)
+    assert two["exposed_share"] == pytest.approx(0.4)
+    assert two["bound"] == pytest.approx(2 * 32 / 0.15)
+    assert (two["ranks"], two["hosts"], two["cores"], two["ranks_per_host"]) == (2, 2, 8, 1)
+    assert two["gradients"][0] == {"name": "fc.bias", "bytes": 40, "seconds": 0.05}
+    json.dumps(two)
+
+
+def test_an_exchange_that_takes_longer_than_the_step_is_the_bound() -> None:
+    found = figures([rank("a", [0.3], [0.1], 0.2), rank("a", [0.3], [0.1], 0.25)], 32, 1, 320.0)
+    assert found["bound"] == pytest.approx(64 / 0.25)
+    assert found["noise"] == 0
+
+
+def test_a_step_that_seems_quicker_with_the_exchange_has_none_exposed() -> None:
+    assert figures([rank("a", [0.1], [0.11], 0.0, assumed=True)], 32, 1)["exposed_share"] == 0
+    assert figures([rank("a", [0.1], [0.11], 0.0, assumed=True)], 32, 1)["assumed"] is True
+
+
+def test_assumed_gradients_fill_the_backward_pass_from_the_last_layer_on() -> None:
+    assert assumed([("first", 4), ("last", 8)], 0.3) == [
+        ("last", 8, pytest.approx(0.2)), ("first", 4, pytest.approx(0.3))
+    ]  # fmt: skip
+
+
+def test_the_table_has_peers_and_multiples_of_them() -> None:
+    rows = table(content())
+    assert rows[1]["speed_up"] == pytest.approx(0.8)
+    assert rows[1]["of_bound"] == pytest.approx(0.6)
+    assert rows[1]["ddp"] == pytest.approx(160)
+    shown = text(rows, "images").splitlines()
+    assert shown[0].split() == [
+        "ranks", "hosts", "images/s", "+-", "speed-up", "efficiency", "exposed", "of", "bound", "ddp"
+    ]  # fmt: skip
+    assert "40.0%" in shown[2]
+    assert "160.0 (x 1.60)" in shown[2]
+
+
+def test_the_plot_has_all_lines(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    light, _ = bench_train.draw(tmp_path / "plot.svg", content())
+    for name in ("ringdance", "ddp", "linear", "bound", "Speed", "Efficiency", "images/s of all ranks"):
+        assert name in light.read_text()
+
+
+def test_numbers_of_ranks() -> None:
+    assert sizes("4,2") == [1, 2, 4]
+    for wrong in ("", "0,2", "two", "2,-1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="1,2,4"):
+            sizes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--model resnet5", "did you mean resnet50?"),
+        ("--model deepfm --framework keras", "keras has mlp, convnet, resnet50, vgg16, inception_v3; torch"),
+        ("--model mlp --framework torch --against mwms", "mwms is for --framework tensorflow, not torch"),
+        ("--model mlp --against nccl", "give one of ddp, mwms, horovod"),
+        ("--model mlp --against horovod", "the original Horovod is not installed"),
+        ("--model inception_v3 --image 64", "needs 75 pixels at least"),
+        ("--model mlp --output figures.csv", "ends in .json"),
+        ("--model mlp --output nowhere/figures.json", "a directory that exists"),
+        ("--model mlp --np 1;2", "give them as in 1,2,4"),
+        ("--model mlp --steps 0", "'0' is no number from 1 on"),
+        ("--model mlp --np 4 -H localhost:2", "4"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(words: str, says: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(bench_train, "find_spec", lambda name: None if "." in name else find_spec("json"))
+    assert bench.main(["train", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert says in err
+    assert not out
+
+
+def test_a_framework_that_is_missing_is_named_with_what_installs_it(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(bench_train, "find_spec", lambda name: None if name == "keras" else find_spec("json"))
+    assert bench.main(["train", "--model", "mlp", "--framework", "jax"]) == 2
+    assert "--framework jax needs keras: " in capsys.readouterr().err
