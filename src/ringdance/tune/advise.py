@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     add("--instance", metavar="NAME|FILE", help="its hosts, named as for `ringdance plan`")
     text = "CPU hosts to compare GPUs with (default c5.18xlarge)"
     add("--against", default="c5.18xlarge", metavar="NAME|FILE", help=text)
-    add("--from", dest="bench", type=Path, metavar="FILE", help="`ringdance bench train --json` on such CPUs")
+    text = "of `ringdance bench train --output FILE` on such CPUs"
+    add("--from", dest="bench", type=Path, metavar="FILE", help=text)
     add("--json", action="store_true", help="as JSON")
 
     def action() -> int:
@@ -187,7 +188,8 @@ def _compare_with_cpus(
         f"{other.name} at ${other.price:g} is cheaper if it does more than {even:,.4g} samples/s"
     )
     if given.bench is None:
-        missing.append(f"what {other.name} does: `ringdance bench train --json FILE` there; then --from FILE")
+        how = "`ringdance bench train --output FILE` there; then --from FILE"
+        missing.append(f"what {other.name} does: {how}")
         because.append(f"{text}.")
         return
     load = from_bench(given.bench)

@@ -23,7 +23,7 @@ from ringdance.tune.plots import lines
 
 _EPILOG = """\
 examples:
-  ringdance bench train --model resnet50 --framework torch --np 1,2 --json bench.json
+  ringdance bench train --model resnet50 --framework torch --np 1,2 --output bench.json
   ringdance plan --from bench.json --instance c5.18xlarge --np 4,32,256 --samples 1281167 --epochs 90
   ringdance plan --model resnet50 --images-per-second 395 --instance p3.16xlarge --epochs 90 --deadline 4h
   ringdance plan --model resnet50 --images-per-second 5874 --of 8 --instance p3.16xlarge --to-accuracy 75.9
@@ -135,7 +135,7 @@ def _load(given: argparse.Namespace, on: Instance, options: Options) -> tuple[Wo
     elif given.model not in known:
         raise LaunchError(
             f"--model {given.model} is not known; known are {', '.join(known)}. Measure it: `ringdance bench "
-            "train --json bench.json`, then --from bench.json"
+            "train --output bench.json`, then --from bench.json"
         )
     elif not given.images_per_second:
         raise LaunchError("--model needs its rate: --images-per-second R, of one rank or of --of N together")

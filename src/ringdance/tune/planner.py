@@ -140,11 +140,11 @@ def from_bench(path: Path) -> Workload:
         gradients = [(typed(one, "bytes", int), typed(one, "seconds", float)) for one in row["gradients"]]
         single = [float(value) for value in row.get("single_steps") or ()]
         gpus, cores = bool(row.get("gpus")), typed(row, "cores", int)
-        per_host = max(1, row.get("ranks_per_host", ranks))
+        each = row.get("threads") or cores / max(1, row.get("ranks_per_host", ranks))
         batch, model = typed(found, "batch", int), typed(found, "model", str)
     except NO_FORMAT as error:
         raise LaunchError(
-            f"{path} is no measurement of `ringdance bench train --json FILE` ({type(error).__name__}: "
+            f"{path} is no measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "
             f"{error}); measure again with this version"
         ) from None
     if not gradients or compute <= 0:
@@ -155,8 +155,9 @@ def from_bench(path: Path) -> Workload:
         f"{compute * 1e3:.4g} ms of a step without exchanges."
     )
     gradients = [(size, min(ready, compute)) for size, ready in sorted(gradients, key=lambda one: one[1])]
-    core = 0.0 if gpus else cores / per_host
-    return Workload(model, batch, compute, tuple(gradients), spread, ranks, core, source)
+    return Workload(
+        model, batch, compute, tuple(gradients), spread, ranks, 0.0 if gpus else float(each), source
+    )
 
 
 def expected_largest(count: int) -> float:

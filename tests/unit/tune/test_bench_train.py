@@ -13,6 +13,7 @@ from ringdance.observe import bench
 from ringdance.tune import bench_train
 from ringdance.tune.bench_train import figures, sizes, table, text
 from ringdance.tune.measure import assumed
+from ringdance.tune.planner import from_bench
 
 KEYS = {
     "ranks", "hosts", "cores", "threads", "ranks_per_host", "gpus", "images_per_second", "noise",
@@ -54,6 +55,14 @@ def test_speeds_are_those_of_the_slowest_rank() -> None:
     assert (two["ranks"], two["hosts"], two["cores"], two["ranks_per_host"]) == (2, 2, 8, 1)
     assert two["gradients"][0] == {"name": "fc.bias", "bytes": 40, "seconds": 0.05}
     json.dumps(two)
+
+
+def test_the_planner_reads_the_file(tmp_path) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps(content()))
+    load = from_bench(tmp_path / "bench.json")
+    # A rank computes with its 4 threads, not with all 8 cores of its host.
+    assert (load.model, load.batch, load.ranks, load.compute, load.cores) == ("convnet", 32, 1, 0.1, 4)
+    assert load.gradients == ((40, 0.05), (400, 0.06))
 
 
 def test_an_exchange_that_takes_longer_than_the_step_is_the_bound() -> None:
