@@ -30,8 +30,9 @@ examples:
   ringdance simulate --gbits 10,100 --plot efficiency.svg --json
 
 The engine's own plans (rounds, batches, chunks, messages) run on a clock instead of a network, with the
-settings that the environment has. Efficiency is --step by the time of a step with its exchange. The
-bounds are those of a ring and of two trees between hosts that use links in full from the first gradient on.
+settings that the environment has. Efficiency is --step by the time of a step with its exchange. "ring" and
+"tree" are bounds: an all-reduce by a ring or by two trees of hosts that use links in full from the first
+gradient on.
 
 --set NAME=VALUE, in bytes/s and seconds:
 """
@@ -150,9 +151,9 @@ def _show(console: Console, rows: Sequence[Row]) -> None:
             ranks = next(row["ranks"] for row in chosen if row["hosts"] == count)
             table.add_column(f"{ranks:,}", justify="right")
         for gbits in dict.fromkeys(row["gbits"] for row in chosen):
-            for number, (name, key) in enumerate(_LINES.items()):
-                cells = [f"{row[key]:.1%}" for row in chosen if row["gbits"] == gbits]
-                table.add_row("" if number else f"{gbits:g}", name, *cells, end_section=number == 2)
+            for number, key in enumerate(_LINES.values()):
+                cells = [f"{100 * row[key]:.3g}%" for row in chosen if row["gbits"] == gbits]
+                table.add_row("" if number else f"{gbits:g}", key, *cells, end_section=number == 2)
         console.print(table)
 
 

@@ -40,7 +40,7 @@ def test_a_table(capsys):
     out = capsys.readouterr().out
     assert "resnet50, 102 MB in float32" in out
     assert "resnet50, 51 MB in bfloat16" in out
-    assert len([line for line in out.splitlines() if "bound ring" in line]) == 4
+    assert len([line for line in out.splitlines() if line.split()[:1] == ["ring"]]) == 4
 
 
 def test_json_and_a_plot(capsys, tmp_path):
