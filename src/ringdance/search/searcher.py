@@ -104,9 +104,8 @@ class Searcher:
         """Take up what a searcher that was killed has left."""
         for number in [trial.number for trial in self._study.trials("RUNNING")]:
             trial = self._trial(number)
-            ended = (trial.process.directory / "exit").exists()
-            trial.process.kill(patience=_ALONE_S if ended else 0.0)
-            if ended:
+            trial.process.kill(patience=_ALONE_S if trial.process.exit.exists() else 0.0)
+            if trial.process.exit.exists():
                 self._finish(trial)
             else:
                 self._set_aside(trial)
@@ -154,8 +153,8 @@ class Searcher:
             self._finish(trial)
         elif trial.ends and now > trial.ends[0][0]:
             trial.ends.pop(0)[1]()
-        elif not process.asked_to_stop and self._passed_on(trial):
-            process.ask_to_stop()
+        elif not process.stop.exists() and self._passed_on(trial):
+            process.stop.touch()
             after = now + min(_STOP_S, self._layout.grace)
             trial.ends = [(after, process.terminate), (after + self._layout.grace, process.kill)]
 
@@ -167,7 +166,7 @@ class Searcher:
         """Keep how a trial ended, or have one that was killed run again."""
         number, code = trial.number, trial.process.code() or 0
         self._passed_on(trial, ended=True)
-        if trial.process.asked_to_stop:
+        if trial.process.stop.exists():
             self._study.tell(number, "PRUNED")
             return self._say(trial, f"pruned after {len(trial.reader.values)} reports")
         reason = f"exit code {code}"
@@ -217,7 +216,7 @@ class Searcher:
         for trial in self._running:
             trial.process.kill(patience=_ALONE_S if self._signals < 2 else 0.0)
             if trial.number not in ended:  # the code of what ended it is no result
-                (trial.process.directory / "exit").unlink(missing_ok=True)
+                trial.process.exit.unlink(missing_ok=True)
 
     # --- what is shown -----------------------------------------------------------------------------
 
