@@ -262,3 +262,10 @@ def test_the_plot_has_throughput_hours_and_cost(tmp_path: Path, capsys: pytest.C
 def test_a_workload_scales_as_a_whole() -> None:
     load = Workload("m", 1, 0.1, ((4, 0.05),), 0.01, 1, 1.0, "").slower(2)
     assert (load.compute, load.gradients, load.spread) == (0.2, ((4, 0.1),), 0.02)
+
+
+def test_a_plan_is_compared_with_what_was_measured(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PAGE.parents[2] / "benchmarks"))
+    rows = __import__("plan_check").rows(bench, bench, 100.0, 1)
+    assert [(row["ranks"], row["measured"], row["slower_alone"]) for row in rows] == [(2, 0.11, 2.0)]
+    assert rows[0]["ratio"] == pytest.approx(rows[0]["predicted"] / 0.11)
