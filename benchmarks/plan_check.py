@@ -21,7 +21,7 @@ from typing import Any
 from ringdance.tune.catalog import Instance
 from ringdance.tune.planner import Options, from_bench, predict
 
-WIDTHS = (6, 6, 14, 13, 14, 7)
+COLUMNS = {"ranks": 6, "hosts": 6, "predicted ms": 14, "measured ms": 13, "slower alone": 14, "ratio": 7}
 
 
 def rows(first: Path, second: Path, gbits: float, shared: int) -> list[dict[str, Any]]:
@@ -56,8 +56,7 @@ def main() -> None:
     found = rows(
         arguments.first, arguments.second or arguments.first, arguments.gbits, arguments.shared_cores
     )
-    heads = zip(("ranks", "hosts", "predicted ms", "measured ms", "slower alone", "ratio"), WIDTHS, strict=True)
-    print("".join(f"{head:>{width}}" for head, width in heads))
+    print("".join(f"{head:>{width}}" for head, width in COLUMNS.items()))
     for row in found:
         print(
             f"{row['ranks']:>6}{row['hosts']:>6}{row['predicted'] * 1e3:>14.1f}{row['measured'] * 1e3:>13.1f}"
