@@ -75,6 +75,19 @@ def test_presets_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
             assert one.rate == pytest.approx(0.00125 * min(128, one.batch_size * one.devices), rel=0.51), name
 
 
+def test_the_page_has_the_table_of_the_presets() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "detection.md").read_text()
+    rows = []
+    for name, one in presets.PRESETS.items():
+        decays = f"a tenth at {', '.join(f'{epoch:.3g}' for epoch in one.milestones)}"
+        rows.append(
+            f"| `{name}` | {one.batch_size * one.devices} = {one.devices} × {one.batch_size} | "
+            f"{one.optimizer}, {one.rate:g} | {one.epochs:g}: {decays if one.milestones else 'cosine'} "
+            f"({one.warmup_steps}) | {one.expected} |\n"
+        )
+    assert "".join(rows) in page
+
+
 def test_what_goes_with_an_option() -> None:
     given = Namespace(epochs=13, batch_size=4, image_size=400)
     one = presets.PRESETS["8xV100"].overridden(given)

@@ -309,6 +309,7 @@ def test_logs_go_into_the_output_that_is_uploaded() -> None:
         ({"role": ""}, "role is missing"),
         ({"image_uri": ""}, "image_uri is missing"),
         ({"instance_type": ""}, "instance_type is missing"),
+        ({"image_uri": "", "framework_version": "1.6.0"}, "framework_version='1.6.0' names no image here"),
         ({"entry_point": "other.py"}, "other.py"),
         ({"instance_count": 0}, "instance_count 0"),
         ({"processes_per_host": 0}, "processes_per_host 0"),

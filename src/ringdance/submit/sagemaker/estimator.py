@@ -56,6 +56,12 @@ embeddings only the rows that were touched. Change the line to
 and in the script replace ParameterServerStrategy by hvd.DistributedOptimizer. Tables that do not fit one
 rank: hvd.EmbeddingTable(..., sharded=True). `ringdance recipes run deepfm/compare` measures both ways."""
 
+_NO_IMAGE = (
+    "framework_version={version!r} names no image here: the SDK looked one up. Give "
+    "image_uri='ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG', an image with the script's framework and "
+    "Ringdance, and leave framework_version and py_version out"
+)
+
 
 def _line_of_caller() -> str:
     """Return "FILE, line N: " of the code that uses this package, "" if there is none."""
@@ -68,8 +74,12 @@ def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by their current names, without those that have no effect here."""
     known = {item.name for item in fields(TrainingJob) if item.init}
     found: dict[str, Any] = {}
+    where = str(given.get("instance_type") or given.get("train_instance_type"))
+    image = given.get("image_uri") or given.get("image_name") or where.startswith("local")
     for name, value in given.items():
         new = _RENAMED.get(name, name.removeprefix("train_"))
+        if new == "framework_version" and not image:
+            raise ArgumentError(_NO_IMAGE.format(version=value))
         if new in _IGNORED:
             warnings.warn(f"{name} has no effect here: the image decides (image_uri)", stacklevel=3)
             continue
