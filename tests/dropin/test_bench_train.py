@@ -63,3 +63,17 @@ def test_other_frameworks(framework: str, tmp_path: Path) -> None:
     assert all(one["assumed"] for one in sizes)
     assert all(sum(row["bytes"] for row in one["gradients"]) == 669_706 * 4 for one in sizes)
     assert ("mwms" in sizes[0]["step_seconds"]) == (framework == "tensorflow")
+
+
+@pytest.mark.slow
+@pytest.mark.limit(200)
+def test_sparse_gradients_which_differ_in_size(tmp_path: Path) -> None:
+    words = "bench train --model deepfm --np 2 --steps 2 --warmup 1 --against ddp --output found.json"
+    done = subprocess.run(
+        ["ringdance", *words.split()],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads((tmp_path / "found.json").read_text())["sizes"]
+    table = [row["bytes"] for row in sizes[1]["gradients"] if row["name"] == "table.weight"]
+    assert 0 < table[0] < 100_000 * 17 * 4

@@ -83,7 +83,9 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
                 say(f"{done:>6}{speed:>22,.1f}{speed * hvd.size():>12,.1f}{loss:>10.3f}", flush=True)
     single = [_block(made.steps["alone"], 1)[0] for _ in range(SINGLE)]
     gradients = made.ready() if made.ready else assumed(made.sizes, median(blocks["alone"]))
-    exchange = (made.exchange or _by_numpy)([nbytes for _, nbytes, _ in gradients])
+    # Sparse ones have other sizes on each rank.
+    agreed = hvd.broadcast_object([nbytes for _, nbytes, _ in gradients], 0)
+    exchange = (made.exchange or _by_numpy)(agreed)
     exchange()
     return {
         "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0)), "gpu": made.gpu,
