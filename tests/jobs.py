@@ -70,7 +70,7 @@ def all_jobs() -> list[Job]:
         Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
         Job("dropin", "commands", (
             "dropin/test_docs_commands.py", "dropin/test_torch_tools.py", "dropin/test_bench_*.py",
-            "dropin/test_compare.py",
+            "dropin/test_compare.py", "dropin/test_autotune.py",
         )),
         Job("unit", "engine", (
             "unit/core", "unit/monitor", "unit/observe", "unit/tr*", "unit/torch", "unit/tensorflow",

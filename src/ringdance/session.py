@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine
@@ -33,6 +33,9 @@ from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.base import Transport
 from ringdance.transport.single import SingleTransport
+
+if TYPE_CHECKING:
+    from ringdance.tune.autotune import Autotuner
 
 _log = logging.getLogger("ringdance")
 
@@ -50,7 +53,7 @@ _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
 
 # Settings on which the layout of shared memory, the cutting of batches and what is exchanged rest.
 _COMMON = (
-    "cache_capacity", "check_weights", "cpu_operations", "deterministic", "fusion_threshold",
+    "autotune", "cache_capacity", "check_weights", "cpu_operations", "deterministic", "fusion_threshold",
     "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "window", "window_bytes",
 )  # fmt: skip
 
@@ -67,6 +70,7 @@ class _Process:
     monitoring = Monitoring()
     clean: bool = True  # every engine so far has stopped by agreement
     at_init: tuple[Callable[[], None], ...] = ()
+    tuner: Autotuner | None = None
     failed: bool = False  # an uncaught exception is on its way out
     unseen: tuple[Engine | None, Exception] | None = None  # see ``note_unseen``
     has_trained: Callable[[], bool] | None = None  # by itself; None: not known, reported, or it has reduced
@@ -93,6 +97,8 @@ def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
     """Count a step that ends now; without a job nothing happens."""
     if (found := _process.engine) is not None:
         found.recorder.step(mark)
+        if found.on_step is not None:
+            found.on_step()
 
 
 def add_profiler(profiler: Profiler) -> None:
@@ -204,6 +210,11 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
             here = os.environ["RINGDANCE_JOB_DIRECTORY"], f"joined.{os.environ['RINGDANCE_RANK']}"
             open(os.path.join(*here), "wb").close()
         _process.monitoring.start(_process.engine)
+        _process.tuner = None
+        if settings.autotune or settings.tuned:
+            from ringdance.tune.autotune import tuner_of
+
+            _process.tuner = tuner_of(_process.engine)
         _export_ranks(_process.engine)
         if not _process.pid:
             dump.enable()
@@ -429,6 +440,8 @@ def _at_exit() -> None:
 def _show_summary(found: Engine) -> None:
     """Show the summary of a run that has ended well, by rank 0."""
     if found.rank == 0 and _process.clean:
+        if _process.tuner is not None:
+            _process.tuner.leave()
         with contextlib.suppress(Exception):  # stderr may be closed
             for line in found.summary.lines(found.transport.identities):
                 print(f"ringdance: {line}", file=sys.stderr)

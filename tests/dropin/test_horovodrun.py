@@ -151,12 +151,12 @@ def test_a_timeline(program, tmp_path, form):
 
 def test_what_has_no_effect_is_said_once(program):
     path = program("import ringdance.numpy as hvd\nhvd.init()\n")
-    done = horovodrun("-np", "2", "--gloo", "--autotune", "python", path, HOROVOD_CCL_CACHE="1")
+    done = horovodrun("-np", "2", "--gloo", "--torus-allreduce", "python", path, HOROVOD_CCL_CACHE="1")
     assert done.returncode == 0
     said = done.stderr.decode().splitlines()
     assert len(said) == 3, said
     assert said[0].startswith("horovodrun: --gloo: Gloo is not used")
-    assert said[1].startswith("horovodrun: --autotune: no effect")
+    assert said[1].startswith("horovodrun: --torus-allreduce: no effect")
     assert said[2].startswith("horovodrun: HOROVOD_CCL_CACHE=1: no effect")
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from doc_blocks import ROOT, blocks, environment, put_files
 from processes import wait_until
 
 from ringdance.search.process import MARK
@@ -185,25 +184,3 @@ def test_a_pruned_trial_ends_at_its_next_report_or_is_ended(tmp_path: Path) -> N
     assert "4 trials: 1 finished, 3 pruned; best objective 0, trial 0" in done.stdout
     assert "ringdance run -np 2 python trial.py" in done.stdout
     assert "this trial is pruned" in (tmp_path / "space.search/trials/0002/log").read_text()
-
-
-@pytest.mark.slow
-def test_the_digits_of_the_page_are_tuned(tmp_path: Path) -> None:
-    """The commands of docs/howto/search.md as they stand there."""
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
-    page = ROOT / "docs" / "howto" / "search.md"
-    put_files(page, tmp_path)
-    for block in blocks(page):
-        if "test_search.py" in block.marks.get("in", ""):
-            for command, _ in block.commands():
-                done = subprocess.run(
-                    ["bash", "-c", command], cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL,
-                    capture_output=True, text=True, timeout=1800,
-                )  # fmt: skip
-                assert done.returncode == 0, done.stdout + done.stderr
-    best = Study(tmp_path / "digits.search").best()
-    assert best is not None
-    assert best.value is not None
-    assert best.value > 95
-    assert (tmp_path / "search-dark.svg").exists()

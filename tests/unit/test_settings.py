@@ -156,9 +156,10 @@ def test_legacy_switches_are_numbers(text, value):
 
 
 def test_a_setting_without_effect_says_why_when_it_is_changed():
-    _, said = notes({"HOROVOD_CCL_CACHE": "1", "RINGDANCE_AUTOTUNE": "on", "HOROVOD_CONTROLLER": "GLOO"})
+    changed = {"HOROVOD_CCL_CACHE": "1", "RINGDANCE_TORUS_ALLREDUCE": "on", "HOROVOD_CONTROLLER": "GLOO"}
+    _, said = notes(changed)
     assert said == [
-        "RINGDANCE_AUTOTUNE=on has no effect: there is no automatic tuner yet.",
+        "RINGDANCE_TORUS_ALLREDUCE=on has no effect: NCCL is used as torch sets it up.",
         "HOROVOD_CCL_CACHE=1 has no effect: oneCCL is not used.",
         "HOROVOD_CONTROLLER=GLOO has no effect: Gloo is not used; MPI connects the ranks.",
     ]

@@ -53,6 +53,7 @@ class Engine:
         end: whether and how it has ended.
         on_monitor: called with a note of kind "monitor".
         on_check: called some times a second.
+        on_step: called when a step has ended; None while nothing is tuned.
         profilers: get a span for each wait of a thread while they run.
 
     Args:
@@ -92,6 +93,7 @@ class Engine:
         self.sets = ProcessSets(transport, settings, self.context, self.callers, self._lock, self.recorder)
         self.on_monitor: Callable[[Note], None] = lambda note: None
         self.on_check: Callable[[], None] = lambda: None
+        self.on_step: Callable[[], None] | None = None
         handlers = {
             "stop": lambda rank, note: self.end.on_stop(rank, note),
             "failed": lambda rank, note: self.end.on_failed(rank, note),

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+TUNE_NAME = "ringdance.tune"
+"""Name of the request by which the ranks exchange what they have measured; no thread waits for it."""
+
+
 class Collective(enum.IntEnum):
     """What a request asks for."""
 
@@ -28,6 +32,7 @@ class Collective(enum.IntEnum):
     JOIN = 6
     ADD_SET = 7
     REMOVE_SET = 8
+    TUNE = 9
 
 
 class ReduceOp(enum.IntEnum):

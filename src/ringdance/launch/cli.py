@@ -29,6 +29,7 @@ examples:
   ringdance run -np 2 --dry-run python train.py                   show the plan, start nothing
   ringdance run -H h1:4,h2:4 python train.py                      four ranks on each of two hosts, by ssh
   ringdance run --hostfile hosts -np 6 python train.py            lines `h1 slots=4` or `h1:4`
+  ringdance run -np 4 --autotune --autotune-log-file tune.csv python train.py     then: --tuned tune.json
   ringdance run -np 2 --detach python train.py                    then: ringdance status, attach, stop
 
 Without -H, --hostfile and -np the hosts are those that a scheduler has allocated: a Slurm or LSF job's, the
@@ -65,6 +66,12 @@ def parser() -> argparse.ArgumentParser:
     text += "with ADDRESS 0.0.0.0"
     add("--metrics-port", metavar="[ADDRESS:]PORT", type=_of_setting(parse.ADDRESS), help=text)
     add("--tensorboard", action="store_true", help="with --output-filename: also event files for TensorBoard")
+    text = "try other values of settings in the first 200 steps, and go on with the best"
+    add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
+    text = "write what autotune tried into FILE (CSV), and its result beside it (.json)"
+    add("--autotune-log-file", default="", metavar="FILE", help=text)
+    text = "run with a result of autotune, if it is of this model and hardware"
+    add("--tuned", default="", metavar="FILE", help=text)
     add("--quiet", action="store_true", help="no summary at the end of a run of more than a minute")
     text = "begin each output line with [rank] (default)"
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
@@ -178,10 +185,19 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the settings that options stand for."""
     if arguments.tensorboard and not arguments.output_filename:
         raise LaunchError("--tensorboard: specify where to, with --output-filename DIR")
+    if arguments.autotune_log_file and not arguments.autotune:
+        raise LaunchError("--autotune-log-file: nothing is tuned without --autotune")
+    if arguments.tuned and not os.path.isfile(arguments.tuned):
+        raise LaunchError(f"--tuned {arguments.tuned}: no such file; `ringdance run --autotune "
+                          "--autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
+    log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     found = {
         "RINGDANCE_METRICS_PORT": arguments.metrics_port,
         "RINGDANCE_METRICS_TENSORBOARD": "1" if arguments.tensorboard else "",
         "RINGDANCE_SUMMARY_TIME": "0" if arguments.quiet else "",
+        "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),
+        "RINGDANCE_AUTOTUNE_LOG": log,
+        "RINGDANCE_TUNED": tuned,
     }
     return {name: value for name, value in found.items() if value}
 

@@ -16,7 +16,7 @@ from ringdance.monitor.chrome import ChromeWriter
 
 COLLECTIVES = (
     "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
-    "REMOVE_SET",
+    "REMOVE_SET", "TUNE",
 )  # fmt: skip
 # Process ids. Perfetto takes thread 0 for the thread with the number of its process: no rank's may be that.
 _RANKS, _TENSORS = 1_000_000, 2_000_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -38,7 +37,7 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
     slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
-        raise LaunchError(f"a trial needs {ranks} slots (--ranks-per-trial), and there are {len(slots)} (-H)")
+        raise LaunchError(f"--ranks-per-trial {ranks} needs as many slots, and there are {len(slots)}: -H")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
 
@@ -51,23 +50,17 @@ def run_options(place: Place, exports: Mapping[str, str]) -> list[str]:
 
 
 class Process:
-    """A trial's command, started by this searcher or by an earlier one.
-
-    Attributes:
-        directory: the trial's own.
-        exit: file with the exit code, once it has ended.
-        stop: file that has the trial's next report end it.
-    """
+    """A trial's command, started by this searcher or, without its pid, by an earlier one."""
 
     def __init__(self, directory: Path, mark: str) -> None:
         self.directory, self._mark = directory, mark
         self._leader: subprocess.Popen[bytes] | None = None
-        self.exit, self.stop = directory / "exit", directory / f"report.jsonl{STOP}"
+        self._exit, self._stop = directory / "exit", directory / f"report.jsonl{STOP}"
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start it in its own session, with its output in ``log``."""
         own = {REPORT: str((self.directory / "report.jsonl").absolute()), MARK: self._mark}
-        words = ["/bin/sh", "-c", _SHELL, str(self.exit.absolute()), *command]
+        words = ["/bin/sh", "-c", _SHELL, str(self._exit.absolute()), *command]
         with open(self.directory / "log", "wb") as log:
             self._leader = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **environ, **own},
@@ -76,9 +69,18 @@ class Process:
 
     def code(self) -> int | None:
         """Return the exit code, None while it runs; 128 + n for signal n."""
-        if self.exit.exists():
-            return int(self.exit.read_text())
+        if self._exit.exists():
+            return int(self._exit.read_text())
         return None if self._leader and self._leader.poll() is None else KILLED
+
+    def ask_to_stop(self) -> None:
+        """Have its next report end it."""
+        self._stop.touch()
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether it was asked to, also by an earlier searcher."""
+        return self._stop.exists()
 
     def terminate(self) -> None:
         """Send SIGTERM to the command."""
@@ -95,8 +97,7 @@ class Process:
         while living := [one for one in psutil.process_iter() if _mark_of(one) == self._mark]:
             if time.monotonic() >= deadline:
                 for one in living:
-                    with contextlib.suppress(psutil.Error):
-                        one.kill()
+                    _kill(one)
             psutil.wait_procs(living, timeout=0.2)
 
 
@@ -105,3 +106,10 @@ def _mark_of(process: psutil.Process) -> str:
         return "" if process.status() == psutil.STATUS_ZOMBIE else process.environ().get(MARK, "")
     except (psutil.Error, OSError):
         return ""
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.Error:
+        pass

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ringdance.settings.parse import (
     ADDRESS,
+    AT_LEAST_ONE,
     BYTES,
     CORES,
     COUNT,
@@ -140,6 +141,28 @@ class Settings:
     elastic_timeout: float = _setting(
         600.0, POSITIVE, "How long ranks that start again after an error wait for one another.",
         unit="s", legacy="HOROVOD_ELASTIC_TIMEOUT",
+    )
+
+    # Tuning
+    autotune: bool = _switch(
+        False, "Try other sizes of batches and chunks in the first 200 steps, and go on with the best.",
+        legacy="HOROVOD_AUTOTUNE",
+    )
+    autotune_log: str = _setting(
+        "", TEXT, "File for what autotune tries (CSV), on rank 0's host; the result is written beside it, as "
+        ".json.", legacy="HOROVOD_AUTOTUNE_LOG",
+    )
+    autotune_warmup_samples: int = _setting(
+        3, COUNT, "Samples that autotune takes before it changes anything.",
+        unit="samples", legacy="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+    )
+    autotune_steps_per_sample: int = _setting(
+        4, AT_LEAST_ONE, "Steps of a sample; the first look at a value takes two.",
+        unit="steps", legacy="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+    )
+    tuned: str = _setting(
+        "", TEXT, "Result of autotune to run with (JSON), on rank 0's host; not used for another model or on "
+        "other hardware.",
     )
 
     # Stalls and logs

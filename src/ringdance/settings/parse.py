@@ -89,6 +89,7 @@ SWITCH = Parser(
 )
 BYTES = Parser("a number of bytes, such as 524288, 512K or 64M (powers of 1024)", _bytes)
 COUNT = Parser("a whole number, 0 or more", int, lambda value: value >= 0)
+AT_LEAST_ONE = Parser("a whole number, 1 or more", int, lambda value: value >= 1)
 NUMBER = Parser("a number not below 0", float, lambda value: 0 <= value < math.inf)
 POSITIVE = Parser("a number greater than 0", float, lambda value: 0 < value < math.inf)
 TEXT = Parser("text", str)

@@ -21,6 +21,8 @@ from ringdance.torch.memory import Array, Compression, array_of, check_in_place,
 from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError, know_dtypes
 from ringdance.training.collectives import Call, Keep
+from ringdance.training.gradients.options import own_cores
+from ringdance.tune.tunables import Tunable, tunables
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -33,6 +35,9 @@ WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeErr
 compiler_disable(session.mark_step)  # Keras compiles whole steps
 session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
 session.watch_training(has_run_backward)
+tunables["threads"] = Tunable(
+    torch.get_num_threads, torch.set_num_threads, lambda: max(1, own_cores(session.engine().local_size))
+)
 
 
 def submit(

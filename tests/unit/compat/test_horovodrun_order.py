@@ -132,21 +132,21 @@ def test_interfaces_must_exist():
 
 def test_what_changes_nothing_is_said_once_for_each_reason(monkeypatch):
     monkeypatch.setenv("HOROVOD_CCL_CACHE", "1")
-    words = ["-np", "2", "--autotune", "--autotune-warmup-samples", "5", "--gloo", "--min-np", "1"]
+    words = ["-np", "2", "--autotune", "--autotune-bayes-opt-max-samples", "5", "--gloo", "--min-np", "1"]
     lines = said(*words)
     assert len(lines) == 4
     assert lines[0].startswith("--gloo: Gloo is not used")
     assert lines[1].startswith("--min-np: this job keeps the processes")
-    assert lines[2].startswith("--autotune, --autotune-warmup-samples: no effect, ")
+    assert lines[2].startswith("--autotune-bayes-opt-max-samples: no effect, ")
     assert lines[3].startswith("HOROVOD_CCL_CACHE=1: no effect, ")
     exports = order(*words).exports
     assert set(exports[WARNED].split(",")) == {
-        "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "HOROVOD_CCL_CACHE",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "HOROVOD_CCL_CACHE",
     }  # fmt: skip
 
 
 def test_ranks_do_not_repeat_what_has_been_said(recwarn):
-    load({"HOROVOD_AUTOTUNE": "1", "HOROVOD_CCL_CACHE": "1", WARNED: "HOROVOD_AUTOTUNE"})
+    load({"HOROVOD_TORUS_ALLREDUCE": "1", "HOROVOD_CCL_CACHE": "1", WARNED: "HOROVOD_TORUS_ALLREDUCE"})
     assert [str(warning.message) for warning in recwarn] == [
         "HOROVOD_CCL_CACHE=1 has no effect: oneCCL is not used."
     ]

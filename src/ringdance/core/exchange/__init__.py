@@ -18,7 +18,8 @@ __all__ = ["Context", "Exchange", "Steps", "aligned_empty", "exchange_for"]
 
 
 def exchange_for(
-    transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, fixed_order: bool = False
+    transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, fixed_order: bool = False,
+    room: int = 0,
 ) -> Exchange:
     """Return the exchange for a communicator. May be collective: call it on all members alike.
 
@@ -29,6 +30,7 @@ def exchange_for(
         context: counts what is achieved.
         fixed_order: reduce each element in one order (within a host by rank, then host by host); if not,
             small batches and many members are reduced in MPI's order, which may depend on the batch.
+        room: of the largest chunk that ``set_chunks`` may be asked for.
     """
     chunk_bytes, small_bytes = min(chunk_bytes, _MAX_CHUNK), min(small_bytes, _MAX_CHUNK)
     if transport.window is not None and transport.one_host:
@@ -40,4 +42,4 @@ def exchange_for(
     hierarchy = None if transport.one_host else transport.hierarchy()
     if hierarchy is not None:
         return HierarchicalExchange(transport, hierarchy, chunk_bytes, small_bytes, context)
-    return MpiExchange(transport, chunk_bytes, small_bytes, context)
+    return MpiExchange(transport, chunk_bytes, small_bytes, context, room)

@@ -86,15 +86,24 @@ class Exchange(abc.ABC):
     Attributes:
         set_id: the process set whose members exchange, for records.
         devices: the exchanges of the members' tensors on devices, by the kind of device.
+        chunk_bytes: of an all-reduce's chunks within a host; 0 where there are none.
+        wire_bytes: of what crosses between hosts together; 0 where nothing does.
+        flat: whether an all-reduce leaves the stage within hosts out; None where it has none.
     """
 
     set_id = 0
+    chunk_bytes = wire_bytes = 0
+    flat: bool | None = None
 
     def __init__(self, rank: int, size: int, context: Context) -> None:
         self.rank = rank
         self.size = size
         self.context = context
         self.devices: dict[str, DeviceExchange] = {}
+
+    @abc.abstractmethod
+    def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
+        """Change the sizes of an all-reduce's chunks; all members do so, and nothing is in flight."""
 
     @abc.abstractmethod
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:

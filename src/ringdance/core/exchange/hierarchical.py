@@ -36,22 +36,37 @@ class HierarchicalExchange(MpiExchange):
         small_bytes: int,
         context: Context,
     ) -> None:
-        super().__init__(transport, chunk_bytes, small_bytes, context)
+        room = hierarchy.buffer_bytes
+        super().__init__(transport, chunk_bytes, small_bytes, context, room)
         self._small, self._sizes = small_bytes, hierarchy.host_sizes
         self._blocks = min(self._sizes)
-        # The same on all hosts, however many members each has.
-        chunk = min(max(chunk_bytes, MIN_BLOCK_BYTES * max(self._sizes)), hierarchy.buffer_bytes)
-        self._chunk_in_host = chunk
+        self._buffer_bytes = room
+        self.flat = None if max(self._sizes) == 1 else False
+        block = self._set_chunk(chunk_bytes)
+        self.wire_bytes = max(block, wire_bytes(len(self._sizes), block) // block * block)
+        self._across_bytes = max(self._most, self.wire_bytes)
+        self.set_chunks(self.chunk_bytes, self.wire_bytes)
         index, count = transport.host_group.index(transport.rank), len(transport.host_group)
-        window = transport.window or _private_window(chunk)
-        self._inside = SharedMemoryExchange(window, index, count, chunk, small_bytes, context)
-        cross, block = hierarchy.cross, chunk // self._blocks + MIN_BLOCK_BYTES
-        self._together = max(1, wire_bytes(len(self._sizes), block) // block)
-        wire = self._together * block if cross else 0
+        window = transport.window or _private_window(room)
+        self._inside = SharedMemoryExchange(window, index, count, self.chunk_bytes, small_bytes, context)
+        cross = hierarchy.cross
+        wire = self._across_bytes if cross else 0
         self._across = ChunkPipeline(cross or transport, wire, small_bytes, context)
 
+    def _set_chunk(self, chunk_bytes: int) -> int:
+        """Change the size of a chunk within hosts; return the most bytes of a block."""
+        # The same on all hosts, however many members each has.
+        self.chunk_bytes = min(max(chunk_bytes, MIN_BLOCK_BYTES * max(self._sizes)), self._buffer_bytes)
+        return self.chunk_bytes // self._blocks + MIN_BLOCK_BYTES
+
+    def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
+        block = self._set_chunk(chunk_bytes)
+        self._together = max(1, min(wire_bytes, self._across_bytes) // block)
+        if wire_bytes != self.wire_bytes:
+            self._set_wire(wire_bytes)
+
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        if how.one_stage or sum(view.nbytes for view in inputs) <= self._small:
+        if self.flat or how.one_stage or sum(view.nbytes for view in inputs) <= self._small:
             return super().allreduce(inputs, outputs, how)
         return self._large_allreduce(inputs, outputs, how)
 
@@ -60,7 +75,7 @@ class HierarchicalExchange(MpiExchange):
         inside, index = self._inside, self._inside.rank
         in_host, across = two_stages(how, inside.size, self._sizes)
         sizes = tuple([view.size for view in inputs])
-        plan = chunks(sizes, self._chunk_in_host // how.dtype.itemsize, self._blocks)
+        plan = chunks(sizes, self.chunk_bytes // how.dtype.itemsize, self._blocks)
         owned = [blocks[index] if index < self._blocks else () for blocks in plan]
         lengths = [block[-1].end - block[0].at if block else 0 for block in owned]
         whole = self._small >= 0 and across.mpi_op is not None and sends_to_few(len(self._sizes))

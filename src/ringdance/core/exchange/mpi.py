@@ -186,16 +186,27 @@ class MpiExchange(Exchange):
 
     Args:
         transport: of all members.
-        chunk_bytes, small_bytes, context: see ``exchange_for``.
+        chunk_bytes, small_bytes, context, room: see ``exchange_for``.
     """
 
-    def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context) -> None:
+    def __init__(
+        self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, room: int = 0
+    ) -> None:
         super().__init__(transport.rank, transport.size, context)
         self._transport = transport
-        chunk = wire_bytes(transport.size, max(64, chunk_bytes, small_bytes))
-        self._chunk = chunk // 64 * 64  # whole elements of any dtype
+        self._least = max(64, small_bytes)
+        wire = wire_bytes(transport.size, max(self._least, chunk_bytes))
+        self._most = max(wire, room)
+        self._set_wire(wire)
         self._round = min(_ROUND_BYTES, 32 * self._chunk)
-        self._pipeline = ChunkPipeline(transport, self._chunk, small_bytes, context)
+        self._pipeline = ChunkPipeline(transport, self._most, small_bytes, context)
+
+    def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
+        self._set_wire(wire_bytes)
+
+    def _set_wire(self, wire: int) -> None:
+        self._chunk = min(max(self._least, wire), self._most) // 64 * 64  # whole elements of any dtype
+        self.wire_bytes = self._chunk
 
     def _room(self, parts: int) -> int:
         """Return the bytes of one of ``parts`` in a round: whole elements of any dtype."""

@@ -48,7 +48,12 @@ class SharedMemoryExchange(Exchange):
         self._window = window
         self._chunk = min(max(chunk_bytes, MIN_BLOCK_BYTES * size), window.buffer_bytes)
         self._small = min(small_bytes, self._chunk)
+        self.chunk_bytes = min(self._chunk, _MAX_BLOCK_BYTES * size)
         self._typed: dict[int, list[list[Array]]] = {}
+
+    def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
+        least = max(MIN_BLOCK_BYTES * self.size, self._small)
+        self._chunk = self.chunk_bytes = min(max(chunk_bytes, least), self._window.buffer_bytes)
 
     def _buffers(self, dtype: np.dtype[Any]) -> list[Array]:
         """Return all members' buffers of the next parity, as ``dtype``. See Note [Parity]."""
@@ -107,8 +112,7 @@ class SharedMemoryExchange(Exchange):
         own, deliver = window.index, how.deliver
         # Up to a thousand segments are handled here in a step, so the usual cases are written out.
         reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
-        limit = min(self._chunk, _MAX_BLOCK_BYTES * window.members)
-        plan = chunks(sizes, limit // how.dtype.itemsize, window.members)
+        plan = chunks(sizes, self.chunk_bytes // how.dtype.itemsize, window.members)
         marks, every = context.recorder.marks(), 1 + len(plan) // _RECORDED
         buffers = self._buffers(how.dtype)
         self._copy_in(plan[0], buffers[own], inputs, how)

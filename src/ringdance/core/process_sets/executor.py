@@ -26,6 +26,7 @@ from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
 
 _MAX_PLANS = 256
+_CHANGES = (Collective.ADD_SET, Collective.REMOVE_SET, Collective.TUNE)
 Plan = list[tuple[int, list[CacheEntry], tuple[str, ...], Reduction, BatchRecord]]
 
 
@@ -41,8 +42,9 @@ class Executor:
         threshold: most bytes of a batch.
         lock: guards ``pending``.
         recorder: gets a record of each batch.
-        change_set: executes an agreed ADD_SET or REMOVE_SET; None if this is not the set of all ranks.
+        change: executes an agreed ADD_SET, REMOVE_SET or TUNE; None if this is not the set of all ranks.
         plans: batches by the ready bits of a round; to be cleared whenever the response cache changes.
+        largest: of all planned rounds of all-reduces: most requests, most bytes, bytes of a batch.
     """
 
     set_id: int
@@ -52,8 +54,9 @@ class Executor:
     threshold: int
     lock: AbstractContextManager[Any]
     recorder: Recorder
-    change_set: Callable[[AgreedRequest], Steps] | None = None
+    change: Callable[[AgreedRequest], Steps] | None = None
     plans: dict[int, Plan | None] = field(default_factory=dict)
+    largest: tuple[int, int, int] = (0, 0, 0)
 
     def run_ready(self, ready: int, round_number: int) -> Steps:
         """Execute the cache entries of these bits; the plan of a set of all-reduces is cached."""
@@ -104,6 +107,9 @@ class Executor:
             record = self.recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
             bits = sum(1 << self.pending.cache.slots[name] for name in names)
             plan.append((bits, batch, names, how, record))
+        sizes = [record[2] for *_, record in plan]
+        requests, in_round, in_batch = self.largest
+        self.largest = max(requests, len(entries)), max(in_round, sum(sizes)), max(in_batch, *sizes, 0)
         return plan
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
@@ -134,6 +140,7 @@ class Executor:
                     mismatched.append((slot, item))
                 else:
                     items.append(item)
+        items.sort(key=lambda item: item.description.kind != Collective.TUNE)  # what follows is tuned
         yield from self._run(items, round_number)
         for slot, item in mismatched:
             yield from self._report_mismatch(item)
@@ -152,8 +159,8 @@ class Executor:
                 results = [[] for _ in batch]  # all ranks made the same wrong call, and have raised
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
-            elif kind in (Collective.ADD_SET, Collective.REMOVE_SET) and self.change_set is not None:
-                results = yield from self.change_set(first)
+            elif kind in _CHANGES and self.change is not None:
+                results = yield from self.change(first)
             else:
                 results = yield from execute(self.exchange, self.transport.members, batch)
             works = [item.work for item in batch if item.work is not None]
@@ -166,7 +173,7 @@ class Executor:
     def _forbidden(self, item: AgreedRequest) -> MismatchError | None:
         """Return why an agreed request cannot be executed, the same on all members."""
         d, joined, size = item.description, self.pending.joined, self.transport.size
-        if joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER):
+        if joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER, Collective.TUNE):
             who = ", ".join(str(self.transport.identities[i]) for i in set_bits(joined))
             return MismatchError(
                 f"'{item.name}': {d.kind.name.lower()} is not possible while some ranks have joined ({who}); "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 from ringdance.core.process_sets.agreement import ResponseCache
-from ringdance.core.request import Collective, Description, Work
+from ringdance.core.request import TUNE_NAME, Collective, Description, Work
 from ringdance.errors import DuplicateNameError
 
 
@@ -96,14 +96,16 @@ class PendingRequests:
                 del self.held[name]
 
     def in_flight(self) -> list[Work]:
-        """Return all that is pending here."""
+        """Return all that is pending here, but for that which tunes."""
         held = [work for queue in self.held.values() for work in queue]
         running = [work for work in self.running if not work.done()]
         join = [self.join] if self.join is not None else []
-        return [*self.named.values(), *running, *self.unnamed, *held, *join]
+        named = [work for name, work in list(self.named.items()) if name != TUNE_NAME]
+        return [*named, *running, *self.unnamed, *held, *join]
 
     def drop_all(self) -> list[Work]:
         """Forget all that is pending here, and return it."""
+        self.withdraw_tuning()
         dropped = self.in_flight()
         for collection in (self.named, self.unnamed, self.running, self.held):
             collection.clear()
@@ -111,8 +113,16 @@ class PendingRequests:
         return dropped
 
     def has_work(self) -> bool:
-        """Return whether anything is pending."""
-        return bool(self.named or self.unnamed or self.join is not None)
+        """Return whether anything is pending that a thread may wait for."""
+        return bool(len(self.named) > (TUNE_NAME in self.named) or self.unnamed or self.join is not None)
+
+    def withdraw_tuning(self) -> None:
+        """Forget what tunes: this rank joins or stops."""
+        work = self.named.pop(TUNE_NAME, None)
+        if work is not None:
+            if self.misses.pop(TUNE_NAME, None) is None:
+                self.ready &= ~(1 << self.cache.slots[TUNE_NAME])
+            work.finish([])
 
     def name_unnamed(self) -> None:
         """Turn unnamed requests into named ones: members that have joined have none to match them."""

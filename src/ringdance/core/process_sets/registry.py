@@ -15,7 +15,7 @@ from ringdance.core.exchange import Context, Steps, exchange_for
 from ringdance.core.process_sets.agreement import VectorLayout
 from ringdance.core.process_sets.executor import Executor
 from ringdance.core.process_sets.pending import PendingRequests
-from ringdance.core.process_sets.state import ProcessSetState
+from ringdance.core.process_sets.state import EngineValues, ProcessSetState
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective, Description
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
@@ -24,6 +24,7 @@ from ringdance.transport.base import Transport
 from ringdance.transport.eventcount import EventCount
 
 FIRST_GROUP = 1 << 15  # numbers of sets that only their members know; records have 16 bits for them
+TUNED_CHUNK_BYTES = 2 << 20  # the largest chunk that may be chosen while the job runs
 _MIN_BUFFER = 1 << 16  # some cache lines for each of hundreds of members, however small the chunks
 
 
@@ -40,7 +41,8 @@ def buffer_bytes(settings: Settings) -> int:
     """Return the size of each rank's buffers in a window; 0 for no window."""
     if not settings.window:
         return 0
-    return max(settings.window_bytes or settings.chunk_bytes, settings.small_bytes, _MIN_BUFFER)
+    tuned = TUNED_CHUNK_BYTES if settings.autotune or settings.tuned else 0
+    return max(settings.window_bytes or settings.chunk_bytes, settings.small_bytes, _MIN_BUFFER, tuned)
 
 
 def vector_bytes(size: int, capacity: int) -> int:
@@ -64,6 +66,13 @@ class ProcessSets:
         leaving: the groups that this rank has left.
         machines: the state machines of the sets that this rank is in, with their generators.
         event_count: wakes this rank; None if not all peers can reach it (other hosts).
+        on_tune: computes new values of the set of all ranks from what each of them has measured (b"" of one
+            that has joined), or None.
+
+    Note [Tuning]
+        Settings that decide what is executed, and how, change by a request like any other, so at one place
+        in the agreed order. What the ranks have measured is gathered in it, and each computes the new values
+        by the same code from the same bytes. Only the set of all ranks changes: others have another order.
     """
 
     def __init__(
@@ -79,6 +88,7 @@ class ProcessSets:
         self.leaving: set[int] = set()
         self.machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
         self.event_count: EventCount | None = None
+        self.on_tune: Callable[[list[bytes]], EngineValues | None] | None = None
         self._transport = transport
         self._settings = settings
         self._context, self._callers = context, callers
@@ -148,7 +158,9 @@ class ProcessSets:
         state = None
         if transport is not None and len(ranks) > 1:
             s = self._settings
-            exchange = exchange_for(transport, s.chunk_bytes, s.small_bytes, self._context, s.deterministic)
+            exchange = exchange_for(
+                transport, s.chunk_bytes, s.small_bytes, self._context, s.deterministic, buffer_bytes(s)
+            )
             exchange.set_id = set_id
             executor = Executor(
                 set_id=set_id,
@@ -158,7 +170,7 @@ class ProcessSets:
                 threshold=s.fusion_threshold,
                 lock=self._lock,
                 recorder=self._recorder,
-                change_set=self._change if set_id == 0 else None,
+                change=self._change if set_id == 0 else None,
             )
             state = ProcessSetState(executor, self._callers, s.cycle_time * 1e-3)
             steps = state.steps() if set_id < FIRST_GROUP else self._steps_of_group(set_id, state)
@@ -187,8 +199,10 @@ class ProcessSets:
         self._find_event_count()
 
     def _change(self, item: AgreedRequest) -> Steps:
-        """Add or remove a set; all ranks do so in the same order."""
+        """Add or remove a set, or tune; all ranks do so in the same order."""
         detail = item.description.detail
+        if item.description.kind == Collective.TUNE:
+            return (yield from self._tune(item))
         if item.description.kind == Collective.ADD_SET:
             set_id = self._free_id()
             transport = None
@@ -209,6 +223,17 @@ class ProcessSets:
             del self.registered[set_id]
         self._find_event_count()
         return [set_id]
+
+    def _tune(self, item: AgreedRequest) -> Steps:
+        """Gather what the ranks have measured; change settings by it: see Note [Tuning]."""
+        state = self.registered[0].state
+        assert state is not None
+        own = b"" if item.work is None else item.work.request.inputs[0].tobytes()
+        measured = yield from state.exchange.gather_bytes(own)
+        values = self.on_tune(measured) if self.on_tune is not None else None
+        if values is not None:
+            state.change(values)
+        return [[]]
 
     def _on_thread(self, call: Callable[[], Any]) -> Steps:
         """Run a call that may block on a thread of its own.

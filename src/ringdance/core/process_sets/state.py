@@ -9,7 +9,7 @@ facts only.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,16 @@ from ringdance.transport.window import PIGGYBACK_BYTES, Window
 
 _MISSES_AT_ONCE = 256
 _MAX_BACKOFF = 0.010
+
+
+class EngineValues(NamedTuple):
+    """What can change while the engine runs; bytes, ms, and whether there is no stage within hosts."""
+
+    fusion_threshold: int
+    cycle_time: float
+    chunk_bytes: int
+    wire_bytes: int
+    flat: bool
 
 
 class ProcessSetState:
@@ -86,6 +96,26 @@ class ProcessSetState:
         for device in self.exchange.devices.values():
             device.close(True)
         self.transport.close(True)
+
+    def values(self) -> EngineValues:
+        """Return the values that hold now."""
+        exchange, chunks = self.exchange, (self.exchange.chunk_bytes, self.exchange.wire_bytes)
+        return EngineValues(self._executor.threshold, self._cycle * 1e3, *chunks, bool(exchange.flat))
+
+    @property
+    def largest(self) -> tuple[int, int, int]:
+        """Most all-reduces and bytes of a round, and bytes of a batch, so far; the same on all members."""
+        return self._executor.largest
+
+    def change(self, values: EngineValues) -> None:
+        """Go on with other values; called between two batches, the same on all members."""
+        executor, exchange = self._executor, self.exchange
+        executor.threshold, self._cycle = values.fusion_threshold, values.cycle_time * 1e-3
+        executor.plans.clear()
+        if (values.chunk_bytes, values.wire_bytes) != (exchange.chunk_bytes, exchange.wire_bytes):
+            exchange.set_chunks(values.chunk_bytes, values.wire_bytes)
+        if exchange.flat is not None:
+            exchange.flat = values.flat
 
     def due(self) -> bool:
         """Return whether this rank should enter a round now."""
@@ -169,8 +199,9 @@ class ProcessSetState:
         rank = self.transport.rank
         if self.stopping:
             vector ^= CONTINUE
-        if pending.join is not None and not (pending.named or pending.unnamed):
-            pending.joined_here = True
+        if pending.join is not None:
+            pending.withdraw_tuning()
+            pending.joined_here |= not (pending.named or pending.unnamed)
         if pending.joined_here:
             vector ^= 1 << (layout.joined_at + rank)
             return vector | ((1 << len(pending.cache.entries)) - 1) << layout.ready_at

@@ -60,6 +60,7 @@ from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.options import check_passes, parts_of, scales_of
 from ringdance.training.gradients.source import AS_DENSE, Bucket, GradientSource, State
 from ringdance.training.gradients.sparse import SparseExchange
+from ringdance.tune.tunables import Tunable, tunables
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -72,6 +73,26 @@ Array = np.ndarray[Any, Any]
 STEPS = 248
 # Number of exchanges with the same parameter names and ranks: makes their names unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
+
+
+_exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
+
+
+def _overlaps() -> int | None:
+    """Return whether the exchanges of this process overlap; None if there is no choice."""
+    found = [one for one in _exchanges if not one.engine.closed]
+    free = all(one.early and one.passes == 1 and not one.source.on_device for one in found)
+    if not found or not free or found[0].engine.settings.overlap != "auto":
+        return None
+    return int(any(one.overlap for one in found))
+
+
+def _set_overlap(value: int) -> None:
+    for one in list(_exchanges):
+        one.choose_overlap(bool(value))
+
+
+tunables["overlap"] = Tunable(_overlaps, _set_overlap, lambda: 1)
 
 
 def _digest_of(names: Sequence[str], size: int) -> bytes:
@@ -110,6 +131,7 @@ class GradientExchange:
         self.groups = [tuple(group) for group in groups]
         self.state = State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
         self.direct = self._spoiled = self._broken = False
+        _exchanges.add(self)
         self._digest = _digest_of(names, 4).hex()  # stays when names are added: see extend
         self._join(session.engine())
 
@@ -199,6 +221,12 @@ class GradientExchange:
             self.state.computed[index] = 1
             self.state.exchanged_at = -1
         self._forget()
+
+    def choose_overlap(self, overlap: bool) -> None:
+        """Overlap or not, from the next exchanges on: as soon as all ranks have chosen the same."""
+        if overlap != self.wants_overlap:
+            self._fast_path.pause()
+            self.wants_overlap = overlap
 
     def reset(self) -> None:
         """Forget what was computed and reduced (zero_grad, or after an error)."""

@@ -110,6 +110,11 @@ class FastPath:
         self._in_a_row = 0
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
+    def pause(self) -> None:
+        """Exchange by the mask next; all ranks, between the same steps if possible."""
+        self.leave()
+        self.open, self._in_a_row = False, 0
+
     def leave(self) -> None:
         """Leave the fast path; requests of ranks that still take it fail."""
         if self.open:

@@ -1,0 +1,381 @@
+"""Tune a job while it trains: its first steps try other values, and the rest runs with the best.
+
+At the end of a step each rank submits what it has measured, as a request that no thread waits for (``TUNE``).
+It is executed with the next exchange of gradients, where all ranks advance the same ``Search`` by the same
+bytes and change their engines at one place of the agreed order: Note [Tuning] in
+``core.process_sets.registry``. What is not the engine's (``tunables``) changes when the step after it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import logging
+import os
+import sys
+from collections.abc import Generator, Mapping
+from statistics import fmean
+from time import monotonic, monotonic_ns
+from typing import Any
+
+import numpy as np
+
+from ringdance.core import labels
+from ringdance.core.engine import Engine
+from ringdance.core.process_sets.batch import description_bytes
+from ringdance.core.process_sets.registry import TUNED_CHUNK_BYTES
+from ringdance.core.process_sets.state import EngineValues, ProcessSetState
+from ringdance.core.request import TUNE_NAME, Collective, Description, ReduceOp, Request, Work
+from ringdance.core.ring import Word
+from ringdance.errors import RingdanceError
+from ringdance.tune import tuned
+from ringdance.tune.search import Dimension, Measured, Outcome, Search, Trial
+from ringdance.tune.tunables import tunables
+
+_log = logging.getLogger("ringdance")
+
+Values = dict[str, float]
+_LIMIT = 195  # steps after which the search ends, warm-up included
+_FEWEST = 6  # of them before anything changes: until then the ranks know all requests of a step
+_CYCLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+_COLUMNS = (
+    "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
+    "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
+    "step_ms", "outcome",
+)  # fmt: skip
+_SKIPS = {"overlap": 4}  # steps until the gradients' fast path is open again
+
+_kept: list[dict[str, Any]] = []  # results of this process: a job that starts again takes them over
+
+
+def tuner_of(engine: Engine) -> Autotuner | None:
+    """Return the tuner of this rank's engine, at work; None where the settings want none."""
+    settings = engine.settings
+    if not (settings.autotune or settings.tuned):
+        return None
+    why = "in a job of one rank" if engine.size == 1 else "in deterministic mode" * settings.deterministic
+    if why:
+        if not engine.rank:
+            _log.warning("ringdance: autotune is off %s: the settings stay.", why)
+        return None
+    tuner = Autotuner(engine)
+    engine.on_step = tuner.on_step
+    return tuner
+
+
+class Autotuner:
+    """The tuner of one rank; all ranks have one, and submit to it the same number of times.
+
+    Args:
+        engine: of this rank.
+
+    Attributes:
+        values: what the ranks have agreed on last; what is missing is as the job has it.
+        done: whether nothing will be changed any more.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.settings = engine, engine.settings
+        state = engine.sets.registered[0].state
+        assert state is not None
+        self._state: ProcessSetState = state
+        self.values: Values = {}
+        self.done = False
+        self._job: dict[str, Any] = {}
+        self._search: Search | None = None
+        self._bytes: tuple[int, ...] = (0,)
+        self._run: Generator[Trial, Measured, Outcome] | None = None
+        settings = self.settings
+        warm_up = max(_FEWEST, settings.autotune_warmup_samples * settings.autotune_steps_per_sample)
+        self._warm_up = warm_up + 2  # the first step has no begin; one more until the ranks have agreed
+        self._trial = self._seen = Trial((), 0, warm_up)
+        self._skip, self._said = 0, ""
+        self._work: Work | None = None  # was submitted; complete without a new trial: withdrawn by join()
+        self._done: list[tuple[int, int, int]] = []  # ns, of them waited, and bytes of each measured step
+        self._steps, self._last, self._began = 0, (0, 0, 0), monotonic()
+        self._original = state.values()
+        engine.sets.on_tune = self._on_tune
+
+    # -- by the thread that ends a step --------------------------------------------------------
+
+    def on_step(self) -> None:
+        """Note that a step has ended; submit what was measured when the trial has enough of them."""
+        words = self.engine.recorder.words
+        if words[Word.STEPS] == self._steps:  # a mark that does not count
+            return
+        first, self._steps = not self._steps, words[Word.STEPS]
+        last, self._last = self._last, (monotonic_ns(), words[Word.WAITED], words[Word.BYTES])
+        again = self._work is not None and self._work.complete  # read before the trial, which ends it
+        trial = self._trial  # read once: another thread may execute the request
+        if trial is not self._seen or self.done:  # the exchange of this step had the new values already
+            self._seen, self._skip, self._done, self._work = trial, trial.skip, [], None
+            self._apply()
+        if self.done:
+            self._finish()
+        elif self._skip > 0:
+            self._skip -= 1
+        elif first:
+            self._began = monotonic()
+        elif len(self._done) < trial.steps:
+            now = self._last
+            self._done.append((now[0] - last[0], now[1] - last[1], now[2] - last[2]))
+        if len(self._done) >= trial.steps and not self.done and (again or self._work is None):
+            self._submit(self._measured() if self._run else self._hello())
+
+    def _apply(self) -> None:
+        for name, tunable in tunables.items():
+            value = self.values.get(name)
+            if value is not None and tunable.get() not in (None, int(value)):
+                tunable.set(int(value))
+
+    def _submit(self, what: dict[str, Any]) -> None:
+        payload = np.frombuffer(json.dumps(what).encode(), np.uint8)
+        request = Request(Description(Collective.TUNE), (payload,), name=TUNE_NAME)
+        with contextlib.suppress(RingdanceError):  # the job ends, or has failed: others say so
+            self._work = self.engine.submit(request, wake=False)
+
+    def _measured(self) -> dict[str, Any]:
+        times, waited, self._bytes = zip(*self._done, strict=True)
+        return {"times": times, "waited": sum(waited) / max(1, sum(times))}
+
+    def _hello(self) -> dict[str, Any]:
+        """Return what decides what can be tuned here, and results that are known."""
+        found: dict[str, Any] = {
+            "cores": os.cpu_count() or 1, "eager": self._state.pending.eager_last > self._began,
+            "tunables": {name: [one.get(), one.most()] for name, one in tunables.items()}, "known": _kept,
+        }  # fmt: skip
+        if self.engine.rank == 0:
+            found["model"] = tuned.model_of(self._gradients())
+            if self.settings.tuned:
+                try:
+                    found["file"] = tuned.read(self.settings.tuned)
+                except ValueError as error:
+                    found["refused"] = str(error)
+        return found
+
+    def _gradients(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
+        """Return the tensors averaged so far: those known as gradients, if there are any."""
+        found: dict[bool, dict[str, tuple[tuple[int, ...], str, int]]] = {True: {}, False: {}}
+        for entry in list(self._state.pending.cache.entries):
+            if entry is None or entry.description.kind is not Collective.ALLREDUCE:
+                continue
+            d = entry.description
+            if d.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM) or d.detail:
+                continue
+            names = labels.tensors_of(entry.name)
+            known = bool(names) and labels.label_of(entry.name).startswith("gradients of ")
+            chosen = names if known else [f"{entry.name}.{i}" for i in range(len(d.shapes))]
+            for name, shape, dtype in zip(chosen, d.shapes, d.dtypes, strict=False):
+                nbytes = description_bytes(Description(d.kind, (dtype,), (shape,)))
+                found[known][name] = (shape, dtype, nbytes)
+        return found[True] or found[False]
+
+    # -- in a step of the engine, on all ranks alike -------------------------------------------
+
+    def _on_tune(self, payloads: list[bytes]) -> EngineValues | None:
+        if self.done:
+            return None
+        before = self._state.values()
+        if not all(payloads):
+            if self._search is not None:
+                self._take(self._search.best)
+            self._stop(f"a rank has joined, which ends the search: {_text(self.values)}")
+        else:
+            answers = [json.loads(payload) for payload in payloads]
+            if self._run is None:
+                self._begin(answers, before)
+            else:
+                steps = zip(*(what["times"] for what in answers), strict=True)
+                times = [fmean(step) * 1e-9 for step in steps]
+                self._advance(Measured(times, min(what["waited"] for what in answers)))
+        value = before._asdict() | {name: self.values[name] for name in before._fields if name in self.values}
+        if "hierarchical" in self.values:
+            value["flat"] = not self.values["hierarchical"]
+        return EngineValues(**{name: type(old)(value[name]) for name, old in before._asdict().items()})
+
+    def _begin(self, answers: list[dict[str, Any]], before: EngineValues) -> None:
+        """Take over a known result, or begin the search."""
+        hardware = tuned.hardware_of(self.engine.hosts, [what["cores"] for what in answers])
+        self._job = hardware | answers[0]["model"]
+        for what in answers:
+            for known in what["known"]:
+                if not tuned.differences(known["job"], self._job):
+                    self.values = dict(known["values"])
+                    self._stop(f"as before the restart: {_text(self.values)}")
+                    return
+        refused, file = answers[0].get("refused", ""), answers[0].get("file")
+        if file is not None:
+            refused = tuned.differences(file["job"], self._job)
+            refused = refused and f"{self.settings.tuned} is of another job: {refused}"
+        if refused and not self.engine.rank:
+            _log.warning("ringdance: --tuned is not used, the settings stay: %s.", refused)
+        if file is not None and not refused:
+            self.values = dict(file["values"])
+        if not self.settings.autotune:
+            taken = f"{_text(self.values)} (from {self.settings.tuned})" if self.values else ""
+            self._stop(taken)
+            return
+        dimensions = self._dimensions(answers, before)
+        steps = self.settings.autotune_steps_per_sample
+        self._search = Search(dimensions, steps, _LIMIT - self._warm_up)
+        if not dimensions:
+            self._stop("nothing can be tuned here: the settings stay")
+            return
+        self._run = self._search.run()
+        self._next(next(self._run))
+
+    def _advance(self, measured: Measured) -> None:
+        assert self._run is not None
+        try:
+            self._next(self._run.send(measured))
+        except StopIteration as end:
+            self._end(end.value)
+
+    def _next(self, trial: Trial) -> None:
+        assert self._search is not None
+        self._take(trial.point)
+        self._trial = trial
+
+    def _take(self, point: tuple[int, ...]) -> None:
+        assert self._search is not None
+        for one, index in zip(self._search.dimensions, point, strict=True):
+            self.values[one.name] = one.values[index]
+
+    def _end(self, outcome: Outcome) -> None:
+        search = self._search
+        assert search is not None
+        start = tuple(one.start for one in search.dimensions)
+        self._take(outcome.point)
+        changed = {
+            one.name: one.values[index]
+            for one, index in zip(search.dimensions, outcome.point, strict=True) if index != one.start
+        }
+        for name, value in self._original._asdict().items():  # the search began no higher than it matters
+            if name in self.values and name not in changed:
+                self.values[name] = value
+        after = f"after {self._warm_up + search.used} steps"
+        if outcome.point == start:
+            self._stop(f"nothing was to be won {after}: the settings stay")
+        else:
+            won = f"{100 * outcome.gain:.1f} ± {200 * outcome.error:.1f}% of a step's time won"
+            self._stop(f"{_text(changed)}: {won} {after}")
+        _kept.append({"job": self._job, "values": self.values})
+
+    def _stop(self, said: str) -> None:
+        self._said, self.done = said, True
+
+    def _dimensions(self, answers: list[dict[str, Any]], before: EngineValues) -> list[Dimension]:
+        """Return what can be tuned in this job, in the order of its expected effect."""
+        requests, in_round, in_batch = self._state.largest
+        now: Values = {**before._asdict(), "hierarchical": not before.flat, **self.values}
+        found = []
+        if requests > 1 and in_round:
+            largest = 1 << (in_round - 1).bit_length()
+            grid = _powers(1 << 16, largest)
+            start = min(int(now["fusion_threshold"]), largest)
+            found.append(_dimension("fusion_threshold", grid, start, largest))
+        small = self.settings.small_bytes
+        for name in ("chunk_bytes", "wire_bytes"):
+            if now[name] and in_batch > max(small, 1 << 15):
+                largest = min(TUNED_CHUNK_BYTES, 1 << (in_batch - 1).bit_length())
+                start = min(int(now[name]), largest)
+                found.append(_dimension(name, _powers(max(small, 1 << 14), largest), start, 384 << 10))
+        if before.flat is not None and self._state.exchange.flat is not None:
+            found.append(_dimension("hierarchical", (0, 1), now["hierarchical"], 1))
+        for name in ("overlap", "threads"):
+            given = [what["tunables"].get(name, [None, 0]) for what in answers]
+            if any(current is None for current, _ in given):
+                continue
+            start = self.values.get(name, min(current for current, _ in given))
+            most = max(start, min(most for _, most in given))
+            grid = (0, 1) if name == "overlap" else (*_powers(1, int(most)), most)
+            found.append(_dimension(name, grid, start, most, of_exchange=name == "overlap"))
+        if any(what["eager"] for what in answers):
+            found.append(_dimension("cycle_time", _CYCLES, now["cycle_time"], 1.0))
+        # As in Horovod, whose variables fix what they set.
+        fixed = {n for n in ("fusion_threshold", "cycle_time") if "HOROVOD_" in self.settings.origin(n)}
+        return [one for one in found if len(one.values) > 1 and one.name not in fixed]
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Write and say how it ended; from now on nothing is called any more."""
+        self.engine.on_step = None
+        if self.engine.rank:
+            return
+        if self._said:
+            self._say(self._said)
+        if self.settings.autotune_log:
+            try:
+                self._write(self.settings.autotune_log)
+            except OSError as error:
+                _log.warning("ringdance: the tuner's log cannot be written: %s", error)
+
+    def leave(self) -> None:
+        """The job ends: write what is known so far."""
+        if self.engine.on_step is None:
+            return
+        if not self.done and self._search is not None:
+            self._take(self._search.best)
+            steps = self._warm_up + self._search.used
+            self._said = f"the job ended after {steps} steps of the search; best so far: {_text(self.values)}"
+        elif not self.done and self.settings.autotune:
+            self._said = "the job ended before all ranks had made enough steps: nothing was tuned"
+        self._finish()
+
+    @staticmethod
+    def _say(text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+            print(f"ringdance autotune: {text}", file=sys.stderr, flush=True)
+
+    def _write(self, path: str) -> None:
+        search, settings = self._search, self.settings
+        if search is None:
+            return
+        base, number = {**self._state.values()._asdict(), **self.values}, self._warm_up
+        nbytes, exchange = fmean(self._bytes), self._state.exchange
+        with open(path, "w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(_COLUMNS)
+            history = [*search.history, (search.best, [], "final")]
+            for point, times, what in history:
+                seconds = fmean(times) if times else 0.0
+                values = base | {d.name: d.values[i] for d, i in zip(search.dimensions, point, strict=True)}
+                staged = exchange.flat is not None and values.get("hierarchical", not values["flat"])
+                number += len(times)
+                rows.writerow([
+                    int(staged), 0, 0, int(settings.cache_capacity > 0),
+                    f"{values['cycle_time']:g}", f"{values['fusion_threshold'] / (1 << 20):g}",
+                    f"{nbytes / seconds / 1e6:.3f}" if seconds else "", number,
+                    int(values["chunk_bytes"]), int(values["wire_bytes"]), values.get("overlap", ""),
+                    values.get("threads", ""),
+                    f"{seconds * 1e3:.3f}" if seconds else "", what,
+                ])  # fmt: skip
+        root, ending = os.path.splitext(path)
+        tuned.write(f"{path if ending == '.json' else root}.json", self._job, self.values, self._said)
+
+
+def _powers(least: int, most: int) -> tuple[int, ...]:
+    return tuple(1 << n for n in range(least.bit_length() - 1, most.bit_length()) if least <= 1 << n <= most)
+
+
+def _dimension(
+    name: str, grid: tuple[float, ...], start: float, usual: float, of_exchange: bool = True
+) -> Dimension:
+    values = tuple(sorted({*grid, start}))
+    toward = 1 if start < usual or start == values[0] else -1
+    return Dimension(name, values, values.index(start), toward, _SKIPS.get(name, 1), of_exchange)
+
+
+def _text(values: Mapping[str, float]) -> str:
+    """Return values as people write them: ``chunk_bytes=384K``."""
+    return ", ".join(f"{name}={_number(name, value)}" for name, value in values.items()) or "no change"
+
+
+def _number(name: str, value: float) -> str:
+    if name.endswith(("threshold", "bytes")):
+        for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+            if value and value % unit == 0:
+                return f"{int(value) // unit}{letter}"
+    return f"{value:g}"

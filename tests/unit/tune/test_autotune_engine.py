@@ -1,0 +1,218 @@
+"""The tuner on the engines of several ranks: what it changes never changes a result; files; joined ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from loopback_job import job
+
+from ringdance.core.engine import Engine
+from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.settings import Settings, load
+from ringdance.tune import autotune, tuned
+from ringdance.tune.search import Dimension, Measured, Outcome, Search, Trial
+
+SIZES = (1, 9000, 7, 20_000, 3000)
+HOSTS = [None, ("a", "a", "b")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    autotune._kept.clear()
+
+
+def sums(engine: Engine, step: int, count: int) -> list[int]:
+    """Sum some arrays; the sums of integers are exact in any order."""
+    works = []
+    for number, size in enumerate(SIZES):
+        values = np.arange(size) % 1000 * (engine.rank + 1) + step
+        description = Description(Collective.ALLREDUCE, ("int64",), ((size,),), ReduceOp.SUM)
+        works.append((engine.submit(Request(description, (values,), name=f"g{number}"), wake=False), size))
+    wrong = 0
+    for work, size in works:
+        total = np.arange(size) % 1000 * (count * (count + 1) // 2) + count * step
+        wrong += int((work.wait(20.0)[0] != total).sum())
+    return [wrong]
+
+
+def train(steps: int, count: int = 3, before: Callable[[Engine, int], None] | None = None) -> Any:
+    def program(engine: Engine) -> tuple[int, Any, dict[str, float]]:
+        tuner = autotune.tuner_of(engine)
+        wrong = 0
+        for step in range(steps):
+            if before is not None:
+                before(engine, step)
+            wrong += sum(sums(engine, step, count))
+            engine.recorder.step()
+            if engine.on_step is not None:
+                engine.on_step()
+        assert tuner is not None
+        state = engine.sets.registered[0].state
+        assert state is not None
+        values = state.values()
+        if engine.rank == 0:
+            tuner.leave()
+        return wrong, values, dict(tuner.values)
+
+    return program
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
+    hosts: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """Values at random, changed every other step, in the order in which each rank comes to them."""
+
+    def at_random(self: Search) -> Any:
+        luck = random.Random(5)
+        for _ in range(25):
+            point = tuple(luck.randrange(len(one.values)) for one in self.dimensions)
+            self.history.append((point, [1.0], "tried"))
+            yield Trial(point, 1, 1)
+        self.best = point
+        return Outcome(point, 0.1, 0.01, 50)
+
+    monkeypatch.setattr(Search, "run", at_random)
+    log = tmp_path / "tune.csv"
+    settings = Settings(autotune=True, autotune_log=str(log), chunk_bytes=8192, small_bytes=64)
+    found = job(3, train(80), settings, hosts=hosts)
+    assert [wrong for wrong, *_ in found] == [0, 0, 0]
+    assert len({str(rest) for _, *rest in found}) == 1
+    tried = {one for one in found[0][2]}
+    assert tried == {"fusion_threshold", "chunk_bytes"} | ({"wire_bytes", "hierarchical"} if hosts else set())
+    rows = list(csv.DictReader(log.open()))
+    assert len(rows) == 26
+    assert list(rows[0])[:7] == [
+        "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled",
+        "cycle_time_ms", "tensor_fusion_threshold", "score",
+    ]  # fmt: skip
+    assert rows[-1]["outcome"] == "final"
+    result = json.loads((tmp_path / "tune.json").read_text())
+    assert result["values"] == found[0][2]
+    assert result["job"]["gradients"] == len(SIZES)
+    assert "10.0 ± 2.0% of a step's time won" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_a_real_search_ends(hosts: tuple[str, ...] | None, capsys: Any) -> None:
+    settings = Settings(autotune=True, chunk_bytes=32768, small_bytes=64, autotune_steps_per_sample=2)
+    found = job(3, train(210), settings, hosts=hosts)
+    assert [wrong for wrong, *_ in found] == [0, 0, 0]
+    assert len({str(rest) for _, *rest in found}) == 1
+    said = capsys.readouterr().err
+    assert "of a step's time won after" in said or "nothing was to be won" in said
+    again = job(3, train(20), settings, hosts=hosts)
+    assert [values for _, values, _ in again] == [values for _, values, _ in found]
+    assert "as before the restart: " in capsys.readouterr().err
+
+
+def tuned_file(path: Path, **changes: Any) -> str:
+    """Write the result of a search for the job of ``train``."""
+    model = tuned.model_of({f"g{n}.0": ((size,), "int64", 8 * size) for n, size in enumerate(SIZES)})
+    hardware = tuned.hardware_of(["a"] * 3, [os.cpu_count() or 1] * 3)
+    values = {"chunk_bytes": 65536, "fusion_threshold": 1 << 20}
+    tuned.write(str(path), hardware | model | changes, values, "")
+    return str(path)
+
+
+def test_a_result_is_used_again(tmp_path: Path, capsys: Any) -> None:
+    settings = Settings(tuned=tuned_file(tmp_path / "t.json"))
+    found = job(3, train(20), settings, hosts=("a", "a", "a"))
+    assert all(values.chunk_bytes == 65536 and values.fusion_threshold == 1 << 20 for _, values, _ in found)
+    assert "chunk_bytes=64K, fusion_threshold=1M (from " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"ranks": 4}, "ranks: 4 in the file, 3 here"),
+        ({"hosts": 2, "ranks_per_host": [1, 2]}, "hosts: 2 in the file, 1 here; ranks per host: 1, 2 in"),
+        ({"cores": [999]}, "cores of the hosts: 999 in the file"),
+        ({"gradients": 9}, "gradients: 9 in the file, 5 here"),
+        ({"digest": "0"}, "other names or shapes of the gradients"),
+        (None, "no JSON"),
+    ],
+)
+def test_a_result_of_another_job_is_refused(
+    tmp_path: Path, changes: dict[str, Any] | None, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tuned_file(tmp_path / "t.json", **(changes or {}))
+    if changes is None:
+        Path(path).write_text("chunk_bytes: 5")
+    found = job(3, train(20), Settings(tuned=path), hosts=("a", "a", "a"))
+    assert all(values.chunk_bytes != 65536 for _, values, _ in found)
+    (line,) = [record.getMessage() for record in caplog.records if "--tuned" in record.getMessage()]
+    assert "the settings stay" in line
+    assert why in line
+
+
+def test_ranks_that_join_end_the_search(capsys: Any) -> None:
+    def join(engine: Engine) -> None:
+        engine.submit(Request(Description(Collective.JOIN)), wake=False).wait(20.0)
+
+    def program(engine: Engine) -> int:
+        tuner = autotune.tuner_of(engine)
+        assert tuner is not None
+        wrong = 0
+        for step in range(40):
+            last = step >= 22
+            if engine.rank == 2 and last:
+                break
+            wrong += sum(sums(engine, step, 2 if last else 3))
+            engine.recorder.step()
+            if engine.on_step is not None:
+                engine.on_step()
+        join(engine)
+        assert tuner.done
+        wrong += sum(sums(engine, 0, 3))
+        return wrong
+
+    assert job(3, program, Settings(autotune=True, small_bytes=64)) == [0, 0, 0]
+    assert "a rank has joined" in capsys.readouterr().err
+
+
+def test_a_join_of_all_ranks_while_it_waits(capsys: Any) -> None:
+    """What was submitted is withdrawn on all ranks, and submitted again."""
+
+    def join(engine: Engine, step: int) -> None:
+        if step in (14, 23, 26, 30):
+            engine.submit(Request(Description(Collective.JOIN)), wake=False).wait(20.0)
+
+    found = job(3, train(200, before=join), Settings(autotune=True, small_bytes=64))
+    assert [wrong for wrong, *_ in found] == [0, 0, 0]
+    assert " steps" in capsys.readouterr().err
+
+
+def test_a_horovod_variable_fixes_its_value(capsys: Any) -> None:
+    settings = load({"RINGDANCE_AUTOTUNE": "1", "HOROVOD_FUSION_THRESHOLD": "4096"})
+    found = job(3, train(30), settings)
+    assert all(values.fusion_threshold == 4096 for _, values, _ in found)
+    assert "fusion_threshold" not in found[0][2]
+
+
+@pytest.mark.parametrize(("size", "settings", "why"), [
+    (1, Settings(autotune=True), "in a job of one rank"),
+    (2, Settings(autotune=True, deterministic=True), "in deterministic mode"),
+])  # fmt: skip
+def test_where_it_is_off_it_says_so(
+    size: int, settings: Settings, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert job(size, lambda engine: autotune.tuner_of(engine) is None, settings) == [True] * size
+    assert f"autotune is off {why}" in caplog.text
+
+
+def test_dimensions_and_texts() -> None:
+    assert Measured([1.0], 0.5).exposed == 0.5
+    one = autotune._dimension("chunk_bytes", (1, 2, 4), 3, 4)
+    assert one == Dimension("chunk_bytes", (1, 2, 3, 4), 2, 1, 1)
+    assert autotune._text({"chunk_bytes": 3 << 17, "cycle_time": 0.5, "overlap": 1}) == (
+        "chunk_bytes=384K, cycle_time=0.5, overlap=1"
+    )
