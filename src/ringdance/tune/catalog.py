@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import log
@@ -66,12 +66,10 @@ def instance(name: str) -> Instance:
         return _instance(Path(name).stem, _parsed(Path(name)), name)
     known = instances()
     if name not in known:
-        advice = ", ".join(known)
         near = difflib.get_close_matches(name, known, n=1)
         raise LaunchError(
             f"--instance {name} is not known{f'; did you mean {near[0]}?' if near else '.'} Known are "
-            f"{advice}; any other one is described in a file, --instance mine.yaml, with the fields cores, "
-            "gbits, price"
+            f"{', '.join(known)}; describe any other one in a file: --instance mine.yaml"
         )
     return known[name]
 
@@ -85,18 +83,16 @@ def instances() -> dict[str, Instance]:
 
 def _parsed(path: Path) -> dict[str, Any]:
     """Read a YAML or TOML file. Raises LaunchError if it is none."""
-    text = read_regular(path)
-    try:
-        if path.suffix == ".toml":
-            return tomllib.loads(text)
+    text, parse = read_regular(path), tomllib.loads
+    failures: tuple[type[Exception], ...] = (ValueError, RecursionError)
+    if path.suffix != ".toml":
         yaml = optional("yaml", LaunchError, f"{path}: YAML needs PyYAML", "pyyaml", " (or write a .toml)")
-        found = yaml.safe_load(text)
-    except (ValueError, RecursionError) as error:
-        raise LaunchError(f"{path}: {error}") from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "yaml":
-            raise
-        raise LaunchError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        parse, failures = yaml.safe_load, (*failures, yaml.YAMLError)
+    try:
+        found = parse(text)
+    except failures as error:
+        what = "TOML" if path.suffix == ".toml" else "YAML"
+        raise LaunchError(f"{path} is no {what}: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise LaunchError(f"{path} has no fields; expected lines such as `cores: 32`")
     return found
@@ -202,13 +198,9 @@ def curve(model: str, target: float) -> Curve:
     """Return the curve of a model to an accuracy. Raises LaunchError if none is known."""
     found = curves().get(model)
     if found is None or found.target != target:
+        known = " and ".join(f"{one.target:g} of {one.model}" for one in curves().values())
         raise LaunchError(
             f"--to-accuracy {target:g}: how many epochs {model} needs to it is not known, as MLPerf has "
-            f"reference points for {_listed(f'{one.target:g} of {one.model}' for one in curves().values())} "
-            "only; give --epochs"
+            f"reference points for {known} only; give --epochs"
         )
     return found
-
-
-def _listed(words: Iterable[str]) -> str:
-    return " and ".join(words)

@@ -33,7 +33,12 @@ mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, 
 rdma (true or false), price (dollars for an hour) and as_of (its date). A plan ends with what it assumes.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "d": 24.0}
-_MOST = 512  # machines
+_MOST = 512  # hosts
+_COLUMNS = {
+    "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "efficiency": "efficiency",
+    "step": "step_seconds", "exposed": "exposed_seconds", "skew": "skew_seconds", "batch": "batch",
+    "epochs": "epochs", "hours": "hours", "$": "money",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -170,16 +175,7 @@ def _measured(given: argparse.Namespace, on: Instance) -> Workload:
 
 def table(rows: Sequence[Row], load: Workload, on: Instance) -> Table:
     """Return the predictions as a table."""
-    columns: dict[str, list[float | str | None]] = {
-        "ranks": [row.ranks for row in rows], "hosts": [row.hosts for row in rows],
-        "samples/s": [row.samples_per_second for row in rows],
-        "efficiency": [f"{row.efficiency:.0%}" for row in rows],
-        "step": [row.step_seconds * 1e3 for row in rows],
-        "exposed": [row.exposed_seconds * 1e3 for row in rows],
-        "skew": [row.skew_seconds * 1e3 for row in rows], "batch": [row.batch for row in rows],
-        "epochs": [row.epochs for row in rows], "hours": [row.hours for row in rows],
-        "$": [row.money for row in rows],
-    }  # fmt: skip
+    columns = {name: [_value(row, key) for row in rows] for name, key in _COLUMNS.items()}
     known = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
     title = f"{load.model} on {on.name}; step, exposed communication and skew in ms"
     found = Table(box=SIMPLE_HEAD, title=title, title_justify="left", padding=0, show_edge=False)
@@ -188,6 +184,11 @@ def table(rows: Sequence[Row], load: Workload, on: Instance) -> Table:
     for row in zip(*known.values(), strict=True):
         found.add_row(*map(_cell, row))
     return found
+
+
+def _value(row: Row, key: str) -> float | str | None:
+    value = getattr(row, key)
+    return f"{value:.0%}" if key == "efficiency" else value * 1e3 if key.endswith("_seconds") else value
 
 
 def _cell(value: float | str | None) -> str:
