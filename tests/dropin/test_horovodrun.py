@@ -327,7 +327,7 @@ def test_check_build():
         Available Frameworks:
             [{there("tensorflow")}] TensorFlow
             [{there("torch")}] PyTorch
-            [ ] MXNet
+            [{there("mxnet")}] MXNet
 
         Available Controllers:
             [X] MPI

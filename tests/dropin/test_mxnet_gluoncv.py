@@ -30,7 +30,7 @@ SIZE = ["custom-model", "--no-pretrained-base", "--image-short", "224", "--image
 SIZE += ["--rpn-train-pre-nms", "400", "--rpn-train-post-nms", "100", "--rcnn-num-samples", "32"]
 SIZE += ["--rpn-test-pre-nms", "200", "--rpn-test-post-nms", "50", "--anchor-alloc-size", "128,128"]
 COMMON = ["--dataset", "coco", "--network", "resnet18_v1b", "--horovod", "--kv-store", "local"]
-COMMON += ["--batch-size", "2", "--num-workers", "0", "--epochs", "1", "--log-interval", "1"]
+COMMON += ["--batch-size", "2", "--num-workers", "1", "--epochs", "1", "--log-interval", "1"]
 COMMON += ["--lr", "1e-6", "--lr-warmup", "10"]  # frozen layers that were never trained: no more than this
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_imagenet(tmp_path: Path) -> None:
         record.close()
     words = ["--rec-train", str(tmp_path / "train.rec"), "--rec-val", str(tmp_path / "val.rec"), "--no-cuda"]
     words += ["--model", "resnet18_v1b", "--batch-size", "4", "--input-size", "64", "--num-epochs", "1"]
-    words += ["--data-nthreads", "0", "--log-interval", "1", "--warmup-epochs", "0"]
+    words += ["--data-nthreads", "2", "--log-interval", "1", "--warmup-epochs", "0"]
     done = run("classification/imagenet/train_horovod.py", words, tmp_path)
     assert len(re.findall(r"Loss\[[\d.]+\]", done.err)) == 2
     assert "Validation-accuracy" in done.err

@@ -15,6 +15,8 @@ import numpy as np
 from doc_blocks import blocks
 from script_jobs import LIMIT, ROOT, SCRIPTS, Outcome, run_each
 
+from horovod.common import util
+
 pytestmark = pytest.mark.limit(2 * LIMIT)
 
 
@@ -43,6 +45,20 @@ def test_the_script_of_the_page(tmp_path: Path) -> None:
     assert done.code == 0, done.out + done.err
     assert done.out.splitlines() == ["good fit: True"] * 2
     assert "model.params" in done.files()
+
+
+def test_the_example(tmp_path: Path) -> None:
+    done = run_each("mpiexec", 2, [str(ROOT / "examples" / "digits_mxnet.py")], tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "all 2 ranks hold the same weights: yes" in done.out
+    assert done.one(r"test accuracy: ([\d.]+)%") > 95
+
+
+def test_what_is_asked_of_the_build() -> None:
+    assert util.extension_available("mxnet")
+    assert not util.gpu_available("mxnet")
+    done = run_each("alone", 1, ["-m", "horovod.runner.launch", "--check-build"], ROOT)
+    assert "[X] MXNet" in done.out
 
 
 def test_the_module_of_the_page(tmp_path: Path) -> None:

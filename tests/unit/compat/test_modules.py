@@ -134,11 +134,12 @@ def test_what_is_available(capsys: pytest.CaptureFixture[str]) -> None:
     assert util.extension_available("torch")
     installed = importlib.util.find_spec("tensorflow") is not None
     assert util.extension_available("tensorflow") is installed
-    assert not util.extension_available("mxnet", verbose=True)
+    assert not util.extension_available("caffe", verbose=True)
     assert "not available" in capsys.readouterr().out
+    assert util.extension_available("mxnet") is (importlib.util.find_spec("mxnet") is not None)
     assert util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2") is None
-    with pytest.raises(ImportError, match=r"horovod\.mxnet is not available"):
-        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
+    with pytest.raises(ImportError, match=r"horovod\.caffe is not available"):
+        util.check_extension("horovod.caffe", "HOROVOD_WITH_CAFFE", __file__, "mpi_lib")
     assert util.gpu_available("tensorflow") is False
     assert (util.mpi_built(), util.nccl_built(verbose=True)) == (True, False)
 

@@ -22,7 +22,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_FRAMEWORKS = ("torch", "tensorflow")
+_FRAMEWORKS = ("torch", "tensorflow", "mxnet")
 
 
 def _cache(function: Callable[..., T]) -> Callable[..., T]:
@@ -55,8 +55,11 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether the framework sees a GPU."""
     if not extension_available(ext_base_name, verbose):
         return False
-    if ext_base_name.rpartition(".")[2] == "torch":
+    framework = ext_base_name.rpartition(".")[2]
+    if framework == "torch":
         return bool(importlib.import_module("torch").cuda.is_available())
+    if framework == "mxnet":
+        return bool(importlib.import_module("mxnet").context.num_gpus())
     return bool(importlib.import_module("tensorflow").config.list_physical_devices("GPU"))
 
 
