@@ -11,8 +11,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import here_hosts
 import psutil
 import pytest
+from doc_blocks import ROOT, blocks, environment, put_files
 from processes import wait_until
 
 from ringdance.search.process import MARK
@@ -132,12 +134,11 @@ def test_a_trial_that_ends_without_its_searcher_is_not_run_again(tmp_path: Path)
     assert not search.processes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_no_process_and_the_search_goes_on(number: int, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_and_the_search_goes_on(tmp_path: Path) -> None:
     search = Search(tmp_path, 3, 1.0)
     running = search.start()
     search.wait_for("begin", 2)
-    running.send_signal(number)
+    running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=30)
     assert running.returncode == 130, out
     assert "goes on with the search" in out
@@ -145,7 +146,6 @@ def test_a_signal_leaves_no_process_and_the_search_goes_on(number: int, tmp_path
     assert not search.said("end")
     out, _ = search.start().communicate(timeout=60)
     assert "3 trials: 3 finished" in out
-    assert "ends" not in out
     assert "env LR=" in out
 
 
@@ -184,3 +184,55 @@ def test_a_pruned_trial_ends_at_its_next_report_or_is_ended(tmp_path: Path) -> N
     assert "4 trials: 1 finished, 3 pruned; best objective 0, trial 0" in done.stdout
     assert "ringdance run -np 2 python trial.py" in done.stdout
     assert "this trial is pruned" in (tmp_path / "space.search/trials/0002/log").read_text()
+
+
+@pytest.mark.slow
+def test_the_digits_of_the_page_are_tuned(tmp_path: Path) -> None:
+    """The commands of docs/howto/search.md as they stand there."""
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    page = ROOT / "docs" / "howto" / "search.md"
+    put_files(page, tmp_path)
+    for block in blocks(page):
+        if "test_search.py" in block.marks.get("in", ""):
+            for command, _ in block.commands():
+                done = subprocess.run(
+                    ["bash", "-c", command], cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL,
+                    capture_output=True, text=True, timeout=1800,
+                )  # fmt: skip
+                assert done.returncode == 0, done.stdout + done.stderr
+    best = Study(tmp_path / "digits.search").best()
+    assert best is not None
+    assert best.value is not None
+    assert best.value > 95
+    assert (tmp_path / "search-dark.svg").exists()
+
+
+@pytest.mark.skipif(bool(here_hosts.why_not()), reason=here_hosts.why_not() or "-")
+@pytest.mark.limit(180)
+def test_trials_on_two_hosts(tmp_path: Path) -> None:
+    """Each has a rank on either; a signal ends those on both."""
+    (tmp_path / "space.yaml").write_text("parameters: {x: {low: 0.0, high: 1.0}}\ntrials: 2\n")
+    (tmp_path / "trial.py").write_text(
+        "import os, sys, time\nimport numpy as np\nimport ringdance, ringdance.numpy as hvd\nhvd.init()\n"
+        "for step in range(int(os.environ['STEPS'])):\n    time.sleep(0.1)\n"
+        "    ringdance.report(hvd.allreduce(np.ones(1), name='a', op=hvd.Sum)[0], step)\n"
+    )
+    words = [sys.executable, "-m", "ringdance", "search", "space.yaml", "-H", "localhost:1,other1:1"]
+    words += ["--ranks-per-trial", "2", "--", "python", str(tmp_path / "trial.py"), "{x}"]
+    environ = here_hosts.environment(tmp_path / "bin")
+
+    def search(steps: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            words, cwd=tmp_path, env={**environ, "STEPS": str(steps)}, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    running, reports = search(1000), tmp_path / "space.search/trials/0000/report.jsonl"
+    assert wait_until(reports.exists, 50) is not None, running.communicate()
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 130
+    lines = (one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]))
+    assert not [line for line in lines if str(tmp_path / "trial.py") in line]
+    out, _ = search(3).communicate(timeout=60)
+    assert "2 trials: 2 finished; best objective 2" in out, out

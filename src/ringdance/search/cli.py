@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -25,7 +26,7 @@ from ringdance.launch.spec import resolve_command
 from ringdance.launch.system import machine
 from ringdance.search.katib import experiment
 from ringdance.search.process import places
-from ringdance.search.searcher import STATES, Layout, Searcher, headline, short
+from ringdance.search.searcher import STATES, Searcher, headline, short
 from ringdance.search.space import as_text, check_command, fill, read_space
 from ringdance.search.study import Study
 from ringdance.subcommands import Subcommand
@@ -43,14 +44,11 @@ examples:
   ringdance search space.yaml --trials 100 -- python train.py {params}        go on with the study, to 100
   ringdance search best space.search
 
-The same command again goes on where an earlier one was ended, by whatever. The file:
-  parameters:
-    lr: {low: 0.001, high: 1, log: true}
-    batch: [16, 32, 64]
+The same command again goes on where an earlier one was ended, by whatever. The file has, for example,
+  parameters: {lr: {low: 0.001, high: 1, log: true}, batch: [16, 32, 64]}
   objective: {name: accuracy, goal: maximize, line: 'accuracy: (\\S+)'}
 
-exit code: 0 if the trials were run and at least one finished; 1 if none did or too many failed; 2 if nothing
-was started; 130 after Ctrl-C.
+exit code: 0 if a trial finished; 1 if none did or too many failed; 2 if nothing was started; 130 after Ctrl-C
 """
 
 
@@ -98,27 +96,27 @@ def _search(arguments: argparse.Namespace) -> int:
     study = Study(arguments.study or arguments.space.with_suffix(".search"), space)
     launch = ["ringdance", "run", "-np", str(ranks), *_host_options(arguments)] if ranks else []
     study.write(arguments.command, launch)
-    code = Searcher(study, space, layout, console).run()
+    code = Searcher(study, space, console, **layout, grace=arguments.grace).run()
     console.print(headline(study), soft_wrap=True)
     if study.best():
         print(_best(study))
     return code
 
 
-def _layout(arguments: argparse.Namespace, ranks: int | None) -> Layout:
+def _layout(arguments: argparse.Namespace, ranks: int | None) -> dict[str, Any]:
     """Return where trials run: on the hosts given, those of a scheduler, or this machine's cores."""
     found, here = detect(os.environ), facts_from(machine.facts())
     slots = len(here.visible) if arguments.gpus else max(here.cores, ranks or 1)
     hosts = hosts_of(arguments) or (found.hosts if found and not found.refused else [("localhost", slots)])
-    names = {name for name, _ in hosts}
-    alone = ranks is None and names <= local_names(names)
-    devices = list(map(str, range(max(count for _, count in hosts)))) if arguments.gpus else []
-    if devices and names <= local_names(names) and here.visible_devices:
-        devices = here.visible_devices.split(",")
-    most = max(count for _, count in hosts)
-    exports = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, here.cores // most))}
-    launch = None if alone else _host_options(arguments)
-    return Layout(places(hosts, ranks or 1), launch, exports, devices, arguments.grace)
+    names, most = {name for name, _ in hosts}, max(count for _, count in hosts)
+    local = names <= local_names(names)
+    seen = here.visible_devices.split(",") if local and here.visible_devices else map(str, range(most))
+    return {
+        "free": places(hosts, ranks or 1),
+        "launch": None if local and ranks is None else _host_options(arguments),
+        "exports": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, here.cores // most))},
+        "devices": list(seen) if arguments.gpus else [],
+    }
 
 
 def _host_options(arguments: argparse.Namespace) -> list[str]:

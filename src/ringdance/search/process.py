@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -37,7 +38,7 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
     slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
-        raise LaunchError(f"--ranks-per-trial {ranks} needs as many slots, and there are {len(slots)}: -H")
+        raise LaunchError(f"a trial needs {ranks} slots (--ranks-per-trial), and there are {len(slots)} (-H)")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
 
@@ -50,17 +51,23 @@ def run_options(place: Place, exports: Mapping[str, str]) -> list[str]:
 
 
 class Process:
-    """A trial's command, started by this searcher or, without its pid, by an earlier one."""
+    """A trial's command, started by this searcher or by an earlier one.
+
+    Attributes:
+        directory: the trial's own.
+        exit: file with the exit code, once it has ended.
+        stop: file that has the trial's next report end it.
+    """
 
     def __init__(self, directory: Path, mark: str) -> None:
         self.directory, self._mark = directory, mark
         self._leader: subprocess.Popen[bytes] | None = None
-        self._exit, self._stop = directory / "exit", directory / f"report.jsonl{STOP}"
+        self.exit, self.stop = directory / "exit", directory / f"report.jsonl{STOP}"
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start it in its own session, with its output in ``log``."""
         own = {REPORT: str((self.directory / "report.jsonl").absolute()), MARK: self._mark}
-        words = ["/bin/sh", "-c", _SHELL, str(self._exit.absolute()), *command]
+        words = ["/bin/sh", "-c", _SHELL, str(self.exit.absolute()), *command]
         with open(self.directory / "log", "wb") as log:
             self._leader = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **environ, **own},
@@ -69,23 +76,19 @@ class Process:
 
     def code(self) -> int | None:
         """Return the exit code, None while it runs; 128 + n for signal n."""
-        if self._exit.exists():
-            return int(self._exit.read_text())
+        if self.exit.exists():
+            return int(self.exit.read_text())
         return None if self._leader and self._leader.poll() is None else KILLED
 
-    def ask_to_stop(self) -> None:
-        """Have its next report end it."""
-        self._stop.touch()
-
-    @property
-    def asked_to_stop(self) -> bool:
-        """Whether it was asked to, also by an earlier searcher."""
-        return self._stop.exists()
-
     def terminate(self) -> None:
-        """Send SIGTERM to the command."""
-        if self._leader and self._leader.poll() is None:  # not reaped: the number is its own
-            os.killpg(self._leader.pid, signal.SIGTERM)
+        """Send SIGTERM to the command, and to nothing that a ``ringdance run`` looks after itself."""
+        for one in self._living():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getsid(one.pid) == one.pid and one.name() == "sh":
+                    os.killpg(one.pid, signal.SIGTERM)
+
+    def _living(self) -> list[psutil.Process]:
+        return [one for one in psutil.process_iter() if _mark_of(one) == self._mark]
 
     def kill(self, patience: float = 0.0) -> None:
         """End all its processes on this host, and wait for that; those elsewhere end with ``ringdance run``.
@@ -94,10 +97,11 @@ class Process:
             patience: seconds for those that end by themselves.
         """
         deadline = time.monotonic() + patience
-        while living := [one for one in psutil.process_iter() if _mark_of(one) == self._mark]:
+        while living := self._living():
             if time.monotonic() >= deadline:
                 for one in living:
-                    _kill(one)
+                    with contextlib.suppress(psutil.Error):
+                        one.kill()
             psutil.wait_procs(living, timeout=0.2)
 
 
@@ -106,10 +110,3 @@ def _mark_of(process: psutil.Process) -> str:
         return "" if process.status() == psutil.STATUS_ZOMBIE else process.environ().get(MARK, "")
     except (psutil.Error, OSError):
         return ""
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.Error:
-        pass

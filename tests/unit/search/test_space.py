@@ -133,7 +133,7 @@ def test_places_are_on_one_host_where_there_is_room() -> None:
         [("a", 0), ("a", 1)], [("b", 0), ("b", 1)], [("a", 2), ("b", 2)]
     ]  # fmt: skip
     assert places([("a", 2), ("b", 2)], 4) == [[("a", 0), ("a", 1), ("b", 0), ("b", 1)]]
-    with pytest.raises(LaunchError, match="--ranks-per-trial 5"):
+    with pytest.raises(LaunchError, match="a trial needs 5 slots"):
         places([("a", 2), ("b", 2)], 5)
 
 
@@ -143,7 +143,7 @@ def test_places_are_on_one_host_where_there_is_room() -> None:
         (["absent.yaml", "--", "true", "{lr}"], "absent.yaml: No such file"),
         (["space.yaml", "--", "nothing-like-it", "{lr}", "{batch}"], "command not found: nothing-like-it"),
         (["space.yaml", "--trials", "0", "--", "true", "{params}"], "--trials 0: it must be 1 or more"),
-        (["space.yaml", "--ranks-per-trial", "3", "-H", "h:2", "--", "true", "{params}"], "needs as many"),
+        (["space.yaml", "--ranks-per-trial", "3", "-H", "h:2", "--", "true", "{params}"], "a trial needs 3"),
         (["show", "absent"], "absent is no study"),
         (["best", "space.yaml"], "space.search is no study"),
     ],
