@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -95,7 +96,7 @@ def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [parse(word) for word in text.split(",")]
+    return lambda text: list(dict.fromkeys(parse(word) for word in text.split(",")))
 
 
 def _wire(text: str) -> str:
@@ -115,40 +116,31 @@ def _property(text: str) -> tuple[str, float]:
 
 def efficiencies(arguments: argparse.Namespace, machine: Machine, settings: Settings) -> list[Row]:
     """Return a row for each type, bandwidth and number of hosts; bytes and messages are a host's."""
-    step, found = arguments.step, []
+    step, per_host, found = arguments.step, arguments.ranks_per_host, []
     ready = gradients(arguments.model, step)
-    for wire in arguments.wire:
+    for wire, gbits, hosts in product(arguments.wire, arguments.gbits, arguments.hosts):
         nbytes = sum(size for size, _ in ready) // 4 * dtype_named(wire).itemsize
-        for gbits in arguments.gbits:
-            links = replace(machine, bandwidth=gbits * 1e9 / 8)
-            for hosts in arguments.hosts:
-                one = simulate(
-                    links, hosts, arguments.ranks_per_host, ready, step, wire_dtype=wire, settings=settings
-                )
-                bounds = {
-                    name: step / max(step, ready[0][1] + bound(links, hosts, nbytes))
-                    for name, bound in (("ring", ring_bound), ("tree", tree_bound))
-                }
-                found.append({
-                    "model": arguments.model, "wire": wire, "gbits": gbits, "hosts": hosts,
-                    "ranks": hosts * arguments.ranks_per_host, "step_seconds": one.seconds,
-                    "exposed_seconds": one.exposed_seconds, "engine": one.efficiency, **bounds,
-                    "exchanged_bytes": nbytes, "sent_bytes": one.sent_bytes, "messages": one.messages,
-                })  # fmt: skip
+        links = replace(machine, bandwidth=gbits * 1e9 / 8)
+        one = simulate(links, hosts, per_host, ready, step, wire_dtype=wire, settings=settings)
+        ring, tree = (bound(links, hosts, nbytes) for bound in (ring_bound, tree_bound))
+        found.append({
+            "model": arguments.model, "wire": wire, "gbits": gbits, "hosts": hosts, "ranks": hosts * per_host,
+            "step_seconds": one.seconds, "exposed_seconds": one.exposed_seconds, "engine": one.efficiency,
+            "ring": step / max(step, ready[0][1] + ring), "tree": step / max(step, ready[0][1] + tree),
+            "exchanged_bytes": nbytes, "sent_bytes": one.sent_bytes, "messages": one.messages,
+        })  # fmt: skip
     return found
 
 
 def _show(console: Console, rows: Sequence[Row]) -> None:
     for wire in dict.fromkeys(row["wire"] for row in rows):
         chosen = [row for row in rows if row["wire"] == wire]
-        hosts = list(dict.fromkeys(row["hosts"] for row in chosen))
         first = chosen[0]
         title = f"{first['model']}, {first['exchanged_bytes'] / 1e6:.0f} MB in {wire}: efficiency by ranks"
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         table.add_column("Gbit/s", justify="right")
         table.add_column("")
-        for count in hosts:
-            ranks = next(row["ranks"] for row in chosen if row["hosts"] == count)
+        for ranks in dict.fromkeys(row["ranks"] for row in chosen):
             table.add_column(f"{ranks:,}", justify="right")
         for gbits in dict.fromkeys(row["gbits"] for row in chosen):
             for number, key in enumerate(_LINES.values()):

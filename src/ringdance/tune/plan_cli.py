@@ -54,7 +54,7 @@ def _parser() -> Parser:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("--from", dest="bench", type=Path, metavar="FILE", help="JSON of `ringdance bench train`")
+    add("--from", dest="bench", type=Path, metavar="FILE", help="JSON of `ringdance bench train --output`")
     text = f"instead: a model whose gradients are known ({', '.join(models())})"
     add("--model", metavar="NAME", help=text)
     text = "rate of the model on one rank; with --from: of a rank there, such as a faster GPU"

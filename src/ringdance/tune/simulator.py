@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, log, log2, sqrt
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def simulate(
         machine: hosts and links.
         hosts: how many.
         ranks_per_host: on each.
-        gradients: in the order in which they become ready.
+        gradients: in any order; requests are batched in that in which they become ready.
         compute_seconds: forward, backward and update of one rank alone.
         wire_dtype: in which they are exchanged; 16-bit types halve the bytes.
         settings: of the engine: fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes, window_bytes,
@@ -90,6 +91,7 @@ def simulate(
         all_hosts: execute all hosts, not one for all: see Note [One host for all].
     """
     size = hosts * ranks_per_host
+    gradients = sorted(gradients, key=itemgetter(1))
     job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
     late = machine.jitter * sqrt(2 * log(size)) + machine.turn * max(0.0, machine.ranks_per_core - 1)
     if size == 1 or not gradients:
@@ -166,7 +168,7 @@ class _Job:
         vector = np.empty(VectorLayout(size).width(len(self.ready)), np.uint8)
         done, rounds, since = 0, 0, self.ready[0]
         while done < len(self.ready):
-            yield from core.until(max(core.now, self._due(since)))
+            yield from core.until(max(core.now, self._due(since), self.ready[done]))
             if rounds == len(self.agreed):
                 self.agreed.append(sum(ready <= core.now for ready in self.ready))
             core.spend(self.machine.round_seconds)

@@ -53,6 +53,7 @@ def clock(hours: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02}"
 
 
+@pytest.mark.limit(250)  # seconds of one core; more beside other tests
 def test_published_runs_are_met_by_one_set_of_constants() -> None:
     """Each within 10%; the table is that of the page, whose first four runs the constants were fitted to."""
     number: Callable[[float], str] = "{:,.0f}".format
@@ -262,3 +263,10 @@ def test_the_plot_has_throughput_hours_and_cost(tmp_path: Path, capsys: pytest.C
 def test_a_workload_scales_as_a_whole() -> None:
     load = Workload("m", 1, 0.1, ((4, 0.05),), 0.01, 1, 1.0, "").slower(2)
     assert (load.compute, load.gradients, load.spread) == (0.2, ((4, 0.1),), 0.02)
+
+
+def test_a_plan_is_compared_with_what_was_measured(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PAGE.parents[2] / "benchmarks"))
+    rows = __import__("plan_check").rows(bench, bench, 100.0, 1)
+    assert [(row["ranks"], row["measured"], row["slower_alone"]) for row in rows] == [(2, 0.11, 2.0)]
+    assert rows[0]["ratio"] == pytest.approx(rows[0]["predicted"] / 0.11)

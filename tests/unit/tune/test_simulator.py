@@ -128,6 +128,12 @@ def test_gradients_that_are_ready_early_are_hidden():
     assert simulate(FREE, 2, 1, [(10 << 20, 0.2)], 0.2).exposed_seconds > (10 << 20) / 1e9
 
 
+def test_gradients_may_come_in_any_order_and_after_the_computation():
+    late = simulate(FREE, 2, 2, [(400, 0.2), (4000, 0.1)], 0.1)
+    assert late.rounds == 2
+    assert late.seconds == simulate(FREE, 2, 2, [(4000, 0.1), (400, 0.2)], 0.1).seconds > 0.2
+
+
 def test_ranks_that_share_cores_or_are_uneven_lose_time():
     shared = replace(FREE, ranks_per_core=2.0)
     assert simulate(shared, 2, 1, gradients(), 0.1).exposed_seconds >= shared.turn

@@ -1,0 +1,70 @@
+"""Compare a plan from one rank's measurement with measurements of more ranks, or of more hosts.
+
+    ringdance bench train --model convnet --np 1,2,4 --output bench.json
+    python benchmarks/plan_check.py bench.json                        # one rank of it, beside its 2 and 4
+    python benchmarks/plan_check.py bench.json hosts.json --gbits 1 --shared-cores 3
+
+The first file's fewest ranks are what the plan starts from; the second file (default: the first) has the
+sizes that are predicted. Where hosts are simulated on one machine, --shared-cores says how many share its
+cores. The last column is predicted / measured seconds of a step: 1 where the prediction is right. "slower
+alone" is how much longer a rank computes without any exchange than the plan's one rank did: memory and caches
+that ranks share, or a machine that was busy, which a plan does not know of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ringdance.tune.catalog import Instance
+from ringdance.tune.planner import Options, from_bench, predict
+
+COLUMNS = {"ranks": 6, "hosts": 6, "predicted ms": 14, "measured ms": 13, "slower alone": 14, "ratio": 7}
+
+
+def rows(first: Path, second: Path, gbits: float, shared: int) -> list[dict[str, Any]]:
+    """Return predicted and measured seconds of a step, for each size of the second file but the plan's."""
+    load = from_bench(first)
+    found = []
+    for size in json.loads(second.read_text())["sizes"]:
+        if size["ranks"] <= load.ranks and size["hosts"] == 1:
+            continue
+        on = Instance("here", size["cores"], gbits, gpus=size["ranks_per_host"] if size["gpus"] else 0)
+        options = Options(size["ranks_per_host"], crowd=shared)
+        predicted = predict(load, on, size["ranks"], options)
+        measured = size["step_seconds"]["ringdance"]
+        found.append({
+            "ranks": size["ranks"], "hosts": size["hosts"], "predicted": predicted.step_seconds,
+            "measured": measured, "slower_alone": size["step_seconds"]["alone"] / load.compute,
+            "ratio": predicted.step_seconds / measured,
+        })  # fmt: skip
+    return found
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("first", type=Path, help="of `ringdance bench train --output`: the plan's one rank")
+    add("second", type=Path, nargs="?", help="the same: what is predicted (default: the first)")
+    add("--gbits", type=float, default=100.0, help="of the network between hosts, Gbit/s")
+    add("--shared-cores", type=int, default=1, help="hosts that share the cores of one machine")
+    add("--json", type=Path, help="write the rows")
+    arguments = parser.parse_args()
+    found = rows(
+        arguments.first, arguments.second or arguments.first, arguments.gbits, arguments.shared_cores
+    )
+    print("".join(f"{head:>{width}}" for head, width in COLUMNS.items()))
+    for row in found:
+        print(
+            f"{row['ranks']:>6}{row['hosts']:>6}{row['predicted'] * 1e3:>14.1f}{row['measured'] * 1e3:>13.1f}"
+            f"{row['slower_alone']:>14.2f}{row['ratio']:>7.2f}"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
