@@ -1,14 +1,14 @@
-"""Compare a plan from one rank's measurement with measurements of more ranks, or of more hosts.
+"""Compare a plan from a measurement with measurements of more ranks, or of more hosts.
 
     ringdance bench train --model convnet --np 1,2,4 --output bench.json
-    python benchmarks/plan_check.py bench.json                        # one rank of it, beside its 2 and 4
+    python benchmarks/plan_check.py bench.json                        # beside its 2 and 4 ranks
     python benchmarks/plan_check.py bench.json hosts.json --gbits 1 --shared-cores 3
 
-The first file's fewest ranks are what the plan starts from; the second file (default: the first) has the
+A plan starts from the size of the first file that fills a host; the second file (default: the first) has the
 sizes that are predicted. Where hosts are simulated on one machine, --shared-cores says how many share its
 cores. The last column is predicted / measured seconds of a step: 1 where the prediction is right. "slower
-alone" is how much longer a rank computes without any exchange than the plan's one rank did: memory and caches
-that ranks share, or a machine that was busy, which a plan does not know of.
+alone" is how much longer a rank computes without any exchange than in the size of the plan: a machine that
+was busy, or ranks that share cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rows(first: Path, second: Path, gbits: float, shared: int) -> list[dict[str,
     load = from_bench(first)
     found = []
     for size in json.loads(second.read_text())["sizes"]:
-        if size["ranks"] <= load.ranks and size["hosts"] == 1:
+        if size["ranks"] == 1:
             continue
         on = Instance("here", size["cores"], gbits, gpus=size["ranks_per_host"] if size["gpus"] else 0)
         options = Options(size["ranks_per_host"], crowd=shared)
@@ -47,7 +47,7 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("first", type=Path, help="of `ringdance bench train --output`: the plan's one rank")
+    add("first", type=Path, help="of `ringdance bench train --output`: the plan's step")
     add("second", type=Path, nargs="?", help="the same: what is predicted (default: the first)")
     add("--gbits", type=float, default=100.0, help="of the network between hosts, Gbit/s")
     add("--shared-cores", type=int, default=1, help="hosts that share the cores of one machine")

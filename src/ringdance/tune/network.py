@@ -50,7 +50,7 @@ class Machine:
         chunk_seconds: of a core, for each collective or synchronization of a chunk that a rank starts.
         round_seconds: of a core, for each round of agreement.
         ranks_per_core: ranks that share a core; they get it in turns.
-        turn: seconds that a step loses for each rank beyond the first on a core.
+        turn: seconds that a step loses for each rank beyond the first on a core; a quarter of it at most.
         jitter: standard deviation of a rank's computation, s; a step waits for the slowest rank.
     """
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, stdev
+from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.job_files import NO_FORMAT, read_regular, typed
@@ -127,14 +128,17 @@ def from_model(
 
 
 def from_bench(path: Path) -> Workload:
-    """Return the step that `ringdance bench train` measured on the fewest ranks.
+    """Return the step that `ringdance bench train` measured without exchanges, on a host in full use.
+
+    One rank alone on a host computes faster than when others use its memory, its caches and its power; so
+    this is the size with the most ranks on a host, as far as there are cores for them.
 
     Raises:
         LaunchError: the file is not one of its, or lacks what a plan needs.
     """
     try:
         found = json.loads(read_regular(path))
-        row = min(found["sizes"], key=lambda one: typed(one, "ranks", int))
+        row = min(found["sizes"], key=_preference)
         ranks, times = row["ranks"], row["step_seconds"]
         compute = float(times.get("alone") or times["ringdance"] * (1 - row.get("exposed_share", 0.0)))
         gradients = [(typed(one, "bytes", int), typed(one, "seconds", float)) for one in row["gradients"]]
@@ -158,6 +162,13 @@ def from_bench(path: Path) -> Workload:
     return Workload(
         model, batch, compute, tuple(gradients), spread, ranks, 0.0 if gpus else float(each), source
     )
+
+
+def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
+    """Sort the sizes of a measurement: see ``from_bench``."""
+    ranks, threads = typed(row, "ranks", int), row.get("threads") or 1
+    each = row.get("ranks_per_host") or ranks
+    return not row.get("gpus") and each * threads > typed(row, "cores", int), -each, ranks
 
 
 def expected_largest(count: int) -> float:
@@ -196,6 +207,8 @@ def predict(load: Workload, on: Instance, ranks: int, options: Options) -> Row:
     skew = load.spread * expected_largest(size)
     busy = max(1.0, load.cores * per_host * options.crowd / on.cores)  # ranks share the cores
     slow = load.slower((load.compute + skew) / load.compute * busy)
+    if load.cores and load.cores * per_host >= on.cores:  # no idle core: the engine exchanges after backward
+        slow = replace(slow, gradients=tuple((size, slow.compute) for size, _ in slow.gradients))
     found = simulate(
         base, hosts, per_host, slow.gradients, slow.compute, wire_dtype=options.wire, settings=Settings()
     )

@@ -83,7 +83,7 @@ def test_published_runs_are_met_by_one_set_of_constants() -> None:
 MEASURED: dict[str, Any] = {
     "model": "small", "framework": "torch", "gradient_dtype": "float32", "batch": 32,
     "sizes": [{
-        "ranks": ranks, "hosts": 1, "cores": 4, "ranks_per_host": ranks, "gpus": 0,
+        "ranks": ranks, "hosts": 1, "cores": 4, "threads": 4, "ranks_per_host": ranks, "gpus": 0,
         "images_per_second": 320,
         "step_seconds": {"ringdance": 0.11, "alone": 0.1 * ranks}, "exposed_share": 0.1, "efficiency": 0.9,
         "single_steps": [0.1, 0.11, 0.09] * 4, "bound": 0.95,
@@ -100,7 +100,17 @@ def bench(tmp_path: Path) -> Path:
     return tmp_path / "bench.json"
 
 
-def test_a_measurement_is_planned_from_its_fewest_ranks(bench: Path) -> None:
+def test_a_measurement_is_planned_from_what_fills_a_host(tmp_path: Path) -> None:
+    sizes = [{**size, "threads": 2} for size in MEASURED["sizes"]]
+    (tmp_path / "two.json").write_text(json.dumps({**MEASURED, "sizes": sizes}))
+    load = from_bench(tmp_path / "two.json")
+    assert (load.ranks, load.compute, load.cores) == (2, 0.2, 2)
+    # Four cores have none idle: the exchange follows the backward pass. Eight overlap it.
+    full, idle = (predict(load, replace(CPUS, cores=cores), 2, Options(2)) for cores in (4, 8))
+    assert full.exposed_seconds > 2 * idle.exposed_seconds
+
+
+def test_a_measurement_is_planned_from_ranks_that_have_their_cores(bench: Path) -> None:
     load = from_bench(bench)
     assert (load.ranks, load.compute, load.cores, load.bytes) == (1, 0.1, 4, 12_000_000)
     assert Options().per_host(load, CPUS) == 2
