@@ -57,6 +57,13 @@ def rank_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a number of ranks") from None
 
 
+def positive(text: str) -> int:
+    """Return a whole number, 1 or more."""
+    if (found := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return found
+
+
 def seconds(text: str) -> float:
     """Return a time in seconds, more than 0."""
     if not (found := float(text)) > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -11,40 +12,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
 from ringdance.errors import LaunchError, optional
 from ringdance.launch.cli import refuse_within_a_rank
 from ringdance.launch.hosts import facts_from, local_names
-from ringdance.launch.parser import Parser, as_program, seconds
+from ringdance.launch.parser import Parser, as_program, positive, seconds
 from ringdance.launch.remote.shell import add_host_options, hosts_of
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system import machine
 from ringdance.search.katib import experiment
 from ringdance.search.process import places
-from ringdance.search.searcher import STATES, Searcher, headline, short
+from ringdance.search.searcher import Searcher
 from ringdance.search.space import as_text, check_command, fill, read_space
-from ringdance.search.study import Study
+from ringdance.search.study import Study, headline, table
 from ringdance.subcommands import Subcommand
 from ringdance.tune import plots
 
 _EPILOG = """\
-commands:
-  show      list a study's trials
-  best      print the command of the best trial
-  plot      draw the objective of all trials, and the best so far
-
 examples:
   ringdance search space.yaml -- python train.py --lr {lr} --batch {batch}
   ringdance search space.yaml --ranks-per-trial 2 -H h1:4,h2:4 -- python train.py --lr {lr}
   ringdance search space.yaml --trials 100 -- python train.py {params}        go on with the study, to 100
-  ringdance search best space.search
+  ringdance search best space.search       or show, or plot
 
-The same command again goes on where an earlier one was ended, by whatever. The file has, for example,
+The file has, for example,
   parameters: {lr: {low: 0.001, high: 1, log: true}, batch: [16, 32, 64]}
   objective: {name: accuracy, goal: maximize, line: 'accuracy: (\\S+)'}
 
@@ -67,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("space", metavar="SPACE.yaml", type=Path, help="parameters, objective, sampler and pruner")
     add("--study", type=Path, metavar="DIR", help="where all is kept (default: SPACE.search)")
-    add("--trials", type=int, metavar="N", help="in all, in place of those of the file")
+    add("--trials", type=positive, metavar="N", help="in all, in place of those of the file")
     text = "start each trial by `ringdance run` with N ranks (default: one process, by itself)"
-    add("--ranks-per-trial", type=int, metavar="N", help=text)
+    add("--ranks-per-trial", type=positive, metavar="N", help=text)
     add("--gpus", action="store_true", help="slot k of a host is its GPU k: a trial sees only its own")
     text = "seconds for trials to end after Ctrl-C, or once pruned (default 30); Ctrl-C again ends them"
     add("--grace", type=seconds, default=30.0, metavar="S", help=text)
@@ -81,31 +75,30 @@ def _parser() -> argparse.ArgumentParser:
 
 def _search(arguments: argparse.Namespace) -> int:
     refuse_within_a_rank()
-    space, ranks = read_space(arguments.space), arguments.ranks_per_trial
-    for name, number in (("--trials", arguments.trials), ("--ranks-per-trial", ranks)):
-        if number is not None and number < 1:
-            raise LaunchError(f"{name} {number}: it must be 1 or more")
+    space, ranks, command = read_space(arguments.space), arguments.ranks_per_trial, arguments.command
     space = replace(space, trials=arguments.trials or space.trials)
     if arguments.katib:
-        text = json.dumps(experiment(space, arguments.command))  # else what its parts share becomes an anchor
+        text = json.dumps(experiment(space, command))  # else what its parts share becomes an anchor
         print(optional("yaml", LaunchError).safe_dump(json.loads(text), sort_keys=False, width=110), end="")
         return 0
-    check_command(space, arguments.command)
-    resolve_command(arguments.command[:1])
-    layout, console = _layout(arguments, ranks), Console(highlight=False)
+    check_command(space, command)
+    resolve_command(command[:1])
+    names = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
+    given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in names}
+    options = [f"{name}={value}" for name, value in given.items() if value]
+    where, console = _layout(arguments, options), Console(highlight=False)
     study = Study(arguments.study or arguments.space.with_suffix(".search"), space)
-    launch = ["ringdance", "run", "-np", str(ranks), *_host_options(arguments)] if ranks else []
-    study.write(arguments.command, launch)
-    code = Searcher(study, space, console, **layout, grace=arguments.grace).run()
+    study.keep(command, ["ringdance", "run", "-np", str(ranks), *options] if ranks else [])
+    code = Searcher(study, space, console, **where, grace=arguments.grace).run()
     console.print(headline(study), soft_wrap=True)
     if study.best():
         print(_best(study))
     return code
 
 
-def _layout(arguments: argparse.Namespace, ranks: int | None) -> dict[str, Any]:
+def _layout(arguments: argparse.Namespace, options: Sequence[str]) -> dict[str, Any]:
     """Return where trials run: on the hosts given, those of a scheduler, or this machine's cores."""
-    found, here = detect(os.environ), facts_from(machine.facts())
+    found, here, ranks = detect(os.environ), facts_from(machine.facts()), arguments.ranks_per_trial
     slots = len(here.visible) if arguments.gpus else max(here.cores, ranks or 1)
     hosts = hosts_of(arguments) or (found.hosts if found and not found.refused else [("localhost", slots)])
     names, most = {name for name, _ in hosts}, max(count for _, count in hosts)
@@ -113,17 +106,13 @@ def _layout(arguments: argparse.Namespace, ranks: int | None) -> dict[str, Any]:
     seen = here.visible_devices.split(",") if local and here.visible_devices else map(str, range(most))
     return {
         "free": places(hosts, ranks or 1),
-        "launch": None if local and ranks is None else _host_options(arguments),
+        "launch": None if local and ranks is None else options,
         "exports": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, here.cores // most))},
         "devices": list(seen) if arguments.gpus else [],
     }
 
 
-def _host_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options of ssh for ``ringdance run``."""
-    names = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
-    given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in names}
-    return [f"{name}={value}" for name, value in given.items() if value]
+# --- subcommands -----------------------------------------------------------------------------------
 
 
 def _best(study: Study) -> str:
@@ -131,14 +120,10 @@ def _best(study: Study) -> str:
     best, facts = study.best(), study.facts
     if best is None:
         raise LaunchError(f"{study.directory}: no trial has finished yet")
-    known = facts["space"]["parameters"]
-    named = {known[name]["env"]: as_text(value) for name, value in best.params.items()}
+    named = {facts["parameters"][name]["env"]: as_text(value) for name, value in best.params.items()}
     env = [f"{name}={value}" for name, value in named.items() if name]
     command = fill(facts["command"], best.params, study.directory / "trials" / f"{best.number:04}")
     return shlex.join([*(["env", *env] if env else []), *facts["launch"], *command])
-
-
-# --- subcommands -----------------------------------------------------------------------------------
 
 
 def _study(arguments: argparse.Namespace) -> Study:
@@ -157,19 +142,10 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    study, console, table = _study(arguments), Console(highlight=False), Table(box=SIMPLE_HEAD)
-    space = study.facts["space"]
-    for name in ("trial", "state", space["objective"]["name"], "reports", *space["parameters"]):
-        table.add_column(name, justify="left" if name == "state" else "right")
-    for one in study.trials():
-        value = f"{one.value:.6g}" if one.state.name == "COMPLETE" else ""
-        cells = (short(one.params[name]) if name in one.params else "" for name in space["parameters"])
-        reports = str(len(one.intermediate_values) or "")
-        table.add_row(str(one.number), STATES[one.state.name], value, reports, *cells)
-    console.print(table)
+    study, console = _study(arguments), Console(highlight=False)
+    console.print(table(study))
     for one in study.trials("FAIL"):
         console.print(f"trial {one.number} failed: {one.user_attrs.get('reason')}", soft_wrap=True)
-    console.print(headline(study), soft_wrap=True)
     return 0
 
 
@@ -180,15 +156,14 @@ def _print_best(arguments: argparse.Namespace) -> int:
 
 def _plot(arguments: argparse.Namespace) -> int:
     study = _study(arguments)
-    trials = [(one.number, float(one.value)) for one in study.trials("COMPLETE") if one.value is not None]
-    aim = study.facts["space"]["objective"]
-    better = max if aim["goal"] == "maximize" else min
-    ends = range(1, len(trials) + 1)
-    best = [(trials[end - 1][0], better(value for _, value in trials[:end])) for end in ends]
-    panels = {f"{len(trials)} finished trials": {"trial": trials, "best so far": best}}
+    aim, trials = study.facts["objective"], study.trials("COMPLETE")
+    values = [one.value or 0.0 for one in trials]
+    best = itertools.accumulate(values, max if aim["goal"] == "maximize" else min)
+    ways = {"trial": values, "best so far": best}
+    drawn = {name: [(one.number, y) for one, y in zip(trials, ys, strict=True)] for name, ys in ways.items()}
+    panels = {f"{len(trials)} finished trials": drawn}
     target = arguments.output or study.directory / "history.svg"
-    for path in plots.lines(target, panels, "trial", aim["name"], from_zero=False):
-        print(path)
+    print(*plots.lines(target, panels, "trial", aim["name"], from_zero=False), sep="\n")
     return 0
 
 

@@ -17,9 +17,12 @@ from ringdance.submit.options import add_options, from_arguments
 
 _ENDED = 'status.conditions.#(type=="%s")#|#(status=="True")#'
 # Katib's names of what Optuna has, and of its options.
-_SAMPLERS = {"tpe": "tpe", "random": "random"}, {"seed": "random_state"}
-_WHEN = {"n_startup_trials": "min_trials_required", "n_warmup_steps": "start_step"}
-_PRUNERS = {"median": "medianstop"}, _WHEN
+_ALGORITHMS = {
+    "sampler": ({"tpe": "tpe", "random": "random"}, {"seed": "random_state"}),
+    "pruner": (
+        {"median": "medianstop"}, {"n_startup_trials": "min_trials_required", "n_warmup_steps": "start_step"},
+    ),
+}  # fmt: skip
 
 
 def experiment(space: Space, command: Sequence[str]) -> Document:
@@ -48,7 +51,7 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
             "type": aim.goal, "objectiveMetricName": name,
             "metricStrategies": [{"name": name, "value": strategy}],
         },
-        "algorithm": _algorithm("sampler", space.sampler, *_SAMPLERS),
+        "algorithm": _algorithm("sampler", space.sampler),
         "maxTrialCount": space.trials, "parallelTrialCount": parallel, "maxFailedTrialCount": space.failures,
         "metricsCollectorSpec": {
             "collector": {"kind": "StdOut"}, "source": {"filter": {"metricsFormat": [pattern]}},
@@ -65,7 +68,7 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
         },
     }  # fmt: skip
     if space.pruner["name"] != "none":
-        spec["earlyStopping"] = _algorithm("pruner", space.pruner, *_PRUNERS)
+        spec["earlyStopping"] = _algorithm("pruner", space.pruner)
     return {**document, "apiVersion": "kubeflow.org/v1beta1", "kind": "Experiment", "spec": spec}
 
 
@@ -95,10 +98,9 @@ def _metric(space: Space) -> tuple[str, str]:
     return text.strip(), f"({text.strip()})\\s*({rest}"
 
 
-def _algorithm(
-    kind: str, options: Mapping[str, Any], names: Mapping[str, str], settings: Mapping[str, str]
-) -> Document:
-    name, more = options["name"], {key: value for key, value in options.items() if key != "name"}
+def _algorithm(kind: str, options: Mapping[str, Any]) -> Document:
+    names, settings = _ALGORITHMS[kind]
+    name, more = options.get("name"), {key: value for key, value in options.items() if key != "name"}
     if name not in names or not more.keys() <= settings.keys():
         known = f"{' and '.join(names)}, with {' and '.join(settings)}"
         raise LaunchError(f"--katib: {kind} {dict(options)}: what Katib has too is {known}")

@@ -7,19 +7,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 from ringdance.search import REPORT, STOP
+from ringdance.search.space import Reader
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
 
 MARK = "RINGDANCE_SEARCH_TRIAL"
-"""Variable that all processes of a trial inherit: ``STUDY:NUMBER``."""
+"""Variable that all processes of a trial inherit: its directory."""
 KILLED = 128 + signal.SIGKILL
 # Writes the exit code down, so that also a trial that ends after its searcher has a result. With a handler
 # sh outlives the signals that its process group gets.
@@ -50,29 +55,39 @@ def run_options(place: Place, exports: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-m", "ringdance", "run", "-np", str(len(place)), "-H", hosts, "--quiet", *words]
 
 
-class Process:
-    """A trial's command, started by this searcher or by an earlier one.
+@dataclass
+class Attempt:
+    """An attempt at a trial, started by this searcher or by an earlier one.
 
     Attributes:
-        directory: the trial's own.
-        exit: file with the exit code, once it has ended.
-        stop: file that has the trial's next report end it.
+        trial: in Optuna.
+        directory: its own.
+        reader: of what it reports.
+        place: where it runs.
+        ends: what has yet to be done to end it, and when.
     """
 
-    def __init__(self, directory: Path, mark: str) -> None:
-        self.directory, self._mark = directory, mark
-        self._leader: subprocess.Popen[bytes] | None = None
-        self.exit, self.stop = directory / "exit", directory / f"report.jsonl{STOP}"
+    trial: Trial
+    directory: Path
+    reader: Reader
+    place: Place = ()
+    ends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    _leader: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        """Name its files: of its exit code, and by which its next report ends it."""
+        self.directory = self.directory.resolve()
+        self.exit, self.stop = self.directory / "exit", self.directory / f"report.jsonl{STOP}"
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start it in its own session, with its output in ``log``."""
-        own = {REPORT: str((self.directory / "report.jsonl").absolute()), MARK: self._mark}
-        words = ["/bin/sh", "-c", _SHELL, str(self.exit.absolute()), *command]
+        words, none = ["/bin/sh", "-c", _SHELL, str(self.exit), *command], subprocess.DEVNULL
+        own = {REPORT: str(self.directory / "report.jsonl"), MARK: str(self.directory)}
+        environ = {**os.environ, **environ, **own}
         with open(self.directory / "log", "wb") as log:
             self._leader = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **environ, **own},
-                start_new_session=True,
-            )  # fmt: skip
+                words, stdin=none, stdout=log, stderr=log, env=environ, start_new_session=True
+            )
 
     def code(self) -> int | None:
         """Return the exit code, None while it runs; 128 + n for signal n."""
@@ -88,7 +103,8 @@ class Process:
                     os.killpg(one.pid, signal.SIGTERM)
 
     def _living(self) -> list[psutil.Process]:
-        return [one for one in psutil.process_iter() if _mark_of(one) == self._mark]
+        found, mark = psutil.process_iter(["environ"]), str(self.directory)  # of a zombie it is empty
+        return [one for one in found if (one.info["environ"] or {}).get(MARK) == mark]
 
     def kill(self, patience: float = 0.0) -> None:
         """End all its processes on this host, and wait for that; those elsewhere end with ``ringdance run``.
@@ -96,17 +112,9 @@ class Process:
         Args:
             patience: seconds for those that end by themselves.
         """
-        deadline = time.monotonic() + patience
+        psutil.wait_procs(self._living(), timeout=patience)
         while living := self._living():
-            if time.monotonic() >= deadline:
-                for one in living:
-                    with contextlib.suppress(psutil.Error):
-                        one.kill()
+            for one in living:
+                with contextlib.suppress(psutil.Error):
+                    one.kill()
             psutil.wait_procs(living, timeout=0.2)
-
-
-def _mark_of(process: psutil.Process) -> str:
-    try:
-        return "" if process.status() == psutil.STATUS_ZOMBIE else process.environ().get(MARK, "")
-    except (psutil.Error, OSError):
-        return ""

@@ -7,38 +7,24 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.signals import STOPPING
-from ringdance.search.process import Place, Process, run_options
+from ringdance.search.process import Attempt, Place, run_options
 from ringdance.search.space import Reader, Space, as_text, fill
-from ringdance.search.study import Study
+from ringdance.search.study import Study, short, table
 
 _POLL_S = 0.1
 _STOP_S = 5.0  # at most, for a report to end a trial that is pruned
 _ALONE_S = 1.0  # for processes to end when the one that led them has
-STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished"}
-
-
-@dataclass
-class _Running:
-    """A trial; `ends` has what is done to end it, and when."""
-
-    number: int
-    process: Process
-    reader: Reader
-    parameters: Mapping[str, Any]
-    place: Place = ()
-    began: float = field(default_factory=time.monotonic)
-    ends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
 
 @dataclass
@@ -61,7 +47,7 @@ class Searcher:
     exports: Mapping[str, str]
     devices: Sequence[str]
     grace: float
-    _running: list[_Running] = field(default_factory=list)
+    _running: list[Attempt] = field(default_factory=list)
     _waiting: list[int] = field(default_factory=list)  # begun, and to be started
     _failed: int = 0
     _signals: int = 0
@@ -70,7 +56,8 @@ class Searcher:
         """Run until the study has its trials; return the exit code."""
         heeded = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._signal) for number in heeded}
-        live: Any = Live(get_renderable=self._table, console=self.console, transient=True)
+        running = partial(table, self.study, "RUNNING")
+        live: Any = Live(get_renderable=running, console=self.console, transient=True)
         try:
             with live if self.console.is_terminal else contextlib.nullcontext():
                 self._recover()
@@ -85,6 +72,9 @@ class Searcher:
         if self._signals:
             self.console.print("Stopped; the same command goes on with the search.")
             return 130
+        if self._given_up:
+            text = f"{self._failed} trials have failed, and the search is given up (`failures:` in the file)"
+            self.console.print(text, soft_wrap=True)
         return 1 if self._given_up or not self.study.best() else 0
 
     def _signal(self, *_: object) -> None:
@@ -99,151 +89,119 @@ class Searcher:
     def _recover(self) -> None:
         """Take up what a searcher that was killed has left."""
         for number in [trial.number for trial in self.study.trials("RUNNING")]:
-            trial = self._trial(number)
-            ended = trial.process.exit.exists()
+            one = self._attempt(number)
+            ended = one.exit.exists()
             if not ended:
-                trial.process.terminate()
-            trial.process.kill(patience=_ALONE_S if ended else self.grace)
+                one.terminate()
+            one.kill(patience=_ALONE_S if ended else self.grace)
             if ended:
-                self._finish(trial)
+                self._finish(one)
             else:
-                self._set_aside(trial)
+                self._set_aside(one)
                 self._waiting.append(number)
 
-    def _trial(self, number: int, place: Place = ()) -> _Running:
-        directory, aim = self.study.directory / "trials" / f"{number:04}", self.space.objective
-        parameters = self.study.parameters(number)
+    def _attempt(self, number: int | None, place: Place = ()) -> Attempt:
+        trial, aim = self.study.trial(number), self.space.objective
+        directory = self.study.directory / "trials" / f"{trial.number:04}"
         path = directory / ("log" if aim.line else "report.jsonl")
         if aim.file:
-            path = Path(fill([aim.file], parameters, directory)[0])
-        process = Process(directory, f"{self.study.facts['id']}:{number}")
-        return _Running(number, process, Reader(aim, path), parameters, place)
+            path = Path(fill([aim.file], trial.params, directory)[0])
+        return Attempt(trial, directory, Reader(aim, path), place)
 
     def _start(self) -> bool:
         """Start trials where there is room; return whether some are still to come."""
         while not self._given_up and (self._waiting or len(self.study.trials()) < self.space.trials):
             if not self.free:
                 return True
-            number = self._waiting.pop(0) if self._waiting else self.study.ask()
-            trial = self._trial(number, self.free.pop(0))
-            directory = trial.process.directory
+            one = self._attempt(self._waiting.pop(0) if self._waiting else None, self.free.pop(0))
+            directory, parameters = one.directory, one.trial.params
             shutil.rmtree(directory, ignore_errors=True)  # of a start that was cut short
             directory.mkdir(parents=True)
-            (directory / "params.json").write_text(json.dumps(trial.parameters, default=str) + "\n")
-            named = {one.env: as_text(trial.parameters[name]) for name, one in self.space.parameters.items()}
-            environ = {name: value for name, value in named.items() if name} | dict(self.exports)
+            (directory / "params.json").write_text(json.dumps(parameters, default=str) + "\n")
+            known = self.space.parameters.items()
+            environ = {it.env: as_text(parameters[name]) for name, it in known if it.env} | dict(self.exports)
             if self.devices:
-                slots = sorted({slot for _, slot in trial.place})
+                slots = sorted({slot for _, slot in one.place})
                 environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[slot] for slot in slots)
-            command = resolve_command(fill(self.study.facts["command"], trial.parameters, directory))
+            command = resolve_command(fill(self.study.facts["command"], parameters, directory))
             if self.launch is not None:
-                command = [*run_options(trial.place, environ), *self.launch, "--", *command]
-            self._running.append(trial)
-            trial.process.start(command, environ)
+                command = [*run_options(one.place, environ), *self.launch, "--", *command]
+            self._running.append(one)
+            one.start(command, environ)
         return False
 
-    def _look(self, trial: _Running) -> None:
+    def _look(self, one: Attempt) -> None:
         """Pass on what a trial reports, and see whether it has ended."""
-        code, now, process = trial.process.code(), time.monotonic(), trial.process
-        if code is not None:
-            process.kill(patience=_ALONE_S)
-            self._running.remove(trial)
-            self.free.append(trial.place)
-            self._finish(trial)
-        elif trial.ends and now > trial.ends[0][0]:
-            trial.ends.pop(0)[1]()
-        elif not process.stop.exists() and self._passed_on(trial):
-            process.stop.touch()
+        now = time.monotonic()
+        if one.code() is not None:
+            one.kill(patience=_ALONE_S)
+            self._running.remove(one)
+            self.free.append(one.place)
+            self._finish(one)
+        elif one.ends and now > one.ends[0][0]:
+            one.ends.pop(0)[1]()
+        elif not one.stop.exists() and self._passed_on(one):
+            one.stop.touch()
             after = now + min(_STOP_S, self.grace)
-            trial.ends = [(after, process.terminate), (after + self.grace, process.kill)]
+            one.ends = [(after, one.terminate), (after + self.grace, one.kill)]
 
-    def _passed_on(self, trial: _Running, ended: bool = False) -> bool:
+    def _passed_on(self, one: Attempt, ended: bool = False) -> bool:
         """Return whether a trial is to be pruned by what it has reported since the last call."""
-        return any([self.study.report(trial.number, *one) for one in trial.reader.new(ended)])
+        pruned = False
+        for step, value in one.reader.new(ended):
+            one.trial.report(value, step)
+            pruned = one.trial.should_prune() or pruned
+        return pruned
 
-    def _finish(self, trial: _Running) -> None:
+    def _finish(self, one: Attempt) -> None:
         """Keep how a trial ended, or have one that was killed run again."""
-        number, code = trial.number, trial.process.code() or 0
-        self._passed_on(trial, ended=True)
-        if trial.process.stop.exists():
-            self.study.tell(number, "PRUNED")
-            return self._say(trial, f"pruned after {len(trial.reader.values)} reports")
-        reason = f"exit code {code}"
-        if code == 0:
-            try:
-                self.study.tell(number, "COMPLETE", trial.reader.result())
-                return self._say(trial, f"{self.space.objective.name} {trial.reader.result():.6g}")
-            except ValueError as error:
-                reason = str(error)
-        log = self._aside(trial) / "log"
-        if code > 128 and "killed" not in self.study.trials()[number].user_attrs:
-            self._set_aside(trial)
-            self.study.note(number, "killed", code - 128)
-            self._waiting.append(number)
-            return self._say(trial, f"killed by signal {code - 128}, and started again ({log})")
+        code, trial, reason = one.code() or 0, one.trial, ""
+        self._passed_on(one, ended=True)
+        if one.stop.exists():
+            self.study.tell(trial, "PRUNED")
+            return self._say(one, f"pruned after {len(one.reader.values)} reports")
+        try:
+            result = one.reader.result()
+        except ValueError as error:
+            reason = str(error)
+        if code or reason:
+            return self._fail(one, code, f"exit code {code}" if code else reason)
+        self.study.tell(trial, "COMPLETE", result)
+        self._say(one, f"{self.space.objective.name} {result:.6g}")
+
+    def _fail(self, one: Attempt, code: int, reason: str) -> None:
+        trial, log = one.trial, self._set_aside(one) / "log"
+        if code > 128 and "killed" not in trial.user_attrs:
+            trial.set_user_attr("killed", code - 128)
+            self._waiting.append(trial.number)
+            return self._say(one, f"killed by signal {code - 128}, and started again ({log})")
         self._failed += 1
-        reason = f"{reason.replace(str(trial.process.directory), str(log.parent))} ({log})"
-        self.study.note(number, "reason", reason)
-        self.study.tell(number, "FAIL")
-        self._set_aside(trial)
-        self._say(trial, f"failed: {reason}")
-        if self._given_up:
-            text = f"{self._failed} trials have failed, and the search is given up (`failures:` in the file)"
-            self.console.print(text, soft_wrap=True)
+        trial.set_user_attr("reason", f"{reason} ({log})")
+        self.study.tell(trial, "FAIL")
+        self._say(one, f"failed: {reason} ({log})")
 
-    def _aside(self, trial: _Running) -> Path:
-        """Return where an attempt's directory is kept if it failed."""
-        failed, name = self.study.directory / "failed", trial.process.directory.name
-        return failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
-
-    def _set_aside(self, trial: _Running) -> None:
-        target = self._aside(trial)
-        target.parent.mkdir(exist_ok=True)
-        if trial.process.directory.exists():
-            trial.process.directory.rename(target)
+    def _set_aside(self, one: Attempt) -> Path:
+        """Keep the directory of an attempt that failed; return where."""
+        failed, name = self.study.directory / "failed", one.directory.name
+        target = failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
+        failed.mkdir(exist_ok=True)
+        if one.directory.exists():
+            one.directory.rename(target)
+        return target
 
     def _end_all(self) -> None:
         """End the trials that run; they stay unfinished in the study. A second signal ends them at once."""
-        ended = {trial.number for trial in self._running if trial.process.code() is not None}
-        for trial in self._running:
-            trial.process.terminate()
+        running = [one for one in self._running if one.code() is None]
+        for one in running:
+            one.terminate()
         end = time.monotonic() + self.grace
-        while any(trial.process.code() is None for trial in self._running):
-            if self._signals > 1 or time.monotonic() > end:
-                break
+        while any(one.code() is None for one in running) and self._signals < 2 and time.monotonic() < end:
             time.sleep(_POLL_S)
-        for trial in self._running:
-            trial.process.kill(patience=_ALONE_S if self._signals < 2 else 0.0)
-            if trial.number not in ended:  # the code of what ended it is no result
-                trial.process.exit.unlink(missing_ok=True)
+        for one in self._running:
+            one.kill(patience=_ALONE_S if self._signals < 2 else 0.0)
+        for one in running:  # the code of what ended them is no result
+            one.exit.unlink(missing_ok=True)
 
-    # --- what is shown -----------------------------------------------------------------------------
-
-    def _say(self, trial: _Running, text: str) -> None:
-        parameters = ", ".join(f"{name} {short(value)}" for name, value in trial.parameters.items())
-        text = f"trial {trial.number}: {text}; {parameters}"
-        self.console.print(text, soft_wrap=True, markup=False)
-
-    def _table(self) -> Table:
-        table = Table(title=headline(self.study), title_justify="left", box=None)
-        for name in ("trial", "place", "seconds", "reports", "last", *self.space.parameters):
-            table.add_column(name, justify="right")
-        for one in list(self._running):
-            values, hosts = one.reader.values, ",".join(dict.fromkeys(host for host, _ in one.place))
-            last = f"{values[-1]:.5g}" if values else ""
-            facts = str(one.number), hosts, f"{time.monotonic() - one.began:.0f}", str(len(values)), last
-            table.add_row(*facts, *map(short, one.parameters.values()))
-        return table
-
-
-def headline(study: Study) -> str:
-    """Return how far a study is, in one line."""
-    counts = [f"{number} {word}" for state, word in STATES.items() if (number := len(study.trials(state)))]
-    name, best = study.facts["space"]["objective"]["name"], study.best()
-    end = f"; best {name} {best.value:.6g}, trial {best.number}" if best else ""
-    return f"{len(study.trials())} trials: {', '.join(counts)}{end}"
-
-
-def short(value: Any) -> str:
-    """Return a parameter's value for people."""
-    return f"{value:.4g}" if isinstance(value, float) else as_text(value)
+    def _say(self, one: Attempt, text: str) -> None:
+        parameters = ", ".join(f"{name} {short(value)}" for name, value in one.trial.params.items())
+        self.console.print(f"trial {one.trial.number}: {text}; {parameters}", soft_wrap=True, markup=False)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,15 @@ from ringdance.errors import LaunchError, optional
 
 OWN = ("trial", "dir", "params")
 """Placeholders that every trial has: its number, its directory, and a JSON file with its parameters."""
+_NAME = r"[A-Za-z_]\w*"
 _PLACEHOLDER = re.compile(r"\{\{\w+\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
-_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_COUNT = r"[1-9]\d*", "a whole number, 1 or more"
+# What values of the file are as texts, and in words.
+_FORMS = {
+    "trials": _COUNT, "failures": _COUNT, "goal": ("maximize|minimize", "maximize or minimize"),
+    "take": ("last|best", "last or best"), "env": (_NAME, "the name of a variable"),
+    "values": (r"\[.*\]", "a list"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,7 @@ class Space:
 
     def definition(self) -> dict[str, Any]:
         """Return what all trials of a study have in common, as JSON has it."""
-        parameters = {name: asdict(one) for name, one in self.parameters.items()}
-        made = {"parameters": parameters, "objective": asdict(self.objective)}
+        made = {key: asdict(self)[key] for key in ("parameters", "objective")}
         return json.loads(json.dumps(made, default=str))
 
 
@@ -93,63 +99,53 @@ def read_space(path: Path) -> Space:
 
 def parse_space(found: Any) -> Space:
     """Build a space of a file's content. Raises ValueError with what is wrong and what to write."""
-    found = _mapping("the file", found, [one.name for one in fields(Space)])
-    parameters = found.pop("parameters", None)
-    _require(parameters, "the space is empty: write `parameters:` with, say, lr: {low: 0.01, high: 1.0}")
-    for name in _mapping("parameters", parameters):
-        known = isinstance(name, str) and _NAME.fullmatch(name) and name not in OWN
-        _require(known, f"{name!r} is no name: use letters, digits and _, and none of {', '.join(OWN)}")
-    for key in found.keys() & {"trials", "failures"}:
-        good = type(found[key]) is int and found[key] > 0
-        _require(good, f"{key}: {found[key]!r} is not a number of trials, 1 or more")
-    for key in found.keys() & {"sampler", "pruner"}:
-        named = {"name": found[key]} if isinstance(found[key], str) else _mapping(key, found[key])
-        good = isinstance(named.get("name"), str)
-        _require(good, f"{key}: write its name, or `name:` and options of Optuna's class")
-        found[key] = named
-    found["kubernetes"] = _mapping("kubernetes", found.get("kubernetes", {}))
-    found["objective"] = _objective(found.get("objective", {}))
-    return Space({name: _parameter(name, one) for name, one in parameters.items()}, **found)
+    options = _checked("the file", found, [one.name for one in fields(Space)])
+    parameters = _checked("parameters", options.pop("parameters", {}))
+    if not parameters:
+        raise ValueError("the space is empty: write `parameters:` with, say, lr: {low: 0.01, high: 1.0}")
+    aim = _checked("objective", options.pop("objective", {}), [one.name for one in fields(Objective)])
+    if aim.get("line") and aim.get("file"):
+        raise ValueError("objective: give a line or a file, not both")
+    try:
+        groups = re.compile(str(aim.get("line", "()"))).groups
+    except re.error:
+        groups = 0
+    if not groups:
+        wanted = "a regular expression with a group for the number, such as 'loss (\\S+)'"
+        raise ValueError(f"objective: line must be {wanted}, and is {aim['line']!r}")
+    for key in options.keys() & {"sampler", "pruner", "kubernetes"}:
+        value = options[key]
+        options[key] = _checked(key, {"name": value} if isinstance(value, str) else value)
+    objective = Objective(**{key: str(value) for key, value in aim.items()})
+    return Space({name: _parameter(name, one) for name, one in parameters.items()}, objective, **options)
 
 
-def _require(good: Any, text: str) -> None:
-    if not good:
-        raise ValueError(text)
-
-
-def _mapping(name: str, found: Any, known: Sequence[str] = ()) -> dict[str, Any]:
-    _require(isinstance(found, Mapping), f"{name} must have lines `key: value`, and is {found!r}")
-    for key in found:
-        text = f"{name}: unknown key {key!r}{near(str(key), known)}; known are {', '.join(known)}"
-        _require(not known or key in known, text)
+def _checked(name: str, found: Any, known: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a mapping in the file, whose keys are known, unless any may be, and whose values are right."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} must have lines `key: value`, and is {found!r}")
+    for key, value in found.items() if known else ():
+        if key not in known:
+            raise ValueError(f"{name}: unknown key {key!r}; known are {', '.join(known)}")
+        form, words = _FORMS.get(key, (".*", ""))
+        if not re.fullmatch(form, str(value), re.ASCII | re.DOTALL):
+            raise ValueError(f"{name}: {key} must be {words}, and is {value!r}")
     return dict(found)
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """Return " (did you mean X?)" if `word` is like one of those known, else ""."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {found[0]}?)" if found else ""
-
-
-def _parameter(name: str, found: Any) -> Parameter:
+def _parameter(name: Any, found: Any) -> Parameter:
     distributions = optional("optuna", LaunchError, "`ringdance search` needs Optuna").distributions
-    if isinstance(found, list):
-        found = {"values": found}
-    options = _mapping(name, found, ("values", "low", "high", "log", "step", "env"))
+    if not re.fullmatch(_NAME, str(name), re.ASCII) or name in OWN:
+        raise ValueError(f"{name!r} is no name: use letters, digits and _, and none of {', '.join(OWN)}")
+    keys = ("values", "low", "high", "log", "step", "env")
+    options = _checked(name, {"values": found} if isinstance(found, list) else found, keys)
     env = options.pop("env", "")
-    good = env == "" or _NAME.fullmatch(str(env))
-    _require(good, f"{name}: {env!r} cannot be the name of a variable")
-    for key in options.keys() & {"low", "high", "step"}:
-        try:  # YAML takes 1e-4 for a text: it wants 1.0e-4
-            options[key] = float(options[key]) if not isinstance(options[key], int) else options[key]
-        except (ValueError, TypeError):
-            raise ValueError(f"{name}: {key} must be a number, and is {options[key]!r}") from None
-    if "values" in options:
-        options["choices"] = options.pop("values")
-    numbers = [value for value in options.values() if not isinstance(value, bool)]
-    kind = "int" if all(type(number) is int for number in numbers) else "float"
-    kind = "categorical" if "choices" in options else kind
     try:
+        if "values" in options:
+            kind, options["choices"] = "categorical", options.pop("values")
+        else:  # YAML takes 1e-4 for a text: it wants 1.0e-4
+            options = {key: float(one) if isinstance(one, str) else one for key, one in options.items()}
+            kind = "float" if any(isinstance(one, float) for one in options.values()) else "int"
         getattr(distributions, f"{kind.capitalize()}Distribution")(**options)
     except (ValueError, TypeError) as error:
         ways = "{low: 0.01, high: 1, log: true}, with step: in place of log:, or [a, list, of values]"
@@ -157,33 +153,15 @@ def _parameter(name: str, found: Any) -> Parameter:
     return Parameter(kind, options, env)
 
 
-def _objective(found: Any) -> Objective:
-    options = _mapping("objective", found, [one.name for one in fields(Objective)])
-    made = Objective(**{key: str(value) for key, value in options.items()})
-    for key, known in (("goal", ("maximize", "minimize")), ("take", ("last", "best"))):
-        found = getattr(made, key)
-        _require(found in known, f"objective: {key} must be {' or '.join(known)}, and is {found!r}")
-    _require(not (made.line and made.file), "objective: give a line or a file, not both")
-    try:
-        groups = re.compile(made.line).groups
-    except re.error as error:
-        raise ValueError(f"objective: line {made.line!r} is no regular expression: {error}") from None
-    text = f"objective: line {made.line!r} has no group: write the number as (\\S+)"
-    _require(groups or not made.line, text)
-    return made
-
-
 # --- commands --------------------------------------------------------------------------------------
 
 
 def check_command(space: Space, command: Sequence[str]) -> None:
     """Raise a LaunchError if a placeholder is no parameter, or if a parameter gets to no trial."""
-    texts = [*command, space.objective.file]
-    used = {match[1] for text in texts for match in _PLACEHOLDER.finditer(text) if match[1]}
-    known = (*space.parameters, *OWN)
-    for name in sorted(used.difference(known)):
-        text = f"the command has {{{name}}}, which is no parameter{near(name, known)}: there are "
-        raise LaunchError(f"{text}{', '.join(space.parameters)}; write {{{{{name}}}}} for the text itself")
+    used = set(_PLACEHOLDER.findall(" ".join([*command, space.objective.file]))) - {""}
+    for name in sorted(used.difference(space.parameters, OWN)):
+        text = f"the command has {{{name}}}, which is no parameter: there are {', '.join(space.parameters)}"
+        raise LaunchError(f"{text}; write {{{{{name}}}}} for the text itself")
     for name, one in space.parameters.items():
         if not used & {name, "params"} and not one.env:
             text = f"parameter {name} gets to no trial: write {{{name}}} into the command, or {{params}} for "
@@ -224,18 +202,18 @@ class Reader:
 
     def new(self, ended: bool = False) -> list[tuple[int, float]]:
         """Return steps and values since the last call; a line without its end only if the trial has."""
-        data = b""
-        if self._path.exists():
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
         data = data if ended else data[: data.rfind(b"\n") + 1]
         self._offset += len(data)
         found = []
         for line in data.decode(errors="replace").splitlines():
             try:
                 step, value = self._parse(line)
-            except (ValueError, TypeError, KeyError):  # another line, or text in place of a number
+            except (ValueError, TypeError, KeyError, AttributeError):  # another line, or no number
                 continue
             found.append((len(self.values) if step is None else max(0, int(step)), value))
             self.values.append(value)
@@ -244,20 +222,18 @@ class Reader:
     def _parse(self, line: str) -> tuple[Any, float]:
         if not self._objective.line:
             record = json.loads(line)
-            return record.get("step") if isinstance(record, dict) else None, float(record[self._key])
+            return record.get("step"), float(record[self._key])
         match = re.search(self._objective.line, line)
         groups = match.groupdict() if match else {}
         return groups.get("step"), float(groups.get("value") or match[1])  # type: ignore[index]
 
     def result(self) -> float:
         """Return the trial's objective. Raises ValueError if there is none or it is no number."""
-        aim, numbers = self._objective, [value for value in self.values if abs(value) < float("inf")]
+        aim, numbers = self._objective, list(filter(math.isfinite, self.values))
         if not self.values:
-            if not aim.line and not aim.file:
-                raise ValueError("the script never called ringdance.report")
-            what = f"line that {aim.line!r} matches" if aim.line else f"value of {self._key!r}"
-            raise ValueError(f"{self._path} has no {what}")
+            raise ValueError(f"no {aim.name} by {aim.line or aim.file or 'ringdance.report'} was found")
         if aim.take == "best" and numbers:
             return max(numbers) if aim.goal == "maximize" else min(numbers)
-        _require(self.values[-1] in numbers, f"{aim.name} is {self.values[-1]}")
+        if not math.isfinite(self.values[-1]):
+            raise ValueError(f"{aim.name} is {self.values[-1]}")
         return self.values[-1]

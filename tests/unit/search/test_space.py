@@ -46,16 +46,16 @@ def test_kinds_of_parameters(tmp_path: Path) -> None:
         ("parameters: {lr: {low: 0, high: 1.0, log: true}}", "lr: .*low=.*log"),
         ("parameters: {lr: {low: -1.0, high: 1.0, log: true}}", "lr: .*low=.*log"),
         ("parameters: {lr: {low: 1}}", "lr: .*write {low: 0.01, high: 1"),
-        ("parameters: {lr: {low: much, high: 1}}", "lr: low must be a number, and is 'much'"),
-        ("parameters: {lr: {lwo: 1, high: 1}}", r"unknown key 'lwo' \(did you mean low\?\)"),
+        ("parameters: {lr: {low: much, high: 1}}", "lr: could not .* to float: 'much'; write"),
+        ("parameters: {lr: {lwo: 1, high: 1}}", "unknown key 'lwo'; known are values, low"),
         ("parameters: {lr: []}", "lr: "),
         ("parameters: {lr: 3}", "lr must have lines"),
         ("parameters: {trial: [1]}", "'trial' is no name"),
-        ("parameters: {lr: {low: 0, high: 1, env: A B}}", "'A B' cannot be the name of a variable"),
-        ("parameters: {lr: [1]}\ntrials: none", "trials: 'none' is not a number"),
+        ("parameters: {lr: {low: 0, high: 1, env: A B}}", "lr: env must be .* a variable, and is 'A B'"),
+        ("parameters: {lr: [1]}\ntrials: none", "trials must be a whole number, 1 or more, and is 'none'"),
         ("parameters: {lr: [1]}\nobjective: {goal: max}", "goal must be maximize or minimize, and is 'max'"),
-        ("parameters: {lr: [1]}\nobjective: {line: 'a('}", "is no regular expression"),
-        ("parameters: {lr: [1]}\nobjective: {line: 'a'}", "has no group"),
+        ("parameters: {lr: [1]}\nobjective: {line: 'a('}", "line must be a regular expression"),
+        ("parameters: {lr: [1]}\nobjective: {line: 'a'}", "with a group .* and is 'a'"),
         ("parameters: {lr: [1]}\nobjective: {line: '(a)', file: f}", "a line or a file, not both"),
         ("parameters: [", "space.yaml: "),
     ],
@@ -70,7 +70,7 @@ def test_mistakes_in_the_file(text: str, said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("python t.py {lrr} {batch}", r"has {lrr}, which is no parameter \(did you mean lr\?\)"),
+        ("python t.py {lrr} {batch}", r"has {lrr}, which is no parameter: there are lr, batch;"),
         ("python t.py {lr}", "parameter batch gets to no trial"),
         ("python t.py {lr} {{batch}}", "parameter batch gets to no trial"),
     ],
@@ -115,8 +115,8 @@ def test_values_of_a_growing_file(
 
 def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
     for objective, said in [
-        ({"line": r"loss (\S+)"}, "has no line that 'loss"), ({"file": "f"}, "has no value of 'objective'"),
-        ({}, "never called ringdance.report"),
+        ({"line": r"loss (\S+)"}, "no objective by loss .* was found"),
+        ({"file": "f"}, "no objective by f was found"), ({}, "no objective by ringdance.report was found"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=said):
             Reader(parse_space(GOOD | {"objective": objective}).objective, tmp_path / "file").result()
@@ -142,7 +142,7 @@ def test_places_are_on_one_host_where_there_is_room() -> None:
     [
         (["absent.yaml", "--", "true", "{lr}"], "absent.yaml: No such file"),
         (["space.yaml", "--", "nothing-like-it", "{lr}", "{batch}"], "command not found: nothing-like-it"),
-        (["space.yaml", "--trials", "0", "--", "true", "{params}"], "--trials 0: it must be 1 or more"),
+        (["space.yaml", "--trials", "0", "--", "true", "{params}"], "--trials: 0: must be at least 1"),
         (["space.yaml", "--ranks-per-trial", "3", "-H", "h:2", "--", "true", "{params}"], "a trial needs 3"),
         (["show", "absent"], "absent is no study"),
         (["best", "space.yaml"], "space.search is no study"),
@@ -158,5 +158,5 @@ def test_nothing_is_started_with_a_mistake(
     error = capsys.readouterr().err
     assert said in error
     assert "Traceback" not in error
-    assert error.count("\n") == 1
+    assert error.count("\n") == 1 or error.startswith("usage: ")
     assert not Path("space.search").exists()

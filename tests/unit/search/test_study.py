@@ -32,8 +32,8 @@ def branin(x: float, y: float) -> float:
 def searched(directory: Path, sampler: str, seed: int) -> float:
     study = Study(directory, space(sampler, seed))
     for _ in range(40):
-        number = study.ask()
-        study.tell(number, "COMPLETE", branin(**study.parameters(number)))
+        trial = study.trial()
+        study.tell(trial, "COMPLETE", branin(**trial.params))
     best = study.best()
     assert best is not None
     assert best.value is not None
@@ -57,16 +57,17 @@ def test_pruning_saves_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     study = Study(tmp_path, space(pruner={"name": "median", "n_startup_trials": 2}))
     steps, ends = 0, []
     for _ in range(20):
-        number = study.ask()
-        end = branin(**study.parameters(number))
+        trial = study.trial()
+        end = branin(**trial.params)
         ends.append(end)
         for step in range(10):
             steps += 1
-            if study.report(number, step, end * (2 - step / 10)):
-                study.tell(number, "PRUNED")
+            trial.report(end * (2 - step / 10), step)
+            if trial.should_prune():
+                study.tell(trial, "PRUNED")
                 break
         else:
-            study.tell(number, "COMPLETE", end)
+            study.tell(trial, "COMPLETE", end)
     best = study.best()
     assert best is not None
     assert best.value == min(ends)
@@ -77,46 +78,43 @@ def test_a_resumed_study_repeats_no_random_numbers(tmp_path: Path) -> None:
     values = []
     for _ in range(4):
         study = Study(tmp_path, space())
-        number = study.ask()
-        values.append(study.parameters(number)["x"])
-        study.tell(number, "COMPLETE", 1.0)
-        study.write(["true"], [])
-        os.close(study._lock)
+        trial = study.trial()
+        values.append(trial.params["x"])
+        study.tell(trial, "COMPLETE", 1.0)
+        study._lock.close()
     whole = Study(tmp_path / "whole", space())
-    assert [whole.parameters(whole.ask())["x"] for _ in range(4)] == values
+    assert [whole.trial().params["x"] for _ in range(4)] == values
     assert len(set(values)) == 4
 
 
 def test_what_a_kill_in_the_middle_of_a_record_leaves_is_removed(tmp_path: Path) -> None:
     study = Study(tmp_path, space())
-    number = study.ask()
-    study.write(["true"], [])
-    os.close(study._lock)
+    number = study.trial().number
+    study._lock.close()
     with open(tmp_path / "journal.log", "a") as file:
         file.write('{"op_code":5,"wor')
     (tmp_path / "journal.log.lock").symlink_to("journal.log")
     again = Study(tmp_path, space())
     assert [trial.number for trial in again.trials("RUNNING")] == [number]
-    assert set(again.parameters(number)) == {"x", "y"}
+    assert set(again.trial(number).params) == {"x", "y"}
 
 
 def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
     study = Study(tmp_path, space())
-    study.write(["true"], [])
     with pytest.raises(LaunchError, match="another `ringdance search` works on this study"):
         Study(tmp_path, space())
-    os.close(study._lock)
+    study._lock.close()
     other = parse_space({"parameters": {**BRANIN, "x": {"low": -5.0, "high": 9.0}}})
     with pytest.raises(LaunchError, match=r"is of another space: x was .*10\.0.* and is .*9\.0"):
         Study(tmp_path, other)
-    (tmp_path / "study.json").write_text("{}")
-    with pytest.raises(LaunchError, match=r"study\.json is not what"):
+    (tmp_path / "journal.log").write_text("{}\n")
+    with pytest.raises(LaunchError, match=r"journal\.log is damaged, or no file of"):
         Study(tmp_path)
 
 
 def test_unknown_samplers_and_options(tmp_path: Path) -> None:
     for more, said in [
-        ({"sampler": "tpee"}, r"no 'tpee' \(did you mean tpe\?\)"), ({"pruner": "x"}, "only none, median"),
+        ({"sampler": "tpee"}, "no 'tpee', only tpe, random"), ({"pruner": "x"}, "only none, median"),
         ({"sampler": {"name": "tpe", "sead": 1}}, "TPESampler refuses its options"),
     ]:  # fmt: skip
         with pytest.raises(LaunchError, match=said):

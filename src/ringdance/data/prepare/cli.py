@@ -16,7 +16,7 @@ from ringdance.data.prepare.shuffle import ShufflePlan
 from ringdance.data.prepare.sources import SPLITS
 from ringdance.data.tables.writing import ENDS
 from ringdance.data.writing import ENDINGS
-from ringdance.launch.parser import rank_count
+from ringdance.launch.parser import positive, rank_count
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import JobSpec
 from ringdance.launch.system.linux import usable_cores
@@ -135,13 +135,6 @@ def main(argv: Sequence[str]) -> int:
     return subcommands.run("ringdance data", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return number
-
-
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     group = parser.add_subparsers(metavar="DATASET", title="commands", required=True)
     for name, help, add, run, epilog in (
@@ -163,11 +156,11 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add("source", type=Path, metavar="SRC", help="directory of the images or tars, see below")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
-    add("--shards", type=_positive, default=0, metavar="N", help="files of train (default: of 134 MB each)")
+    add("--shards", type=positive, default=0, metavar="N", help="files of train (default: of 134 MB each)")
     text = "files of validation (default: an eighth of --shards, or of 134 MB each)"
-    add("--validation-shards", type=_positive, default=0, metavar="N", help=text)
+    add("--validation-shards", type=positive, default=0, metavar="N", help=text)
     text = "make the shorter side of larger images S pixels, encoded again with quality 95"
-    add("--resize", type=_positive, default=0, metavar="S", help=text)
+    add("--resize", type=positive, default=0, metavar="S", help=text)
     text = "only this split; class directories without train and val are this one (default: all; train)"
     add("--split", choices=tuple(SPLITS), action="append", default=[], help=text)
     add("--labels", type=Path, metavar="FILE", help="labels of validation (default: a file beside them)")
@@ -217,11 +210,11 @@ def _add_coco(parser: argparse.ArgumentParser) -> None:
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     text = "only this split, such as train2017 (default: all of SRC/annotations)"
     add("--split", action="append", default=[], metavar="SPLIT", help=text)
-    add("--shards", type=_positive, default=0, metavar="N", help="tars for each split (default: none)")
+    add("--shards", type=positive, default=0, metavar="N", help="tars for each split (default: none)")
     text = "broken ones that may be left out of a split (default: a hundredth of its annotations)"
     add("--max-broken", type=int, metavar="N", help=text)
     text = "that decode images (default: the cores of this machine)"
-    add("--threads", type=_positive, default=usable_cores(), metavar="N", help=text)
+    add("--threads", type=positive, default=usable_cores(), metavar="N", help=text)
 
 
 def _prepare_coco(arguments: argparse.Namespace) -> int:
@@ -286,9 +279,9 @@ def _add_table(
     add = parser.add_argument
     text = "default: rows, which needs no parsing in training"
     add("--format", choices=tuple(ENDS), default="rows", help=text)
-    add("--shards", type=_positive, default=0, metavar="N", help="files of train (default: of 268 MB each)")
+    add("--shards", type=positive, default=0, metavar="N", help="files of train (default: of 268 MB each)")
     text = "rows of the table of embeddings: ids are below it (default: 1000000)"
-    add("--table-size", type=_positive, default=1_000_000, metavar="H", help=text)
+    add("--table-size", type=positive, default=1_000_000, metavar="H", help=text)
     text = f"share of the rows for the split validation, such as 0.1{more}"
     add("--validation", type=share, default=0.0, metavar=metavar, help=text)
     add("--overwrite", action="store_true", help="remove the data set that DST has, and begin anew")
@@ -298,7 +291,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dataset", choices=("criteo",), help="its columns")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
-    add("--rows", type=_positive, default=2_000_000, metavar="N", help="of all splits (default: 2000000)")
+    add("--rows", type=positive, default=2_000_000, metavar="N", help="of all splits (default: 2000000)")
     add("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
     text = "other rows of the same probability for each day (default: 0)"
     add("--day", type=int, default=0, metavar="N", help=text)
