@@ -16,7 +16,7 @@ import pytest
 from doc_blocks import ROOT, blocks, environment, put_files
 from processes import wait_until
 
-from ringdance.search.process import MARK
+from ringdance.search.searcher import MARK
 from ringdance.search.study import Study
 
 pytest.importorskip("optuna")

@@ -24,8 +24,7 @@ from ringdance.launch.remote.shell import add_host_options, hosts_of
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system import machine
 from ringdance.search.katib import experiment
-from ringdance.search.process import places
-from ringdance.search.searcher import Searcher
+from ringdance.search.searcher import Searcher, places
 from ringdance.search.space import as_text, check_command, fill, read_space
 from ringdance.search.study import Study, headline, table
 from ringdance.subcommands import Subcommand

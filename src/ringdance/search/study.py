@@ -19,10 +19,9 @@ from ringdance.search.space import Space, as_text
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, Trial
 
-_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}
-_PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner",
-            "hyperband": "HyperbandPruner"}  # fmt: skip
-
+_CLASSES = {"sampler": {"tpe": "TPESampler", "random": "RandomSampler"},
+            "pruner": {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner",
+                       "hyperband": "HyperbandPruner"}}  # fmt: skip
 STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished"}
 
 
@@ -49,7 +48,7 @@ class Study:
         names: dict[str, Any] = {"study_name": "ringdance"}
         if space:
             self._sampler(0)  # wrong options are refused before anything is written
-            names["pruner"] = _made(optuna.pruners, _PRUNERS, "pruner", space.pruner)
+            names["pruner"] = _made(optuna.pruners, "pruner", space.pruner)
             names |= {"direction": space.objective.goal, "load_if_exists": True}
             self._take(journal)
         elif not journal.exists():
@@ -125,15 +124,16 @@ class Study:
         options = dict(self._space.sampler)
         if options.get("seed") is not None:
             options["seed"] += number
-        return _made(self._optuna.samplers, _SAMPLERS, "sampler", options)
+        return _made(self._optuna.samplers, "sampler", options)
 
     def tell(self, trial: Trial, state: str, value: float | None = None) -> None:
         """End a trial."""
         self.study.tell(trial, value, state=self._optuna.trial.TrialState[state])
 
 
-def _made(module: Any, names: Mapping[str, str], kind: str, options: Mapping[str, Any]) -> Any:
+def _made(module: Any, kind: str, options: Mapping[str, Any]) -> Any:
     """Make one of Optuna's samplers or pruners."""
+    names = _CLASSES[kind]
     name, more = str(options.get("name")), {key: value for key, value in options.items() if key != "name"}
     if name not in names:
         raise LaunchError(f"{kind}: there is no {name!r}, only {', '.join(names)}")

@@ -8,7 +8,7 @@ import pytest
 
 from ringdance.cli import main
 from ringdance.errors import LaunchError
-from ringdance.search.process import places
+from ringdance.search.searcher import places
 from ringdance.search.space import Parameter, Reader, Space, check_command, fill, parse_space, read_space
 
 pytest.importorskip("optuna")
