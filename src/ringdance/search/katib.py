@@ -16,13 +16,10 @@ from ringdance.submit.kubernetes.manifest import manifest
 from ringdance.submit.options import add_options, from_arguments
 
 _ENDED = 'status.conditions.#(type=="%s")#|#(status=="True")#'
-# Katib's names of what Optuna has, and of its options.
-_ALGORITHMS = {
-    "sampler": ({"tpe": "tpe", "random": "random"}, {"seed": "random_state"}),
-    "pruner": (
-        {"median": "medianstop"}, {"n_startup_trials": "min_trials_required", "n_warmup_steps": "start_step"},
-    ),
-}  # fmt: skip
+# What Katib has too, by our names: its own, and those of options.
+_WHEN = {"n_startup_trials": "min_trials_required", "n_warmup_steps": "start_step"}
+_SEED = {"seed": "random_state"}
+_ALGORITHMS = {"tpe": ("tpe", _SEED), "random": ("random", _SEED), "median": ("medianstop", _WHEN)}
 
 
 def experiment(space: Space, command: Sequence[str]) -> Document:
@@ -51,7 +48,7 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
             "type": aim.goal, "objectiveMetricName": name,
             "metricStrategies": [{"name": name, "value": strategy}],
         },
-        "algorithm": _algorithm("sampler", space.sampler),
+        "algorithm": _algorithm(space.sampler, "tpe", "random"),
         "maxTrialCount": space.trials, "parallelTrialCount": parallel, "maxFailedTrialCount": space.failures,
         "metricsCollectorSpec": {
             "collector": {"kind": "StdOut"}, "source": {"filter": {"metricsFormat": [pattern]}},
@@ -68,7 +65,7 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
         },
     }  # fmt: skip
     if space.pruner["name"] != "none":
-        spec["earlyStopping"] = _algorithm("pruner", space.pruner)
+        spec["earlyStopping"] = _algorithm(space.pruner, "median")
     return {**document, "apiVersion": "kubeflow.org/v1beta1", "kind": "Experiment", "spec": spec}
 
 
@@ -98,14 +95,14 @@ def _metric(space: Space) -> tuple[str, str]:
     return text.strip(), f"({text.strip()})\\s*({rest}"
 
 
-def _algorithm(kind: str, options: Mapping[str, Any]) -> Document:
-    names, settings = _ALGORITHMS[kind]
-    name, more = options.get("name"), {key: value for key, value in options.items() if key != "name"}
-    if name not in names or not more.keys() <= settings.keys():
+def _algorithm(options: Mapping[str, Any], *names: str) -> Document:
+    more = {key: value for key, value in options.items() if key != "name"}
+    name, settings = _ALGORITHMS[options["name"] if options["name"] in names else names[0]]
+    if options["name"] not in names or not more.keys() <= settings.keys():
         known = f"{' and '.join(names)}, with {' and '.join(settings)}"
-        raise LaunchError(f"--katib: {kind} {dict(options)}: what Katib has too is {known}")
+        raise LaunchError(f"--katib: {dict(options)}: what Katib has too is {known}")
     chosen = [{"name": settings[key], "value": as_text(value)} for key, value in more.items()]
-    return {"algorithmName": names[name], **({"algorithmSettings": chosen} if chosen else {})}
+    return {"algorithmName": name, **({"algorithmSettings": chosen} if chosen else {})}
 
 
 def _parameter(name: str, one: Parameter) -> Document:

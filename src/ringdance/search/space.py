@@ -113,9 +113,10 @@ def parse_space(found: Any) -> Space:
     if not groups:
         wanted = "a regular expression with a group for the number, such as 'loss (\\S+)'"
         raise ValueError(f"objective: line must be {wanted}, and is {aim['line']!r}")
-    for key in options.keys() & {"sampler", "pruner", "kubernetes"}:
+    for key in options.keys() & {"sampler", "pruner"}:
         value = options[key]
-        options[key] = _checked(key, {"name": value} if isinstance(value, str) else value)
+        options[key] = {"name": "", **_checked(key, {"name": value} if isinstance(value, str) else value)}
+    options["kubernetes"] = _checked("kubernetes", options.get("kubernetes", {}))
     objective = Objective(**{key: str(value) for key, value in aim.items()})
     return Space({name: _parameter(name, one) for name, one in parameters.items()}, objective, **options)
 

@@ -134,7 +134,7 @@ class Study:
 def _made(module: Any, kind: str, options: Mapping[str, Any]) -> Any:
     """Make one of Optuna's samplers or pruners."""
     names = _CLASSES[kind]
-    name, more = str(options.get("name")), {key: value for key, value in options.items() if key != "name"}
+    name, more = options["name"], {key: value for key, value in options.items() if key != "name"}
     if name not in names:
         raise LaunchError(f"{kind}: there is no {name!r}, only {', '.join(names)}")
     try:

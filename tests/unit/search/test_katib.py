@@ -100,6 +100,7 @@ def test_katibs_own_models_know_every_field(tmp_path: Path, capsys: pytest.Captu
     [
         (("sampler: {name: tpe", "sampler: {name: tpe, gamma: 1"), "what Katib has too is tpe and random"),
         (("pruner: {name: median", "pruner: {name: hyperband"), "what Katib has too is median"),
+        (("pruner: {name: median", "pruner: {name: tpe"), "what Katib has too is median"),
         (("test accuracy: (", "(a) ("), "must be plain text"),
         (("line: 'test accuracy: ([0-9.]+)'", "file: x"), "reads the launcher's output only"),
         (("image:", "imag:"), "did you mean --image?"),

@@ -115,6 +115,7 @@ def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
 def test_unknown_samplers_and_options(tmp_path: Path) -> None:
     for more, said in [
         ({"sampler": "tpee"}, "no 'tpee', only tpe, random"), ({"pruner": "x"}, "only none, median"),
+        ({"pruner": {"n_startup_trials": 1}}, "there is no '', only none, median"),
         ({"sampler": {"name": "tpe", "sead": 1}}, "TPESampler refuses its options"),
     ]:  # fmt: skip
         with pytest.raises(LaunchError, match=said):
