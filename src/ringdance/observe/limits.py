@@ -96,10 +96,14 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
             "`ringdance doctor` measures the network between them.", evidence,
         )  # fmt: skip
     if gpu < _BUSY_GPU * own if gpu is not None else _is_idle(run, cores / max(own, 0.05)):
+        also = again = ""
+        if taken >= _TAKEN:  # who waits for a core does not compute either
+            also = f" Or they wait for cores: other programs use {taken:.0f}% of those of {host}."
+            again = "Run it again while other programs do not run. If ranks do not compute then either: "
         return RunLimit(
-            "input", "Ranks hardly wait for exchanges or for one another, and yet hardly compute.",
-            "Load in parallel with training: more workers of the data loader, prefetching, files on a local "
-            "disk. Measure the loader alone: it must bring more batches per second than "
+            "input", f"Ranks hardly wait for exchanges or for one another, and yet hardly compute.{also}",
+            f"{again}Load in parallel with training: more workers of the data loader, prefetching, files on "
+            "a local disk. Measure the loader alone: it must bring more batches per second than "
             f"{run.steps_per_second:.3g}. More ranks do not help before that.", evidence,
         )  # fmt: skip
     return RunLimit("computation", "Ranks compute most of the time.", _scale(run, gpu), evidence)

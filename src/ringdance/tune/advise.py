@@ -14,6 +14,7 @@ from ringdance.observe.figures import Run, read_run
 from ringdance.observe.limits import RunLimit, judge
 from ringdance.observe.report import trace_of, uneven_share
 from ringdance.tune.catalog import Instance, curves, instance
+from ringdance.tune.plan_cli import count, positive
 from ringdance.tune.planner import Options, Row, Workload, expected_largest, from_bench, predict
 
 _EPILOG = """\
@@ -45,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("directory", metavar="RUN_DIR", type=Path, help="of `ringdance run --output-filename`")
     add("--timeline", type=Path, metavar="FILE", help="of the run (default: one in RUN_DIR)")
-    add("--batch-size", type=int, default=0, metavar="N", help="samples of a rank and step")
-    add("--gbits", type=float, default=0.0, metavar="G", help="of the network between hosts, Gbit/s")
+    add("--batch-size", type=count, default=0, metavar="N", help="samples of a rank and step")
+    add("--gbits", type=positive, default=0.0, metavar="G", help="of the network between hosts, Gbit/s")
     add("--instance", metavar="NAME|FILE", help="its hosts, named as for `ringdance plan`")
     text = "CPU hosts to compare GPUs with (default c5.18xlarge)"
     add("--against", default="c5.18xlarge", metavar="NAME|FILE", help=text)
@@ -139,8 +140,8 @@ def _wasted(run: Run, bound: str, gbits: float) -> list[str]:
     if bound == "input":
         return [
             f"Ranks use {fmean([one.cores for one in run.ranks]):.2f} cores, and wait for others only "
-            f"{fmean([one.exposed for one in run.ranks]):.0%} of a step of {step:.3g} ms: they wait for "
-            "their input, and more of them would too."
+            f"{fmean([one.exposed for one in run.ranks]):.0%} of a step of {step:.3g} ms: more of them would "
+            "wait for their input too."
         ]
     if bound != "communication":
         return []

@@ -20,7 +20,7 @@ from ringdance.errors import LaunchError, SettingError
 from ringdance.launch.parser import Parser, as_program, seconds
 from ringdance.settings import Settings, load
 from ringdance.tune.gradient_sizes import MODELS, gradients
-from ringdance.tune.plots import lines
+from ringdance.tune.plots import lines, plot_file
 from ringdance.tune.simulator import Machine, ring_bound, simulate, tree_bound
 
 _EPILOG = """\
@@ -39,6 +39,7 @@ gradient on.
 """
 _WIRES = ("float32", "bfloat16", "float16")
 _NAMES = [field.name for field in fields(Machine) if field.name != "bandwidth"]
+_DIVISORS = ("memory_bandwidth", "stack_bandwidth")
 _LINES = {"ringdance": "engine", "bound ring": "ring", "bound tree": "tree"}
 Row = dict[str, Any]
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     add("--wire", type=_list(_wire), default=["float32"], metavar="TYPE,TYPE", help=text)
     text = "a property of the hosts; may be repeated, see below"
     add("--set", type=_property, action="append", default=[], metavar="NAME=VALUE", help=text)
-    add("--plot", metavar="FILE", help="draw the efficiency as .svg or .png, and FILE-dark")
+    add("--plot", type=plot_file, metavar="FILE", help="draw the efficiency as .svg or .png, and FILE-dark")
     add("--json", action="store_true", help="all figures as JSON")
 
     def action() -> int:
@@ -107,11 +108,15 @@ def _wire(text: str) -> str:
 
 def _property(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
+    least = 1 if name == "ranks_per_core" else 0
     with suppress(ValueError):
-        if name in _NAMES and float(value) >= 0:
+        if name in _NAMES and float(value) >= least and (float(value) or name not in _DIVISORS):
             return name, float(value)
     known = ", ".join(_NAMES)
-    raise argparse.ArgumentTypeError(f"{text!r}: NAME=VALUE is expected, from 0 on, for NAME one of {known}")
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: NAME=VALUE is expected, for NAME one of {known}; above 0 for "
+        f"{', '.join(_DIVISORS)}, from 1 on for ranks_per_core, else from 0 on"
+    )
 
 
 def efficiencies(arguments: argparse.Namespace, machine: Machine, settings: Settings) -> list[Row]:

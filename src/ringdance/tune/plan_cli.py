@@ -19,7 +19,7 @@ from ringdance.launch.parser import Parser, as_program
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
 from ringdance.tune.chakra import write_step
 from ringdance.tune.planner import Options, Row, Workload, choose, from_bench, from_model, machine, predict
-from ringdance.tune.plots import lines
+from ringdance.tune.plots import lines, plot_file
 
 _EPILOG = """\
 examples:
@@ -32,7 +32,7 @@ examples:
 mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU),
 rdma (true or false), price (dollars for an hour) and as_of (its date). A plan ends with what it assumes.
 """
-_HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "d": 24.0}
+_HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
 _MOST = 512  # hosts
 _COLUMNS = {
     "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "efficiency": "efficiency",
@@ -58,32 +58,32 @@ def _parser() -> Parser:
     text = f"instead: a model whose gradients are known ({', '.join(models())})"
     add("--model", metavar="NAME", help=text)
     text = "rate of the model on one rank; with --from: of a rank there, such as a faster GPU"
-    add("--images-per-second", type=_positive, metavar="R", help=text)
-    add("--of", type=_count, default=1, metavar="N", help="the rate is that of N ranks together (default 1)")
-    add("--batch", type=_count, metavar="N", help="samples of a rank and step (default: that of the model)")
+    add("--images-per-second", type=positive, metavar="R", help=text)
+    add("--of", type=count, default=1, metavar="N", help="the rate is that of N ranks together (default 1)")
+    add("--batch", type=count, metavar="N", help="samples of a rank and step (default: that of the model)")
     text = "standard deviation of a rank's step, as a share (default: as measured; with --model 0.17)"
-    add("--spread", type=_positive, metavar="SHARE", help=text)
+    add("--spread", type=positive, metavar="SHARE", help=text)
     text = f"the machines, a .yaml or .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
     add("--np", type=_numbers, metavar="N,N", help="numbers of ranks (default: of 1, 2, 4, ... 32 machines)")
     text = "ranks on a machine (default: its GPUs, or as many as its cores are enough for)"
-    add("--ranks-per-host", type=_count, default=0, metavar="N", help=text)
-    add("--gbits", type=_positive, metavar="G", help="another network, Gbit/s")
+    add("--ranks-per-host", type=count, default=0, metavar="N", help=text)
+    add("--gbits", type=positive, metavar="G", help="another network, Gbit/s")
     text = "as many hosts share the cores of one machine, as simulated ones do (default 1)"
-    add("--shared-cores", type=_count, default=1, metavar="N", help=text)
+    add("--shared-cores", type=count, default=1, metavar="N", help=text)
     kinds = ("float32", "float16", "bfloat16")
     add("--wire", choices=kinds, default="float32", help="what gradients are sent as (default float32)")
-    add("--samples", type=_count, default=0, metavar="N", help="of an epoch (default: the model's data set)")
+    add("--samples", type=count, default=0, metavar="N", help="of an epoch (default: the model's data set)")
     how, goal = (parser.add_mutually_exclusive_group() for _ in range(2))
-    how.add_argument("--epochs", type=_positive, default=0.0, metavar="N", help="epochs to train")
+    how.add_argument("--epochs", type=positive, default=0.0, metavar="N", help="epochs to train")
     text = "as many as the batch needs, by MLPerf's reference points"
-    how.add_argument("--to-accuracy", type=_positive, metavar="A", help=text)
-    add("--price", type=_positive, metavar="P", help="dollars for an hour of a machine")
+    how.add_argument("--to-accuracy", type=positive, metavar="A", help=text)
+    add("--price", type=positive, metavar="P", help="dollars for an hour of a machine")
     text = "such as 2h or 90m: find the fewest machines"
     goal.add_argument("--deadline", type=_hours, default=0.0, metavar="T", help=text)
     text = "dollars: find the fastest for it"
-    goal.add_argument("--budget", type=_positive, default=0.0, metavar="P", help=text)
-    add("--plot", type=Path, metavar="FILE", help="draw it as .svg or .png")
+    goal.add_argument("--budget", type=positive, default=0.0, metavar="P", help=text)
+    add("--plot", type=plot_file, metavar="FILE", help="draw it as .svg or .png")
     text = "write the step's traces for simulators, a file for each rank; with one --np"
     add("--chakra", type=Path, metavar="DIR", help=text)
     add("--json", action="store_true", help="as JSON")
@@ -112,7 +112,8 @@ def _plan(given: argparse.Namespace) -> int:
             lambda hosts: predict(load, on, hosts * per_host, options), _MOST, given.deadline, given.budget
         )
         verdict = _verdict(best, list(tried.values()), given)
-    assumed = assumptions(load, on, options)
+    rounded = [(one, row) for one, row in zip(ranks, rows, strict=True) if one != row.ranks]
+    assumed = assumptions(load, on, options, rounded)
     if given.json:
         shown = {"rows": [asdict(row) for row in rows], "best": best and asdict(best), "verdict": verdict}
         print(json.dumps({**shown, "assumptions": assumed}, indent=1))
@@ -198,8 +199,10 @@ def _cell(value: float | str | None) -> str:
     return f"{value:,.{digits}f}"
 
 
-def assumptions(load: Workload, on: Instance, options: Options) -> list[str]:
-    """Return everything that a plan assumes, as sentences."""
+def assumptions(
+    load: Workload, on: Instance, options: Options, rounded: Sequence[tuple[int, Row]] = ()
+) -> list[str]:
+    """Return everything that a plan assumes, as sentences; ``rounded``: asked for, and planned instead."""
     per_host = options.per_host(load, on)
     base = machine(load, on, per_host, options.crowd)
     how = "MPI over TCP" if load.cores else "NCCL"
@@ -212,11 +215,12 @@ def assumptions(load: Workload, on: Instance, options: Options) -> list[str]:
         f"between them, latency {base.latency * 1e6:.0f} us; no other traffic, no congestion.",
         f"Skew: a rank's step deviates by {load.spread / load.compute:.1%} ({load.spread * 1e3:.3g} ms, "
         "normal, independent of the others); all wait for the slowest.",
+        *[f"Whole machines: {one} ranks are {row.ranks} on {row.hosts} machines." for one, row in rounded],
         f"A rank computes {cores}{crowd}, as fast as it was measured; its input keeps up.",
     ]
     if not options.samples or not (options.epochs or options.curve):
         return found
-    work = f"{options.epochs:g} epochs, whatever the batch"
+    work = f"{options.epochs:g} epoch{'s' * (options.epochs != 1)}, whatever the batch"
     if options.curve:
         points = options.curve.points
         work = (
@@ -234,7 +238,8 @@ def assumptions(load: Workload, on: Instance, options: Options) -> list[str]:
 
 def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) -> str:
     """Return in a sentence which number of machines to take."""
-    limit = f"{given.deadline:.3g} hours" if given.deadline else f"${given.budget:,.2f}"
+    hours = f"{given.deadline:.3g} hour{'s' * (given.deadline != 1)}"
+    limit = hours if given.deadline else f"${given.budget:,.2f}"
     if best is not None:
         cost = f" and ${_cell(best.money)}" if best.money is not None else ""
         what = "the fewest that keep" if given.deadline else "the fastest for"
@@ -258,13 +263,15 @@ def _plot(file: Path, rows: Sequence[Row], load: Workload) -> list[Path]:
     return lines(file, panels, "ranks", list(panels), logarithmic="x")
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """Return a number above 0 of the command line."""
     if not 0 < (found := float(text)) < 1e15:
         raise argparse.ArgumentTypeError(f"{text} is not more than 0")
     return found
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Return a whole number from 1 on of the command line."""
     if not re.fullmatch(r"\d{1,12}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
     return int(text)
@@ -277,7 +284,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _hours(text: str) -> float:
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(h|min|m|d)", text)
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(h|min|m|s|d)", text)
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text} is no time, such as 2h, 90m or 1.5d")
     return float(match[1]) * _HOURS[match[2]]

@@ -149,7 +149,7 @@ def from_bench(path: Path) -> Workload:
     except NO_FORMAT as error:
         raise LaunchError(
             f"{path} is no measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "
-            f"{error}); measure again with this version"
+            f"{error}): a file that was cut, or of another version; measure again"
         ) from None
     if not gradients or compute <= 0:
         raise LaunchError(f"{path} has no gradients of the run on {ranks} ranks; measure again")

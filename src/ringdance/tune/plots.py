@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -24,6 +25,16 @@ _THEMES = {
 _DASHED = 6  # colour of bounds
 _TICKS = 12  # so many different x at most are all named
 _GAP = 13  # points between labels
+
+
+def plot_file(text: str) -> Path:
+    """Return a path on the command line that a plot can be written to, before anything is computed for it."""
+    path = Path(text)
+    if path.suffix not in (".svg", ".png"):
+        raise ArgumentTypeError(f"{text}: a plot is written as .svg or .png; give a name that ends so")
+    if not path.absolute().parent.is_dir():
+        raise ArgumentTypeError(f"{text}: there is no directory {path.absolute().parent}")
+    return path
 
 
 def lines(

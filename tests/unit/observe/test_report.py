@@ -102,7 +102,9 @@ def test_who_hardly_uses_a_core_is_not_slowed_by_other_programs(
     tmp_path: Path, exposed: list[float], cores: float, bound: str
 ) -> None:
     run = read_run(write(tmp_path, exposed, cores=cores, host_cpu=99.0, host_cores=4))
-    assert judge(run).bound == bound
+    found = judge(run)
+    assert found.bound == bound
+    assert ("Or they wait for cores: other programs use" in found.sentence) is (bound == "input")
 
 
 def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

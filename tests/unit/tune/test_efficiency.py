@@ -62,6 +62,10 @@ def test_json_and_a_plot(capsys, tmp_path):
         (["--set", "latency"], "'latency': NAME=VALUE is expected"),
         (["--set", "bandwidth=3"], "one of latency, "),
         (["--set", "latency=-1"], "from 0 on"),
+        (["--set", "memory_bandwidth=0"], "above 0 for memory_bandwidth"),
+        (["--set", "ranks_per_core=0.5"], "from 1 on for ranks_per_core"),
+        (["--plot", "plan.pdf"], "a plot is written as .svg or .png"),
+        (["--plot", "/nowhere/plan.svg"], "there is no directory /nowhere"),
         (["--model", "resnet51"], "did you mean resnet50?"),
     ],
 )
