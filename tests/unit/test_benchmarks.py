@@ -18,7 +18,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = (
     "allreduce", "resnet50_gradients", "training_step", "idle", "sparse_rows", "tensorflow_step", "jax_step",
-    "timeline",
+    "timeline", "autotune",
 )  # fmt: skip
 LOCAL_MODULES = ("common", "peers", "shapes", "steps", *SCRIPTS)
 
