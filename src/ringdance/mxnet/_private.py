@@ -37,14 +37,14 @@ class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def after_init(parameter: Any, function: Callable[[list[NDArray]], None]) -> None:
-    """Call a function with a Gluon parameter's arrays each time that it gets its first values.
+    """Call a function with a Gluon parameter's arrays when it gets its first values; so with its deep copies.
 
     ``_init_impl``: where they are set, also if the shape is known only in the first forward pass.
     """
-    init = parameter._init_impl
 
     def then(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(*args, **kwargs)
+        type(self)._init_impl(self, *args, **kwargs)
+        vars(self).pop("_init_impl", None)  # a rank may set values again by itself
         function(self.list_data())
 
     parameter._init_impl = types.MethodType(then, parameter)

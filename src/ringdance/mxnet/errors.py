@@ -14,7 +14,14 @@ from ringdance.errors import RingdanceError
 
 @lru_cache
 def _joined(ours: Any) -> Any:
-    return type(ours.__name__, (ours, MXNetError), {"__module__": ours.__module__})
+    def reduce(self: Any) -> Any:  # by the name pickle would find the error that is not MXNet's
+        return _made, (ours, self.args)
+
+    return type(ours.__name__, (ours, MXNetError), {"__module__": ours.__module__, "__reduce__": reduce})
+
+
+def _made(ours: Any, args: Any) -> Any:
+    return _joined(ours)(*args)
 
 
 @contextmanager
@@ -26,4 +33,4 @@ def as_mxnet() -> Iterator[None]:
         if isinstance(error, MXNetError):
             raise
         ours: Any = type(error)
-        raise _joined(ours)(str(error)) from error
+        raise _made(ours, (str(error),)) from error

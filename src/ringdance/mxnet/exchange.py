@@ -40,12 +40,26 @@ def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
 
 
 def run_in_place(calls: Sequence[tuple[Call, Tensors]]) -> None:
-    """Run calls that are under way together; each writes to its arrays."""
+    """Run calls that are under way together; each writes to its arrays.
+
+    One that fails is raised when all are over: the other ranks make all of them, and none may write later.
+    """
+    works: list[tuple[Work, Call, Tensors]] = []
+    errors: list[Exception] = []
     with as_mxnet():
-        works = [_submit(call, tensors, in_place=True)[0] for call, tensors in calls]
-        for work, (call, tensors) in zip(works, calls, strict=True):
-            _deliver(work.wait(), tensors)
-            call.completed()
+        for call, tensors in calls:
+            try:
+                works.append((_submit(call, tensors, in_place=True)[0], call, tensors))
+            except Exception as error:
+                errors.append(error)
+        for work, call, tensors in works:
+            try:
+                _deliver(work.wait(), tensors)
+                call.completed()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _submit(

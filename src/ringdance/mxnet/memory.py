@@ -82,7 +82,7 @@ def write(array: Array, tensor: NDArray) -> None:
     if on_host(tensor):
         array_of(tensor, written=True)[...] = array
     else:
-        tensor[:] = array
+        tensor[()] = array  # MXNet knows neither [:] nor [...] for an mx.np array without dimensions
 
 
 def from_array(array: Array, like: NDArray) -> NDArray:

@@ -12,10 +12,10 @@ from typing import Any
 
 from ringdance import session
 from ringdance.core.request import Collective
+from ringdance.mxnet.errors import as_mxnet
 from ringdance.mxnet.exchange import Tensors, run, run_in_place
 from ringdance.mxnet.memory import NDArray
 from ringdance.training import collectives
-from ringdance.training.collectives import allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
@@ -24,6 +24,10 @@ __all__ = [
     "grouped_allgather", "grouped_allreduce", "grouped_allreduce_", "grouped_reducescatter", "join",
     "reducescatter",
 ]
+
+allreduce_call = as_mxnet()(collectives.allreduce_call)
+movement = as_mxnet()(collectives.movement)
+reducescatter_call = as_mxnet()(collectives.reducescatter_call)
 
 
 def allreduce(
@@ -44,7 +48,8 @@ def allreduce(
         op: Average (default), Sum, Adasum, Min, Max or Product.
 
     Raises:
-        ValueError: an argument is wrong; only this rank may see it. An MXNetError, as all errors here.
+        ValueError: an argument is wrong; only this rank may see it. As all of Ringdance's errors here
+            it is an MXNetError too.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
@@ -154,11 +159,13 @@ def grouped_reducescatter(
     return run(call, tensors) if tensors else []
 
 
+@as_mxnet()
 def join() -> int:
     """Help the other ranks with zeros until all have joined; return the global rank that joined last."""
     return collectives.join(session.engine())
 
 
+@as_mxnet()
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return after all ranks of the set have called it."""
     collectives.barrier(session.engine(), set_id(process_set))

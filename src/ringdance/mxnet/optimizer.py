@@ -60,7 +60,7 @@ class _Reduction:
         run_in_place(calls)
         for gradient, (small, context) in zip(gradients, pairs, strict=True):
             if small is not gradient:
-                gradient[:] = self.compression.decompress(small, context)
+                gradient[()] = self.compression.decompress(small, context)
 
     def compare(self, tensors: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
         """Compare parameters over the ranks if that is due: see ``weights``."""
@@ -88,7 +88,8 @@ class DistributedTrainer(Trainer):
         process_set: the ranks that take part; on others it is a plain trainer.
 
     Raises:
-        ValueError: parameters on several devices, or an argument of the wrong kind.
+        ValueError: parameters on several devices, an argument of the wrong kind, or a
+            ``DistributedOptimizer`` with another process set or predivide factor.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class DistributedTrainer(Trainer):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
+            _check_same(optimizer._reduction, process_set, gradient_predivide_factor)
             optimizer = optimizer._optimizer
             warnings.warn(
                 "DistributedTrainer averages gradients by itself: it takes the optimizer out of the "
@@ -123,6 +125,16 @@ class DistributedTrainer(Trainer):
                 "it that one, as mx.gpu(hvd.local_rank())."
             )
         return arrays[0]
+
+
+def _check_same(given: _Reduction, process_set: ProcessSet, predivide: float) -> None:
+    """Refuse a DistributedOptimizer of which a trainer would lose a setting."""
+    sets, scales = (process_set, global_process_set), (scales_of(ReduceOp.AVERAGE, predivide), (1.0, 1.0))
+    if not any(given.process_set is one for one in sets) or given.scales not in scales:
+        raise ArgumentError(
+            "The DistributedOptimizer has a process_set or gradient_predivide_factor that this "
+            "DistributedTrainer would not use: give the same to DistributedTrainer(...)."
+        )
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]

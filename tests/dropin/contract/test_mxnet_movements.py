@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -99,6 +100,23 @@ def test_parameters_whose_shape_is_not_known_yet(hybrid: bool) -> None:
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     net(mx.nd.ones((4, 5))).wait_to_read()
     all_equal(net)
+
+
+def test_a_copy_of_parameters_whose_shape_is_not_known_yet() -> None:
+    """It gets the root's values as the original does; later one rank may set new values by itself."""
+    mx.random.seed(RANK)
+    net = nn.Dense(3, prefix="copied_")
+    net.initialize(mx.init.Uniform(0.5))
+    hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+    copied = copy.deepcopy(net)
+    for one in (copied, net):
+        one(mx.nd.ones((4, 5))).wait_to_read()
+        all_equal(one)
+    if RANK == 0:
+        for one in (copied, net):
+            one.initialize(mx.init.Uniform(0.5), force_reinit=True)
+            one(mx.nd.ones((4, 5))).wait_to_read()
+    hvd.barrier()
 
 
 def test_a_root_that_has_its_parameters_already() -> None:

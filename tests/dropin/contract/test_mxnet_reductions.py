@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import mxnet as mx
@@ -28,6 +30,8 @@ from mxnet_inputs import (
 )
 
 import horovod.mxnet as hvd
+from ringdance.mxnet.exchange import run_in_place
+from ringdance.training.collectives import allreduce_call
 
 
 def test_sum() -> None:
@@ -114,6 +118,54 @@ def test_both_of_average_and_op() -> None:
 def test_what_cannot_be_exchanged() -> None:
     refused(lambda: hvd.allreduce(mx.nd.ones(2).tostype("row_sparse"), name="sparse"), "tostype")
     refused(lambda: hvd.allreduce([1.0], name="list"), "NDArray")
+
+
+def test_errors_are_mxnet_s_also_of_options_and_after_pickling() -> None:
+    wrong: list[Callable[[], Any]] = [
+        lambda: hvd.allreduce([1.0], name="list"), lambda: hvd.allreduce(mx.nd.ones(2), op=99, name="option"),
+        lambda: hvd.broadcast(mx.nd.ones(2), 0, process_set=None), lambda: hvd.barrier(process_set=None),
+    ]  # fmt: skip
+    for call in wrong:
+        with pytest.raises(mx.MXNetError) as caught:
+            call()
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert type(again) is type(caught.value)
+        assert str(again) == str(caught.value)
+        assert isinstance(again, ValueError)
+
+
+def test_arrays_without_dimension_that_are_not_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where results are copied."""
+    for module in ("memory", "exchange"):
+        monkeypatch.setattr(f"ringdance.mxnet.{module}.on_host", lambda one: False)
+    for tensor in (mx.np.array(1.0), mx.np.ones((2, 1)), mx.nd.ones(2)):
+        same(hvd.allreduce(tensor, op=hvd.Sum), total(tensor))
+        want = total(tensor)
+        same(hvd.allreduce_(tensor, op=hvd.Sum), want)
+
+
+@several
+def test_calls_beside_one_that_fails_are_over() -> None:
+    def calls(bad: bool) -> list[Any]:
+        made = []
+        for name in "ABC":
+            array = mx.nd.ones(4)
+            if bad and name == "B" and RANK == 0:
+                array = array.tostype("row_sparse")
+            call = allreduce_call(name, None, hvd.Sum, 1.0, 1.0, hvd.global_process_set, True)
+            made.append((call, [array]))
+        return made
+
+    for bad in (True, False):
+        several_calls = calls(bad)
+        if bad:
+            with pytest.raises(ValueError if RANK == 0 else mx.MXNetError, match="tostype"):
+                run_in_place(several_calls)
+            del several_calls[1]
+        else:
+            run_in_place(several_calls)
+        for _, (array,) in several_calls:
+            assert value(array).tolist() == [SIZE] * 4
 
 
 def test_a_failed_computation_fails_the_exchange() -> None:

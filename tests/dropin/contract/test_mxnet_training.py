@@ -175,6 +175,15 @@ def test_a_distributed_optimizer_is_unwrapped() -> None:
     close(train(net, trainer, [RANK]), alone(members()))
 
 
+def test_a_distributed_optimizer_with_settings_of_its_own_is_refused(halves: tuple[Any, Any]) -> None:
+    for options in ({"process_set": halves[0]}, {"gradient_predivide_factor": 2.0}):
+        wrapped = hvd.DistributedOptimizer(mx.optimizer.create("adam"), **options)
+        with pytest.raises(ValueError, match="would not use"):
+            hvd.DistributedTrainer(net_of(0).collect_params(), wrapped)
+        with pytest.warns(UserWarning, match="DistributedOptimizer"):
+            hvd.DistributedTrainer(net_of(0).collect_params(), wrapped, **options)
+
+
 def test_parameters_on_two_devices() -> None:
     net = nn.Dense(2, in_units=2)
     net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
