@@ -47,6 +47,7 @@ _COMMANDS = {
         "bench": ("ringdance.observe.bench", "measure what limits a training, and how it scales over ranks"),
     },
     "tune and predict": {
+        "tune": ("ringdance.tune.threads", "find the best threads and ranks per host of a training on CPUs"),
         "simulate": ("ringdance.tune.efficiency", "predict the efficiency of a step on many hosts"),
     },
     "data and hosts": {

@@ -1,0 +1,89 @@
+"""``ringdance tune threads``: the order of its trials, what it refuses, and trials of a small command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ringdance.cli import main
+from ringdance.tune.threads import Result, Setting, search
+
+SPACE = {"ranks": [1, 2, 4], "intra": [1, 2, 4], "inter": [1, 2], "bind": [0, 1]}
+SCRIPT = """
+import os, sys, time
+threads = int(os.environ["OMP_NUM_THREADS"])
+assert os.environ["MKL_NUM_THREADS"] == os.environ["TF_NUM_INTRAOP_THREADS"] == str(threads)
+if threads == 3:
+    sys.exit("no [three] threads")
+for _ in range(3):
+    print("rows/s:", 1000 * threads + int(sys.argv[1]), flush=True)
+if threads == 4:
+    time.sleep(600)
+"""
+
+
+def speed(one: Setting) -> Result:
+    """Be fastest with two ranks of one thread on four cores, and two inter-op threads; fail when bound."""
+    if one.bind:
+        return 0.0, "exit code 1"
+    return 10.0 - abs(one.ranks - 2) - abs(one.intra - 1) + one.inter, ""
+
+
+def test_one_field_after_the_other_and_the_grid_find_the_best() -> None:
+    best, found = search(SPACE, 4, False, speed)
+    assert best == Setting(2, 1, 2, 0)
+    tried = list(found)
+    assert tried[:3] == [(4, 1, 1, 0), (2, 2, 1, 0), (1, 4, 1, 0)]  # each rank with its share of the cores
+    assert len(tried) == 3 + 2 + 1 + 1
+    best, found = search(SPACE, 4, True, speed)
+    assert best == Setting(2, 1, 2, 0)
+    assert len(found) == 36
+
+
+def test_a_command_is_tried_and_the_line_to_use_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rate.py").write_text(SCRIPT)
+    own = [sys.executable, str(tmp_path / "rate.py"), "{batch}"]
+    options = ["--global-batch", "7", "--ranks", "1,2", "--intra", "2,3,4", "--inter", "1", "--bind", "off"]
+    line = ["tune", "threads", *options, "--seconds", "0.5", "--metric", r"rows/s: (\S+)", "--", *own]
+    start = time.monotonic()
+    assert main(line) == 0
+    assert time.monotonic() - start < 300  # trial 4 was ended
+    out, err = capfd.readouterr()
+    assert "do not divide 7: [2] ranks per host" in err
+    (failed,) = [text for text in out.splitlines() if text.startswith("failed: ")]
+    assert "intra-op 3" in failed
+    assert "exit code 1: first failure: rank 0" in failed
+    assert "no [three] threads" in failed
+    last = out.splitlines()[-1]
+    assert "-x OMP_NUM_THREADS=4" in last
+    assert last.startswith("ringdance run -np 1 ")
+    assert last.endswith("rate.py 7")
+    own_words = [word.replace("{batch}", "7") for word in own[1:]]
+    left = subprocess.run(["pgrep", "-f", " ".join(own_words)], capture_output=True, text=True).stdout.split()
+    assert [one for one in left if int(one) != os.getpid()] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("-- true {batch}", "add --global-batch N"),
+        ("--global-batch 8 -- true", "add {batch} in the command"),
+        ("--global-batch 8 --ranks 3 -- true {batch}", "[3] ranks per host on 1 do not divide it"),
+        ("--ranks 1,2 -- true", "the batch of all ranks would change"),
+        ("--intra 0,2 -- true", "'0,2' are no numbers from 1 on"),
+        ("--metric speed -- true", "no regular expression with one group"),
+        ("--seconds 0 -- true", "0 is not more than 0 seconds"),
+        ("-- no-such-program", "no-such-program"),
+        ("", "COMMAND"),
+    ],
+)
+def test_what_is_wrong_is_refused(line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "threads", *line.split()]) in (2, 127)
+    assert why in capsys.readouterr().err
