@@ -50,7 +50,7 @@ def world_for(
         size,
         hosts=hosts,
         window=settings.window,
-        buffer_bytes=max(1, buffer_bytes(settings)),
+        buffer_bytes=max(1, buffer_bytes(settings, tuned=True)),
         vector_bytes=vector_bytes(size, settings.cache_capacity),
         **others,
     )

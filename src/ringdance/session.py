@@ -54,7 +54,7 @@ _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
 # Settings on which the layout of shared memory, the cutting of batches and what is exchanged rest.
 _COMMON = (
     "autotune", "cache_capacity", "check_weights", "cpu_operations", "deterministic", "fusion_threshold",
-    "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "window", "window_bytes",
+    "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "tuned", "window", "window_bytes",
 )  # fmt: skip
 
 
@@ -238,6 +238,8 @@ def shutdown() -> None:
 
 def _leave() -> Engine | None:
     with _lock:
+        if _process.tuner is not None and _process.engine is not None:
+            _process.tuner.restore()
         found, _process.engine = _process.engine, None
     if found is not None:
         _process.clean &= found.shutdown()
@@ -300,7 +302,10 @@ def _start(comm: Any, settings: Settings) -> Engine:
     _process.monitoring.prepare()
     threads = not settings.mpi_threads_disable
     known = _of_transport(settings, _world_size(launched))
-    transport = world_transport(comm, **known, timeout=settings.init_timeout, threads=threads)
+    least = buffer_bytes(settings)
+    transport = world_transport(
+        comm, **known, least_bytes=least, timeout=settings.init_timeout, threads=threads
+    )
     _process.mpi = True
     if comm is None and launched and launched > 1 and transport.size == 1:
         raise LaunchError(
@@ -325,8 +330,8 @@ def _of_transport(settings: Settings, size: int) -> dict[str, Any]:
     # Not from the package's metadata: a source tree on PYTHONPATH has none.
     common["the version of ringdance"] = sys.modules["ringdance"].__version__
     return {
-        "window_bytes": buffer_bytes(settings), "vector_bytes": vector_bytes(size, settings.cache_capacity),
-        "common": common,
+        "window_bytes": buffer_bytes(settings, tuned=True),
+        "vector_bytes": vector_bytes(size, settings.cache_capacity), "common": common,
     }  # fmt: skip
 
 

@@ -101,7 +101,7 @@ class MpiTransport(Transport):
         count = node.Get_size()
         size = window_size(count, vector_bytes, window_bytes)
         # A full /dev/shm is a bus error when a page is touched, so check first; all of a host decide alike.
-        if not all(gather(node, _free_shared_memory() > 2 * size)):
+        if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
             if node.Get_rank() == 0:
                 _log.warning(
                     "ringdance: /dev/shm on %s has no room for %d MiB; ranks of this host exchange by MPI "
@@ -314,7 +314,13 @@ def _parts_of(buffer: Array) -> list[Array]:
     return [buffer[start : start + _PART] for start in range(0, max(1, buffer.size), _PART)]
 
 
-def _free_shared_memory() -> int:
+def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> bool:
+    """Return whether so many free bytes are enough for the window of ``count`` ranks, and the library."""
+    return free > 2 * window_size(count, vector_bytes, window_bytes)
+
+
+def free_shared_memory() -> int:
+    """Return the free bytes of this host's /dev/shm."""
     try:
         room = os.statvfs("/dev/shm")
     except OSError:

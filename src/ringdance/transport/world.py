@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,14 @@ from ringdance.transport.base import Identity
 from ringdance.transport.eventcount import process_state
 from ringdance.transport.library import load_mpi
 from ringdance.transport.missing_ranks import missing_rank_report, waiting_in_init
-from ringdance.transport.mpi import MpiTransport, gather, lost_in_start, translated
+from ringdance.transport.mpi import (
+    MpiTransport,
+    free_shared_memory,
+    gather,
+    has_room,
+    lost_in_start,
+    translated,
+)
 
 
 def world_transport(
@@ -22,6 +30,7 @@ def world_transport(
     window_bytes: int,
     vector_bytes: int,
     common: dict[str, Any],
+    least_bytes: int = 0,
     timeout: float = 30.0,
     threads: bool = True,
 ) -> MpiTransport:
@@ -32,6 +41,7 @@ def world_transport(
         window_bytes: size of each rank's buffers in the window of a host, 0 for no window.
         vector_bytes: longest agreement vector.
         common: what must be equal on all ranks, by name.
+        least_bytes: taken as ``window_bytes`` by all ranks if a host has no room for those.
         timeout: seconds after which a warning says which ranks are missing.
         threads: ask MPI for support of several threads.
 
@@ -44,7 +54,10 @@ def world_transport(
         mpi = load_mpi("multiple" if threads else "single")
         chosen = _choose(mpi, comm)
         with lost_in_start(chosen):
-            check_common(gather(chosen, [socket.gethostname(), common]))
+            everyone = gather(chosen, [socket.gethostname(), common, free_shared_memory()])
+            check_common([(host, values) for host, values, _ in everyone])
+            if not window_fits([(host, free) for host, _, free in everyone], vector_bytes, window_bytes):
+                window_bytes = least_bytes or window_bytes
             return MpiTransport(mpi, chosen, range(1 << 30), window_bytes, vector_bytes)
 
 
@@ -108,6 +121,12 @@ def check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
                     f"{other.get(name)!r} on rank {rank} (host {other_host}). Compare `ringdance settings "
                     "--changed` and `ringdance --version` on both hosts, and give all ranks one environment."
                 )
+
+
+def window_fits(everyone: Sequence[tuple[str, int]], vector_bytes: int, window_bytes: int) -> bool:
+    """Return whether all hosts have room for their windows; ``everyone``: each rank's host, free bytes."""
+    counts = Counter(host for host, _ in everyone)
+    return all(has_room(free, counts[host], vector_bytes, window_bytes) for host, free in everyone)
 
 
 def rank_list(comm: Any) -> list[int]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from ringdance.core import labels
 from ringdance.core.engine import Engine
+from ringdance.core.process_sets.agreement import CacheEntry
 from ringdance.core.process_sets.batch import description_bytes
 from ringdance.core.process_sets.registry import TUNED_CHUNK_BYTES
 from ringdance.core.process_sets.state import EngineValues, ProcessSetState
@@ -30,6 +31,7 @@ from ringdance.core.request import TUNE_NAME, Collective, Description, ReduceOp,
 from ringdance.core.ring import Word
 from ringdance.errors import RingdanceError
 from ringdance.tune import tuned
+from ringdance.tune.dimensions import dimensions_of
 from ringdance.tune.search import Dimension, Measured, Outcome, Search, Trial
 from ringdance.tune.tunables import tunables
 
@@ -38,13 +40,12 @@ _log = logging.getLogger("ringdance")
 Values = dict[str, float]
 _LIMIT = 195  # steps after which the search ends, warm-up included
 _FEWEST = 6  # of them before anything changes: until then the ranks know all requests of a step
-_CYCLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 _COLUMNS = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
     "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
     "step_ms", "outcome",
 )  # fmt: skip
-_SKIPS = {"overlap": 4}  # steps until the gradients' fast path is open again
+_HALF = ("float16", "bfloat16")  # whether they overflow may depend on where they are added first
 
 _kept: list[dict[str, Any]] = []  # results of this process: a job that starts again takes them over
 
@@ -83,6 +84,10 @@ class Autotuner:
         self.values: Values = {}
         self.done = False
         self._job: dict[str, Any] = {}
+        self._file: Values = {}  # what came from --tuned
+        self._own: dict[str, int] = {}  # this rank's, of the tunables that are not the engine's
+        self._given: dict[str, int] = {}  # what they are now, as far as the tuner knows
+        self._written = False  # whether what is agreed on is a result, to be used again
         self._search: Search | None = None
         self._bytes: tuple[int, ...] = (0,)
         self._run: Generator[Trial, Measured, Outcome] | None = None
@@ -124,10 +129,17 @@ class Autotuner:
             self._submit(self._measured() if self._run else self._hello())
 
     def _apply(self) -> None:
-        for name, tunable in tunables.items():
-            value = self.values.get(name)
-            if value is not None and tunable.get() not in (None, int(value)):
-                tunable.set(int(value))
+        self._give({name: int(self.values.get(name, own)) for name, own in self._own.items()})
+
+    def restore(self) -> None:
+        """Give back what is not the engine's: this rank leaves the job, whatever was being tried."""
+        self._give(self._own)
+
+    def _give(self, values: Mapping[str, int]) -> None:
+        for name, value in values.items():
+            if value != self._given[name]:
+                tunables[name].set(value)
+                self._given[name] = value
 
     def _submit(self, what: dict[str, Any]) -> None:
         payload = np.frombuffer(json.dumps(what).encode(), np.uint8)
@@ -140,13 +152,27 @@ class Autotuner:
         return {"times": times, "waited": sum(waited) / max(1, sum(times))}
 
     def _hello(self) -> dict[str, Any]:
-        """Return what decides what can be tuned here, and results that are known."""
+        """Return what decides what can be tuned here, and results that are known.
+
+        What the ranks' settings decide, rank 0 decides for all: not everything is compared at the start.
+        """
+        now = {name: one.get() for name, one in tunables.items()}
+        self._own = {name: value for name, value in now.items() if value is not None}
+        self._given = dict(self._own)
         found: dict[str, Any] = {
             "cores": os.cpu_count() or 1, "eager": self._state.pending.eager_last > self._began,
-            "tunables": {name: [one.get(), one.most()] for name, one in tunables.items()}, "known": _kept,
+            "tunables": {name: [now[name], one.most()] for name, one in tunables.items()}, "known": _kept,
         }  # fmt: skip
         if self.engine.rank == 0:
-            found["model"] = tuned.model_of(self._gradients())
+            # As in Horovod, whose variables fix what they set.
+            fixed = [n for n in ("fusion_threshold", "cycle_time") if "HOROVOD_" in self.settings.origin(n)]
+            dtypes = {d for entry in self._entries() for d in entry.description.dtypes}
+            if not dtypes.isdisjoint(_HALF):
+                fixed.append("hierarchical")
+            found |= {
+                "fixed": fixed, "steps": self.settings.autotune_steps_per_sample, "warm_up": self._warm_up,
+                "values": self._original._asdict(), "model": tuned.model_of(self._gradients()),
+            }  # fmt: skip
             if self.settings.tuned:
                 try:
                     found["file"] = tuned.read(self.settings.tuned)
@@ -154,12 +180,14 @@ class Autotuner:
                     found["refused"] = str(error)
         return found
 
+    def _entries(self) -> list[CacheEntry]:
+        found = [entry for entry in list(self._state.pending.cache.entries) if entry is not None]
+        return [entry for entry in found if entry.description.kind is Collective.ALLREDUCE]
+
     def _gradients(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
         """Return the tensors averaged so far: those known as gradients, if there are any."""
         found: dict[bool, dict[str, tuple[tuple[int, ...], str, int]]] = {True: {}, False: {}}
-        for entry in list(self._state.pending.cache.entries):
-            if entry is None or entry.description.kind is not Collective.ALLREDUCE:
-                continue
+        for entry in self._entries():
             d = entry.description
             if d.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM) or d.detail:
                 continue
@@ -176,7 +204,6 @@ class Autotuner:
     def _on_tune(self, payloads: list[bytes]) -> EngineValues | None:
         if self.done:
             return None
-        before = self._state.values()
         if not all(payloads):
             if self._search is not None:
                 self._take(self._search.best)
@@ -184,17 +211,17 @@ class Autotuner:
         else:
             answers = [json.loads(payload) for payload in payloads]
             if self._run is None:
-                self._begin(answers, before)
+                self._begin(answers)
             else:
                 steps = zip(*(what["times"] for what in answers), strict=True)
                 times = [fmean(step) * 1e-9 for step in steps]
                 self._advance(Measured(times, min(what["waited"] for what in answers)))
-        value = before._asdict() | {name: self.values[name] for name in before._fields if name in self.values}
-        if "hierarchical" in self.values:
-            value["flat"] = not self.values["hierarchical"]
-        return EngineValues(**{name: type(old)(value[name]) for name, old in before._asdict().items()})
+        job, values = self._original._asdict(), dict(self.values)
+        if "hierarchical" in values:
+            values["flat"] = not values["hierarchical"]
+        return EngineValues(**{name: type(own)(values.get(name, own)) for name, own in job.items()})
 
-    def _begin(self, answers: list[dict[str, Any]], before: EngineValues) -> None:
+    def _begin(self, answers: list[dict[str, Any]]) -> None:
         """Take over a known result, or begin the search."""
         hardware = tuned.hardware_of(self.engine.hosts, [what["cores"] for what in answers])
         self._job = hardware | answers[0]["model"]
@@ -211,16 +238,16 @@ class Autotuner:
         if refused and not self.engine.rank:
             _log.warning("ringdance: --tuned is not used, the settings stay: %s.", refused)
         if file is not None and not refused:
-            self.values = dict(file["values"])
+            self.values, self._file = dict(file["values"]), dict(file["values"])
         if not self.settings.autotune:
-            taken = f"{_text(self.values)} (from {self.settings.tuned})" if self.values else ""
-            self._stop(taken)
+            used = file is not None and not refused
+            self._stop(f"{_text(self.values)} (from {self.settings.tuned})" if used else "")
             return
-        dimensions = self._dimensions(answers, before)
-        steps = self.settings.autotune_steps_per_sample
-        self._search = Search(dimensions, steps, _LIMIT - self._warm_up)
+        dimensions, self._warm_up = self._dimensions(answers), answers[0]["warm_up"]
+        self._search = Search(dimensions, answers[0]["steps"], _LIMIT - self._warm_up)
         if not dimensions:
             self._stop("nothing can be tuned here: the settings stay")
+            self._written = True
             return
         self._run = self._search.run()
         self._next(next(self._run))
@@ -240,7 +267,12 @@ class Autotuner:
     def _take(self, point: tuple[int, ...]) -> None:
         assert self._search is not None
         for one, index in zip(self._search.dimensions, point, strict=True):
-            self.values[one.name] = one.values[index]
+            if index != one.start:
+                self.values[one.name] = one.values[index]
+            elif one.name in self._file:
+                self.values[one.name] = self._file[one.name]
+            else:  # each rank's own
+                self.values.pop(one.name, None)
 
     def _end(self, outcome: Outcome) -> None:
         search = self._search
@@ -251,9 +283,6 @@ class Autotuner:
             one.name: one.values[index]
             for one, index in zip(search.dimensions, outcome.point, strict=True) if index != one.start
         }
-        for name, value in self._original._asdict().items():  # the search began no higher than it matters
-            if name in self.values and name not in changed:
-                self.values[name] = value
         after = f"after {self._warm_up + search.used} steps"
         if outcome.point == start:
             self._stop(f"nothing was to be won {after}: the settings stay")
@@ -261,41 +290,22 @@ class Autotuner:
             won = f"{100 * outcome.gain:.1f} ± {200 * outcome.error:.1f}% of a step's time won"
             self._stop(f"{_text(changed)}: {won} {after}")
         _kept.append({"job": self._job, "values": self.values})
+        self._written = True
 
     def _stop(self, said: str) -> None:
         self._said, self.done = said, True
 
-    def _dimensions(self, answers: list[dict[str, Any]], before: EngineValues) -> list[Dimension]:
-        """Return what can be tuned in this job, in the order of its expected effect."""
-        requests, in_round, in_batch = self._state.largest
-        now: Values = {**before._asdict(), "hierarchical": not before.flat, **self.values}
-        found = []
-        if requests > 1 and in_round:
-            largest = 1 << (in_round - 1).bit_length()
-            grid = _powers(1 << 16, largest)
-            start = min(int(now["fusion_threshold"]), largest)
-            found.append(_dimension("fusion_threshold", grid, start, largest))
-        small = self.settings.small_bytes
-        for name in ("chunk_bytes", "wire_bytes"):
-            if now[name] and in_batch > max(small, 1 << 15):
-                largest = min(TUNED_CHUNK_BYTES, 1 << (in_batch - 1).bit_length())
-                start = min(int(now[name]), largest)
-                found.append(_dimension(name, _powers(max(small, 1 << 14), largest), start, 384 << 10))
-        if before.flat is not None and self._state.exchange.flat is not None:
-            found.append(_dimension("hierarchical", (0, 1), now["hierarchical"], 1))
-        for name in ("overlap", "threads"):
-            given = [what["tunables"].get(name, [None, 0]) for what in answers]
-            if any(current is None for current, _ in given):
-                continue
-            start = self.values.get(name, min(current for current, _ in given))
-            most = max(start, min(most for _, most in given))
-            grid = (0, 1) if name == "overlap" else (*_powers(1, int(most)), most)
-            found.append(_dimension(name, grid, start, most, of_exchange=name == "overlap"))
-        if any(what["eager"] for what in answers):
-            found.append(_dimension("cycle_time", _CYCLES, now["cycle_time"], 1.0))
-        # As in Horovod, whose variables fix what they set.
-        fixed = {n for n in ("fusion_threshold", "cycle_time") if "HOROVOD_" in self.settings.origin(n)}
-        return [one for one in found if len(one.values) > 1 and one.name not in fixed]
+    def _dimensions(self, answers: list[dict[str, Any]]) -> list[Dimension]:
+        exchange, rank = self._state.exchange, self.engine.rank
+        most = exchange.most_chunk_bytes
+        if 0 < most < TUNED_CHUNK_BYTES and not rank:
+            _log.warning(
+                "ringdance: autotune tries chunks of up to %d KiB only: /dev/shm of a host has no room for "
+                "larger ones (containers: --shm-size).", most >> 10,
+            )  # fmt: skip
+        rooms = {"chunk_bytes": min(most, TUNED_CHUNK_BYTES), "wire_bytes": TUNED_CHUNK_BYTES}
+        small, hosts = self.settings.small_bytes, exchange.flat is not None
+        return dimensions_of(answers, self._file, self._state.largest, rooms, small, hosts)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -334,6 +344,7 @@ class Autotuner:
         if search is None:
             return
         base, number = {**self._state.values()._asdict(), **self.values}, self._warm_up
+        last = tuple(one.start for one in search.dimensions)
         nbytes, exchange = fmean(self._bytes), self._state.exchange
         with open(path, "w", newline="") as file:
             rows = csv.writer(file)
@@ -343,7 +354,8 @@ class Autotuner:
                 seconds = fmean(times) if times else 0.0
                 values = base | {d.name: d.values[i] for d, i in zip(search.dimensions, point, strict=True)}
                 staged = exchange.flat is not None and values.get("hierarchical", not values["flat"])
-                number += len(times)
+                number += len(times) + search.skipped(last, point) * bool(times)
+                last = point
                 rows.writerow([
                     int(staged), 0, 0, int(settings.cache_capacity > 0),
                     f"{values['cycle_time']:g}", f"{values['fusion_threshold'] / (1 << 20):g}",
@@ -352,20 +364,10 @@ class Autotuner:
                     values.get("threads", ""),
                     f"{seconds * 1e3:.3f}" if seconds else "", what,
                 ])  # fmt: skip
+        if not self._written:  # it was not compared with the start
+            return
         root, ending = os.path.splitext(path)
         tuned.write(f"{path if ending == '.json' else root}.json", self._job, self.values, self._said)
-
-
-def _powers(least: int, most: int) -> tuple[int, ...]:
-    return tuple(1 << n for n in range(least.bit_length() - 1, most.bit_length()) if least <= 1 << n <= most)
-
-
-def _dimension(
-    name: str, grid: tuple[float, ...], start: float, usual: float, of_exchange: bool = True
-) -> Dimension:
-    values = tuple(sorted({*grid, start}))
-    toward = 1 if start < usual or start == values[0] else -1
-    return Dimension(name, values, values.index(start), toward, _SKIPS.get(name, 1), of_exchange)
 
 
 def _text(values: Mapping[str, float]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Estimate:
     if len(second) > 3:
         spreads += [abs(time / after - 1) for time in second]
     noise = max(_LEAST_NOISE, 1.48 * median(spreads))
-    return Estimate(after / before - 1, 1.25 * noise * (1 / len(first) + 1 / len(second)) ** 0.5)
+    return Estimate(after / before - 1, 1.25 * noise * sqrt(1 / len(first) + 1 / len(second)))
 
 
 @dataclass
@@ -152,14 +153,18 @@ class Search:
 
     def _measure(self, point: Point, what: str, steps: int) -> Generator[Trial, Measured, None]:
         last = self.history[-1][0] if self.history else point
-        changed = [d.skip for d, a, b in zip(self.dimensions, last, point, strict=True) if a != b]
-        skip = max(changed, default=0)
+        skip = self.skipped(last, point)
         measured = yield Trial(point, skip, steps)
         self.used += skip + steps
         self._times[point].extend(measured.times)
         if point == self.best:
             self.exposed = measured.exposed
         self.history.append((point, measured.times, what))
+
+    def skipped(self, last: Point, point: Point) -> int:
+        """Return how many steps say nothing after a change from one point to another."""
+        changed = [d.skip for d, a, b in zip(self.dimensions, last, point, strict=True) if a != b]
+        return max(changed, default=0)
 
     def _recent(self, point: Point) -> list[float]:
         return self._times[point][-_RECENT:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +15,13 @@ from ringdance.core.engine import Engine
 from ringdance.core.exchange.arithmetic import Reduction, reduction, two_stages
 from ringdance.core.request import ReduceOp
 from ringdance.errors import MismatchError
+from ringdance.settings import Settings
 from ringdance.training.collectives import join
 from ringdance.training.gradients.exchange import STEPS, GradientExchange
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.source import DENSE
+from ringdance.training.process_sets import add_process_set
+from ringdance.tune.tunables import tunables
 
 AVERAGE = ReduceOp.AVERAGE
 Average = Callable[[list[Array], Array], None]
@@ -181,3 +185,46 @@ def test_ranks_that_have_joined_are_in_no_step() -> None:
         join(engine)
 
     job(5, program)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_choose_overlap_between_different_steps(seed: int) -> None:
+    """Each sees a new value up to two steps late; the fast path stays the same on all, and opens again."""
+    luck = random.Random(seed)
+    seen = {(rank, at): luck.randrange(3) for rank in range(3) for at in range(12, 140, 8)}
+
+    def program(engine: Engine) -> list[tuple[bool, ...]]:
+        source = Gradients("float32")
+        exchange = GradientExchange(source, ["weight"], overlap=engine.rank == 1)
+        path, states = exchange._fast_path, []
+        for step in range(150):
+            for at in range(12, 140, 8):
+                if step == at + seen[engine.rank, at]:
+                    exchange.choose_overlap(bool(at // 8 % 2))
+            source.view[:] = engine.rank
+            exchange.on_gradient(0)
+            exchange.on_backward_end()
+            assert source.view.tolist() == [1.0] * 3
+            exchange.on_step_end()
+            states.append((exchange.overlap, path.open, path._in_a_row, path._backoff))
+        return states
+
+    first, *others = job(3, program, Settings(deadlock_time=3.0))
+    assert others == [first, first]
+    assert {state[:2] for state in first} == {(False, True), (False, False), (True, False)}
+    assert first[-1][:2] == (False, True) or first[-1][0]
+    assert max(state[3] for state in first) <= 8
+
+
+def test_a_tuner_leaves_the_overlap_of_other_sets() -> None:
+    def program(engine: Engine) -> tuple[bool, ...]:
+        some = add_process_set([0, 1])
+        ours = [GradientExchange(Gradients("float32"), [name]) for name in "ab"]
+        if engine.rank < 2:
+            ours.append(GradientExchange(Gradients("float32"), ["c"], set_id=some.process_set_id))
+        assert tunables["overlap"].get() == 0
+        tunables["overlap"].set(1)
+        assert tunables["overlap"].get() == 1
+        return tuple(one.wants_overlap for one in ours)
+
+    assert job(3, program) == [(True, True, False)] * 2 + [(True, True)]

@@ -6,27 +6,31 @@ import csv
 import json
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from loopback_job import job
+from loopback_job import bind, job, world_for
 
+from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.settings import Settings, load
-from ringdance.tune import autotune, tuned
-from ringdance.tune.search import Dimension, Measured, Outcome, Search, Trial
+from ringdance.tune import autotune, dimensions, tuned
+from ringdance.tune.search import Dimension, Measured, Outcome, Point, Search, Trial
+from ringdance.tune.tunables import Tunable
 
 SIZES = (1, 9000, 7, 20_000, 3000)
 HOSTS = [None, ("a", "a", "b")]
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept() -> None:
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     autotune._kept.clear()
+    monkeypatch.setattr(autotune, "tunables", {})  # whatever bindings other tests have imported
 
 
 def sums(engine: Engine, step: int, count: int) -> list[int]:
@@ -86,10 +90,14 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
     found = job(3, train(80), settings, hosts=hosts)
     assert [wrong for wrong, *_ in found] == [0, 0, 0]
     assert len({str(rest) for _, *rest in found}) == 1
-    tried = {one for one in found[0][2]}
-    assert tried == {"fusion_threshold", "chunk_bytes"} | ({"wire_bytes", "hierarchical"} if hosts else set())
     rows = list(csv.DictReader(log.open()))
     assert len(rows) == 26
+    columns = {
+        "tensor_fusion_threshold": True, "chunk_bytes": True, "cycle_time_ms": False,
+        "wire_bytes": hosts is not None, "hierarchical_allreduce": hosts is not None,
+    }  # fmt: skip
+    assert {name: len({row[name] for row in rows}) > 1 for name in columns} == columns
+    assert int(rows[-1]["step"]) > 14 + 35  # warm-up, and with those that were skipped
     assert list(rows[0])[:7] == [
         "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled",
         "cycle_time_ms", "tensor_fusion_threshold", "score",
@@ -154,6 +162,142 @@ def test_a_result_of_another_job_is_refused(
     assert why in line
 
 
+def try_all(self: Search) -> Any:
+    """Try each other value once; nothing is better."""
+    start = self.best = tuple(one.start for one in self.dimensions)
+    for number, one in enumerate(self.dimensions):
+        for index in range(len(one.values)):
+            yield from self._measure((*start[:number], index, *start[number + 1 :]), "tried", 1)
+    return Outcome(start)
+
+
+def test_a_search_that_finds_nothing_keeps_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Search, "run", try_all)
+    path = tuned_file(tmp_path / "t.json")
+    settings = Settings(tuned=path, autotune=True, autotune_log=str(tmp_path / "new.csv"), small_bytes=64)
+    found = job(3, train(80), settings, hosts=("a", "a", "a"))
+    assert all(values.chunk_bytes == 65536 and values.fusion_threshold == 1 << 20 for _, values, _ in found)
+    assert tuned.read(str(tmp_path / "new.json"))["values"] == tuned.read(path)["values"]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_a_search_that_finds_nothing_leaves_all_as_it_was(
+    hosts: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what the tuner does not see; the ranks' threads differ."""
+    monkeypatch.setattr(Search, "run", try_all)
+    mine = threading.local()
+    set_to = {"threads": Tunable(lambda: mine.threads, lambda n: setattr(mine, "threads", n), lambda: 8)}
+    monkeypatch.setattr(autotune, "tunables", set_to)
+
+    def program(engine: Engine) -> bool:
+        mine.threads = own = 8 if engine.rank == 0 else 2
+        exchange = engine.sets.registered[0].state.exchange  # type: ignore[union-attr]
+        before = {name: value for name, value in vars(exchange).items() if isinstance(value, int)}
+        wrong, _, values = train(130)(engine)
+        after = {name: getattr(exchange, name) for name in before}
+        return (wrong, mine.threads, after, values) == (0, own, before, {})
+
+    assert job(3, program, Settings(autotune=True), hosts=hosts) == [True] * 3
+
+
+@pytest.mark.parametrize(("first", "others"), [
+    ({"HOROVOD_FUSION_THRESHOLD": str(128 << 20)}, {}),
+    ({}, {"HOROVOD_FUSION_THRESHOLD": str(128 << 20)}),
+    ({"RINGDANCE_AUTOTUNE_WARMUP_SAMPLES": "5"}, {"RINGDANCE_AUTOTUNE_STEPS_PER_SAMPLE": "2"}),
+    ({"RINGDANCE_CYCLE_TIME": "3"}, {"RINGDANCE_CYCLE_TIME": "0.5"}),
+])  # fmt: skip
+def test_ranks_of_different_settings_tune_alike(first: dict[str, str], others: dict[str, str]) -> None:
+    common = {"RINGDANCE_AUTOTUNE": "1", "RINGDANCE_SMALL_BYTES": "64"}
+    settings = [load({**common, **own}) for own in (first, others, others)]
+    for name in session._COMMON:
+        assert len({getattr(one, name) for one in settings}) == 1  # such a job starts
+
+    def rank(transport: Any) -> tuple[int, Any, dict[str, float]]:
+        engine = Engine(transport, settings[transport.rank])
+        with bind(engine):
+            try:
+                return train(90)(engine)  # type: ignore[no-any-return]
+            finally:
+                engine.shutdown()
+
+    found = world_for(settings[0], 3).run(rank, timeout=None)
+    assert [wrong for wrong, *_ in found] == [0, 0, 0]
+    assert len({str((values._replace(cycle_time=0), rest)) for _, values, rest in found}) == 1
+
+
+def test_a_rank_that_leaves_in_mid_search_gets_its_own_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """And no result is written, which was not compared with the start."""
+
+    def other(self: Search) -> Any:
+        start = self.best = tuple(one.start for one in self.dimensions)
+        point: Point = tuple(one.start - 1 for one in self.dimensions)
+        while True:
+            yield from self._measure(point, "tried", 1)
+            self.best = start
+
+    monkeypatch.setattr(Search, "run", other)
+    mine = threading.local()
+    set_to = {"threads": Tunable(lambda: mine.threads, lambda n: setattr(mine, "threads", n), lambda: 8)}
+    monkeypatch.setattr(autotune, "tunables", set_to)
+
+    def program(engine: Engine) -> tuple[int, int]:
+        mine.threads = 8
+        tuner = autotune.tuner_of(engine)
+        assert tuner is not None
+        for step in range(20):
+            sums(engine, step, 3)
+            engine.recorder.step()
+            tuner.on_step()
+        tried = mine.threads
+        tuner.restore()
+        if engine.rank == 0:
+            tuner.leave()
+        return tried, mine.threads
+
+    log = str(tmp_path / "tune.csv")
+    assert job(3, program, Settings(autotune=True, autotune_log=log)) == [(4, 8)] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["tune.csv"]
+    assert "the job ended after" in capsys.readouterr().err
+
+
+def test_the_job_s_own_value_is_always_tried() -> None:
+    """Above the largest chunk that may be tried, and where all larger ones are the same."""
+    job = {"fusion_threshold": 128 << 20, "chunk_bytes": 256 << 10, "wire_bytes": 16 << 20, "flat": False}
+    answers = [{"values": job, "tunables": {}, "eager": False, "fixed": ["hierarchical"]}]
+    rooms = {"chunk_bytes": 512 << 10, "wire_bytes": 2 << 20}
+    found = dimensions.dimensions_of(answers, {}, (9, 1 << 18, 6 << 20), rooms, 64, True)
+    assert [(one.name, one.values[one.start], one.values[-2:]) for one in found] == [
+        ("fusion_threshold", 128 << 20, (1 << 17, 128 << 20)),
+        ("chunk_bytes", 256 << 10, (256 << 10, 512 << 10)),
+        ("wire_bytes", 16 << 20, (2 << 20, 16 << 20)),
+    ]
+    file = {"fusion_threshold": 99}
+    (of_file, *_) = dimensions.dimensions_of(answers, file, (9, 1 << 18, 0), rooms, 64, True)
+    assert of_file.values[of_file.start] == 99
+
+
+def test_with_16_bit_floats_the_stages_stay() -> None:
+    def program(engine: Engine) -> list[str]:
+        tuner = autotune.tuner_of(engine)
+        assert tuner is not None
+        one = np.ones(40_000, np.float16)
+        half = Description(Collective.ALLREDUCE, ("float16",), (one.shape,), ReduceOp.SUM)
+        for step in range(20):
+            engine.submit(Request(half, (one,), name="h"), wake=False).wait(20.0)
+            sums(engine, step, 3)
+            engine.recorder.step()
+            tuner.on_step()
+        assert tuner._search is not None
+        return [one.name for one in tuner._search.dimensions]
+
+    assert job(3, program, Settings(autotune=True), hosts=("a", "a", "b")) == [
+        ["fusion_threshold", "chunk_bytes", "wire_bytes"]
+    ] * 3
+
+
 def test_ranks_that_join_end_the_search(capsys: Any) -> None:
     def join(engine: Engine) -> None:
         engine.submit(Request(Description(Collective.JOIN)), wake=False).wait(20.0)
@@ -161,7 +305,7 @@ def test_ranks_that_join_end_the_search(capsys: Any) -> None:
     def program(engine: Engine) -> int:
         tuner = autotune.tuner_of(engine)
         assert tuner is not None
-        wrong = 0
+        wrong, before = 0, tuner._state.values()
         for step in range(40):
             last = step >= 22
             if engine.rank == 2 and last:
@@ -172,6 +316,7 @@ def test_ranks_that_join_end_the_search(capsys: Any) -> None:
                 engine.on_step()
         join(engine)
         assert tuner.done
+        assert tuner._state.values() == before  # not what was tried, nor what the search was limited to
         wrong += sum(sums(engine, 0, 3))
         return wrong
 
@@ -211,7 +356,7 @@ def test_where_it_is_off_it_says_so(
 
 def test_dimensions_and_texts() -> None:
     assert Measured([1.0], 0.5).exposed == 0.5
-    one = autotune._dimension("chunk_bytes", (1, 2, 4), 3, 4)
+    one = dimensions._dimension("chunk_bytes", (1, 2, 4), 3, 4)
     assert one == Dimension("chunk_bytes", (1, 2, 3, 4), 2, 1, 1)
     assert autotune._text({"chunk_bytes": 3 << 17, "cycle_time": 0.5, "overlap": 1}) == (
         "chunk_bytes=384K, cycle_time=0.5, overlap=1"

@@ -87,12 +87,13 @@ class Exchange(abc.ABC):
         set_id: the process set whose members exchange, for records.
         devices: the exchanges of the members' tensors on devices, by the kind of device.
         chunk_bytes: of an all-reduce's chunks within a host; 0 where there are none.
+        most_chunk_bytes: the most that they can be changed to.
         wire_bytes: of what crosses between hosts together; 0 where nothing does.
         flat: whether an all-reduce leaves the stage within hosts out; None where it has none.
     """
 
     set_id = 0
-    chunk_bytes = wire_bytes = 0
+    chunk_bytes = wire_bytes = most_chunk_bytes = 0
     flat: bool | None = None
 
     def __init__(self, rank: int, size: int, context: Context) -> None:

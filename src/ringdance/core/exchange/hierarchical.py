@@ -40,11 +40,12 @@ class HierarchicalExchange(MpiExchange):
         super().__init__(transport, chunk_bytes, small_bytes, context, room)
         self._small, self._sizes = small_bytes, hierarchy.host_sizes
         self._blocks = min(self._sizes)
-        self._buffer_bytes = room
+        self._buffer_bytes = self.most_chunk_bytes = room
         self.flat = None if max(self._sizes) == 1 else False
         block = self._set_chunk(chunk_bytes)
         self.wire_bytes = max(block, wire_bytes(len(self._sizes), block) // block * block)
         self._across_bytes = max(self._most, self.wire_bytes)
+        self._untuned = self.wire_bytes, self._chunk
         self.set_chunks(self.chunk_bytes, self.wire_bytes)
         index, count = transport.host_group.index(transport.rank), len(transport.host_group)
         window = transport.window or _private_window(room)
@@ -64,6 +65,8 @@ class HierarchicalExchange(MpiExchange):
         self._together = max(1, min(wire_bytes, self._across_bytes) // block)
         if wire_bytes != self.wire_bytes:
             self._set_wire(wire_bytes)
+        if wire_bytes == self._untuned[0]:
+            self.wire_bytes, self._chunk = self._untuned
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
         if self.flat or how.one_stage or sum(view.nbytes for view in inputs) <= self._small:

@@ -49,11 +49,12 @@ class SharedMemoryExchange(Exchange):
         self._chunk = min(max(chunk_bytes, MIN_BLOCK_BYTES * size), window.buffer_bytes)
         self._small = min(small_bytes, self._chunk)
         self.chunk_bytes = min(self._chunk, _MAX_BLOCK_BYTES * size)
+        self.most_chunk_bytes = window.buffer_bytes
         self._typed: dict[int, list[list[Array]]] = {}
 
     def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
-        least = max(MIN_BLOCK_BYTES * self.size, self._small)
-        self._chunk = self.chunk_bytes = min(max(chunk_bytes, least), self._window.buffer_bytes)
+        least = max(MIN_BLOCK_BYTES * self.size, self._small)  # other collectives keep theirs
+        self.chunk_bytes = min(max(chunk_bytes, least), self._window.buffer_bytes)
 
     def _buffers(self, dtype: np.dtype[Any]) -> list[Array]:
         """Return all members' buffers of the next parity, as ``dtype``. See Note [Parity]."""

@@ -37,12 +37,12 @@ class RegisteredSet:
     alone: bool
 
 
-def buffer_bytes(settings: Settings) -> int:
-    """Return the size of each rank's buffers in a window; 0 for no window."""
+def buffer_bytes(settings: Settings, tuned: bool = False) -> int:
+    """Return the size of each rank's buffers in a window, with room for what is tuned; 0 for no window."""
     if not settings.window:
         return 0
-    tuned = TUNED_CHUNK_BYTES if settings.autotune or settings.tuned else 0
-    return max(settings.window_bytes or settings.chunk_bytes, settings.small_bytes, _MIN_BUFFER, tuned)
+    most = TUNED_CHUNK_BYTES if tuned and (settings.autotune or settings.tuned) else 0
+    return max(settings.window_bytes or settings.chunk_bytes, settings.small_bytes, _MIN_BUFFER, most)
 
 
 def vector_bytes(size: int, capacity: int) -> int:
@@ -73,6 +73,7 @@ class ProcessSets:
         Settings that decide what is executed, and how, change by a request like any other, so at one place
         in the agreed order. What the ranks have measured is gathered in it, and each computes the new values
         by the same code from the same bytes. Only the set of all ranks changes: others have another order.
+        What ranks were given apart (environments differ) must not decide: rank 0 sends what does.
     """
 
     def __init__(
@@ -158,8 +159,9 @@ class ProcessSets:
         state = None
         if transport is not None and len(ranks) > 1:
             s = self._settings
+            room = buffer_bytes(s, tuned=set_id == 0)
             exchange = exchange_for(
-                transport, s.chunk_bytes, s.small_bytes, self._context, s.deterministic, buffer_bytes(s)
+                transport, s.chunk_bytes, s.small_bytes, self._context, s.deterministic, room
             )
             exchange.set_id = set_id
             executor = Executor(

@@ -78,18 +78,24 @@ _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = we
 _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 
 
+def _of_all_ranks() -> list[GradientExchange]:
+    engine = session.engine()
+    return [one for one in list(_exchanges) if one.engine is engine and one.set_id == 0]
+
+
 def _overlaps() -> int | None:
-    """Return whether the exchanges of this process overlap; None if there is no choice."""
-    found = [one for one in _exchanges if not one.engine.closed]
+    """Return whether this rank wants its exchanges with all others to overlap; None: there is no choice."""
+    found = _of_all_ranks()
     free = all(one.early and one.passes == 1 and not one.source.on_device for one in found)
     if not found or not free or found[0].engine.settings.overlap != "auto":
         return None
-    return int(any(one.overlap for one in found))
+    return int(any(one.wants_overlap for one in found))
 
 
 def _set_overlap(value: int) -> None:
-    for one in list(_exchanges):
-        one.choose_overlap(bool(value))
+    for one in _of_all_ranks():
+        if one.early and not one.source.on_device:
+            one.choose_overlap(bool(value))
 
 
 tunables["overlap"] = Tunable(_overlaps, _set_overlap, lambda: 1)
@@ -127,7 +133,7 @@ class GradientExchange:
         self.passes = passes
         self.set_id = set_id
         self.early = early
-        self.wants_overlap = overlap and early
+        self.wants_overlap, self._chosen = overlap and early, False
         self.groups = [tuple(group) for group in groups]
         self.state = State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
         self.direct = self._spoiled = self._broken = False
@@ -223,10 +229,12 @@ class GradientExchange:
         self._forget()
 
     def choose_overlap(self, overlap: bool) -> None:
-        """Overlap or not, from the next exchanges on: as soon as all ranks have chosen the same."""
+        """Overlap or not: from the exchange on in whose mask all ranks want to, or the first one does not.
+
+        Ranks may call this between different steps: the mask that shows it is the same exchange on all.
+        """
         if overlap != self.wants_overlap:
-            self._fast_path.pause()
-            self.wants_overlap = overlap
+            self.wants_overlap, self._chosen = overlap, True
 
     def reset(self) -> None:
         """Forget what was computed and reduced (zero_grad, or after an error)."""
@@ -334,6 +342,9 @@ class GradientExchange:
         known = len(self._trained)
         try:
             path = self._fast_path
+            if self._chosen:
+                path.pause()
+                self._chosen = False
             if path.open and not self.direct and path.exchange(self.state.computed, self.step):
                 self._exchanged(path.expected_kinds)
             else:
@@ -393,6 +404,7 @@ class GradientExchange:
         if overlap != self.overlap:
             self.overlap = overlap
             self._plan()
+            self._fast_path.restart()
         self._fast_path.update(
             union if all(not kind or kind >= AS_DENSE for kind in union) else b"",
             alike=not memory[count + 3] and not joined,

@@ -111,9 +111,14 @@ class FastPath:
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
     def pause(self) -> None:
-        """Exchange by the mask next; all ranks, between the same steps if possible."""
-        self.leave()
-        self.open, self._in_a_row = False, 0
+        """Exchange by the mask this time: ranks that do not want it are refused, and all close alike."""
+        if self.open:
+            self._refuse()
+            self.close()
+
+    def restart(self) -> None:
+        """Forget what earlier exchanges have shown; on all ranks in the same exchange."""
+        self._in_a_row, self._backoff = 0, _FIRST_BACKOFF
 
     def leave(self) -> None:
         """Leave the fast path; requests of ranks that still take it fail."""
