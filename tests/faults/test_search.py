@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from doc_blocks import ROOT, blocks, environment, put_files
 from processes import wait_until
 
+from ringdance.cli import main
 from ringdance.search.searcher import MARK
 from ringdance.search.study import Study
 
@@ -183,6 +185,79 @@ def test_a_pruned_trial_ends_at_its_next_report_or_is_ended(tmp_path: Path) -> N
     assert "4 trials: 1 finished, 3 pruned; best objective 0, trial 0" in done.stdout
     assert "ringdance run -np 2 python trial.py" in done.stdout
     assert "this trial is pruned" in (tmp_path / "space.search/trials/0002/log").read_text()
+
+
+EARLY = """\
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0) if sys.argv[2] == "0" else None)
+print("loss -9", flush=True)
+with open("said", "a") as file:
+    file.write(f"begin {sys.argv[2]} 0\\n")
+while not Path("go").exists():
+    time.sleep(0.05)
+print("loss 1")
+"""
+
+
+@pytest.mark.parametrize("to", ["searcher", "trial"])
+def test_a_trial_that_a_signal_ends_well_has_no_result(to: str, tmp_path: Path) -> None:
+    """Trial 0 saves and exits with 0, trial 1 goes on, and the searcher is killed before it is through."""
+    search = Search(tmp_path, 2, 0.0)
+    (tmp_path / "trial.py").write_text(EARLY)
+    running = search.start()
+    search.wait_for("begin", 2)
+    exits = tmp_path / "space.search/trials/0000/exit"
+    if to == "trial":  # as from a scheduler, which signals all processes
+        running.send_signal(signal.SIGSTOP)
+        shells = [one for one in psutil.Process(running.pid).children() if str(exits) in one.cmdline()]
+        os.killpg(shells[0].pid, signal.SIGTERM)
+    else:
+        running.send_signal(signal.SIGTERM)
+    assert wait_until(exits.exists, 20) is not None
+    assert exits.read_text() == "0\n"
+    running.kill()
+    running.communicate()
+    again = search.start("--grace", "1")
+    search.wait_for("begin", 4)
+    (tmp_path / "go").touch()
+    out, _ = again.communicate(timeout=60)
+    assert "2 trials: 2 finished; best loss 1," in out, out
+    assert not search.processes()
+
+
+def test_a_copied_study_leaves_the_trials_of_the_first_alone(tmp_path: Path) -> None:
+    """An exit code that a host which went down left empty is none."""
+    search = Search(tmp_path, 1, 0.0)
+    (tmp_path / "trial.py").write_text(EARLY)
+    running = search.start()
+    search.wait_for("begin", 1)
+    shutil.copytree(tmp_path / "space.search", tmp_path / "copy")
+    (tmp_path / "copy/trials/0000/exit").touch()
+    copy = search.start("--study", "copy", "--grace", "1")
+    search.wait_for("begin", 2)
+    (tmp_path / "go").touch()
+    for one in (copy, running):
+        out, _ = one.communicate(timeout=60)
+        assert "1 trials: 1 finished; best loss 1," in out, out
+    assert len(search.said("begin")) == 2
+
+
+def test_what_is_no_failure_or_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trials that diverge do not end the search; brackets are no markup; code 255 is no signal."""
+    search = Search(tmp_path, 8, 0.0)
+    (tmp_path / "trial.py").write_text(
+        "import sys\nn = int(sys.argv[2])\n"
+        "print('loss' if n else '', 'nan' if n < 6 else n)\nsys.exit(-(n == 6))"
+    )
+    (tmp_path / "space.yaml").write_text((SPACE % 8).replace("(\\S+)", "(\\S+)|[/a]$"))
+    out, _ = search.start().communicate(timeout=60)
+    assert "8 trials: 1 finished, 7 failed; best loss 7, trial 7" in out, out
+    assert main(["search", "show", str(tmp_path / "space.search")]) == 0
+    shown = capsys.readouterr().out
+    assert "trial 0 failed: no loss by loss (\\S+)|[/a]$ was found" in shown
+    assert "trial 6 failed: exit code 255" in shown
+    assert "trial 5 failed: loss is nan" in shown
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def _search(arguments: argparse.Namespace) -> int:
     names = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
     given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in names}
     options = [f"{name}={value}" for name, value in given.items() if value]
-    where, console = _layout(arguments, options), Console(highlight=False)
+    where, console = _layout(arguments, options), Console(highlight=False, markup=False, emoji=False)
     study = Study(arguments.study or arguments.space.with_suffix(".search"), space)
     study.keep(command, ["ringdance", "run", "-np", str(ranks), *options] if ranks else [])
     code = Searcher(study, space, console, **where, grace=arguments.grace).run()
@@ -102,12 +102,18 @@ def _layout(arguments: argparse.Namespace, options: Sequence[str]) -> dict[str, 
     hosts = hosts_of(arguments) or (found.hosts if found and not found.refused else [("localhost", slots)])
     names, most = {name for name, _ in hosts}, max(count for _, count in hosts)
     local = names <= local_names(names)
-    seen = here.visible_devices.split(",") if local and here.visible_devices else map(str, range(most))
+    seen = here.visible_devices.split(",") if local and here.visible_devices else list(map(str, range(most)))
+    gpus = len(here.visible) if local else most
+    if arguments.gpus and not 0 < most <= gpus:
+        raise LaunchError(f"--gpus: GPUs that trials can use here: {gpus}; slots (-H): {most}")
+    free = places(hosts, ranks or 1)
+    if arguments.gpus and any(len({host for host, _ in place}) > 1 for place in free):
+        raise LaunchError("--gpus is for trials on one host each; those on whole hosts need no --gpus")
     return {
-        "free": places(hosts, ranks or 1),
+        "free": free,
         "launch": None if local and ranks is None else options,
         "exports": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, here.cores // most))},
-        "devices": list(seen) if arguments.gpus else [],
+        "devices": seen if arguments.gpus else [],
     }
 
 
@@ -141,7 +147,7 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    study, console = _study(arguments), Console(highlight=False)
+    study, console = _study(arguments), Console(highlight=False, markup=False, emoji=False)
     console.print(table(study))
     for one in study.trials("FAIL"):
         console.print(f"trial {one.number} failed: {one.user_attrs.get('reason')}", soft_wrap=True)

@@ -37,10 +37,11 @@ _STOP_S = 5.0  # at most, for a report to end a trial that is pruned
 _ALONE_S = 1.0  # for processes to end when the one that led them has
 MARK = "RINGDANCE_SEARCH_TRIAL"
 """Variable that all processes of a trial inherit: its directory."""
-KILLED = 128 + signal.SIGKILL
-# Writes the exit code down, so that also a trial that ends after its searcher has a result. With a handler
-# sh outlives the signals that its process group gets.
-_SHELL = 'trap : TERM HUP INT; "$@"; code=$?; echo $code > "$0.new" && mv "$0.new" "$0"; exit $code'
+KILLED, TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
+# Writes the exit code down, so that also a trial that ends after its searcher has a result; before it, that
+# a signal came: a trial may then save what it has and end well. With a handler sh outlives signals.
+_SHELL = """trap ': > "$0.early"' TERM HUP INT
+"$@"; code=$?; echo $code > "$0.new" && sync "$0.new" && mv "$0.new" "$0"; exit $code"""
 
 Place = Sequence[tuple[str, int]]
 """Slots of a trial: host and number of the slot there."""
@@ -83,13 +84,14 @@ class Attempt:
     directory: Path
     reader: Reader
     place: Place = ()
-    ends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    ends: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
     _leader: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        """Name its files: of its exit code, and by which its next report ends it."""
+        """Name its files: of its exit code, of a signal before it, and by which its next report ends it."""
         self.directory = self.directory.resolve()
-        self.exit, self.stop = self.directory / "exit", self.directory / f"report.jsonl{STOP}"
+        self.exit, self.early = self.directory / "exit", self.directory / "exit.early"
+        self.stop = self.directory / f"report.jsonl{STOP}"
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start it in its own session, with its output in ``log``."""
@@ -102,34 +104,48 @@ class Attempt:
             )
 
     def code(self) -> int | None:
-        """Return the exit code, None while it runs; 128 + n for signal n."""
-        if self.exit.exists():
-            return int(self.exit.read_text())
+        """Return the exit code, None while it runs; 128 + n for signal n, after which any code is one."""
+        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty: the host went down
+            return TERMINATED if self.early.exists() else int(text)
         return None if self._leader and self._leader.poll() is None else KILLED
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the command, and to nothing that a ``ringdance run`` looks after itself."""
-        for one in self._living():
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(one.pid) == one.pid and one.name() == "sh":
-                    os.killpg(one.pid, signal.SIGTERM)
 
-    def _living(self) -> list[psutil.Process]:
-        found, mark = psutil.process_iter(["environ"]), str(self.directory)  # of a zombie it is empty
-        return [one for one in found if (one.info["environ"] or {}).get(MARK) == mark]
+def _living(attempts: Sequence[Attempt]) -> list[psutil.Process]:
+    found, marks = psutil.process_iter(["environ"]), {str(one.directory) for one in attempts}
+    return [one for one in found if (one.info["environ"] or {}).get(MARK) in marks]  # of a zombie it is empty
 
-    def kill(self, patience: float = 0.0) -> None:
-        """End all its processes on this host, and wait for that; those elsewhere end with ``ringdance run``.
 
-        Args:
-            patience: seconds for those that end by themselves.
-        """
-        psutil.wait_procs(self._living(), timeout=patience)
-        while living := self._living():
-            for one in living:
-                with contextlib.suppress(psutil.Error):
-                    one.kill()
-            psutil.wait_procs(living, timeout=0.2)
+def terminate(attempts: Sequence[Attempt]) -> list[psutil.Process]:
+    """Send SIGTERM to the commands, and to nothing that a ``ringdance run`` looks after itself.
+
+    Returns:
+        the shells that wait for the commands.
+    """
+    shells = []
+    for attempt in attempts:
+        with contextlib.suppress(FileNotFoundError):  # a searcher was killed before it made the directory
+            attempt.early.touch()
+    for one in _living(attempts):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(one.pid) == one.pid and one.name() == "sh":
+                os.killpg(one.pid, signal.SIGTERM)
+                shells.append(one)
+    return shells
+
+
+def kill(attempts: Sequence[Attempt], patience: float = 0.0) -> None:
+    """End all their processes on this host, and wait for that; those elsewhere end with ``ringdance run``.
+
+    Args:
+        attempts: at trials.
+        patience: seconds for those that end by themselves.
+    """
+    psutil.wait_procs(_living(attempts), timeout=patience)
+    while living := _living(attempts):
+        for one in living:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        psutil.wait_procs(living, timeout=0.2)
 
 
 @dataclass
@@ -168,10 +184,11 @@ class Searcher:
                 self._recover()
                 while not self._signals and (self._start() or self._running):
                     time.sleep(_POLL_S)
-                    for trial in list(self._running):
+                    for trial in [] if self._signals else list(self._running):
                         self._look(trial)
-        finally:
-            self._end_all()
+        finally:  # they stay unfinished in the study
+            self._end([one for one in self._running if one.code() is None])
+            kill(self._running, patience=_ALONE_S if self._signals < 2 else 0.0)
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self._signals:
@@ -193,15 +210,15 @@ class Searcher:
 
     def _recover(self) -> None:
         """Take up what a searcher that was killed has left."""
-        for one in [self._attempt(trial.number) for trial in self.study.trials("RUNNING")]:
-            if one.exit.exists():
-                one.kill(patience=_ALONE_S)
-                self._finish(one)
-            else:
-                one.terminate()
-                one.kill(patience=self.grace)
+        left = [self._attempt(trial.number) for trial in self.study.trials("RUNNING")]
+        self._end([one for one in left if one.code() in (KILLED, TERMINATED)])
+        kill(left, patience=_ALONE_S)
+        for one in left:
+            if one.code() in (KILLED, TERMINATED) and not one.stop.exists():
                 self._set_aside(one)
                 self._waiting.append(one.trial.number)
+            else:
+                self._finish(one)
 
     def _attempt(self, number: int | None, place: Place = ()) -> Attempt:
         trial, aim = self.study.trial(number), self.space.objective
@@ -237,7 +254,7 @@ class Searcher:
         """Pass on what a trial reports, and see whether it has ended."""
         now = time.monotonic()
         if one.code() is not None:
-            one.kill(patience=_ALONE_S)
+            kill([one], patience=_ALONE_S)
             self._running.remove(one)
             self.free.append(one.place)
             self._finish(one)
@@ -246,14 +263,15 @@ class Searcher:
         elif not one.stop.exists() and self._passed_on(one):
             one.stop.touch()
             after = now + min(_STOP_S, self.grace)
-            one.ends = [(after, one.terminate), (after + self.grace, one.kill)]
+            one.ends = [(after, partial(terminate, [one])), (after + self.grace, partial(kill, [one]))]
 
     def _passed_on(self, one: Attempt, ended: bool = False) -> bool:
         """Return whether a trial is to be pruned by what it has reported since the last call."""
         pruned = False
         for step, value in one.reader.new(ended):
-            one.trial.report(value, step)
-            pruned = one.trial.should_prune() or pruned
+            if step is not None and self.space.pruner["name"] != "none":  # each is a synced record
+                one.trial.report(value, step)
+                pruned = one.trial.should_prune() or pruned
         return pruned
 
     def _finish(self, one: Attempt) -> None:
@@ -274,11 +292,11 @@ class Searcher:
 
     def _fail(self, one: Attempt, code: int, reason: str) -> None:
         trial, log = one.trial, self._set_aside(one) / "log"
-        if code > 128 and "killed" not in trial.user_attrs:
+        if 128 < code <= 128 + signal.SIGRTMAX and "killed" not in trial.user_attrs:
             trial.set_user_attr("killed", code - 128)
             self._waiting.append(trial.number)
             return self._say(one, f"killed by signal {code - 128}, and started again ({log})")
-        self._failed += 1
+        self._failed += bool(code or not one.reader.values)  # no number is normal where lr is too high
         trial.set_user_attr("reason", f"{reason} ({log})")
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason} ({log})")
@@ -292,19 +310,12 @@ class Searcher:
             one.directory.rename(target)
         return target
 
-    def _end_all(self) -> None:
-        """End the trials that run; they stay unfinished in the study. A second signal ends them at once."""
-        running = [one for one in self._running if one.code() is None]
-        for one in running:
-            one.terminate()
-        end = time.monotonic() + self.grace
-        while any(one.code() is None for one in running) and self._signals < 2 and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        for one in self._running:
-            one.kill(patience=_ALONE_S if self._signals < 2 else 0.0)
-        for one in running:  # the code of what ended them is no result
-            one.exit.unlink(missing_ok=True)
+    def _end(self, attempts: Sequence[Attempt]) -> None:
+        """End attempts, of which no result is taken. A second signal ends them at once."""
+        shells, end = terminate(attempts), time.monotonic() + self.grace
+        while shells and self._signals < 2 and time.monotonic() < end:
+            _, shells = psutil.wait_procs(shells, timeout=_POLL_S)
 
     def _say(self, one: Attempt, text: str) -> None:
         parameters = ", ".join(f"{name} {short(value)}" for name, value in one.trial.params.items())
-        self.console.print(f"trial {one.trial.number}: {text}; {parameters}", soft_wrap=True, markup=False)
+        self.console.print(f"trial {one.trial.number}: {text}; {parameters}", soft_wrap=True)

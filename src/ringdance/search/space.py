@@ -22,6 +22,7 @@ _FORMS = {
     "trials": _COUNT, "failures": _COUNT, "goal": ("maximize|minimize", "maximize or minimize"),
     "take": ("last|best", "last or best"), "env": (_NAME, "the name of a variable"),
     "values": (r"\[.*\]", "a list"),
+    "file": (r"\{dir\}/.+", "in the trial's own directory, such as '{dir}/metrics.jsonl'"),
 }  # fmt: skip
 
 
@@ -107,10 +108,10 @@ def parse_space(found: Any) -> Space:
     if aim.get("line") and aim.get("file"):
         raise ValueError("objective: give a line or a file, not both")
     try:
-        groups = re.compile(str(aim.get("line", "()"))).groups
+        group = value_group(str(aim.get("line", "()")))
     except re.error:
-        groups = 0
-    if not groups:
+        group = 0
+    if not group:
         wanted = "a regular expression with a group for the number, such as 'loss (\\S+)'"
         raise ValueError(f"objective: line must be {wanted}, and is {aim['line']!r}")
     for key in options.keys() & {"sampler", "pruner"}:
@@ -193,16 +194,24 @@ def as_text(value: Any) -> str:
 # --- values of a trial -----------------------------------------------------------------------------
 
 
+def value_group(line: str) -> int:
+    """Return the group of the number: ``value``, else the first that is not ``step``, else 0."""
+    pattern = re.compile(line)
+    others = set(range(1, pattern.groups + 1)) - {pattern.groupindex.get("step")}
+    return pattern.groupindex.get("value") or min(others, default=0)
+
+
 class Reader:
     """Reads the objective's values in a growing file: the output, JSON lines, or reports."""
 
     def __init__(self, objective: Objective, path: Path) -> None:
         self._objective, self._path, self._offset = objective, path, 0
         self._key = objective.name if objective.file else "value"
+        self._group = value_group(objective.line)
         self.values: list[float] = []
 
-    def new(self, ended: bool = False) -> list[tuple[int, float]]:
-        """Return steps and values since the last call; a line without its end only if the trial has."""
+    def new(self, ended: bool = False) -> list[tuple[int | None, float]]:
+        """Return steps (or None) and values since the last call; an unended line if the trial has ended."""
         if not self._path.exists():
             return []
         with open(self._path, "rb") as file:
@@ -213,20 +222,22 @@ class Reader:
         found = []
         for line in data.decode(errors="replace").splitlines():
             try:
-                step, value = self._parse(line)
-            except (ValueError, TypeError, KeyError, AttributeError):  # another line, or no number
-                continue
-            found.append((len(self.values) if step is None else max(0, int(step)), value))
-            self.values.append(value)
+                found.append(self._parse(line))
+            except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+                continue  # another line, or no number
+            self.values.append(found[-1][1])
         return found
 
-    def _parse(self, line: str) -> tuple[Any, float]:
-        if not self._objective.line:
+    def _parse(self, line: str) -> tuple[int | None, float]:
+        if self._objective.line:
+            match = re.search(self._objective.line, line)
+            step, value = match.groupdict().get("step"), match[self._group]  # type: ignore[union-attr, index]
+        else:
             record = json.loads(line)
-            return record.get("step"), float(record[self._key])
-        match = re.search(self._objective.line, line)
-        groups = match.groupdict() if match else {}
-        return groups.get("step"), float(groups.get("value") or match[1])  # type: ignore[index]
+            step, value = record.get("step"), record[self._key]
+            if step is None and not self._objective.file:
+                step = len(self.values)
+        return None if step is None else max(0, int(step)), float(value)
 
     def result(self) -> float:
         """Return the trial's objective. Raises ValueError if there is none or it is no number."""

@@ -64,7 +64,11 @@ class Study:
     def _take(self, journal: Path) -> None:
         """Keep other searchers out, and remove what one that was killed while it wrote has left."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.directory / "lock", "a+")  # noqa: SIM115
+        lock = self.directory / "ringdance-search.lock"
+        if not lock.exists() and any(self.directory.iterdir()):
+            text = "has other files, and is no study; give --study a directory that is empty or new"
+            raise LaunchError(f"{self.directory} {text}")
+        self._lock = open(lock, "a+")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

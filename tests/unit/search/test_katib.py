@@ -102,7 +102,7 @@ def test_katibs_own_models_know_every_field(tmp_path: Path, capsys: pytest.Captu
         (("pruner: {name: median", "pruner: {name: hyperband"), "what Katib has too is median"),
         (("pruner: {name: median", "pruner: {name: tpe"), "what Katib has too is median"),
         (("test accuracy: (", "(a) ("), "must be plain text"),
-        (("line: 'test accuracy: ([0-9.]+)'", "file: x"), "reads the launcher's output only"),
+        (("line: 'test accuracy: ([0-9.]+)'", "file: '{dir}/x'"), "reads the launcher's output only"),
         (("image:", "imag:"), "did you mean --image?"),
         (("image: 'registry/train:1', ", ""), "missing --image IMAGE"),
         (("name: digits", "kind: TrainJob"), "trials are MPIJobs"),

@@ -56,7 +56,9 @@ def test_kinds_of_parameters(tmp_path: Path) -> None:
         ("parameters: {lr: [1]}\nobjective: {goal: max}", "goal must be maximize or minimize, and is 'max'"),
         ("parameters: {lr: [1]}\nobjective: {line: 'a('}", "line must be a regular expression"),
         ("parameters: {lr: [1]}\nobjective: {line: 'a'}", "with a group .* and is 'a'"),
-        ("parameters: {lr: [1]}\nobjective: {line: '(a)', file: f}", "a line or a file, not both"),
+        ("parameters: {lr: [1]}\nobjective: {line: '(a)', file: '{dir}/f'}", "a line or a file, not both"),
+        ("parameters: {lr: [1]}\nobjective: {line: '(?P<step>a)'}", "with a group for the number"),
+        ("parameters: {lr: [1]}\nobjective: {file: m.jsonl}", "file must be in the trial's own directory"),
         ("parameters: [", "space.yaml: "),
     ],
 )
@@ -91,16 +93,19 @@ def test_placeholders_are_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "text", "values", "result"),
     [
-        ({"line": r"loss (\S+)"}, "loss 3\nother\nloss nothing\nloss 1.5\n", [(0, 3), (1, 1.5)], 1.5),
+        ({"line": r"loss (\S+)"}, "loss 3\nother\nloss nothing\nloss 1.5\n", [(None, 3), (None, 1.5)], 1.5),
+        ({"line": r"epoch (?P<step>\S+) loss (\S+)"}, "epoch 3 loss 7\nepoch 1/9 loss 2\nepoch inf loss 1\n",
+         [(3, 7)], 7),
         ({"line": r"(?P<step>\d+) (?P<value>\S+)", "take": "best"}, "e 3 1\n4 2\n", [(3, 1), (4, 2)], 1),
-        ({"file": "f", "name": "acc", "goal": "maximize", "take": "best"},
-         '{"acc": 1, "step": 7}\n{"acc": 0.5}\n[]\nx\n{"loss": 3}\n', [(7, 1), (1, 0.5)], 1),
-        ({}, '{"value": 2.0, "step": 0}\n', [(0, 2)], 2),
+        ({"file": "{dir}/f", "name": "acc", "goal": "maximize", "take": "best"},
+         '{"acc": 1, "step": 7}\n{"acc": 0.5}\n[]\nx\n{"loss": 3}\n', [(7, 1), (None, 0.5)], 1),
+        ({}, '{"value": 1, "step": null}\n{"value": 2}\n{"value": 1, "step": 1e999}\n', [(0, 1), (1, 2)], 2),
     ],
 )  # fmt: skip
 def test_values_of_a_growing_file(
-    objective: dict[str, str], text: str, values: list[tuple[int, float]], result: float, tmp_path: Path
-) -> None:
+    objective: dict[str, str], text: str, values: list[tuple[int | None, float]], result: float,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """Byte by byte, they are the same; the last line counts without its end once the trial has ended."""
     path = tmp_path / "file"
     aim = parse_space(GOOD | {"objective": objective}).objective
@@ -116,7 +121,8 @@ def test_values_of_a_growing_file(
 def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
     for objective, said in [
         ({"line": r"loss (\S+)"}, "no objective by loss .* was found"),
-        ({"file": "f"}, "no objective by f was found"), ({}, "no objective by ringdance.report was found"),
+        ({"file": "{dir}/f"}, "no objective by {dir}/f was found"),
+        ({}, "no objective by ringdance.report was found"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=said):
             Reader(parse_space(GOOD | {"objective": objective}).objective, tmp_path / "file").result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import math
 import os
 import statistics
@@ -110,6 +111,26 @@ def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
     (tmp_path / "journal.log").write_text("{}\n")
     with pytest.raises(LaunchError, match=r"journal\.log is damaged, or no file of"):
         Study(tmp_path)
+
+
+def test_other_files_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trials" / "0000").mkdir(parents=True)
+    (tmp_path / "journal.log").write_text("no end of line")
+    with pytest.raises(LaunchError, match="has other files, and is no study"):
+        Study(tmp_path, space())
+    assert (tmp_path / "journal.log").read_text() == "no end of line"
+    assert {path.name for path in tmp_path.iterdir()} == {"trials", "journal.log"}
+    (tmp_path / "new").mkdir()
+
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Study(tmp_path / "new", space())
+    gc.collect()
+    assert Study(tmp_path / "new", space()).trials() == []
 
 
 def test_unknown_samplers_and_options(tmp_path: Path) -> None:
