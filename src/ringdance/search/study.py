@@ -157,16 +157,16 @@ def headline(study: Study) -> str:
 
 
 def table(study: Study, *states: str) -> Table:
-    """Return a table of the trials in these states, with the last value of those that have no other."""
+    """Return a table of the trials in these states; of those without a result, what the pruner saw last."""
     made = Table(title=headline(study), title_justify="left", box=SIMPLE_HEAD)
     names = list(study.facts["parameters"])
-    for name in ("trial", "state", study.facts["objective"]["name"], "reports", "seconds", *names):
+    for name in ("trial", "state", study.facts["objective"]["name"], "seconds", *names):
         made.add_column(name, justify="left" if name == "state" else "right")
     for one in study.trials(*states):
         reports, begun = one.intermediate_values, one.datetime_start or datetime.now()
         value = reports.get(one.last_step or 0) if one.value is None else one.value
         seconds = ((one.datetime_complete or datetime.now()) - begun).total_seconds()
-        facts = one.number, STATES[one.state.name], "" if value is None else short(value), len(reports)
+        facts = one.number, STATES[one.state.name], "" if value is None else short(value)
         parameters = (short(one.params.get(name, "")) for name in names)
         made.add_row(*map(str, facts), f"{seconds:.0f}", *parameters)
     return made
