@@ -68,4 +68,6 @@ def _dimension(
 ) -> Dimension:
     values = tuple(sorted({*grid, start}))
     toward = 1 if start < usual or start == values[0] else -1
-    return Dimension(name, values, values.index(start), toward, _SKIPS.get(name, 1), of_exchange)
+    near = min(range(len(values)), key=lambda at: abs(values[at] - usual))
+    known = near if len(values) > 2 and of_exchange else None
+    return Dimension(name, values, values.index(start), toward, _SKIPS.get(name, 1), of_exchange, known)

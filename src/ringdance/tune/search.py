@@ -37,6 +37,7 @@ class Dimension:
         toward: 1 or -1, where to look first.
         skip: steps after a change that say nothing.
         of_exchange: it cannot win more than the time in which training waits for an exchange.
+        usual: index of the value that suits most jobs; None if there is none.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Dimension:
     toward: int = 1
     skip: int = 1
     of_exchange: bool = True
+    usual: int | None = None
 
 
 class Trial(NamedTuple):
@@ -129,6 +131,11 @@ class Search:
         """Yield what to run, take what was measured; return what is best."""
         start = self.best = tuple(one.start for one in self.dimensions)
         yield from self._measure(start, "start", 2 * self.steps)
+        # From bad values all usual ones together win what noise does not hide, each by itself little.
+        usual = tuple(one.start if one.usual is None else one.usual for one in self.dimensions)
+        self._pairs = 3
+        if usual != start and self.exposed >= _EXPOSED and (yield from self._try(usual)) == "better":
+            self.best = usual
         for strides, pairs in _PASSES:
             moved = False
             for number, one in enumerate(self.dimensions):

@@ -357,7 +357,7 @@ def test_where_it_is_off_it_says_so(
 def test_dimensions_and_texts() -> None:
     assert Measured([1.0], 0.5).exposed == 0.5
     one = dimensions._dimension("chunk_bytes", (1, 2, 4), 3, 4)
-    assert one == Dimension("chunk_bytes", (1, 2, 3, 4), 2, 1, 1)
+    assert one == Dimension("chunk_bytes", (1, 2, 3, 4), 2, 1, 1, usual=3)
     assert autotune._text({"chunk_bytes": 3 << 17, "cycle_time": 0.5, "overlap": 1}) == (
         "chunk_bytes=384K, cycle_time=0.5, overlap=1"
     )

@@ -58,6 +58,16 @@ def test_from_bad_values_it_reaches_the_best(noise: float) -> None:
     assert min(shares) > 0.85
 
 
+def test_usual_values_win_though_each_by_itself_is_hidden_by_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.GRID", tuple(replace(one, usual=4) for one in GRID[:2]))
+
+    def small(point: Point) -> float:
+        return 1.0 + 0.01 * sum(abs(at - 4) for at in point)
+
+    found = [search((0, 0), 0.03, seed, small)[1].point for seed in range(20)]
+    assert sum(1 / small(point) >= 0.95 for point in found) >= 18
+
+
 def test_from_good_values_it_costs_little_and_stays() -> None:
     outcomes = [search((4, 4, 1), 0.02, seed) for seed in range(20)]
     assert median(extra for *_, extra in outcomes) < 0.03 * 200
