@@ -31,6 +31,11 @@ from ringdance.subcommands import Subcommand
 from ringdance.tune import plots
 
 _EPILOG = """\
+commands:
+  show      list the trials of a study
+  best      print the best command, ready to run
+  plot      draw the trials, and the best value so far
+
 examples:
   ringdance search space.yaml -- python train.py --lr {lr} --batch {batch}
   ringdance search space.yaml --ranks-per-trial 2 -H h1:4,h2:4 -- python train.py --lr {lr}
