@@ -13,7 +13,7 @@ import pytest
 from ringdance.errors import RingdanceError
 from ringdance.training.objects import allgather_object
 
-COUNT, FAST, BLOCK = 200, 10, 5
+COUNT, FAST, BLOCK = 200, 5, 5
 FEATURES, ROWS_OF_TABLE = 5, 7
 
 BLOCKS = [
