@@ -27,7 +27,7 @@ examples:
 Every sentence names the figure that it rests on. Where a run has none, it says what is missing.
 """
 _WORTH = 0.75  # efficiency of additional hosts from which on they are advised
-_PARTS = 24  # gradients that stand for those of a run, of which only the sum is known
+_PARTS = 24  # gradients, in place of those of a run, of which only the sum is known
 _BUSY_CORES, _BUSY_GPU = 75.0, 90.0  # percent
 _TITLES = {
     "not": "Do not scale now.", "up": "Scale up: fill the hosts that there are.",

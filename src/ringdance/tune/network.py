@@ -285,7 +285,7 @@ class Group:
     """A communicator: the hosts of its members, and what is under way among those that are executed.
 
     Attributes:
-        hosts: the host of each member; one ``Host`` may stand for all, see Note [One host for all].
+        hosts: the host of each member; one ``Host`` may be that of all, see Note [One host for all].
         numbers: number of each member's host.
         executed: the members that are executed.
         pending: by number of the collective and member: what was started.
