@@ -131,16 +131,20 @@ def _ranks_here(target: str) -> list[_Rank]:
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
         if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # else it is in init()
-            rank = _rank_of(reader)
+            if (rank := _rank_of(reader)) is None:
+                continue
             known.add((rank.job, rank.number))
             if not reader.words[Word.CLOSED]:
                 jobs.setdefault(rank.job, []).append(rank)
     for process, environ in records.rank_processes():
         job, number, size = (environ[name] for name in (linux.MARKER, "RINGDANCE_RANK", "RINGDANCE_SIZE"))
         if (job, int(number)) not in known:
-            below = (process, *process.children(recursive=True))
+            try:
+                below, age = (process, *process.children(recursive=True)), time.time() - process.create_time()
+            except psutil.Error:  # it has just ended
+                continue
             state = ", now in init()" if any(open_ring(one.pid) for one in below) else _BEFORE
-            progress = f"{time.time() - process.create_time():.0f} s{state}"
+            progress = f"{age:.0f} s{state}"
             rank = _Rank(int(number), os.uname().nodename, process.pid, int(size), job, progress)
             jobs.setdefault(job, []).append(rank)
     found: list[_Rank] = []
@@ -193,10 +197,14 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
     return found
 
 
-def _rank_of(reader: RingReader) -> _Rank:
+def _rank_of(reader: RingReader) -> _Rank | None:
+    """Return the rank whose records these are; None if its process has just ended."""
     number, host, pid = reader.who
-    process = psutil.Process(pid)
-    job = process.environ().get(linux.MARKER) or str(process.ppid())  # of mpiexec, or its daemon
+    try:
+        process = psutil.Process(pid)
+        job = process.environ().get(linux.MARKER) or str(process.ppid())  # of mpiexec, or its daemon
+    except psutil.Error:
+        return None
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
     seconds = (time.monotonic_ns() - since) / 1e9 if since else 0.0
     size, progress = reader.words[Word.SIZE], steps_text(reader.words)
@@ -206,7 +214,10 @@ def _rank_of(reader: RingReader) -> _Rank:
 
 def _is_below(pid: int, other: int) -> bool:
     """Return whether a process is another one, or that is above it."""
-    return other == pid or any(parent.pid == other for parent in psutil.Process(pid).parents())
+    try:
+        return other == pid or any(parent.pid == other for parent in psutil.Process(pid).parents())
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def _look(ranks: list[_Rank]) -> list[_Rank]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from ringdance import explain
+from ringdance.launch.system import linux
 
 FLIGHT = {"rank": 1, "host": "node2", "pid": 7, "pending": ["a"], "records": [], "reason": "an error"}
 
@@ -69,3 +73,16 @@ def test_operations_of_one_label_are_told_apart() -> None:
         "The ranks wait for different operations, rank 2 on host node1 (pid 9) for 'tape.2a.0'; the others "
         "for 'tape.1f.0'."
     )
+
+
+def test_ranks_that_end_while_they_are_looked_at_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of any job on the host: another one's end must not end this."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        gone = psutil.Process(child.pid)
+        child.kill()
+    environ = {linux.MARKER: "other", "RINGDANCE_RANK": "0", "RINGDANCE_SIZE": "1"}
+    monkeypatch.setattr(explain.records, "rank_processes", lambda: iter([(gone, environ)]))
+    assert [rank for rank in explain._ranks_here("other") if rank.pid == gone.pid] == []
+    reader = SimpleNamespace(who=(0, "here", gone.pid))
+    assert explain._rank_of(reader) is None  # type: ignore[arg-type]
+    assert not explain._is_below(gone.pid, os.getpid())
