@@ -22,6 +22,7 @@ _RECENT = 12  # steps of a point that count, the latest ones: the machine's spee
 _LEAST_NOISE = 0.01  # of a step's time, whatever few steps show
 _WORTH = 0.02  # a gain below this is none
 _CLEAR = 0.25  # a gain that needs no second look
+_VERIFICATIONS = 6  # times at most that the best point and the start take turns at the end
 _FAR = 0.6  # a gain for which it would take too long to go back to the start and compare
 _EXPOSED = 0.03  # share of a step in which training waits, from which on an exchange is worth tuning
 
@@ -248,11 +249,14 @@ class Search:
         found = compare(self._recent(start), self._recent(self.best))
         if found.difference > -_FAR:  # close: what was measured long ago does not count
             times: dict[Point, list[float]] = {start: [], self.best: []}
-            for point in (start, self.best) * min(2, self._left() // 2):
-                yield from self._measure(point, "verified", self.steps)
-                times[point] += self.history[-1][1]
-            found = compare(times[start], times[self.best])
-            if found.difference > -max(_WORTH, found.error):
+            for pair in range(1, min(_VERIFICATIONS, self._left() // 2) + 1):
+                for point in (start, self.best):
+                    yield from self._measure(point, "verified", self.steps)
+                    times[point] += self.history[-1][1]
+                found = compare(times[start], times[self.best])
+                if pair > 1 and not -3 * found.error < found.difference < 0:
+                    break
+            if found.difference > -max(_WORTH, 2 * found.error):
                 self.best = start
                 return Outcome(start)
         return Outcome(self.best, -found.difference, found.error)

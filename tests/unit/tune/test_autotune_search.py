@@ -25,17 +25,24 @@ def cost(point: Point) -> float:
 
 
 def search(
-    start: Point, noise: float, seed: int, cost: Callable[[Point], float] = cost, exposed: float = 0.5
+    start: Point, noise: float, seed: int, cost: Callable[[Point], float] = cost, exposed: float = 0.5,
+    drift: float = 0.0,
 ) -> tuple[Search, Outcome, float]:
-    """Search; return also what it cost more than the start, in its steps."""
-    luck, extra = random.Random(seed), 0.0
+    """Search; return also what it cost more than the start, in its steps.
+
+    Steps vary by ``noise``, and their level by ``drift`` from one to the next, of which a tenth wears off.
+    """
+    luck, extra, level = random.Random(seed), 0.0, 0.0
     found = Search([replace(one, start=at) for one, at in zip(GRID, start, strict=True)])
     run = found.run()
     trial = next(run)
     while True:
         slow = cost(trial.point)
         extra += (trial.skip + trial.steps) * (slow / cost(start) - 1)
-        times = [slow * luck.lognormvariate(0, noise) for _ in range(trial.steps)]
+        times = []
+        for _ in range(trial.steps):
+            level = 0.9 * level + luck.gauss(0, drift)
+            times.append(slow * luck.lognormvariate(0, noise) * (1 + max(-0.3, level)))
         if luck.random() < 0.2:  # other programs take the cores for a moment
             times[luck.randrange(len(times))] *= 3
         try:
@@ -73,6 +80,11 @@ def test_from_good_values_it_costs_little_and_stays() -> None:
     assert median(extra for *_, extra in outcomes) < 0.03 * 200
     assert all(outcome.point[0] == 4 and outcome.point[2] == 1 for _, outcome, _ in outcomes)
     assert all(outcome.gain == 0.0 for _, outcome, _ in outcomes if outcome.point == (4, 4, 1))
+
+
+def test_a_drifting_machine_is_hardly_taken_for_a_gain() -> None:
+    outcomes = [search((4, 4, 1), 0.1, seed, drift=0.03)[1] for seed in range(120)]
+    assert sum(outcome.gain > 0 for outcome in outcomes) <= 6
 
 
 def test_a_dimension_that_does_not_matter_is_given_up() -> None:
