@@ -1,4 +1,4 @@
-"""`ringdance recipes run deepfm/compare`: strategies of training side by side, on real processes."""
+"""`benchmarks/strategies/compare.py`: strategies of training side by side, on real processes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ GENERATE, COMPARE = (
     shlex.split(command)[1:] for block in blocks(PAGE) if block.language == "console"
     for command, _ in block.commands()
 )  # fmt: skip
+SCRIPT = ROOT / COMPARE[0]
 SMALL = ("--dim", "4", "--hidden", "16", "--batch-size", "256", "--validation-rows", "1000", "-np", "2")
 
 
-def ringdance(directory: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of Ringdance in a directory."""
+def run(directory: Path, *words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a directory."""
     return subprocess.run(
-        [sys.executable, "-m", "ringdance", *words], cwd=directory, env={**environment(), **more}, text=True,
+        [sys.executable, *words], cwd=directory, env={**environment(), **more}, text=True,
         capture_output=True, timeout=550,
     )  # fmt: skip
 
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
-    made = ringdance(
-        tmp_path, *GENERATE, "--rows", "10000", "--table-size", "5000", "--validation", "0.2", "--shards", "1"
-    )  # fmt: skip
+    words = ("--rows", "10000", "--table-size", "5000", "--validation", "0.2", "--shards", "1")
+    made = run(tmp_path, "-m", "ringdance", *GENERATE, *words)
     assert made.returncode == 0, made.stderr
     return tmp_path
 
@@ -45,14 +45,14 @@ def results(directory: Path) -> dict[str, Any]:
 @pytest.mark.limit(400)
 def test_a_strategy_that_fails_is_a_row_and_the_next_time_only_it_is_run(clicks: Path) -> None:
     pytest.importorskip("torch")
-    words = (*COMPARE, "--strategies", "ringdance,ddp", "--rows", "20000")
-    done = ringdance(clicks, *words, "--framework", "torch", *SMALL, GLOO_SOCKET_IFNAME="nowhere")
+    words = (SCRIPT, *COMPARE[1:], "--strategies", "ringdance,ddp", "--rows", "20000")
+    done = run(clicks, *words, "--framework", "torch", *SMALL, GLOO_SOCKET_IFNAME="nowhere")
     assert done.returncode == 1, done.stderr
     assert "| PyTorch ddp | failed: " in done.stdout
-    assert "PyTorch: use ringdance" in done.stdout
+    assert "| PyTorch ringdance | 2 |" in done.stdout
     first = results(clicks)
     assert first["torch-ddp"]["error"]
-    done = ringdance(clicks, *words, "--framework", "torch", *SMALL)
+    done = run(clicks, *words, "--framework", "torch", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "torch ringdance: starting" not in done.stderr
     found = results(clicks)
@@ -65,7 +65,7 @@ def test_a_strategy_that_fails_is_a_row_and_the_next_time_only_it_is_run(clicks:
     ours, ddp = (found[f"torch-{name}"]["curve"] for name in ("ringdance", "ddp"))
     assert [point[2] for point in ours] == pytest.approx([point[2] for point in ddp], abs=1e-3)
     assert ours[-1][2] > 0.6
-    other = ringdance(clicks, *words, "--framework", "torch", *SMALL[2:], "--dim", "8")
+    other = run(clicks, *words, "--framework", "torch", *SMALL[2:], "--dim", "8")
     assert other.returncode == 2
     assert "sizes" in other.stderr
     assert "--again" in other.stderr
@@ -76,7 +76,7 @@ def test_a_strategy_that_fails_is_a_row_and_the_next_time_only_it_is_run(clicks:
 def test_all_strategies_reach_the_same_auc(clicks: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
-    done = ringdance(clicks, *COMPARE, *SMALL)
+    done = run(clicks, SCRIPT, *COMPARE[1:], *SMALL)
     assert done.returncode == 0, done.stderr
     found = results(clicks)
     assert len(found) == 9
@@ -95,7 +95,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         (("nowhere", "--batch-size", "7", "-np", "2"), "7 cannot be divided among 2"),
         (("nowhere", "--framework", "torch", "--strategies", "tower"), "none of these strategies"),
     ):
-        done = ringdance(tmp_path, "recipes", "run", "deepfm/compare", *words)
+        done = run(tmp_path, SCRIPT, *words)
         assert done.returncode == 2, done.stderr
         assert said in done.stderr
         assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""`ringdance recipes run deepfm/compare -H`: the strategies of several processes on several hosts."""
+"""`benchmarks/strategies/compare.py -H`: the strategies of several processes on several hosts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hosts import Hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(500)]
 RINGDANCE = (sys.executable, "-m", "ringdance")
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "strategies" / "compare.py"
 STRATEGIES = {
     "tensorflow": ("ringdance", "single", "multi_worker_mirrored", "parameter_server"),
     "torch": ("ringdance", "ddp"),
@@ -26,7 +27,7 @@ def test_strategies_on_two_hosts_reach_the_same_auc(three_hosts: Hosts, tmp_path
     assert made.returncode == 0, made.stderr
     for framework, names in STRATEGIES.items():
         done = three_hosts.run(
-            "h1", *RINGDANCE, "recipes", "run", "deepfm/compare", clicks, "-H", "h2:1,h3:1", "--framework",
+            "h1", sys.executable, str(SCRIPT), clicks, "-H", "h2:1,h3:1", "--framework",
             framework, "--strategies", ",".join(names), "--dim", "4", "--hidden", "16", "--batch-size", "256",
             "--output", str(output),
         )  # fmt: skip

@@ -30,7 +30,9 @@ BATCH = 256 // SIZE * SIZE  # of all ranks
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The modules of the recipe by their names; other recipes have some of these names too."""
-    monkeypatch.syspath_prepend(str(Path(recipes.__file__).parent / "deepfm"))
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "strategies"
+    for path in (Path(recipes.__file__).parent / "deepfm", benchmark):
+        monkeypatch.syspath_prepend(str(path))
     names = ("rates", "loop", "train_torch", "strategies", "strategies_torch")
     others = {name: sys.modules.pop(name, None) for name in names}
     yield Namespace(**{name: importlib.import_module(name) for name in names})

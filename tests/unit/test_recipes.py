@@ -15,6 +15,7 @@ import pytest
 import ringdance.numpy as hvd
 from ringdance.cli import main
 from ringdance.errors import ArgumentError
+from ringdance.recipes.deepfm import rates
 from ringdance.recipes.files import about_model
 from ringdance.recipes.resnet50 import presets
 
@@ -53,17 +54,17 @@ def test_list_names_each_file_and_loads_no_framework():
 
 def test_a_script_runs_without_a_copy_with_its_own_arguments():
     run = [sys.executable, "-m", "ringdance", "recipes", "run"]
-    given = subprocess.run([*run, "deepfm/compare", "--help"], capture_output=True, text=True, timeout=60)
+    given = subprocess.run([*run, "deepfm/score", "--help"], capture_output=True, text=True, timeout=60)
     assert given.returncode == 0, given.stderr
-    assert "--strategies" in given.stdout
-    wrong = subprocess.run([*run, "deepfm/compere"], capture_output=True, text=True, timeout=60)
+    assert "--split" in given.stdout
+    wrong = subprocess.run([*run, "deepfm/scare"], capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2
-    assert "deepfm/compare" in wrong.stderr
+    assert "deepfm/score" in wrong.stderr
 
 
 def test_a_recipe_without_presets_shows_its_manuals(capsys: pytest.CaptureFixture[str]):
     assert main(["recipes", "show", "deepfm"]) == 0
-    assert "parameter_server" in capsys.readouterr().out
+    assert "--split validation" in capsys.readouterr().out
     assert main(["recipes", "show", "deepfm", "--json"]) == 2
 
 
@@ -108,11 +109,12 @@ def test_milestones_and_averages_go_with_the_length_of_a_training():
 
 def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ones in rates.py are others in the recipes and in each strategy of the comparison."""
-    monkeypatch.syspath_prepend(str(Path(presets.__file__).parents[1] / "deepfm"))
+    for path in (Path(rates.__file__).parent, Path(__file__).parents[2] / "benchmarks" / "strategies"):
+        monkeypatch.syspath_prepend(str(path))
     monkeypatch.setattr(sys, "argv", ["train_torch.py", "DATA"])
-    for name in ("rates", "loop", "strategies"):
+    monkeypatch.setitem(sys.modules, "rates", rates)
+    for name in ("loop", "strategies"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    rates = importlib.import_module("rates")
     names = [name for name in vars(rates) if name.isupper()]
     for number, name in enumerate(names):
         monkeypatch.setattr(rates, name, number + 7)
@@ -123,7 +125,7 @@ def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = importlib.import_module("strategies").Sizes(50, 3, batch_size=10)
     assert (sizes.rate, sizes.table_rate, sizes.first_sum) == (rates.RATE, rates.TABLE_RATE, rates.FIRST_SUM)
     assert sizes.accumulator == pytest.approx(rates.FIRST_SUM / 100)
-    for name in ("rates", "loop", "strategies"):  # other tests get their own
+    for name in ("loop", "strategies"):  # other tests get their own
         del sys.modules[name]
 
 

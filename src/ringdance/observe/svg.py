@@ -9,17 +9,6 @@ from itertools import count
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
 _ids = count()
-# As of page.css.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5589a", "#8a6d00", "#4aa3df", "#6a737d", "#7b4fc9")
-_DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "4 4", "6 3", "2 3")
-_STYLE = (
-    "svg{background:#fff}text{font:12px sans-serif;fill:#57606a}.title{font-weight:bold}"
-    ".grid{stroke:#d0d7de}.line{fill:none;stroke-width:2}"
-    + "".join(
-        f".c{n}{{stroke:{colour};stroke-dasharray:{dash}}}.b{n}{{fill:{colour}}}"
-        for n, (colour, dash) in enumerate(zip(_COLOURS, _DASHES, strict=True))
-    )
-)
 
 
 def _frame(height: float, title: str, description: str, body: Iterable[str]) -> str:
@@ -48,30 +37,29 @@ def _legend(names: Mapping[int, str]) -> str:
     return f"<ul class='legend'>{''.join(items)}</ul>"
 
 
-def plot(
+def lines(
     title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str,
-    top: float = 0.0, base: float = 0.0, first: int = 0,
+    top: float = 0.0, first: int = 0,
 ) -> str:  # fmt: skip
-    """Return a picture of lines.
+    """Return a plot of lines from 0, with caption and legend.
 
     Args:
-        title: for screen readers.
+        title: of the plot.
         series: points by name.
         x_unit: of the x axis.
         y_unit: of the y axis.
         top: least upper end of the y axis.
-        base: its lower end.
         first: number of the first line's colour.
     """
     points = [point for line in series.values() for point in line]
     xs = _ticks(max(x for x, _ in points))
-    ys = [base + tick for tick in _ticks(max(top, *(y for _, y in points)) - base)]
+    ys = _ticks(max(top, *(y for _, y in points)))
     height, bottom = 200, 160
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (
             _LEFT + x / xs[-1] * (_WIDTH - _LEFT - _RIGHT),
-            bottom - (y - base) / (ys[-1] - base) * (bottom - _TOP),
+            bottom - y / ys[-1] * (bottom - _TOP),
         )
 
     body = []
@@ -79,7 +67,7 @@ def plot(
         _, at = place(0, y)
         body.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}"/>')
         body.append(_text(_LEFT - 6, at + 4, f"{y:g}", "end"))
-    body += [_text(place(x, base)[0], bottom + 16, f"{x:g}", "middle") for x in xs]
+    body += [_text(place(x, 0)[0], bottom + 16, f"{x:g}", "middle") for x in xs]
     body.append(_text((_LEFT + _WIDTH) / 2, height - 6, x_unit, "middle"))
     for number, line in enumerate(series.values(), first):
         marks = [place(*point) for point in sorted(line)]
@@ -88,37 +76,8 @@ def plot(
         if len(marks) < 30:
             body += [f'<circle class="b{number % 8}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in marks]
     ends = "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in series.items())
-    return _frame(height, title, f"{y_unit}; {ends}", body)
-
-
-def lines(
-    title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str,
-    top: float = 0.0, first: int = 0,
-) -> str:  # fmt: skip
-    """Return a plot of lines from 0, with caption and legend; arguments as of :func:`plot`."""
     legend = _legend(dict(enumerate(series, first))) if len(series) > 1 else ""
-    return _figure(f"{title}, {y_unit}", plot(title, series, x_unit, y_unit, top, first=first), legend)
-
-
-def document(rows: Sequence[tuple[str, Sequence[str], Sequence[str]]]) -> str:
-    """Return an SVG file of pictures: for each row its title, the names of its lines, and the pictures."""
-    width = max((len(pictures) for _, _, pictures in rows), default=1) * _WIDTH
-    body, y = [], 0
-    for title, names, pictures in rows:
-        body.append(f'<text class="title" x="{_LEFT}" y="{y + 18}">{escape(title)}</text>')
-        x = _LEFT
-        for number, name in enumerate(names):
-            body.append(f'<rect class="b{number % 8}" x="{x}" y="{y + 28}" width="10" height="10"/>')
-            body.append(_text(x + 14, y + 37, name))
-            x += 26 + 7 * len(name)
-        for number, picture in enumerate(pictures):
-            place = f'<svg x="{number * _WIDTH}" y="{y + 46}" width="{_WIDTH}" height="200"'
-            body.append(picture.replace("<svg", place, 1))
-        y += 256
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}">'
-        f"<style>{_STYLE}</style>{''.join(body)}</svg>\n"
-    )
+    return _figure(f"{title}, {y_unit}", _frame(height, title, f"{y_unit}; {ends}", body), legend)
 
 
 def _figure(caption: str, picture: str, legend: str) -> str:

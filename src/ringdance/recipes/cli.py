@@ -28,11 +28,11 @@ examples:
   ringdance recipes show resnet50                  its presets: hyper-parameters, sources, published results
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and what they share
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
-  ringdance recipes run deepfm/compare --help      a script of a recipe, without a copy
+  ringdance recipes run deepfm/score --help        a script of a recipe, without a copy
 """
 _RUN_EPILOG = """\
 examples:
-  ringdance recipes run deepfm/compare /data/clicks --strategies ringdance,single,ddp -np 2
+  ringdance recipes run deepfm/score model /data/clicks --split validation --output scores.tsv
   ringdance recipes run resnet50/train_torch --preset laptop --synthetic --steps 20
   ringdance run -np 2 ringdance recipes run resnet50/train_torch --preset laptop --synthetic --steps 20
 """
@@ -173,7 +173,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", metavar="RECIPE/SCRIPT", help="such as deepfm/compare; `list` shows them")
+    parser.add_argument("script", metavar="RECIPE/SCRIPT", help="such as deepfm/score; `list` shows them")
     text = "of the script; --help shows them"
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help=text)
 

@@ -40,7 +40,7 @@ def plot_file(text: str) -> Path:
 def lines(
     file: str | PathLike[str],
     panels: Mapping[str, Mapping[str, Line]],
-    x_label: str,
+    x_label: str | Sequence[str],
     y_label: str | Sequence[str],
     noise: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     logarithmic: bool | str = False,
@@ -53,8 +53,8 @@ def lines(
     Args:
         file: where to write the light one, by its suffix as SVG or PNG; the dark one gets "-dark" before it.
         panels: lines by name, by the panel's title; a line is its points (x, y) in order.
-        x_label: what all x are, with the unit.
-        y_label: what all y are, or those of each panel.
+        x_label: what all x are, with the unit, or those of each panel.
+        y_label: the same of y.
         noise: half of the interval around each point of a line, by its name, by the panel's title: drawn as a
             band.
         logarithmic: which axes are: "x", "y", "xy" (as True) or none.
@@ -72,13 +72,14 @@ def lines(
     if not any(line for panel in panels.values() for line in panel.values()):
         raise ArgumentError(f"{target}: there is no point to draw.")
     optional("matplotlib", ArgumentError, f"Plots need matplotlib to write {target}", "matplotlib>=3.8")
-    labels = [y_label] * len(panels) if isinstance(y_label, str) else list(y_label)
+    names = [[one] * len(panels) if isinstance(one, str) else one for one in (x_label, y_label)]
+    labels = list(zip(*names, strict=True))
     axes = "xy" if logarithmic is True else logarithmic or ""
     colours = _colours(name for panel in panels.values() for name in panel)
     written = []
     for suffix, theme in _THEMES.items():
         path = target.with_name(f"{target.stem}{suffix}{target.suffix}")
-        _write(path, panels, x_label, labels, noise or {}, axes, from_zero, colours, theme)
+        _write(path, panels, labels, noise or {}, axes, from_zero, colours, theme)
         written.append(path)
     return written
 
@@ -93,7 +94,7 @@ def _colours(names: Iterable[str]) -> dict[str, int]:
 
 
 def _write(
-    path: Path, panels: Mapping[str, Mapping[str, Line]], x_label: str, y_labels: Sequence[str],
+    path: Path, panels: Mapping[str, Mapping[str, Line]], labels: Sequence[tuple[str, str]],
     noise: Mapping[str, Mapping[str, Sequence[float]]], logarithmic: str, from_zero: bool,
     colours: Mapping[str, int], theme: tuple[str, str, str, str],
 ) -> None:  # fmt: skip
@@ -111,11 +112,10 @@ def _write(
     # The defaults and not the user's file: equal input gives equal plots.
     with matplotlib.rc_context(matplotlib.rcParamsDefault), matplotlib.rc_context(style):
         figure = Figure(figsize=(4.4 * len(panels) + 0.6, 3.6), layout="constrained")
-        for place, ((title, panel), y_label) in enumerate(zip(panels.items(), y_labels, strict=True), 1):
-            axes = figure.add_subplot(1, len(panels), place)
+        row = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, panel), (x_label, y_label) in zip(row, panels.items(), labels, strict=True):
             axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
-            axes.set_xlabel(x_label)
-            axes.set_ylabel(y_label)
+            axes.set(xlabel=x_label, ylabel=y_label)
             for name, line in panel.items():
                 _line(axes, name, line, noise.get(title, {}).get(name), colours[name], palette)
             _scale(axes, panel, logarithmic, from_zero)

@@ -1,1 +1,1 @@
-"""DeepFM on logs of clicks, for CPU hosts: training, scoring, and strategies of training side by side."""
+"""DeepFM on logs of clicks, for CPU hosts: training and scoring."""

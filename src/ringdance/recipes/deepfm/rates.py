@@ -1,4 +1,4 @@
-"""The hyper-parameters of train_torch.py, train_keras.py and of all strategies of compare.py.
+"""The hyper-parameters of train_torch.py, train_keras.py and of benchmarks/strategies.
 
 Adagrad of the table gets gradients summed over the batch of all ranks, not averaged: what a row of the data
 does to the row of a rare id is the same whatever the batch, and one first sum is right for each. Nor is the

@@ -9,8 +9,8 @@ Rows are those of Criteo: a label, 13 numbers, 26 categories. Try it on generate
     ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
     ringdance run -H node1:16,node2:16 python train_torch.py /data/clicks --checkpoints run1 --patience 3
 
-Start one rank for each core: `ringdance run` gives each its own. `ringdance recipes run
-deepfm/compare` compares that with other ways on your hosts.
+Start one rank for each core: `ringdance run` gives each its own. benchmarks/strategies
+of a clone compares that with other ways on your hosts.
 
 The model (Guo et al., DeepFM, IJCAI 2017): each field of a row is an id, a row of one table of embeddings,
 and a factor. The first column of the table is the linear part; the others give the pairwise products, and the

@@ -54,7 +54,7 @@ which trained asynchronously. Ringdance has no servers: ranks average their grad
 embeddings only the rows that were touched. Change the line to
     distribution={{'mpi': {{'enabled': True, 'processes_per_host': 4}}}}
 and in the script replace ParameterServerStrategy by hvd.DistributedOptimizer. Tables that do not fit one
-rank: hvd.EmbeddingTable(..., sharded=True). `ringdance recipes run deepfm/compare` measures both ways."""
+rank: hvd.EmbeddingTable(..., sharded=True). benchmarks/strategies of a clone measures both ways."""
 
 _NO_IMAGE = (
     "framework_version={version!r} names no image here: the SDK looked one up. Give "

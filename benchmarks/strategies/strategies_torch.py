@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import rates  # type: ignore[import-not-found]  # beside this file, as the next
 import torch
-import train_torch  # type: ignore[import-not-found]
-from strategies import (  # type: ignore[import-not-found]
+import train_torch  # of the recipe
+from strategies import (
     Array,
     Place,
     RecipeSteps,
@@ -27,6 +26,8 @@ from strategies import (  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ringdance.recipes.deepfm import rates
+
 
 class RowAdagrad(torch.optim.Optimizer):
     """Adagrad that reads and writes rows; torch.optim.Adagrad adds sparse tensors, which takes longer."""
@@ -35,7 +36,7 @@ class RowAdagrad(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "accumulator": accumulator})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         """Update the rows that have gradients."""
         for group in self.param_groups:
             for table in group["params"]:
@@ -81,7 +82,7 @@ def fill(layers: Any, first: dict[str, Array]) -> None:
         layer.bias.data.copy_(torch.from_numpy(first[f"b{number}"]))
 
 
-class Steps(Strategy):  # type: ignore[misc]
+class Steps(Strategy):
     """The steps of one process; ``module`` is the model, or what wraps it to exchange gradients."""
 
     def __init__(
@@ -162,5 +163,5 @@ def ringdance(place: Place) -> None:
     train(steps, place)
 
 
-torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # it warns if it is neither on nor off
+torch.sparse.check_sparse_tensor_invariants.disable()  # it warns if it is neither on nor off
 STRATEGIES = {"single": single, "ddp": ddp, "ringdance": ringdance}

@@ -1,10 +1,10 @@
 """Train DeepFM in several ways on the same CPU hosts, and compare them: speed, CPU use, memory, AUC.
 
     ringdance data generate criteo clicks --rows 2000000 --validation 0.05
-    ringdance recipes run deepfm/compare clicks
-    ringdance recipes run deepfm/compare clicks --strategies ringdance,single,ddp --framework torch -np 4
-    ringdance recipes run deepfm/compare clicks -H node1:2,node2:2 --seconds 120 --output by-hosts
-    ringdance recipes run deepfm/compare day_0.tsv --table-size 1000000 --rows 500000
+    python benchmarks/strategies/compare.py clicks
+    python benchmarks/strategies/compare.py clicks --strategies ringdance,single,ddp --framework torch -np 4
+    python benchmarks/strategies/compare.py clicks -H node1:2,node2:2 --seconds 120 --output by-hosts
+    python benchmarks/strategies/compare.py day_0.tsv --table-size 1000000 --rows 500000
 
 DATA is a directory that `ringdance data` has written, or a file of Criteo's columns, which is prepared first,
 a fifth of its rows for validation. The strategies:
@@ -21,8 +21,8 @@ All have the same model, first values, rows in the same order, global batch and 
 rows of the table that a batch has, Adam on the rest. Each trains for --rows rows, at most --seconds; the AUC
 on the validation part is taken eight times, outside that time. A strategy that fails is a row with its error.
 
---output has a JSON file and a log of each strategy, table.md, curves.svg and advice.txt. What is there
-already is kept, so that the same command goes on where it was stopped; --again runs it anew.
+--output has a JSON file and a log of each strategy, table.md, advice.txt and, with matplotlib, curves.svg.
+What is there already is kept, so that the same command goes on where it was stopped; --again runs it anew.
 
 exit code: 0 if all strategies have figures, 1 if some failed, 2 for a wrong argument
 """
@@ -43,12 +43,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import rates  # type: ignore[import-not-found]  # beside this file, as the next
-import strategies  # type: ignore[import-not-found]
-from comparison import Result, report  # type: ignore[import-not-found]
+import strategies
+from comparison import Result, advice, curves, table
 
 from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import ArgumentError
+from ringdance.recipes.deepfm import rates
 from ringdance.recipes.files import text_file
 from ringdance.recipes.options import count, number, widths
 
@@ -310,6 +310,14 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _drawn(results: list[Result], file: Path) -> list[str]:
+    try:
+        return [one.name for one in curves(results, file)]
+    except ArgumentError as error:  # no matplotlib
+        _progress(str(error))
+        return []
+
+
 def main() -> int:
     """Compare the strategies, or be one process of one."""
     given = options()
@@ -322,10 +330,11 @@ def main() -> int:
     given.output.mkdir(parents=True, exist_ok=True)
     opened(given)
     results = measured(given)
-    texts = report(results)
+    texts = {"table.md": table(results), "advice.txt": advice(results)}
     for name, text in texts.items():
         (given.output / name).write_text(text)
-    print(texts["table.md"], texts["advice.txt"], f"In {given.output}: {', '.join(texts)}", sep="\n")
+    drawn = _drawn(results, given.output / "curves.svg")
+    print(*texts.values(), f"In {given.output}: {', '.join([*texts, *drawn])}", sep="\n")
     return 1 if any(one.error for one in results) else 0
 
 

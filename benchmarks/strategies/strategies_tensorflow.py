@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import rates  # type: ignore[import-not-found]  # beside this file, as the next
 import tensorflow as tf
-from strategies import (  # type: ignore[import-not-found]
+from strategies import (
     Array,
     Place,
     RecipeSteps,
@@ -24,6 +23,8 @@ from strategies import (  # type: ignore[import-not-found]
     Strategy,
     train,
 )
+
+from ringdance.recipes.deepfm import rates
 
 BATCH = (
     tf.TensorSpec([None], tf.float32), tf.TensorSpec([None, None], tf.int64),
@@ -122,7 +123,7 @@ def merged(slices: Any) -> Any:
     return tf.IndexedSlices(tf.math.unsorted_segment_sum(slices.values, where, tf.size(unique)), unique)
 
 
-class Steps(Strategy):  # type: ignore[misc]
+class Steps(Strategy):
     """The batches of a rank, and a function of each one's arrays, its weight and the number of the step."""
 
     def __init__(self, place: Place, model: Model, function: Any, readers: tuple[int, int] = (0, 1)) -> None:
@@ -268,7 +269,7 @@ def parameter_server(place: Place) -> None:
     hvd.barrier()
 
 
-class Coordinator(Strategy):  # type: ignore[misc]
+class Coordinator(Strategy):
     """The chief's side of ParameterServerStrategy."""
 
     def __init__(self, place: Place, cluster: dict[str, list[str]], workers: int) -> None:
@@ -308,7 +309,7 @@ def ringdance(place: Place) -> None:
     """Ranks that average gradients by all-reduce, those of the table as rows: the step of train_keras.py."""
     tf.config.threading.set_intra_op_parallelism_threads(place.cores)
     tf.config.threading.set_inter_op_parallelism_threads(min(2, place.cores))
-    import train_keras  # type: ignore[import-not-found]  # beside this file
+    import train_keras  # of the recipe
 
     steps = RecipeSteps(place, train_keras.Model)
     for number, layer in enumerate(steps.model.layers.deep.layers):

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-import rates  # type: ignore[import-not-found]  # beside this file
 
 from ringdance.data.tables.auc import auc
+from ringdance.recipes import deepfm
+from ringdance.recipes.deepfm import rates
 
 Array = np.ndarray[Any, Any]
 MARK = "::compare::"
@@ -292,6 +293,7 @@ def meet(given: argparse.Namespace) -> Place:
 def main(given: argparse.Namespace) -> None:
     """Be one process of a strategy."""
     threading.Thread(target=_watch, daemon=True).start()
+    sys.path.append(deepfm.__path__[0])  # its scripts import what lies beside them
     module = importlib.import_module(f"strategies_{given.framework}")
     place = meet(given)
     module.STRATEGIES[given.child](place)

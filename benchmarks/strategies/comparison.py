@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ringdance.observe import svg
+from ringdance.tune import plots
 
 _EQUAL_AUC = 0.002  # closer ones count as equal, on so many rows of the validation part
 _EQUAL_ROWS = 30_000
@@ -75,11 +76,6 @@ class Result:
         return low
 
 
-def report(results: Sequence[Result]) -> dict[str, str]:
-    """Return the texts of table.md, curves.svg and advice.txt."""
-    return {"table.md": table(results), "curves.svg": curves(results), "advice.txt": advice(results)}
-
-
 def common(results: Iterable[Result]) -> tuple[float, float]:
     """Return the samples, and the seconds, that all have trained for."""
     ends = [one.curve[-1] for one in results if not one.error]
@@ -108,26 +104,22 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([*lines, *failed]) + "\n"
 
 
-def curves(results: Sequence[Result]) -> str:
-    """Return plots of AUC against rows and against time, a row for each framework."""
-    rows = []
+def curves(results: Sequence[Result], file: Path) -> list[Path]:
+    """Draw AUC against rows and against time, for each framework; return the files, none without figures.
+
+    Raises ArgumentError without matplotlib.
+    """
+    panels, x_labels = {}, []
+    axes = ((0, 1000, "rows", "thousand rows"), (1, 1, "time", "seconds of training"))
     for framework, title in _NAMES.items():
         chosen = [one for one in results if one.framework == framework and not one.error]
-        if chosen:
-            low = min(point[2] for one in chosen for point in one.curve)
-            base = int(low * 20) / 20
-
-            def plot(axis: int, scale: float, unit: str) -> str:
-                lines = {
-                    one.strategy: [(point[axis] / scale, point[2]) for point in one.curve]
-                    for one in chosen  # noqa: B023 (called at once)
-                }
-                return svg.plot(f"{title}: AUC", lines, unit, "AUC", base=base)  # noqa: B023
-
-            names = [one.strategy for one in chosen]
-            plots = [plot(0, 1000, "thousand rows"), plot(1, 1, "seconds of training")]
-            rows.append((f"{title}: AUC on the validation part", names, plots))
-    return svg.document(rows)
+        for axis, scale, word, label in axes if chosen else ():
+            x_labels.append(label)
+            panels[f"{title}, by {word}"] = {
+                one.strategy: [(point[axis] / scale, point[2]) for point in one.curve] for one in chosen
+            }
+    y_label = "AUC on the validation part"
+    return plots.lines(file, panels, x_labels, y_label, from_zero=False) if panels else []
 
 
 def advice(results: Sequence[Result]) -> str:
