@@ -25,7 +25,7 @@ pytest.importorskip("optuna")
 SPACE = """\
 parameters:
   x: {low: -5.0, high: 10.0}
-  lr: {low: 1e-3, high: 1, log: true, env: LR}
+  lr: {low: 1e-3, high: 1, log: true}
 objective: {name: loss, line: 'loss (\\S+)'}
 sampler: {name: random, seed: 3}
 trials: %d
@@ -53,7 +53,7 @@ class Search:
         self.directory = directory
         (directory / "space.yaml").write_text(SPACE % trials)
         (directory / "trial.py").write_text(SCRIPT)
-        self.command = ["python", "trial.py", "{x}", "{trial}", str(seconds)]
+        self.command = ["env", "LR={lr}", "python", "trial.py", "{x}", "{trial}", str(seconds)]
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "ringdance", "search", "space.yaml", "-H", "localhost:2", *options]
@@ -215,7 +215,7 @@ def test_a_trial_that_a_signal_ends_well_has_no_result(to: str, tmp_path: Path) 
     else:
         running.send_signal(signal.SIGTERM)
     assert wait_until(exits.exists, 20) is not None
-    assert exits.read_text() == "0\n"
+    assert exits.read_text() == "143\n"
     running.kill()
     running.communicate()
     again = search.start("--grace", "1")

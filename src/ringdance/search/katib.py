@@ -10,16 +10,18 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser
 from ringdance.search import REPORT
-from ringdance.search.space import Parameter, Space, as_text, check_command, substitute
+from ringdance.search.space import Objective, Parameter, Space, as_text, names_in, substitute
 from ringdance.submit.kubernetes.job import Document, JobRequest
 from ringdance.submit.kubernetes.manifest import manifest
 from ringdance.submit.options import add_options, from_arguments
 
 _ENDED = 'status.conditions.#(type=="%s")#|#(status=="True")#'
 # What Katib has too, by our names: its own, and those of options.
-_WHEN = {"n_startup_trials": "min_trials_required", "n_warmup_steps": "start_step"}
-_SEED = {"seed": "random_state"}
-_ALGORITHMS = {"tpe": ("tpe", _SEED), "random": ("random", _SEED), "median": ("medianstop", _WHEN)}
+_SAMPLERS = {"tpe": "tpe", "random": "random"}, {"seed": "random_state"}
+_PRUNERS = (
+    {"median": "medianstop"},
+    {"n_startup_trials": "min_trials_required", "n_warmup_steps": "start_step"},
+)
 
 
 def experiment(space: Space, command: Sequence[str]) -> Document:
@@ -28,27 +30,22 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
     Raises:
         LaunchError: Katib cannot do what the space asks for, or the job's options are wrong.
     """
-    check_command(space, command)
     given = {name: f"${{trialParameters.{name}}}" for name in (*space.parameters, "trial")}
-    try:
-        command = substitute(command, given)
-    except KeyError as error:
-        raise LaunchError(f"--katib: trials share no directory: there is no {{{error.args[0]}}}") from None
+    if lost := names_in(command) & {"dir", "params", "slots"}:
+        raise LaunchError(f"--katib: trials share no directory: there is no {{{lost.pop()}}}")
     aim, options = space.objective, dict(space.kubernetes)
-    name, pattern = _metric(space)
+    metric, pattern = _metric(aim)
     parallel = options.pop("parallel", 2)
-    request = _request(options, command)
-    env = {one.env: given[name] for name, one in space.parameters.items() if one.env}
-    env |= {} if aim.line else {REPORT: f"print:{name}"}
-    document = manifest(replace(request, env={**request.env, **env}))[0]
-    used = [one for one in given if given[one] in str(document)]
+    request = _request(options, substitute(command, given))
+    env = request.env if aim.line else {**request.env, REPORT: f"print:{metric}"}
+    document = manifest(replace(request, env=env))[0]
     strategy = "latest" if aim.take == "last" else aim.goal[:3]
     spec: Document = {
         "objective": {
-            "type": aim.goal, "objectiveMetricName": name,
-            "metricStrategies": [{"name": name, "value": strategy}],
+            "type": aim.goal, "objectiveMetricName": metric,
+            "metricStrategies": [{"name": metric, "value": strategy}],
         },
-        "algorithm": _algorithm(space.sampler, "tpe", "random"),
+        "algorithm": _algorithm("sampler", space.sampler, *_SAMPLERS),
         "maxTrialCount": space.trials, "parallelTrialCount": parallel, "maxFailedTrialCount": space.failures,
         "metricsCollectorSpec": {
             "collector": {"kind": "StdOut"}, "source": {"filter": {"metricsFormat": [pattern]}},
@@ -58,14 +55,15 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
             "primaryContainerName": "launcher",
             "primaryPodLabels": {"training.kubeflow.org/job-role": "launcher"},
             "successCondition": _ENDED % "Succeeded", "failureCondition": _ENDED % "Failed",
-            "trialParameters": [
-                {"name": one, "reference": "${trialSpec.Name}" if one == "trial" else one} for one in used
+            "trialParameters": [  # Katib refuses those that are not in the trial
+                {"name": name, "reference": "${trialSpec.Name}" if name == "trial" else name}
+                for name, text in given.items() if text in str(document)
             ],
             "trialSpec": {key: document[key] for key in ("apiVersion", "kind", "spec")},
         },
     }  # fmt: skip
     if space.pruner["name"] != "none":
-        spec["earlyStopping"] = _algorithm(space.pruner, "median")
+        spec["earlyStopping"] = _algorithm("pruner", space.pruner, *_PRUNERS)
     return {**document, "apiVersion": "kubeflow.org/v1beta1", "kind": "Experiment", "spec": spec}
 
 
@@ -81,28 +79,26 @@ def _request(options: Mapping[str, Any], command: Sequence[str]) -> JobRequest:
     return request
 
 
-def _metric(space: Space) -> tuple[str, str]:
+def _metric(aim: Objective) -> tuple[str, str]:
     """Return the metric's name, and Katib's pattern with a group for the name and one for the value."""
-    aim = space.objective
     if aim.file:
         raise LaunchError("--katib: Katib reads the launcher's output only; use `line:` or ringdance.report")
     if not aim.line:
         return aim.name, f"({re.escape(aim.name)})=(\\S+)"
-    text, _, rest = aim.line.partition("(")
-    if not re.fullmatch(r"[\w ,:=/-]*\w[\w ,:=/-]*", text) or rest.startswith("?") or "(" in rest:
+    found = re.fullmatch(r"([\w ,:=/-]*\w[\w ,:=/-]*)(\((?!\?)[^(]*)", aim.line)
+    if not found:
         wrong = f"--katib: the line {aim.line!r} must be plain text, which is the metric's name for Katib"
         raise LaunchError(f"{wrong}, and one group for the value, such as 'accuracy: (\\S+)'")
-    return text.strip(), f"({text.strip()})\\s*({rest}"
+    return found[1].strip(), f"({found[1].strip()})\\s*{found[2]}"
 
 
-def _algorithm(options: Mapping[str, Any], *names: str) -> Document:
-    more = {key: value for key, value in options.items() if key != "name"}
-    name, settings = _ALGORITHMS[options["name"] if options["name"] in names else names[0]]
-    if options["name"] not in names or not more.keys() <= settings.keys():
+def _algorithm(kind: str, options: Mapping[str, Any], names: Any, settings: Any) -> Document:
+    chosen = {key: value for key, value in options.items() if key != "name"}
+    if options["name"] not in names or not chosen.keys() <= settings.keys():
         known = f"{' and '.join(names)}, with {' and '.join(settings)}"
-        raise LaunchError(f"--katib: {dict(options)}: what Katib has too is {known}")
-    chosen = [{"name": settings[key], "value": as_text(value)} for key, value in more.items()]
-    return {"algorithmName": name, **({"algorithmSettings": chosen} if chosen else {})}
+        raise LaunchError(f"--katib: {kind} {dict(options)}: what Katib has too is {known}")
+    more = [{"name": settings[key], "value": as_text(value)} for key, value in chosen.items()]
+    return {"algorithmName": names[options["name"]], "algorithmSettings": more}
 
 
 def _parameter(name: str, one: Parameter) -> Document:
@@ -110,7 +106,7 @@ def _parameter(name: str, one: Parameter) -> Document:
     space: Document = {names[key]: as_text(value) for key, value in one.options.items() if key in names}
     if one.options.get("log"):
         space["distribution"] = "logUniform"
-    if choices := one.options.get("choices"):
-        space["list"] = [as_text(value) for value in choices]
+    if one.kind == "categorical":
+        space["list"] = [as_text(value) for value in one.options["choices"]]
     kind = "double" if one.kind == "float" else one.kind
     return {"name": name, "parameterType": kind, "feasibleSpace": space}

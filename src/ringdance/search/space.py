@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringdance.errors import LaunchError, optional
 
-OWN = ("trial", "dir", "params")
-"""Placeholders that every trial has: its number, its directory, and a JSON file with its parameters."""
+OWN = ("trial", "dir", "params", "slots")
+"""Placeholders of every trial: its number and directory, a JSON file with all parameters, and its slots."""
 _NAME = r"[A-Za-z_]\w*"
-_PLACEHOLDER = re.compile(r"\{\{\w+\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _COUNT = r"[1-9]\d*", "a whole number, 1 or more"
-# What values of the file are as texts, and in words.
+# What values of the file are by their repr, and in words.
 _FORMS = {
-    "trials": _COUNT, "failures": _COUNT, "goal": ("maximize|minimize", "maximize or minimize"),
-    "take": ("last|best", "last or best"), "env": (_NAME, "the name of a variable"),
-    "values": (r"\[.*\]", "a list"),
-    "file": (r"\{dir\}/.+", "in the trial's own directory, such as '{dir}/metrics.jsonl'"),
+    "trials": _COUNT, "failures": _COUNT, "goal": ("'(maximize|minimize)'", "maximize or minimize"),
+    "take": ("'(last|best)'", "last or best"),
+    "file": (r".\{dir\}/.+", "in the trial's own directory, such as '{dir}/metrics.jsonl'"),
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A parameter of a space.
 
     Attributes:
         kind: "float", "int" or "categorical": which of Optuna's ``suggest_`` methods chooses its value.
         options: of that method: low, high, step and log, or choices.
-        env: variable in which a trial gets the value, or "".
     """
 
     kind: str
     options: Mapping[str, Any]
-    env: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,16 +81,17 @@ class Space:
     kubernetes: Mapping[str, Any] = field(default_factory=dict)
 
     def definition(self) -> dict[str, Any]:
-        """Return what all trials of a study have in common, as JSON has it."""
-        made = {key: asdict(self)[key] for key in ("parameters", "objective")}
-        return json.loads(json.dumps(made, default=str))
+        """Return what all trials of a study have in common, as a file of a search has it."""
+        aim = {key: value for key, value in asdict(self.objective).items() if value}
+        return {"parameters": {name: one.options for name, one in self.parameters.items()}, "objective": aim}
 
 
 def read_space(path: Path) -> Space:
     """Read a file of a search. Raises LaunchError if something in it is wrong."""
     yaml = optional("yaml", LaunchError, f"{path} is YAML, which needs PyYAML", "pyyaml")
     try:
-        return parse_space(yaml.safe_load(path.read_bytes()))
+        # As JSON: a date, say, becomes a text.
+        return parse_space(json.loads(json.dumps(yaml.safe_load(path.read_bytes()), default=str)))
     except (ValueError, yaml.YAMLError) as error:
         raise LaunchError(f"{path}: {' '.join(str(error).split())}") from None
 
@@ -105,15 +103,11 @@ def parse_space(found: Any) -> Space:
     if not parameters:
         raise ValueError("the space is empty: write `parameters:` with, say, lr: {low: 0.01, high: 1.0}")
     aim = _checked("objective", options.pop("objective", {}), [one.name for one in fields(Objective)])
-    if aim.get("line") and aim.get("file"):
-        raise ValueError("objective: give a line or a file, not both")
-    try:
-        group = value_group(str(aim.get("line", "()")))
-    except re.error:
-        group = 0
-    if not group:
+    if "line" in aim and not value_group(str(aim["line"])):
         wanted = "a regular expression with a group for the number, such as 'loss (\\S+)'"
         raise ValueError(f"objective: line must be {wanted}, and is {aim['line']!r}")
+    if aim.keys() >= {"line", "file"}:
+        raise ValueError("objective: give a line or a file, not both")
     for key in options.keys() & {"sampler", "pruner"}:
         value = options[key]
         options[key] = {"name": "", **_checked(key, {"name": value} if isinstance(value, str) else value)}
@@ -130,7 +124,7 @@ def _checked(name: str, found: Any, known: Sequence[str] = ()) -> dict[str, Any]
         if key not in known:
             raise ValueError(f"{name}: unknown key {key!r}; known are {', '.join(known)}")
         form, words = _FORMS.get(key, (".*", ""))
-        if not re.fullmatch(form, str(value), re.ASCII | re.DOTALL):
+        if not re.fullmatch(form, repr(value), re.ASCII | re.DOTALL):
             raise ValueError(f"{name}: {key} must be {words}, and is {value!r}")
     return dict(found)
 
@@ -139,64 +133,68 @@ def _parameter(name: Any, found: Any) -> Parameter:
     distributions = optional("optuna", LaunchError, "`ringdance search` needs Optuna").distributions
     if not re.fullmatch(_NAME, str(name), re.ASCII) or name in OWN:
         raise ValueError(f"{name!r} is no name: use letters, digits and _, and none of {', '.join(OWN)}")
-    keys = ("values", "low", "high", "log", "step", "env")
-    options = _checked(name, {"values": found} if isinstance(found, list) else found, keys)
-    env = options.pop("env", "")
-    try:
-        if "values" in options:
-            kind, options["choices"] = "categorical", options.pop("values")
-        else:  # YAML takes 1e-4 for a text: it wants 1.0e-4
-            options = {key: float(one) if isinstance(one, str) else one for key, one in options.items()}
-            kind = "float" if any(isinstance(one, float) for one in options.values()) else "int"
+    found = {"choices": found} if isinstance(found, list) else _checked(name, found)
+    try:  # YAML takes 1e-4 for a text: it wants 1.0e-4
+        options = {key: float(one) if isinstance(one, str) else one for key, one in found.items()}
+        kind = "float" if any(isinstance(one, float) for one in options.values()) else "int"
+        kind = "categorical" if "choices" in options else kind
         getattr(distributions, f"{kind.capitalize()}Distribution")(**options)
     except (ValueError, TypeError) as error:
         ways = "{low: 0.01, high: 1, log: true}, with step: in place of log:, or [a, list, of values]"
-        raise ValueError(f"{name}: {str(error).rstrip('.').replace('`', '')}; write {ways}") from None
-    return Parameter(kind, options, env)
+        raise ValueError(f"{name}: {error}; write {ways}") from None
+    return Parameter(kind, options)
 
 
 # --- commands --------------------------------------------------------------------------------------
 
 
 def check_command(space: Space, command: Sequence[str]) -> None:
-    """Raise a LaunchError if a placeholder is no parameter, or if a parameter gets to no trial."""
-    used = set(_PLACEHOLDER.findall(" ".join([*command, space.objective.file]))) - {""}
-    for name in sorted(used.difference(space.parameters, OWN)):
-        text = f"the command has {{{name}}}, which is no parameter: there are {', '.join(space.parameters)}"
-        raise LaunchError(f"{text}; write {{{{{name}}}}} for the text itself")
-    for name, one in space.parameters.items():
-        if not used & {name, "params"} and not one.env:
-            text = f"parameter {name} gets to no trial: write {{{name}}} into the command, or {{params}} for "
-            raise LaunchError(text + "a JSON file with all of them, or give it `env: VARIABLE` in the file")
+    """Raise a LaunchError if a parameter gets to no trial."""
+    used = names_in(command)
+    if lost := [name for name in space.parameters if not used & {name, "params"}]:
+        text = (
+            f"parameter {', '.join(lost)} gets to no trial: write {{{lost[0]}}} into the command, also as in "
+        )
+        raise LaunchError(
+            text + "`env LR={lr} python train.py`, or {params} for a JSON file with all of them"
+        )
 
 
-def fill(texts: Sequence[str], parameters: Mapping[str, Any], directory: Path) -> list[str]:
-    """Put a trial's parameters, number and directory, whose name is the number, into texts."""
+def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots: str = "") -> list[str]:
+    """Put a trial's parameters, number, directory, whose name is the number, and slots into texts."""
     place = directory.absolute()
-    own = {"trial": str(int(place.name)), "dir": str(place), "params": str(place / "params.json")}
-    return substitute(texts, {name: as_text(value) for name, value in parameters.items()} | own)
+    own = {"trial": int(place.name), "dir": str(place), "params": str(place / "params.json"), "slots": slots}
+    return substitute(texts, {**values, **own})
 
 
-def substitute(texts: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Put `values` into the placeholders of texts."""
+def names_in(texts: Sequence[str]) -> set[str]:
+    """Return the names in braces."""
+    return set(_PLACEHOLDER.findall(" ".join(texts)))
+
+
+def substitute(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Put `values` into the placeholders of texts; other names in braces stay."""
 
     def value(found: re.Match[str]) -> str:
-        return values[found[1]] if found[1] else found[0][1:-1]
+        return as_text(values[found[1]]) if found[1] in values else found[0]
 
     return [_PLACEHOLDER.sub(value, text) for text in texts]
 
 
 def as_text(value: Any) -> str:
     """Return a parameter's value as a command or a variable has it: `true`, `0.01`, a text as it is."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 # --- values of a trial -----------------------------------------------------------------------------
 
 
 def value_group(line: str) -> int:
-    """Return the group of the number: ``value``, else the first that is not ``step``, else 0."""
-    pattern = re.compile(line)
+    """Return the group of the number: ``value``, else the first that is not ``step``; 0 if there is none."""
+    try:
+        pattern = re.compile(line)
+    except re.error:
+        return 0
     others = set(range(1, pattern.groups + 1)) - {pattern.groupindex.get("step")}
     return pattern.groupindex.get("value") or min(others, default=0)
 
@@ -206,12 +204,10 @@ class Reader:
 
     def __init__(self, objective: Objective, path: Path) -> None:
         self._objective, self._path, self._offset = objective, path, 0
-        self._key = objective.name if objective.file else "value"
-        self._group = value_group(objective.line)
         self.values: list[float] = []
 
-    def new(self, ended: bool = False) -> list[tuple[int | None, float]]:
-        """Return steps (or None) and values since the last call; an unended line if the trial has ended."""
+    def new(self, ended: bool = False) -> list[tuple[int, float]]:
+        """Return steps and values since the last call; also of an unended line if the trial has ended."""
         if not self._path.exists():
             return []
         with open(self._path, "rb") as file:
@@ -221,31 +217,27 @@ class Reader:
         self._offset += len(data)
         found = []
         for line in data.decode(errors="replace").splitlines():
-            try:
-                found.append(self._parse(line))
-            except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
-                continue  # another line, or no number
-            self.values.append(found[-1][1])
+            # Those of another line, and of what is no number.
+            with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, OverflowError):
+                step, value = self._parse(line)
+                found.append((len(self.values) if step is None else max(0, int(step)), float(value)))
+                self.values.append(found[-1][1])
         return found
 
-    def _parse(self, line: str) -> tuple[int | None, float]:
-        if self._objective.line:
-            match = re.search(self._objective.line, line)
-            step, value = match.groupdict().get("step"), match[self._group]  # type: ignore[union-attr, index]
-        else:
-            record = json.loads(line)
-            step, value = record.get("step"), record[self._key]
-            if step is None and not self._objective.file:
-                step = len(self.values)
-        return None if step is None else max(0, int(step)), float(value)
+    def _parse(self, line: str) -> tuple[Any, Any]:
+        aim = self._objective
+        if aim.line:
+            match: Any = re.search(aim.line, line)
+            return match.groupdict().get("step"), match[value_group(aim.line)]
+        record = json.loads(line)
+        return record.get("step"), record[aim.name if aim.file else "value"]
 
-    def result(self) -> float:
-        """Return the trial's objective. Raises ValueError if there is none or it is no number."""
+    def result(self) -> tuple[float, str]:
+        """Return the trial's objective, and why it has none, else ""."""
         aim, numbers = self._objective, list(filter(math.isfinite, self.values))
         if not self.values:
-            raise ValueError(f"no {aim.name} by {aim.line or aim.file or 'ringdance.report'} was found")
+            return math.nan, f"no {aim.name} by {aim.line or aim.file or 'ringdance.report'} was found"
         if aim.take == "best" and numbers:
-            return max(numbers) if aim.goal == "maximize" else min(numbers)
-        if not math.isfinite(self.values[-1]):
-            raise ValueError(f"{aim.name} is {self.values[-1]}")
-        return self.values[-1]
+            return max(numbers) if aim.goal == "maximize" else min(numbers), ""
+        last = self.values[-1]
+        return last, "" if math.isfinite(last) else f"{aim.name} is {last}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,19 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ringdance.errors import LaunchError, optional
-from ringdance.search.space import Space, as_text
+from ringdance.search.space import Space, as_text, parse_space
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, Trial
 
-_CLASSES = {"sampler": {"tpe": "TPESampler", "random": "RandomSampler"},
-            "pruner": {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner",
-                       "hyperband": "HyperbandPruner"}}  # fmt: skip
+_CLASSES = {
+    "samplers": {"tpe": "TPESampler", "random": "RandomSampler"},
+    "pruners": {
+        "none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner",
+        "hyperband": "HyperbandPruner",
+    },
+}  # fmt: skip
+_NAME = "ringdance"
 STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished"}
 
 
@@ -32,7 +37,8 @@ class Study:
     the same of attempts that failed.
 
     Attributes:
-        study: Optuna's. Its user attributes are the space and the command.
+        study: Optuna's. Its user attribute is the space's definition, those of trials are their commands.
+        space: as given, or by that definition.
     """
 
     def __init__(self, directory: Path, space: Space | None = None) -> None:
@@ -44,22 +50,30 @@ class Study:
         self._optuna = optuna = optional("optuna", LaunchError, "`ringdance search` needs Optuna")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         warnings.filterwarnings("ignore", module=r"optuna|ringdance\.search")
-        self.directory, self._space, journal = directory, space, directory / "journal.log"
-        names: dict[str, Any] = {"study_name": "ringdance"}
+        self.directory, journal = directory, directory / "journal.log"
         if space:
-            self._sampler(0)  # wrong options are refused before anything is written
-            names["pruner"] = _made(optuna.pruners, "pruner", space.pruner)
-            names |= {"direction": space.objective.goal, "load_if_exists": True}
+            self._made("samplers", space.sampler)  # wrong options are refused before anything is written
+            self._made("pruners", space.pruner)
             self._take(journal)
         elif not journal.exists():
             raise LaunchError(f"{directory} is no study: `ringdance search SPACE.yaml` makes one")
         try:
             backend = optuna.storages.journal.JournalFileBackend(str(journal))
-            names["storage"] = self._storage = optuna.storages.JournalStorage(backend)
-            self.study = (optuna.create_study if space else optuna.load_study)(**names)
+            self._storage = storage = optuna.storages.JournalStorage(backend)
+            if space:
+                aim = space.objective.goal
+                optuna.create_study(storage=storage, study_name=_NAME, direction=aim, load_if_exists=True)
+            self.study = optuna.load_study(storage=storage, study_name=_NAME)
+            if space and not self.study.user_attrs:
+                self.study.set_user_attr("definition", space.definition())
+            definition = self.study.user_attrs["definition"]
+            self.space = space or parse_space(definition)
         except (ValueError, KeyError) as error:
             raise LaunchError(f"{journal} is damaged, or no file of `ringdance search`: {error}") from None
-        self._compare(space.definition() if space else {})
+        if (new := self.space.definition()) != definition:
+            text = f"{directory} is of another space: it was {definition}, and is {new}"
+            raise LaunchError(f"{text}; give --study DIRECTORY for a new study")
+        self.study.pruner = self._made("pruners", self.space.pruner)
 
     def _take(self, journal: Path) -> None:
         """Keep other searchers out, and remove what one that was killed while it wrote has left."""
@@ -78,25 +92,16 @@ class Study:
         if journal.exists() and not (data := journal.read_bytes()).endswith(b"\n"):
             os.truncate(journal, data.rfind(b"\n") + 1)
 
-    def _compare(self, definition: Mapping[str, Any]) -> None:
-        """Refuse to go on with parameters or an objective that earlier trials did not have; keep new ones."""
-        for part, new in definition.items():
-            old = self.facts.get(part, new)
-            for name in old.keys() | new.keys():
-                if old.get(name) != new.get(name):
-                    text = f"{self.directory} is of another space: {name} was {old.get(name)} and is "
-                    raise LaunchError(f"{text}{new.get(name)}; give --study DIRECTORY for a new study")
-            self.study.set_user_attr(part, new)
-
-    def keep(self, command: Sequence[str], launch: Sequence[str]) -> None:
-        """Keep the command of trials from now on, and the words before it in a shell."""
-        self.study.set_user_attr("launch", list(launch))
-        self.study.set_user_attr("command", list(command))
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The study's parameters, objective, launch and command."""
-        return self.study.user_attrs
+    def _made(self, kind: str, options: Mapping[str, Any]) -> Any:
+        """Make one of Optuna's samplers or pruners."""
+        names, options = _CLASSES[kind], dict(options)
+        name = options.pop("name")
+        if name not in names:
+            raise LaunchError(f"{kind}: there is no {name!r}, only {', '.join(names)}")
+        try:
+            return getattr(getattr(self._optuna, kind), names[name])(**options)
+        except (TypeError, ValueError) as error:
+            raise LaunchError(f"{kind}: {name}: {error}") from None
 
     # --- trials ------------------------------------------------------------------------------------
 
@@ -109,42 +114,29 @@ class Study:
         """Return the trial with the best value, if any has finished."""
         return self.study.best_trial if self.trials("COMPLETE") else None
 
+    def directory_of(self, number: int) -> Path:
+        """Return a trial's directory."""
+        return self.directory / "trials" / f"{number:04}"
+
     def trial(self, number: int | None = None) -> Trial:
         """Return a trial that was begun, or begin one; parameters that it does not have yet are chosen."""
-        assert self._space
-        self.study.sampler = self._sampler(len(self.trials()) if number is None else number)
+        # Random numbers of its own, so that a resumed search repeats none.
+        options = dict(self.space.sampler)
+        if options.get("seed") is not None:
+            options["seed"] += len(self.trials()) if number is None else number
+        self.study.sampler = self._made("samplers", options)
         if number is None:
             number = self.study.ask().number
-        study = self._storage.get_study_id_from_name("ringdance")
+        study = self._storage.get_study_id_from_name(_NAME)
         known = self._storage.get_trial_id_from_study_id_trial_number(study, number)
         trial = self._optuna.trial.Trial(self.study, known)
-        for name, one in self._space.parameters.items():
+        for name, one in self.space.parameters.items():
             getattr(trial, f"suggest_{one.kind}")(name, **one.options)
         return trial
-
-    def _sampler(self, number: int) -> Any:
-        """Return the sampler for a trial: its own random numbers, so that a resumed search repeats none."""
-        assert self._space
-        options = dict(self._space.sampler)
-        if options.get("seed") is not None:
-            options["seed"] += number
-        return _made(self._optuna.samplers, "sampler", options)
 
     def tell(self, trial: Trial, state: str, value: float | None = None) -> None:
         """End a trial."""
         self.study.tell(trial, value, state=self._optuna.trial.TrialState[state])
-
-
-def _made(module: Any, kind: str, options: Mapping[str, Any]) -> Any:
-    """Make one of Optuna's samplers or pruners."""
-    names = _CLASSES[kind]
-    name, more = options["name"], {key: value for key, value in options.items() if key != "name"}
-    if name not in names:
-        raise LaunchError(f"{kind}: there is no {name!r}, only {', '.join(names)}")
-    try:
-        return getattr(module, names[name])(**more)
-    except (TypeError, ValueError) as error:
-        raise LaunchError(f"{kind}: {name}: Optuna's {names[name]} refuses its options: {error}") from None
 
 
 def headline(study: Study) -> str:
@@ -152,26 +144,26 @@ def headline(study: Study) -> str:
     counts = [f"{number} {word}" for state, word in STATES.items() if (number := len(study.trials(state)))]
     best, end = study.best(), ""
     if best:
-        end = f"; best {study.facts['objective']['name']} {best.value:.6g}, trial {best.number}"
+        end = f"; best {study.space.objective.name} {best.value:.6g}, trial {best.number}"
     return f"{len(study.trials())} trials: {', '.join(counts)}{end}"
 
 
 def table(study: Study, *states: str) -> Table:
     """Return a table of the trials in these states; of those without a result, what the pruner saw last."""
     made = Table(title=headline(study), title_justify="left", box=SIMPLE_HEAD)
-    names = list(study.facts["parameters"])
-    for name in ("trial", "state", study.facts["objective"]["name"], "seconds", *names):
+    names = list(study.space.parameters)
+    for name in ("trial", "state", study.space.objective.name, "seconds", *names):
         made.add_column(name, justify="left" if name == "state" else "right")
     for one in study.trials(*states):
         reports, begun = one.intermediate_values, one.datetime_start or datetime.now()
         value = reports.get(one.last_step or 0) if one.value is None else one.value
         seconds = ((one.datetime_complete or datetime.now()) - begun).total_seconds()
-        facts = one.number, STATES[one.state.name], "" if value is None else short(value)
-        parameters = (short(one.params.get(name, "")) for name in names)
-        made.add_row(*map(str, facts), f"{seconds:.0f}", *parameters)
+        parameters = [one.params.get(name, "") for name in names]
+        cells = one.number, STATES[one.state.name], "" if value is None else value, round(seconds)
+        made.add_row(*map(short, (*cells, *parameters)))
     return made
 
 
 def short(value: Any) -> str:
-    """Return a parameter's value for people."""
+    """Return a value for people."""
     return f"{value:.5g}" if isinstance(value, float) else as_text(value)

@@ -16,7 +16,7 @@ pytest.importorskip("optuna")
 SPACE = """\
 parameters:
   lr: {low: 0.0001, high: 0.1, log: true}
-  batch: {low: 16, high: 64, step: 16, env: BATCH}
+  batch: {low: 16, high: 64, step: 16}
   optimizer: [sgd, adam]
   nesterov: [true, false]
 objective: {name: accuracy, goal: maximize, line: 'test accuracy: ([0-9.]+)', take: best}
@@ -26,7 +26,8 @@ pruner: {name: median, n_startup_trials: 4, n_warmup_steps: 2}
 kubernetes: {image: 'registry/train:1', name: digits, workers: 2, slots: 4, parallel: 3, volume: ['pvc:d:/d']}
 """
 COMMAND = [
-    "python", "train.py", "--lr", "{lr}", "--optimizer={optimizer}", "{nesterov}", "--out", "/data/{trial}"
+    "env", "BATCH={batch}", "python", "train.py", "--lr", "{lr}", "--optimizer={optimizer}", "{nesterov}",
+    "--out", "/data/{trial}",
 ]  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def test_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "--optimizer=${trialParameters.optimizer}", "${trialParameters.nesterov}",
         "--out", "/data/${trialParameters.trial}",
     ]  # fmt: skip
-    assert {"name": "BATCH", "value": "${trialParameters.batch}"} in launcher["env"]
+    assert "BATCH=${trialParameters.batch}" in launcher["command"]
     # Katib refuses parameters of a trial that are not in it.
     for one in template["trialParameters"]:
         assert f"${{trialParameters.{one['name']}}}" in json.dumps(template["trialSpec"])

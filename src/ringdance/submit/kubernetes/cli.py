@@ -86,7 +86,8 @@ def _yaml() -> Any:
     return optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or use --json)")
 
 
-def _print(documents: Sequence[Document], as_json: bool) -> None:
+def print_documents(documents: Sequence[Document], as_json: bool) -> None:
+    """Print documents as YAML or JSON."""
     if as_json:
         # Several documents as the list that kubectl takes.
         several = {"apiVersion": "v1", "kind": "List", "items": documents}
@@ -129,7 +130,7 @@ def _read(file: str) -> list[Document]:
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
-    _print(manifest(from_arguments(JobRequest, arguments)), arguments.json)
+    print_documents(manifest(from_arguments(JobRequest, arguments)), arguments.json)
     return 0
 
 
@@ -161,7 +162,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             for note in notes:
                 print(f"{name}: {note}", file=sys.stderr)
         documents.append(document)
-    _print(documents, arguments.json)
+    print_documents(documents, arguments.json)
     return 0
 
 
