@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import math
 import os
 import re
 import sys
@@ -61,6 +62,21 @@ def positive(text: str) -> int:
     """Return a whole number, 1 or more."""
     if (found := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return found
+
+
+def counts(text: str) -> list[int]:
+    """Return the whole numbers of "1,2,4", each 1 or more, ascending."""
+    found = {int(word) if word.isdecimal() else 0 for word in text.split(",")}
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers from 1 on; give them as in 1,2,4")
+    return sorted(found)
+
+
+def number(text: str) -> float:
+    """Return a number above 0."""
+    if not 0 < (found := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
     return found
 
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from ringdance.launch.parser import Parser, as_program
+from ringdance.launch.parser import Parser, as_program, number, positive
 from ringdance.observe.figures import Run, read_run
 from ringdance.observe.limits import RunLimit, judge
 from ringdance.observe.report import trace_of, uneven_share
 from ringdance.tune.catalog import Instance, curves, instance
-from ringdance.tune.plan_cli import count, positive
-from ringdance.tune.planner import Options, Row, Workload, expected_largest, from_bench, predict
+from ringdance.tune.planner import Options, Row, Workload, from_bench, predict
+from ringdance.tune.simulator import expected_largest
 
 _EPILOG = """\
 examples:
@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("directory", metavar="RUN_DIR", type=Path, help="of `ringdance run --output-filename`")
     add("--timeline", type=Path, metavar="FILE", help="of the run (default: one in RUN_DIR)")
-    add("--batch-size", type=count, default=0, metavar="N", help="samples of a rank and step")
-    add("--gbits", type=positive, default=0.0, metavar="G", help="of the network between hosts, Gbit/s")
+    add("--batch-size", type=positive, default=0, metavar="N", help="samples of a rank and step")
+    add("--gbits", type=number, default=0.0, metavar="G", help="of the network between hosts, Gbit/s")
     add("--instance", metavar="NAME|FILE", help="its hosts, named as for `ringdance plan`")
     text = "CPU hosts to compare GPUs with (default c5.18xlarge)"
     add("--against", default="c5.18xlarge", metavar="NAME|FILE", help=text)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import ArgumentError, pip_install
 from ringdance.launch.api import command_of_call, run
+from ringdance.launch.parser import counts, positive
 from ringdance.launch.prepare import prepare
 from ringdance.launch.spec import CommandError, JobSpec
 from ringdance.subcommands import Subcommand
@@ -80,19 +81,7 @@ def _in_ranks(given: Mapping[str, Any]) -> Any:
 
 def sizes(text: str) -> list[int]:
     """Return the numbers of ranks in "1,2,4", and 1, in ascending order."""
-    try:
-        found = {int(one) for one in text.split(",")}
-    except ValueError:
-        found = {0}
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of ranks; give them as in 1,2,4")
-    return sorted(found | {1})
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
+    return sorted({1, *counts(text)})
 
 
 def check(given: argparse.Namespace) -> list[str]:
@@ -213,7 +202,7 @@ def draw(target: Path, content: Mapping[str, Any]) -> list[Path]:
     noise = {title: {"ringdance": [row["noise"] * row[key] for row in rows]} for title, key in titles.items()}
     labels = [f"{unit}/s of all ranks", "speed of a rank, by that of one alone"]
     panels = {"Speed": speeds, "Efficiency": shares}
-    return plots.lines(target, panels, "ranks", labels, noise, "x" if rows[-1]["ranks"] > 8 else False)
+    return plots.lines(target, panels, "ranks", labels, noise, rows[-1]["ranks"] > 8)
 
 
 def _train(given: argparse.Namespace) -> int:
@@ -278,11 +267,11 @@ def _add(parser: argparse.ArgumentParser) -> None:
     add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="hosts and their slots, filled one after the other")
     text = "ddp (torch, gloo), mwms (tensorflow's MultiWorkerMirroredStrategy), horovod (torch)"
     add("--against", metavar="PEER,PEER", help=f"beside it in the same run: {text}")
-    add("--batch", type=_count, metavar="N", help="samples of a rank and step (default: the model's)")
-    add("--steps", type=_count, metavar="N", help=f"measured (default: {_STEPS}, with --quick {_QUICK[0]})")
+    add("--batch", type=positive, metavar="N", help="samples of a rank and step (default: the model's)")
+    add("--steps", type=positive, metavar="N", help=f"measured (default: {_STEPS}, with --quick {_QUICK[0]})")
     text = f"before, for each contestant (default: {_WARMUP}, with --quick {_QUICK[1]})"
-    add("--warmup", type=_count, metavar="N", help=text)
-    add("--image", type=_count, metavar="N", help="pixels of an image's side, words of a text")
+    add("--warmup", type=positive, metavar="N", help=text)
+    add("--image", type=positive, metavar="N", help="pixels of an image's side, words of a text")
     text = "computed in; weights and gradients are float32 (default: float32)"
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
     add("--quick", action="store_true", help="fewer steps, smaller images: to see whether it works")

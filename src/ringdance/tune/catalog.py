@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ringdance.errors import LaunchError, optional
 from ringdance.job_files import NO_FORMAT, read_regular, typed
-from ringdance.tune.gradient_sizes import gradients
+from ringdance.tune.gradient_sizes import FORWARD, gradients
 
 _HERE = Path(__file__).parent
 _FILES = (".yaml", ".yml", ".toml")
@@ -50,10 +50,8 @@ class Instance:
     as_of: str = ""
 
 
-_KINDS = {
-    "cores": int, "gbits": float, "gpus": int, "gpu": str, "nvlink": float, "rdma": bool, "price": float,
-    "as_of": str,
-}  # fmt: skip
+_KINDS = get_type_hints(Instance) | {"price": float}
+del _KINDS["name"]  # is that of the table or the file
 
 
 def instance(name: str) -> Instance:
@@ -135,13 +133,12 @@ class Model:
     name: str
     batch: int
     samples: int = 0
-    forward: float = 1 / 3
+    forward: float = FORWARD
     spread: float = FROM_FILES
 
     def gradients(self, step_seconds: float) -> list[tuple[int, float]]:
         """Return bytes of each gradient, and seconds after the step's begin at which it is ready."""
-        own = (1 - self.forward) * 3 / 2
-        return [(size, step_seconds * (1 - (1 - ready) * own)) for size, ready in gradients(self.name, 1.0)]
+        return gradients(self.name, step_seconds, self.forward)
 
 
 @cache

@@ -1,8 +1,7 @@
 """Write a step as execution traces of MLCommons Chakra, which simulators such as ASTRA-sim read.
 
 A file for each rank, PREFIX.RANK.et: messages with their length before them as a varint, first the
-GlobalMetadata, then the Nodes. The schema, with its field numbers, is schema/protobuf/et_def.proto of
-github.com/mlcommons/chakra; what a step needs of it is described below.
+GlobalMetadata, then the Nodes. chakra.textproto has what a step needs of the schema.
 """
 
 from __future__ import annotations
@@ -15,17 +14,6 @@ from ringdance.errors import LaunchError, optional
 
 _COMPUTE, _COLLECTIVE = 4, 7  # of NodeType
 _ALL_REDUCE = 0  # of CollectiveCommType
-_SCHEMA: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "AttributeProto": (
-        ("name", 1, "string"), ("int64_val", 9, "int64"), ("bool_val", 27, "bool"),
-    ),
-    "GlobalMetadata": (("version", 1, "string"), ("attr", 2, "*AttributeProto")),
-    "Node": (
-        ("id", 1, "uint64"), ("name", 2, "string"), ("type", 3, "int32"), ("data_deps", 5, "*uint64"),
-        ("start_time_micros", 6, "uint64"), ("duration_micros", 7, "uint64"), ("attr", 10, "*AttributeProto"),
-    ),
-}  # fmt: skip
-"""Messages and their fields: name, number, type ("*": repeated). An enum is an int32 on the wire."""
 
 
 def write_step(
@@ -97,20 +85,9 @@ def _kinds() -> dict[str, Any]:
     descriptor = optional("google.protobuf.descriptor_pb2", LaunchError, why, "protobuf")
     pool = optional("google.protobuf.descriptor_pool", LaunchError, why, "protobuf").DescriptorPool()
     factory = optional("google.protobuf.message_factory", LaunchError, why, "protobuf")
-    file = descriptor.FileDescriptorProto(name="et_def.proto", package="ChakraProtoMsg", syntax="proto3")
-    for message, known in _SCHEMA.items():
-        one = file.message_type.add(name=message)
-        if message == "AttributeProto":
-            one.oneof_decl.add(name="value")
-        for name, number, kind in known:
-            field = one.field.add(name=name, number=number, label=3 if kind.startswith("*") else 1)
-            kind = kind.removeprefix("*")
-            if kind in _SCHEMA:
-                field.type, field.type_name = 11, f".ChakraProtoMsg.{kind}"
-            else:
-                field.type = getattr(descriptor.FieldDescriptorProto, f"TYPE_{kind.upper()}")
-            if name.endswith("_val"):
-                field.oneof_index = 0
+    text_format = optional("google.protobuf.text_format", LaunchError, why, "protobuf")
+    schema = Path(__file__).with_name("chakra.textproto").read_text()
+    file = text_format.Parse(schema, descriptor.FileDescriptorProto())
     pool.Add(file)
-    found = {name: pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}") for name in _SCHEMA}
+    found = {one.name: pool.FindMessageTypeByName(f"{file.package}.{one.name}") for one in file.message_type}
     return {name: factory.GetMessageClass(one) for name, one in found.items()}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from itertools import product
-from math import inf
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.errors import LaunchError, SettingError
-from ringdance.launch.parser import Parser, as_program, seconds
+from ringdance.launch.parser import Parser, as_program, counts, number, positive, seconds
 from ringdance.settings import Settings, load
 from ringdance.tune.gradient_sizes import MODELS, gradients
 from ringdance.tune.plots import lines, plot_file
@@ -57,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
     add("--step", type=seconds, default=0.1, metavar="S", help="of a rank alone, in seconds (default 0.1)")
     hosts, gbits = [1, 2, 8, 32, 128, 512, 3400], [10.0, 25.0, 100.0, 400.0]
     text = "(default 1,2,8,32,128,512,3400)"
-    add("--hosts", type=_list(_number(int)), default=hosts, metavar="N,N", help=f"how many {text}")
-    add("--ranks-per-host", type=_number(int), default=8, metavar="N", help="on each (default 8)")
+    add("--hosts", type=counts, default=hosts, metavar="N,N", help=f"how many {text}")
+    add("--ranks-per-host", type=positive, default=8, metavar="N", help="on each (default 8)")
     text = "of a host's link in Gbit/s (default 10,25,100,400)"
-    add("--gbits", type=_list(_number(float)), default=gbits, metavar="G,G", help=text)
+    add("--gbits", type=_list(number), default=gbits, metavar="G,G", help=text)
     text = "float32 (default), bfloat16, float16: types in which gradients are exchanged"
     add("--wire", type=_list(_wire), default=["float32"], metavar="TYPE,TYPE", help=text)
     text = "a property of the hosts; may be repeated, see below"
@@ -80,20 +79,10 @@ def main(argv: Sequence[str]) -> int:
         else:
             _show(Console(), rows)
         if arguments.plot:
-            lines(arguments.plot, _panels(rows), "hosts", "efficiency", logarithmic="x")
+            lines(arguments.plot, _panels(rows), "hosts", "efficiency", logarithmic=True)
         return 0
 
     return as_program("ringdance simulate", action)
-
-
-def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        with suppress(ValueError):
-            if 0 < (found := kind(text)) < inf:
-                return found
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-
-    return parse
 
 
 def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -148,9 +137,9 @@ def _show(console: Console, rows: Sequence[Row]) -> None:
         for ranks in dict.fromkeys(row["ranks"] for row in chosen):
             table.add_column(f"{ranks:,}", justify="right")
         for gbits in dict.fromkeys(row["gbits"] for row in chosen):
-            for number, key in enumerate(_LINES.values()):
+            for line, key in enumerate(_LINES.values()):
                 cells = [f"{100 * row[key]:.3g}%" for row in chosen if row["gbits"] == gbits]
-                table.add_row("" if number else f"{gbits:g}", key, *cells, end_section=number == 2)
+                table.add_row("" if line else f"{gbits:g}", key, *cells, end_section=line == 2)
         console.print(table)
 
 

@@ -13,7 +13,7 @@ from ringdance.errors import ArgumentError
 
 Tensors = Iterator[tuple[int, int]]
 """Elements of each parameter in the order of forward, and to how many positions it is applied."""
-_FORWARD = 1 / 3  # of a step: backward multiplies twice where forward does once
+FORWARD = 1 / 3  # of a step: backward multiplies twice where forward does once
 
 
 def _conv(sizes: Sequence[int], positions: int, norm: bool = True) -> Tensors:
@@ -123,10 +123,11 @@ _MODELS: dict[str, Callable[[], Tensors]] = {
 MODELS = tuple(_MODELS)
 
 
-def gradients(model: str, compute_seconds: float) -> list[tuple[int, float]]:
+def gradients(model: str, compute_seconds: float, forward: float = FORWARD) -> list[tuple[int, float]]:
     """Return the gradients of a step that computes for so long: bytes in float32 and when they are ready, s.
 
-    In the order in which backward has them. Raises ArgumentError for another model than ``MODELS``.
+    In the order in which backward has them, after ``forward``, a share of the step. Raises ArgumentError for
+    another model than ``MODELS``.
     """
     if model not in _MODELS:
         raise ArgumentError(f"There is no model {model!r}; known are {', '.join(MODELS)}.")
@@ -135,5 +136,5 @@ def gradients(model: str, compute_seconds: float) -> list[tuple[int, float]]:
     found, done = [], 0
     for elements, positions in tensors:
         done += elements * positions
-        found.append((4 * elements, compute_seconds * (_FORWARD + (1 - _FORWARD) * done / whole)))
+        found.append((4 * elements, compute_seconds * (forward + (1 - forward) * done / whole)))
     return found

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringdance.numpy
+from ringdance.tune.gradient_sizes import FORWARD
 
 RATE = 1e-3
 SINGLE, LOOKS = 12, 3
-_FORWARD = 1 / 3  # of a step, where the times of gradients cannot be measured
 Step = Callable[[], Any]
 Gradients = list[tuple[str, int, float]]
 """Name, bytes, and seconds after the step's begin at which it is ready."""
@@ -106,8 +106,8 @@ def _block(step: Step, count: int) -> tuple[float, float]:
 
 def assumed(sizes: Sequence[tuple[str, int]], step: float) -> Gradients:
     """Return gradients ready one after the other, evenly over the backward pass, the last layer's first."""
-    pace = step * (1 - _FORWARD) / len(sizes)
-    ends = (step * _FORWARD + pace * place for place in range(1, len(sizes) + 1))
+    pace = step * (1 - FORWARD) / len(sizes)
+    ends = (step * FORWARD + pace * place for place in range(1, len(sizes) + 1))
     return [(name, nbytes, end) for (name, nbytes), end in zip(reversed(sizes), ends, strict=True)]
 
 

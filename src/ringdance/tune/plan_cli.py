@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ringdance.errors import LaunchError
-from ringdance.launch.parser import Parser, as_program
+from ringdance.launch.parser import Parser, as_program, counts, number, positive
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
 from ringdance.tune.chakra import write_step
 from ringdance.tune.planner import Options, Row, Workload, choose, from_bench, from_model, machine, predict
@@ -58,31 +58,29 @@ def _parser() -> Parser:
     text = f"instead: a model whose gradients are known ({', '.join(models())})"
     add("--model", metavar="NAME", help=text)
     text = "rate of the model on one rank; with --from: of a rank there, such as a faster GPU"
-    add("--images-per-second", type=positive, metavar="R", help=text)
-    add("--of", type=count, default=1, metavar="N", help="the rate is that of N ranks together (default 1)")
-    add("--batch", type=count, metavar="N", help="samples of a rank and step (default: that of the model)")
+    add("--images-per-second", type=number, metavar="R", help=text)
+    add("--of", type=positive, default=1, metavar="N", help="the rate is of N ranks together (default 1)")
+    add("--batch", type=positive, metavar="N", help="samples of a rank and step (default: that of the model)")
     text = "standard deviation of a rank's step, as a share (default: as measured; with --model 0.17)"
-    add("--spread", type=positive, metavar="SHARE", help=text)
+    add("--spread", type=number, metavar="SHARE", help=text)
     text = f"the machines, a .yaml or .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
-    add("--np", type=_numbers, metavar="N,N", help="numbers of ranks (default: of 1, 2, 4, ... 32 machines)")
+    add("--np", type=counts, metavar="N,N", help="numbers of ranks (default: of 1, 2, 4, ... 32 machines)")
     text = "ranks on a machine (default: its GPUs, or as many as its cores are enough for)"
-    add("--ranks-per-host", type=count, default=0, metavar="N", help=text)
-    add("--gbits", type=positive, metavar="G", help="another network, Gbit/s")
-    text = "as many hosts share the cores of one machine, as simulated ones do (default 1)"
-    add("--shared-cores", type=count, default=1, metavar="N", help=text)
+    add("--ranks-per-host", type=positive, default=0, metavar="N", help=text)
+    add("--gbits", type=number, metavar="G", help="another network, Gbit/s")
     kinds = ("float32", "float16", "bfloat16")
     add("--wire", choices=kinds, default="float32", help="what gradients are sent as (default float32)")
-    add("--samples", type=count, default=0, metavar="N", help="of an epoch (default: the model's data set)")
+    add("--samples", type=positive, default=0, metavar="N", help="of an epoch (default: that of the model)")
     how, goal = (parser.add_mutually_exclusive_group() for _ in range(2))
-    how.add_argument("--epochs", type=positive, default=0.0, metavar="N", help="epochs to train")
+    how.add_argument("--epochs", type=number, default=0.0, metavar="N", help="epochs to train")
     text = "as many as the batch needs, by MLPerf's reference points"
-    how.add_argument("--to-accuracy", type=positive, metavar="A", help=text)
-    add("--price", type=positive, metavar="P", help="dollars for an hour of a machine")
+    how.add_argument("--to-accuracy", type=number, metavar="A", help=text)
+    add("--price", type=number, metavar="P", help="dollars for an hour of a machine")
     text = "such as 2h or 90m: find the fewest machines"
     goal.add_argument("--deadline", type=_hours, default=0.0, metavar="T", help=text)
     text = "dollars: find the fastest for it"
-    goal.add_argument("--budget", type=positive, default=0.0, metavar="P", help=text)
+    goal.add_argument("--budget", type=number, default=0.0, metavar="P", help=text)
     add("--plot", type=plot_file, metavar="FILE", help="draw it as .svg or .png")
     text = "write the step's traces for simulators, a file for each rank; with one --np"
     add("--chakra", type=Path, metavar="DIR", help=text)
@@ -94,7 +92,7 @@ def _plan(given: argparse.Namespace) -> int:
     on = instance(given.instance)
     changed = {"gbits": given.gbits} if given.gbits else {}
     on = replace(on, **changed, **({"price": given.price, "as_of": "--price"} if given.price else {}))
-    options = Options(given.ranks_per_host, given.wire, given.shared_cores, given.samples, given.epochs)
+    options = Options(given.ranks_per_host, given.wire, given.samples, given.epochs)
     load, options = _load(given, on, options)
     aim = bool(given.deadline or given.budget)
     if aim and not (options.samples and (options.epochs or options.curve)):
@@ -204,10 +202,9 @@ def assumptions(
 ) -> list[str]:
     """Return everything that a plan assumes, as sentences; ``rounded``: asked for, and planned instead."""
     per_host = options.per_host(load, on)
-    base = machine(load, on, per_host, options.crowd)
+    base = machine(load, on, per_host)
     how = "MPI over TCP" if load.cores else "NCCL"
     cores = f"on {load.cores:g} cores, of {on.cores} in a machine" if load.cores else "on a GPU"
-    crowd = f" that {options.crowd} hosts share" if options.crowd > 1 else ""
     found = [
         f"Step: {load.source} {len(load.gradients)} gradients, {load.bytes / 1e6:,.1f} MB in float32.",
         f"Exchange: Ringdance's plans on simulated hosts, {options.wire} on the wire, default settings.",
@@ -216,7 +213,7 @@ def assumptions(
         f"Skew: a rank's step deviates by {load.spread / load.compute:.1%} ({load.spread * 1e3:.3g} ms, "
         "normal, independent of the others); all wait for the slowest.",
         *[f"Whole machines: {one} ranks are {row.ranks} on {row.hosts} machines." for one, row in rounded],
-        f"A rank computes {cores}{crowd}, as fast as it was measured; its input keeps up.",
+        f"A rank computes {cores}, as fast as it was measured; its input keeps up.",
     ]
     if not options.samples or not (options.epochs or options.curve):
         return found
@@ -260,27 +257,7 @@ def _plot(file: Path, rows: Sequence[Row], load: Workload) -> list[Path]:
         for name, key in kinds.items() if getattr(rows[0], key) is not None
     }  # fmt: skip
     panels["samples/s"]["bound"] = [(row.ranks, load.batch / load.compute * row.ranks) for row in rows]
-    return lines(file, panels, "ranks", list(panels), logarithmic="x")
-
-
-def positive(text: str) -> float:
-    """Return a number above 0 of the command line."""
-    if not 0 < (found := float(text)) < 1e15:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-    return found
-
-
-def count(text: str) -> int:
-    """Return a whole number from 1 on of the command line."""
-    if not re.fullmatch(r"\d{1,12}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
-    return int(text)
-
-
-def _numbers(text: str) -> list[int]:
-    if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
-        raise argparse.ArgumentTypeError(f"{text} is no list of numbers of ranks, such as 8,32,256")
-    return [int(word) for word in text.split(",")]
+    return lines(file, panels, "ranks", list(panels), logarithmic=True)
 
 
 def _hours(text: str) -> float:

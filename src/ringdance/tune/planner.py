@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist, stdev
+from statistics import stdev
 from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.job_files import NO_FORMAT, read_regular, typed
 from ringdance.settings import Settings
 from ringdance.tune.catalog import Curve, Instance, Model
-from ringdance.tune.simulator import Machine, simulate
+from ringdance.tune.simulator import Machine, expected_largest, simulate
 
 TCP_SHARE = 0.94
 """What Ethernet, IP and TCP headers leave of a network's bandwidth, at packets of 1,500 bytes."""
@@ -68,18 +68,18 @@ class Options:
     Attributes:
         ranks_per_host: 0: one for each GPU, or as many as the cores are enough for.
         wire: what gradients are sent as.
-        crowd: hosts that share the cores of one machine, as simulated ones do.
         samples: of an epoch; 0 if not known.
         epochs: to train; 0 if a curve says so.
         curve: epochs by batch.
+        crowd: hosts that share the cores of one machine, as simulated ones do.
     """
 
     ranks_per_host: int = 0
     wire: str = "float32"
-    crowd: int = 1
     samples: int = 0
     epochs: float = 0.0
     curve: Curve | None = None
+    crowd: int = 1
 
     def per_host(self, load: Workload, on: Instance) -> int:
         """Return how many ranks a machine has."""
@@ -169,11 +169,6 @@ def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
     ranks, threads = typed(row, "ranks", int), row.get("threads") or 1
     each = row.get("ranks_per_host") or ranks
     return not row.get("gpus") and each * threads > typed(row, "cores", int), -each, ranks
-
-
-def expected_largest(count: int) -> float:
-    """Return how far the largest of `count` normal values is above the mean, in deviations (Blom)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def machine(load: Workload, on: Instance, per_host: int, crowd: int = 1) -> Machine:

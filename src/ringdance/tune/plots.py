@@ -43,7 +43,7 @@ def lines(
     x_label: str | Sequence[str],
     y_label: str | Sequence[str],
     noise: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
-    logarithmic: bool | str = False,
+    logarithmic: bool = False,
     from_zero: bool = True,
 ) -> list[Path]:
     """Draw lines in panels side by side, once for light pages and once for dark ones.
@@ -57,29 +57,26 @@ def lines(
         y_label: the same of y.
         noise: half of the interval around each point of a line, by its name, by the panel's title: drawn as a
             band.
-        logarithmic: which axes are: "x", "y", "xy" (as True) or none.
-        from_zero: whether the y axis begins at 0, unless it is logarithmic; else at the lowest y.
+        logarithmic: whether the x axis is.
+        from_zero: whether the y axis begins at 0; else at the lowest y.
 
     Returns:
         The two files.
 
     Raises:
-        ArgumentError: matplotlib is missing, the suffix is neither, or there is nothing to draw.
+        ArgumentError: matplotlib is missing, or there is nothing to draw.
     """
     target = Path(file)
-    if target.suffix not in (".svg", ".png"):
-        raise ArgumentError(f"{target}: a plot is written as .svg or .png; give a name that ends so.")
     if not any(line for panel in panels.values() for line in panel.values()):
         raise ArgumentError(f"{target}: there is no point to draw.")
     optional("matplotlib", ArgumentError, f"Plots need matplotlib to write {target}", "matplotlib>=3.8")
     names = [[one] * len(panels) if isinstance(one, str) else one for one in (x_label, y_label)]
     labels = list(zip(*names, strict=True))
-    axes = "xy" if logarithmic is True else logarithmic or ""
     colours = _colours(name for panel in panels.values() for name in panel)
     written = []
     for suffix, theme in _THEMES.items():
         path = target.with_name(f"{target.stem}{suffix}{target.suffix}")
-        _write(path, panels, labels, noise or {}, axes, from_zero, colours, theme)
+        _write(path, panels, labels, noise or {}, logarithmic, from_zero, colours, theme)
         written.append(path)
     return written
 
@@ -95,7 +92,7 @@ def _colours(names: Iterable[str]) -> dict[str, int]:
 
 def _write(
     path: Path, panels: Mapping[str, Mapping[str, Line]], labels: Sequence[tuple[str, str]],
-    noise: Mapping[str, Mapping[str, Sequence[float]]], logarithmic: str, from_zero: bool,
+    noise: Mapping[str, Mapping[str, Sequence[float]]], logarithmic: bool, from_zero: bool,
     colours: Mapping[str, int], theme: tuple[str, str, str, str],
 ) -> None:  # fmt: skip
     """Draw all panels in one theme and write them."""
@@ -138,17 +135,14 @@ def _line(
         axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
-def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: str, from_zero: bool) -> None:
+def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: bool, from_zero: bool) -> None:
     """Set the axes' scales and name the points on the x axis, if they are few."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import FuncFormatter
 
     xs = sorted({x for line in panel.values() for x, _ in line})
-    if "x" in logarithmic:
+    if logarithmic:
         axes.set_xscale("log", base=2)
-    if "y" in logarithmic:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    elif from_zero:
+    if from_zero:
         axes.set_ylim(bottom=0)
     plain = FuncFormatter(lambda value, _: f"{value:,.10g}")
     axes.yaxis.set_major_formatter(plain)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, log, log2, sqrt
+from math import ceil, log2
 from operator import itemgetter
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,14 @@ from ringdance.core.exchange.arithmetic import dtype_named, reduction
 from ringdance.core.process_sets.agreement import VectorLayout
 from ringdance.core.process_sets.batch import plan_batches
 from ringdance.core.process_sets.registry import buffer_bytes
+from ringdance.core.process_sets.state import eager_due
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.settings import Settings
 from ringdance.transport.base import Array, Identity
 from ringdance.tune import network
 from ringdance.tune.network import Core, Machine, Program, SimulatedTransport
 
-__all__ = ["Gradients", "Machine", "Step", "ring_bound", "simulate", "tree_bound"]
+__all__ = ["Gradients", "Machine", "Step", "expected_largest", "ring_bound", "simulate", "tree_bound"]
 
 Gradients = Sequence[tuple[int, float]]
 """Bytes of each gradient in float32, and when backward has it, in seconds since the step's beginning."""
@@ -61,6 +63,11 @@ class Step:
     def efficiency(self) -> float:
         """What a rank does in a second, as a share of what it does alone."""
         return self.compute_seconds / self.seconds
+
+
+def expected_largest(count: int) -> float:
+    """Return how far the largest of `count` normal values is above the mean, in deviations (Blom)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def ring_bound(machine: Machine, hosts: int, nbytes: int) -> float:
@@ -94,7 +101,7 @@ def simulate(
     gradients = sorted(gradients, key=itemgetter(1))
     job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
     turn = min(machine.turn, compute_seconds / 4)  # short steps end within a scheduler's slice of time
-    late = machine.jitter * sqrt(2 * log(size)) + turn * max(0.0, machine.ranks_per_core - 1)
+    late = machine.jitter * expected_largest(size) + turn * max(0.0, machine.ranks_per_core - 1)
     if size == 1 or not gradients:
         return Step(compute_seconds + late, late, compute_seconds, 0, 0, 0, ())
     cores = job.start(hosts, ranks_per_host, all_hosts)
@@ -190,12 +197,12 @@ class _Job:
                 since = max(core.now, self.ready[done])
 
     def _due(self, since: float) -> float:
-        """Return when a round starts: as ``ProcessSetState`` decides, or when training waits."""
+        """Return when a round starts: as the engine decides, or when training waits."""
         cycle = self.settings.cycle_time * 1e-3
         due = since + cycle
         for ready in self.ready:
             if since < ready <= due:
-                due = max(due, min(ready + cycle / 8, since + 4 * cycle))
+                due = eager_due(since, ready, cycle)
         return min(due, self.compute)
 
     def _request(self, number: int, core: Core, dtype: np.dtype[Any]) -> Request:

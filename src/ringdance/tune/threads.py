@@ -26,7 +26,7 @@ from rich.table import Table
 from ringdance import subcommands
 from ringdance.cluster.hostfile import HostList, parse_hosts
 from ringdance.errors import LaunchError
-from ringdance.launch.parser import seconds
+from ringdance.launch.parser import counts, positive, seconds
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.linux import usable_cores
 from ringdance.observe.figures import read_run
@@ -217,13 +217,6 @@ def _threads(given: argparse.Namespace) -> int:
     return 0 if found[best][0] else 1
 
 
-def _numbers(text: str) -> list[int]:
-    found = [int(word) if word.isdigit() else 0 for word in text.split(",")]
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers from 1 on; give them as in 1,2,4")
-    return sorted({*found})
-
-
 def _regex(text: str) -> re.Pattern[str]:
     with contextlib.suppress(re.error):
         if (found := re.compile(text)).groups == 1:
@@ -233,10 +226,10 @@ def _regex(text: str) -> re.Pattern[str]:
 
 def _add_threads(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--global-batch", type=lambda text: _numbers(text)[-1], default=0, metavar="N", help="of all ranks")
-    add("--ranks", type=_numbers, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
-    add("--intra", type=_numbers, metavar="A,B", help="intra-op threads to try (default: the same)")
-    add("--inter", type=_numbers, default=[1, 2], metavar="A,B", help="inter-op threads (default: 1,2)")
+    add("--global-batch", type=positive, default=0, metavar="N", help="of all ranks")
+    add("--ranks", type=counts, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
+    add("--intra", type=counts, metavar="A,B", help="intra-op threads to try (default: the same)")
+    add("--inter", type=counts, default=[1, 2], metavar="A,B", help="inter-op threads (default: 1,2)")
     add("--bind", choices=_BINDS, default="both", help="ranks bound to cores (default: both)")
     add("--grid", action="store_true", help="try all combinations")
     add("--metric", type=_regex, metavar="REGEX", help="finds the speed in the output, as its one group")

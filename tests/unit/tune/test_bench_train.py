@@ -121,7 +121,7 @@ def test_numbers_of_ranks() -> None:
         ("--model mlp --output figures.csv", "ends in .json"),
         ("--model mlp --output nowhere/figures.json", "a directory that exists"),
         ("--model mlp --np 1;2", "give them as in 1,2,4"),
-        ("--model mlp --steps 0", "'0' is no number from 1 on"),
+        ("--model mlp --steps 0", "0: must be at least 1"),
         ("--model mlp --np 4 -H localhost:2", "4"),
     ],
 )

@@ -55,9 +55,9 @@ def test_json_and_a_plot(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hosts", "2,0"], "'0' is not a number above 0"),
-        (["--ranks-per-host", "x"], "'x' is not a number"),
-        (["--gbits", "inf"], "'inf' is not a number"),
+        (["--hosts", "2,0"], "'2,0' are no numbers from 1 on"),
+        (["--ranks-per-host", "x"], "invalid positive value: 'x'"),
+        (["--gbits", "inf"], "inf is not more than 0"),
         (["--wire", "int8"], "'int8' is none of float32, bfloat16, float16"),
         (["--set", "latency"], "'latency': NAME=VALUE is expected"),
         (["--set", "bandwidth=3"], "one of latency, "),

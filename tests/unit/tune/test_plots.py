@@ -20,7 +20,7 @@ def _plots():
     pytest.importorskip("matplotlib")
 
 
-@pytest.mark.parametrize("logarithmic", [False, "x", True])
+@pytest.mark.parametrize("logarithmic", [False, True])
 def test_an_svg_is_valid_and_has_labels(tmp_path, logarithmic):
     noise = {"Speed": {"ringdance": [1, 1, 2]}}
     light, dark = lines(tmp_path / "plot.svg", PANELS, "ranks", ["images/s", "share"], noise, logarithmic)
@@ -43,9 +43,7 @@ def test_a_suffix_chooses_png(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bad_arguments_are_refused(tmp_path):
-    with pytest.raises(ArgumentError, match=r"\.svg or \.png"):
-        lines(tmp_path / "plot.pdf", PANELS, "ranks", "y")
+def test_a_plot_of_nothing_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="no point"):
         lines(tmp_path / "plot.svg", {"Speed": {}}, "ranks", "y")
 

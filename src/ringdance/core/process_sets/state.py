@@ -50,6 +50,15 @@ class EngineValues(NamedTuple):
     flat: bool
 
 
+def eager_due(since: float, last: float, cycle: float) -> float:
+    """Return when asynchronous requests are due, the first and the last of which came at these times.
+
+    After a cycle, or once a burst has ended: a start in the middle of a burst would cut it in two, and make
+    both threads compete for the core.
+    """
+    return max(since + cycle, min(last + cycle / 8, since + 4 * cycle))
+
+
 class ProcessSetState:
     """The members' agreement, as seen from one of them.
 
@@ -127,7 +136,7 @@ class ProcessSetState:
             return False
         since = pending.eager_since
         if not (self._callers.waiting or self.urgent) and (
-            since is None or time.monotonic() < self._eager_due(since)
+            since is None or time.monotonic() < eager_due(since, pending.eager_last, self._cycle)
         ):
             return False
         if pending.backoff and time.monotonic() < pending.not_before:
@@ -147,15 +156,9 @@ class ProcessSetState:
         if self._callers.waiting or self.urgent:
             return pending.not_before
         since = pending.eager_since  # read once: a step in another thread may reset it
-        return None if since is None else max(self._eager_due(since), pending.not_before)
-
-    def _eager_due(self, since: float) -> float:
-        """Return when asynchronous requests are due: after a cycle, or once a burst has ended.
-
-        A start in the middle of a burst would cut it in two, and make both threads compete for the core.
-        """
-        cycle = self._cycle
-        return max(since + cycle, min(self.pending.eager_last + cycle / 8, since + 4 * cycle))
+        if since is None:
+            return None
+        return max(eager_due(since, pending.eager_last, self._cycle), pending.not_before)
 
     def steps(self) -> Steps:
         """Run until all members have agreed to stop."""
