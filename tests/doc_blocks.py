@@ -17,6 +17,7 @@ An HTML comment before a block, which readers do not see, says more (several are
 - ``<!-- test: any order -->``: of the lines of the output;
 - ``<!-- test: joined lines -->``: lines of the output are broken for reading only;
 - ``<!-- test: needs MODULE MODULE -->``: run only where these can be imported;
+- ``<!-- test: slow -->``: commands that only `make test-all` runs;
 - ``<!-- test: in PATH -->``: the test file of that path runs it;
 - ``<!-- test: drawing -->``: no code;
 - ``<!-- test: not run: REASON -->``.
@@ -46,7 +47,7 @@ _FENCE = re.compile(
 _MARK = re.compile(r"^<!-- test: (?P<marks>[^\n]*?)(?: -->|\n(?P<text>.*?)^-->)$", re.M | re.S)
 _KNOWN = (
     "file", "exit", "varies", "any order", "joined lines", "in", "drawing", "not run:", "needs",
-    "hidden file", "hidden",
+    "hidden file", "hidden", "slow",
 )  # fmt: skip
 # What TensorFlow and XLA write to stderr depends on the processor and the machine.
 _NOTICE = re.compile(

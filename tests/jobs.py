@@ -1,4 +1,4 @@
-"""The jobs of tests/run.py: what runs where, on specify -np N, and what only `make test-all` has."""
+"""The jobs of tests/run.py: what runs where, on how many ranks, and what only `make test-all` has."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from ringdance.errors import RingdanceError
 from ringdance.training.objects import allgather_object
 
-COUNT, FAST, BLOCK = 200, 5, 5
+COUNT, FAST, BLOCK = 201, 3, 3
 FEATURES, ROWS_OF_TABLE = 5, 7
 
 BLOCKS = [

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 PAGE = ROOT / "docs" / "howto" / "bench-train.md"
 
 
+@pytest.mark.slow
 @pytest.mark.limit(200)
 def test_the_command_of_the_page_writes_figures_a_table_and_a_plot(tmp_path: Path) -> None:
     command = next(line for block in blocks(PAGE) for line, _ in block.commands() if "--model mlp" in line)

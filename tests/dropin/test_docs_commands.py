@@ -25,14 +25,28 @@ COMMANDS = [
 ]  # fmt: skip
 
 
+LONG = [page for page in COMMANDS if any("slow" in block.marks for block in blocks(page))]
+
+
 @pytest.mark.limit(500)
 @pytest.mark.parametrize("page", COMMANDS, ids=title)
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
-    put_files(page, tmp_path)
-    for block in blocks(page):
+    run_all([block for block in blocks(page) if "slow" not in block.marks], page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", LONG, ids=title)
+def test_the_slow_commands_of_a_page_do_too(page: Path, tmp_path: Path) -> None:
+    run_all(blocks(page), page, tmp_path)
+
+
+def run_all(chosen: list[Block], page: Path, directory: Path) -> None:
+    """Run the commands of these blocks of a page, in their order."""
+    put_files(page, directory)
+    for block in chosen:
         if block.language in ("console", "sh") and block.runs_here:
             for command, shown in block.commands():
-                run(block, command, shown, tmp_path)
+                run(block, command, shown, directory)
     skip_if_some_were_missing(page)
 
 

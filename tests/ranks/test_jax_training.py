@@ -55,8 +55,9 @@ def train(tx: Any, ranks: list[int], params: Any, jit: bool = True, steps: int =
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize(("jit", "differ"), [
+    (True, False), (True, True), (False, True), pytest.param(False, False, marks=pytest.mark.slow),
+])
 def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
     with warned() as texts:
         train(hvd.distributed(optax.sgd(0.1)), [RANK], beginning(RANK * differ), jit, steps=102)

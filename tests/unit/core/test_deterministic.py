@@ -17,7 +17,10 @@ HOSTS = {
 }
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize("hosts", [
+    pytest.param(hosts, id=name, marks=[] if "hosts" in name else pytest.mark.slow)
+    for name, hosts in HOSTS.items()
+])  # fmt: skip
 def test_two_runs_are_bit_equal_under_different_delays(hosts: tuple[str, ...]) -> None:
     settings = Settings(deterministic=True, chunk_bytes=16 << 10, small_bytes=2 << 10, cycle_time=0.5)
     runs = []

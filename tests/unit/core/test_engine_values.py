@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,17 @@ SETTINGS = {
 }
 
 
+def pairs(layouts: Iterable[str], settings: Sequence[str]) -> list[Any]:
+    """All pairs; `make test` has every layout and every setting, each layout with one setting."""
+    return [
+        pytest.param(
+            layout, setting, marks=[] if settings[place % len(settings)] == setting else pytest.mark.slow
+        )
+        for place, layout in enumerate(layouts)
+        for setting in settings
+    ]
+
+
 def close(got: np.ndarray, want: np.ndarray) -> None:
     """Floats are added by hosts first, and 16 bits rounded on each, before they are added across hosts."""
     assert got.dtype == want.dtype
@@ -60,8 +72,7 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
         same(got, want)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("layout", "setting"), pairs(LAYOUTS, list(SETTINGS)))
 def test_every_verb(layout: str, setting: str) -> None:
     how = dict(LAYOUTS[layout])
     size = how.pop("size")
@@ -101,8 +112,7 @@ def test_every_verb(layout: str, setting: str) -> None:
     job(size, program, SETTINGS[setting], **how)
 
 
-@pytest.mark.parametrize("layout", MORE_LAYOUTS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("layout", "setting"), pairs(MORE_LAYOUTS, list(SETTINGS)))
 def test_averages_of_integers_are_exact(layout: str, setting: str) -> None:
     """Also where no partial sum fits into the type, by any of the ways in which data move."""
     how = dict(MORE_LAYOUTS[layout])
@@ -123,8 +133,7 @@ def test_averages_of_integers_are_exact(layout: str, setting: str) -> None:
     job(size, program, SETTINGS[setting], **how)
 
 
-@pytest.mark.parametrize("layout", MORE_LAYOUTS)
-@pytest.mark.parametrize("setting", ["tiny", "messages"])
+@pytest.mark.parametrize(("layout", "setting"), pairs(MORE_LAYOUTS, ["tiny", "messages"]))
 def test_a_joined_rank_changes_no_result(layout: str, setting: str) -> None:
     """But averages, which are divided by the number of all ranks."""
     how = dict(MORE_LAYOUTS[layout])
@@ -195,8 +204,8 @@ def test_more_names_than_the_table_holds(capacity: int) -> None:
         for step in range(3):
             handles = {
                 int(i): hvd.allreduce(
-                    np.full(i % 3 + 1, float(engine.rank + step)), name=f"n{i}", op=hvd.Sum
-                , wait=False)
+                    np.full(i % 3 + 1, float(engine.rank + step)), name=f"n{i}", op=hvd.Sum, wait=False
+                )
                 for i in made.permutation(40)
             }
             for i, handle in handles.items():
