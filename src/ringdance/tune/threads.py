@@ -28,7 +28,7 @@ from ringdance.cluster.hostfile import HostList, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import counts, positive, seconds
 from ringdance.launch.spec import resolve_command
-from ringdance.launch.system.linux import usable_cores
+from ringdance.launch.system.linux import die_with_parent, usable_cores
 from ringdance.observe.figures import read_run
 
 _EPILOG = """\
@@ -96,7 +96,10 @@ class Trials(NamedTuple):
         environ = os.environ | {"RINGDANCE_METRICS_INTERVAL": "0.2", "PYTHONUNBUFFERED": "1"}
         began = first = time.monotonic()
         with open(directory / "log", "wb") as log:
-            job = subprocess.Popen(line, 0, None, -3, log, log, env=environ, start_new_session=True)
+            job = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
+                preexec_fn=die_with_parent,  # after SIGKILL of this process: the job then ends as well
+            )  # fmt: skip
         try:
             while (code := job.poll()) is None:
                 time.sleep(_POLL)
@@ -199,7 +202,9 @@ def _threads(given: argparse.Namespace) -> int:
     resolve_command(given.command[:1])
     trials = Trials(given, parse_hosts(given.hosts) if given.hosts else [], usable_cores())
     space = _space(given, trials.cores, max(1, len(trials.hosts)))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves as little behind as Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # leave as little behind as Ctrl-C
+        if signal.getsignal(number) != signal.SIG_IGN:  # as after nohup
+            signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="ringdance-threads-") as directory:
 
         def run(one: Setting) -> Result:

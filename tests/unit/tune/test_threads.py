@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -68,6 +69,29 @@ def test_a_command_is_tried_and_the_line_to_use_shown(
     own_words = [word.replace("{batch}", "7") for word in own[1:]]
     left = subprocess.run(["pgrep", "-f", " ".join(own_words)], capture_output=True, text=True).stdout.split()
     assert [one for one in left if int(one) != os.getpid()] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])  # the first: its terminal is closed
+def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    (tmp_path / "wait.py").write_text(
+        f"import os, time\nopen({str(pid)!r}, 'w').write(f'{{os.getpid()}}.')\ntime.sleep(300)"
+    )
+    line = [sys.executable, "-m", "ringdance", "tune", "threads", "--metric", "(x)", "--", sys.executable]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else nohup's would stay
+    command = subprocess.Popen([*line, str(tmp_path / "wait.py")], env=os.environ | {"TMPDIR": str(tmp_path)})
+    signal.signal(signal.SIGHUP, before)
+    end = time.monotonic() + 120
+    while not (pid.exists() and pid.read_text().endswith(".")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    command.send_signal(number)
+    assert command.wait(60) == (130 if number == signal.SIGHUP else -number)
+    rank = int(pid.read_text()[:-1])
+    while Path(f"/proc/{rank}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert number == signal.SIGKILL or not list(tmp_path.glob("ringdance-*"))
 
 
 @pytest.mark.parametrize(
