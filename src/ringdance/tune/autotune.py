@@ -320,7 +320,8 @@ class Autotuner:
             try:
                 self._write(self.settings.autotune_log)
             except OSError as error:
-                _log.warning("ringdance: the tuner's log cannot be written: %s", error)
+                path, why = self.settings.autotune_log, error.strerror or error
+                _log.warning("ringdance: the tuner's log %s cannot be written: %s", path, why)
 
     def leave(self) -> None:
         """The job ends: write what is known so far."""
@@ -346,7 +347,7 @@ class Autotuner:
         base, number = {**self._state.values()._asdict(), **self.values}, self._warm_up
         last = tuple(one.start for one in search.dimensions)
         nbytes, exchange = fmean(self._bytes), self._state.exchange
-        with open(path, "w", newline="") as file:
+        with open(path, "w", newline="", opener=_without_waiting) as file:
             rows = csv.writer(file)
             rows.writerow(_COLUMNS)
             history = [*search.history, (search.best, [], "final")]
@@ -368,6 +369,11 @@ class Autotuner:
             return
         root, ending = os.path.splitext(path)
         tuned.write(f"{path if ending == '.json' else root}.json", self._job, self.values, self._said)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; a FIFO without a reader is an error, so that training does not wait for one."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _text(values: Mapping[str, float]) -> str:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from ringdance.errors import LaunchError
+from ringdance.job_files import read_regular
+
 VERSION = 1
-VALUES = ("fusion_threshold", "cycle_time", "chunk_bytes", "wire_bytes", "hierarchical", "overlap", "threads")
+VALUES = {
+    **dict.fromkeys(("fusion_threshold", "chunk_bytes", "wire_bytes"), (0, 1 << 40)), "cycle_time": (0, 1e6),
+    "hierarchical": (0, 1), "overlap": (0, 1), "threads": (1, 1024),
+}  # fmt: skip
+"""What a result has, with the least and the largest."""
 _OF_JOB = {
     "ranks": "ranks", "hosts": "hosts", "ranks_per_host": "ranks per host", "cores": "cores of the hosts",
     "gradients": "gradients", "bytes": "bytes of the gradients", "digest": "names or shapes of the gradients",
@@ -44,10 +53,15 @@ def write(path: str, job: Mapping[str, Any], values: Mapping[str, float], won: s
     """Write a result. Raises OSError."""
     content = {"ringdance_tuned": VERSION, "job": job, "values": values, "won": won}
     beside = f"{path}.{os.getpid()}"
-    with open(beside, "w") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-    os.replace(beside, path)
+    try:
+        with open(beside, "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        os.replace(beside, path)
+    except OSError:  # the disk is full, for one
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
 
 
 def read(path: str) -> dict[str, Any]:
@@ -57,20 +71,24 @@ def read(path: str) -> dict[str, Any]:
         ValueError: it cannot be read, or is none; with the reason.
     """
     try:
-        with open(path) as file:
-            found = json.load(file)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+        found = json.loads(read_regular(Path(path)))
+    except LaunchError as error:
+        raise ValueError(str(error)) from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict) or found.get("ringdance_tuned") != VERSION:
         raise ValueError(f"{path} was not written by `ringdance run --autotune --autotune-log-file`")
     values: Any = found.get("values")
-    if not isinstance(values, dict) or not isinstance(found.get("job"), dict) or not all(
-        name in VALUES and isinstance(value, int | float) and 0 <= value < 1 << 40
-        for name, value in values.items()
-    ):  # fmt: skip
+    if (
+        not isinstance(values, dict)
+        or not isinstance(found.get("job"), dict)
+        or not values.keys() <= VALUES.keys()
+    ):
         raise ValueError(f'{path}: "values" must have numbers, of some of {", ".join(VALUES)}')
+    for name, value in values.items():
+        least, most = VALUES[name]
+        if not (isinstance(value, int | float) and least <= value <= most):
+            raise ValueError(f"{path}: {name} is {value!r:.40}; expected a number from {least} to {most:.0f}")
     return found
 
 

@@ -146,20 +146,42 @@ def test_a_result_is_used_again(tmp_path: Path, capsys: Any) -> None:
         ({"cores": [999]}, "cores of the hosts: 999 in the file"),
         ({"gradients": 9}, "gradients: 9 in the file, 5 here"),
         ({"digest": "0"}, "other names or shapes of the gradients"),
-        (None, "no JSON"),
+        ("chunk_bytes: 5", "no JSON"),
+        ("[" * 1_000_000, "no JSON"),
+        ('{"ringdance_tuned": 1, "job": {}, "values": {"threads": 0}}', "threads is 0; expected a number"),
+        ('{"ringdance_tuned": 1, "job": {}, "values": {"overlap": 7}}', "overlap is 7; expected"),
     ],
 )
 def test_a_result_of_another_job_is_refused(
-    tmp_path: Path, changes: dict[str, Any] | None, why: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, changes: dict[str, Any] | str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tuned_file(tmp_path / "t.json", **(changes or {}))
-    if changes is None:
-        Path(path).write_text("chunk_bytes: 5")
+    path = tuned_file(tmp_path / "t.json", **(changes if isinstance(changes, dict) else {}))
+    if isinstance(changes, str):
+        Path(path).write_text(changes)
     found = job(3, train(20), Settings(tuned=path), hosts=("a", "a", "a"))
     assert all(values.chunk_bytes != 65536 for _, values, _ in found)
     (line,) = [record.getMessage() for record in caplog.records if "--tuned" in record.getMessage()]
     assert "the settings stay" in line
     assert why in line
+
+
+def test_files_that_are_no_files_keep_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Search, "run", try_all)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    settings = Settings(tuned=str(fifo), autotune=True, autotune_log=str(fifo), small_bytes=64)
+    job(3, train(80), settings, hosts=("a", "a", "a"))
+    assert f"{fifo} is no regular file" in caplog.text
+    assert f"log {fifo} cannot be written" in caplog.text
+
+
+def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "t.json").mkdir()
+    with pytest.raises(OSError, match=r"t\.json"):
+        tuned_file(tmp_path / "t.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
 
 
 def try_all(self: Search) -> Any:
