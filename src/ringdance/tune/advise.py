@@ -29,6 +29,7 @@ Every sentence names the figure that it rests on. Where a run has none, it says 
 _WORTH = 0.75  # efficiency of additional hosts from which on they are advised
 _PARTS = 24  # gradients, in place of those of a run, of which only the sum is known
 _BUSY_CORES, _BUSY_GPU = 75.0, 90.0  # percent
+_MOST_WAITING = 0.99  # share of a step: samples are taken in mid step, and may have nothing else
 _TITLES = {
     "not": "Do not scale now.", "up": "Scale up: fill the hosts that there are.",
     "out": "Scale out: more hosts are worth it.",
@@ -130,11 +131,12 @@ def _up_or_out(run: Run, gpu: float | None, gbits: float, because: list[str]) ->
 def _wasted(run: Run, bound: str, gbits: float) -> list[str]:
     """Return what a run that does not compute loses, and what it would do without that."""
     step = 1e3 / run.steps_per_second
+    skew, waiting = min(_MOST_WAITING, run.skew), min(_MOST_WAITING, run.communication)
     if bound == "skew" and run.skew > 0:
         return [
             f"The others wait {run.skew:.0%} of a step for rank {run.slowest.rank} on {run.slowest.host}. "
-            f"Were it as fast as they are, a step would take {step * (1 - run.skew):.3g} ms instead of "
-            f"{step:.3g}, {1 / (1 - run.skew):.2f} times as fast on the same hosts; more ranks would wait "
+            f"Were it as fast as they are, a step would take {step * (1 - skew):.3g} ms instead of "
+            f"{step:.3g}, {1 / (1 - skew):.2f} times as fast on the same hosts; more ranks would wait "
             "for it too."
         ]
     if bound == "input":
@@ -147,7 +149,7 @@ def _wasted(run: Run, bound: str, gbits: float) -> list[str]:
         return []
     found = [
         f"Even the rank that waits least waits for exchanges {run.communication:.0%} of a step of {step:.3g} "
-        f"ms: without it these {run.size} ranks would do what {run.size / (1 - run.communication):.3g} do "
+        f"ms: without it these {run.size} ranks would do what {run.size / (1 - waiting):.3g} do "
         "now."
     ]
     if gbits:
@@ -163,7 +165,8 @@ def _wasted(run: Run, bound: str, gbits: float) -> list[str]:
 def _predict(run: Run, gbits: float, factor: int, wire: str = "float32") -> Row:
     """Return the planner's prediction for so many times the hosts; of gradients a run has only the sum."""
     step, last = 1 / run.steps_per_second, run.slowest.rows[-1]
-    compute, size = step * (1 - run.communication), int(last["bytes"] / last["steps"]) // _PARTS
+    compute = step * (1 - min(_MOST_WAITING, run.communication))
+    size = int(last["bytes"] / last["steps"]) // _PARTS
     gradients = [(size, compute * (1 / 3 + 2 / 3 * part / _PARTS)) for part in range(1, _PARTS + 1)]
     spread = max(0.0, run.skew) * step / expected_largest(max(2, run.size))
     gpu = run.ranks[0].gpu is not None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import ArgumentError, pip_install
+from ringdance.job_files import check_regular
 from ringdance.launch.api import command_of_call, run
 from ringdance.launch.parser import counts, positive
 from ringdance.launch.prepare import prepare
@@ -106,9 +107,11 @@ def check(given: argparse.Namespace) -> list[str]:
     least = MODELS[given.model].least
     if given.image is not None and given.image < least:
         raise CommandError(f"--image {given.image}: {given.model} needs {least} pixels at least")
-    if given.output and (given.output.suffix != ".json" or not given.output.parent.is_dir()):
-        what = "give a name that ends in .json, in a directory that exists"
-        raise CommandError(f"--output {given.output}: {what}")
+    if given.output:
+        check_regular(given.output)
+        if given.output.suffix != ".json" or not given.output.parent.is_dir() or given.output.is_dir():
+            what = "give a name of a file that ends in .json, in a directory that exists"
+            raise CommandError(f"--output {given.output}: {what}")
     return peers
 
 
@@ -239,7 +242,15 @@ def _threads(given: argparse.Namespace) -> int:
     hosts = parse_hosts(given.hosts) if given.hosts else None
     prepared = prepare(JobSpec(command_of_call(), ranks=given.np[-1], hosts=hosts))
     prepared.close()
-    return prepared.plan.threads or int(os.environ["OMP_NUM_THREADS"].split(",")[0])
+    if prepared.plan.threads:
+        return prepared.plan.threads
+    text = os.environ["OMP_NUM_THREADS"]
+    first = text.partition(",")[0]
+    if not first.isdecimal() or int(first) < 1:
+        raise CommandError(
+            f"OMP_NUM_THREADS={text!r} is no number of threads from 1 on: set another, or unset it"
+        )
+    return int(first)
 
 
 def _write(output: Path, plot: str, content: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.errors import LaunchError, SettingError
-from ringdance.launch.parser import Parser, as_program, counts, number, positive, seconds
+from ringdance.launch.parser import Parser, as_program, counts, number, positive
 from ringdance.settings import Settings, load
 from ringdance.tune.gradient_sizes import MODELS, gradients
 from ringdance.tune.plots import lines, plot_file
@@ -38,6 +38,7 @@ gradient on.
 """
 _WIRES = ("float32", "bfloat16", "float16")
 _NAMES = [field.name for field in fields(Machine) if field.name != "bandwidth"]
+_MOST_RANKS = 1_000_000
 _DIVISORS = ("memory_bandwidth", "stack_bandwidth")
 _LINES = {"ringdance": "engine", "bound ring": "ring", "bound tree": "tree"}
 Row = dict[str, Any]
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--model", choices=MODELS, default="resnet50", help="whose gradients (default resnet50)")
-    add("--step", type=seconds, default=0.1, metavar="S", help="of a rank alone, in seconds (default 0.1)")
+    add("--step", type=number, default=0.1, metavar="S", help="of a rank alone, in seconds (default 0.1)")
     hosts, gbits = [1, 2, 8, 32, 128, 512, 3400], [10.0, 25.0, 100.0, 400.0]
     text = "(default 1,2,8,32,128,512,3400)"
     add("--hosts", type=counts, default=hosts, metavar="N,N", help=f"how many {text}")
@@ -69,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
+        ranks = max(arguments.hosts) * arguments.ranks_per_host
+        if ranks > _MOST_RANKS:  # they would take all memory
+            raise LaunchError(f"{ranks:,} ranks: up to {_MOST_RANKS:,} can be simulated")
         try:
             settings = load()
         except SettingError as error:

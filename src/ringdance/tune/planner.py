@@ -25,6 +25,7 @@ NCCL_ROUND = 1e-3
 """Seconds for each round of agreement of ranks with GPUs."""
 PCI_EXPRESS = 10.0
 """GB/s between GPUs of a machine without NVLink."""
+_LONGEST = 1e6  # seconds of a step
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,13 @@ def from_bench(path: Path) -> Workload:
         ranks, times = row["ranks"], row["step_seconds"]
         compute = float(times.get("alone") or times["ringdance"] * (1 - row.get("exposed_share", 0.0)))
         gradients = [(typed(one, "bytes", int), typed(one, "seconds", float)) for one in row["gradients"]]
-        single = [float(value) for value in row.get("single_steps") or ()]
+        single = typed({"single_steps": row.get("single_steps") or []}, "single_steps", list[float])
         gpus, cores = bool(row.get("gpus")), typed(row, "cores", int)
         each = row.get("threads") or cores / max(1, row.get("ranks_per_host", ranks))
         batch, model = typed(found, "batch", int), typed(found, "model", str)
+        possible = all(0 <= size < 1 << 40 and ready >= 0 for size, ready in gradients)
+        if not (possible and compute < _LONGEST and batch > 0 and each > 0):
+            raise ValueError("a number that cannot be")
     except NO_FORMAT as error:
         raise LaunchError(
             f"{path} is no measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "

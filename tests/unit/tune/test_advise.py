@@ -49,6 +49,8 @@ def advice(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]
         ([0.6, 0.05, 0.6, 0.6], {}, "skew", "not", "rank 1 on node0"),
         ([0.1, 0.1, 0.1, 0.1], {"cores": 0.1, "host_cpu_percent": 10.0}, "input", "not", "0.10 cores"),
         ([0.5, 0.52, 0.55, 0.5], {}, "communication", "not", "50% of a step of 100 ms"),
+        ([1.0, 1.0], {}, "communication", "not", "100% of a step of 100 ms"),
+        ([1.0, 0.0, 1.0, 1.0], {}, "skew", "not", "rank 1 on node0"),
         ([0.02, 0.02], {"gpu_percent": 97.0}, "computation", "out", "GPUs are in use for 97%"),
         ([0.02, 0.02], {"gpu_percent": 60.0}, "computation", "up", "1.7 times as much"),
         ([0.02, 0.02], {"gradients": 500_000_000, "gpu_percent": 97.0}, "computation", "not", "advised"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -131,6 +132,21 @@ def test_what_cannot_be_measured_is_refused_at_once(words: str, says: str, capsy
     out, err = capsys.readouterr()
     assert says in err
     assert not out
+
+
+@pytest.mark.parametrize("threads", ["", "abc", "0"])
+def test_a_wrong_number_of_threads_is_refused(threads: str, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert bench.main(["train", "--model", "mlp"]) == 2
+    assert f"OMP_NUM_THREADS={threads!r} is no number" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, capsys) -> None:
+    (tmp_path / "directory.json").mkdir()
+    os.mkfifo(tmp_path / "fifo.json")
+    for name, says in (("directory", "a name of a file"), ("fifo", "is no regular file")):
+        assert bench.main(["train", "--model", "mlp", "--output", str(tmp_path / f"{name}.json")]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_a_framework_that_is_missing_is_named_with_what_installs_it(capsys, monkeypatch) -> None:

@@ -227,6 +227,27 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"single_steps": [0.1, float("nan"), 0.1]},
+        {"step_seconds": {"alone": float("inf")}},
+        {"threads": -1},
+        {"gradients": [{"name": "a", "bytes": -4, "seconds": 0.1}]},
+        {"gradients": [{"name": "a", "bytes": 4, "seconds": -0.1}]},
+    ],
+)
+def test_numbers_that_cannot_be_are_no_measurement(
+    change: dict[str, Any], bench: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(bench.read_text())
+    for row in content["sizes"]:
+        row.update(change)
+    bench.write_text(json.dumps(content))
+    assert plan_cli.main(["--from", str(bench), "--instance", "c5.9xlarge"]) == 2
+    assert f"{bench} is no measurement" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("cores: 4", "gbits is missing"),
