@@ -38,7 +38,6 @@ gradient on.
 """
 _WIRES = ("float32", "bfloat16", "float16")
 _NAMES = [field.name for field in fields(Machine) if field.name != "bandwidth"]
-_MOST_RANKS = 1_000_000
 _DIVISORS = ("memory_bandwidth", "stack_bandwidth")
 _LINES = {"ringdance": "engine", "bound ring": "ring", "bound tree": "tree"}
 Row = dict[str, Any]
@@ -70,9 +69,6 @@ def main(argv: Sequence[str]) -> int:
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
-        ranks = max(arguments.hosts) * arguments.ranks_per_host
-        if ranks > _MOST_RANKS:  # they would take all memory
-            raise LaunchError(f"{ranks:,} ranks: up to {_MOST_RANKS:,} can be simulated")
         try:
             settings = load()
         except SettingError as error:

@@ -27,6 +27,7 @@ from ringdance.core.process_sets.batch import plan_batches
 from ringdance.core.process_sets.registry import buffer_bytes
 from ringdance.core.process_sets.state import eager_due
 from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.errors import LaunchError
 from ringdance.settings import Settings
 from ringdance.transport.base import Array, Identity
 from ringdance.tune import network
@@ -34,6 +35,7 @@ from ringdance.tune.network import Core, Machine, Program, SimulatedTransport
 
 __all__ = ["Gradients", "Machine", "Step", "expected_largest", "ring_bound", "simulate", "tree_bound"]
 
+_MOST_RANKS = 1_000_000
 Gradients = Sequence[tuple[int, float]]
 """Bytes of each gradient in float32, and when backward has it, in seconds since the step's beginning."""
 
@@ -98,6 +100,8 @@ def simulate(
         all_hosts: execute all hosts, not one for all: see Note [One host for all].
     """
     size = hosts * ranks_per_host
+    if size > _MOST_RANKS:  # they would take all memory
+        raise LaunchError(f"{size:,} ranks: up to {_MOST_RANKS:,} can be simulated")
     gradients = sorted(gradients, key=itemgetter(1))
     job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
     turn = min(machine.turn, compute_seconds / 4)  # short steps end within a scheduler's slice of time

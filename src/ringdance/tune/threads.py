@@ -47,6 +47,7 @@ examples:
 
 exit code: 0 if a trial was measured, 1 if none was, 2 for a wrong argument, 130 after Ctrl-C"""
 _POLL, _WORTH = 0.2, 0.02  # seconds; a gain below which there is none
+_NUMBER = re.compile(r"\d*\.?\d+(e[+-]?\d{1,2})?|\d+\.", re.IGNORECASE)
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 
 
@@ -112,7 +113,7 @@ class Trials(NamedTuple):
             speed = self._speed(directory)[0] if not code else 0.0
             said = (directory / "log").read_text(errors="replace").strip().splitlines()
             last = next((text for text in said if text.startswith("first failure: ")), (said or [""])[-1])
-            none = "nothing matches --metric" if self.given.metric else "no steps were counted; see --metric"
+            none = "no number matches --metric" if self.given.metric else "no steps counted; see --metric"
             return speed, "" if speed else f"exit code {code}: {last}" if code else none
         finally:  # by signals as from a person: the launcher then leaves nothing
             for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGINT, 10.0), (signal.SIGKILL, None)):
@@ -124,7 +125,8 @@ class Trials(NamedTuple):
         """Return the speed so far, 0.0 for none, and the seconds of steps that it rests on."""
         if self.given.metric:
             text = (directory / "log").read_text(errors="replace")
-            found = [float(one[1].replace(",", "")) for one in self.given.metric.finditer(text)]
+            words = [(one[1] or "").replace(",", "") for one in self.given.metric.finditer(text)]
+            found = [float(word) for word in words if _NUMBER.fullmatch(word)]  # not nan, which nothing beats
             return median(found[1:] or found or [0.0]), 0.0  # the first one has the start in it
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # a line that is being written
