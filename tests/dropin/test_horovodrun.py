@@ -226,8 +226,8 @@ def test_timestamps(program, option):
     ("ending", "code", "words"),
     [
         ("raise ValueError('boom')", 1, "ValueError: boom"),
-        ("sys.exit(7)", 7, "exited with code 7"),
-        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        pytest.param("sys.exit(7)", 7, "exited with code 7", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), 9)", 137, "SIGKILL", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_fails(program, ending, code, words):

@@ -51,10 +51,12 @@ def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_p
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
-        ("result.block_until_ready()", 1),
+        pytest.param("result.block_until_ready()", 1, marks=pytest.mark.slow),
         ("", 1),
-        ("while not session._process.unseen: time.sleep(0.01)\nhvd.shutdown()", 1),
-        ("hvd.shutdown()", 0),
+        pytest.param(
+            "while not session._process.unseen: time.sleep(0.01)\nhvd.shutdown()", 1, marks=pytest.mark.slow
+        ),
+        pytest.param("hvd.shutdown()", 0, marks=pytest.mark.slow),
         ("from keras.src.utils.python_utils import pythonify_logs; pythonify_logs({'a': result})", 1),
         ("try: print(result)\nexcept jax.errors.JaxRuntimeError: jax.jit(hvd.allreduce)(two) + 1", 0),
     ],

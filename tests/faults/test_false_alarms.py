@@ -71,7 +71,7 @@ def test_long_work_is_no_deadlock() -> None:
 
 @pytest.mark.limit(400)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are only warnings")
-@pytest.mark.parametrize("kind", ["on_threads", "in_a_graph"])
+@pytest.mark.parametrize("kind", ["on_threads", pytest.param("in_a_graph", marks=pytest.mark.slow)])
 def test_a_deadlock_is_found_whatever_sleeps_besides(kind: str) -> None:
     if kind == "in_a_graph":
         pytest.importorskip("tensorflow")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import here_hosts
 import pytest
@@ -142,6 +143,11 @@ def test_rank_0_reads_what_the_launcher_is_given(program: Callable[[str], str]) 
     assert done.stdout == "[0] read some words\n"
 
 
+def slow(*values: object) -> Any:
+    """Parameters that only `make test-all` has."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 _LAZY = """
 import sys, torch, types
 class Lazy(types.ModuleType):
@@ -161,16 +167,16 @@ sys.exit(subprocess.call([sys.executable, "-c", code]))
     [
         ("import torch", True),
         ("import torch\nimport ringdance.torch as hvd\nhvd.init()", False),
-        ("import torch\nimport horovod.torch as hvd  # distributed under a license", True),
-        ("import torch, sys\nsys.argv.clear()", True),
-        (_LAZY, True),
-        ("import torch, sys\nsys.stderr = open(os.devnull, 'w')", True),
-        (
+        slow("import torch\nimport horovod.torch as hvd  # distributed under a license", True),
+        slow("import torch, sys\nsys.argv.clear()", True),
+        slow(_LAZY, True),
+        slow("import torch, sys\nsys.stderr = open(os.devnull, 'w')", True),
+        slow(
             "import torch, torch.distributed as d\nd.init_process_group('gloo')\nd.destroy_process_group()",
             False,
         ),
         (_PARENT, False),
-        ("import torch\nfrom mpi4py import MPI", False),
+        slow("import torch\nfrom mpi4py import MPI", False),
         ("print('no framework')", False),
     ],
 )
@@ -205,7 +211,7 @@ def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -
     ("text", "says"),
     [
         ("loss.backward()", True),
-        ("hvd.allgather_object(loss.item())", False),
+        slow("hvd.allgather_object(loss.item())", False),
         ("loss.backward(); hvd.allreduce(weight.grad)", False),
     ],
 )
@@ -353,7 +359,7 @@ def test_abort(program: Callable[[str], str]) -> None:
     assert FRAME in done.stderr
 
 
-@pytest.mark.parametrize("trial", range(3))
+@pytest.mark.parametrize("trial", [0, slow(1), slow(2)])
 def test_programs_without_mpi_end(trial: int) -> None:
     done = run("-np", "4", "true")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -111,8 +111,7 @@ def torch_loader() -> Any:
     return torch.utils.data.DataLoader(data, 4)
 
 
-@pytest.mark.every_backend
-@pytest.mark.parametrize("part", ["loader", "step", "both"])
+@pytest.mark.parametrize("part", ["loader", "step", pytest.param("both", marks=pytest.mark.every_backend)])
 @pytest.mark.parametrize(
     "made", [tf_data, torch_loader, Sequence, lambda: Sequence(workers=3)], ids=["tf", "torch", "py", "py3"]
 )
