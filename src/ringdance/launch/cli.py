@@ -187,8 +187,10 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
         raise LaunchError("--tensorboard: specify where to, with --output-filename DIR")
     if arguments.autotune_log_file and not arguments.autotune:
         raise LaunchError("--autotune-log-file: nothing is tuned without --autotune")
+    if arguments.autotune_log_file.endswith(".json"):
+        raise LaunchError("--autotune-log-file: the log is a CSV file; tune.csv gets the result tune.json")
     if arguments.tuned and not os.path.isfile(arguments.tuned):
-        raise LaunchError(f"--tuned {arguments.tuned}: no such file; `ringdance run --autotune "
+        raise LaunchError(f"--tuned {arguments.tuned}: no such regular file; `ringdance run --autotune "
                           "--autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     found = {

@@ -347,6 +347,7 @@ class Autotuner:
         base, number = {**self._state.values()._asdict(), **self.values}, self._warm_up
         last = tuple(one.start for one in search.dimensions)
         nbytes, exchange = fmean(self._bytes), self._state.exchange
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "w", newline="", opener=_without_waiting) as file:
             rows = csv.writer(file)
             rows.writerow(_COLUMNS)

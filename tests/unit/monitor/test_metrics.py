@@ -242,6 +242,7 @@ def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--metrics-port", "a:b"], "'a:b': expected a port from 0 to 65535, or ADDRESS:PORT"),
         (["--tensorboard"], "--tensorboard: specify where to, with --output-filename DIR"),
+        (["--autotune", "--autotune-log-file", "a.json"], "tune.csv gets the result tune.json"),
     ],
 )
 def test_what_is_wrong_in_options_is_said_before_the_start(

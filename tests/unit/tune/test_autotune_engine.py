@@ -85,7 +85,7 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
         return Outcome(point, 0.1, 0.01, 50)
 
     monkeypatch.setattr(Search, "run", at_random)
-    log = tmp_path / "tune.csv"
+    log = tmp_path / "made" / "tune.csv"
     settings = Settings(autotune=True, autotune_log=str(log), chunk_bytes=8192, small_bytes=64)
     found = job(3, train(80), settings, hosts=hosts)
     assert [wrong for wrong, *_ in found] == [0, 0, 0]
