@@ -38,6 +38,7 @@ def say(word):
     with open("said", "a") as file:
         file.write(f"{word} {number} {os.getpid()}\\n")
 say("begin")
+assert os.environ["SLOT"] in ("0", "1")
 if int(number) < 2:
     subprocess.Popen(["sleep", "60"], start_new_session=True)
 time.sleep(seconds)
@@ -53,7 +54,16 @@ class Search:
         self.directory = directory
         (directory / "space.yaml").write_text(SPACE % trials)
         (directory / "trial.py").write_text(SCRIPT)
-        self.command = ["env", "LR={lr}", "python", "trial.py", "{x}", "{trial}", str(seconds)]
+        self.command = [
+            "env",
+            "LR={lr}",
+            "SLOT={slots}",
+            "python",
+            "trial.py",
+            "{x}",
+            "{trial}",
+            str(seconds),
+        ]
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "ringdance", "search", "space.yaml", "-H", "localhost:2", *options]

@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,14 +21,14 @@ from ringdance.launch.parser import Parser, as_program, positive, seconds
 from ringdance.launch.remote.shell import add_host_options, hosts_of
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.linux import usable_cores
-from ringdance.search.katib import experiment
 from ringdance.search.searcher import Searcher, places
 from ringdance.search.space import check_command, read_space
 from ringdance.search.study import Study, headline, table
 from ringdance.subcommands import Subcommand
-from ringdance.submit.kubernetes.cli import print_documents
 from ringdance.tune import plots
 
+_OF_HOSTS = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 _EXAMPLE = """
 example:
   ringdance search space.yaml -- python train.py --lr {lr} --batch {batch}
@@ -59,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-trial", type=positive, metavar="N", help=text)
     text = "seconds for trials to end after Ctrl-C, or once pruned (default 30); Ctrl-C again ends them"
     add("--grace", type=seconds, default=30.0, metavar="S", help=text)
-    add("--katib", action="store_true", help="print the search as a Katib Experiment, and start nothing")
     add("command", nargs="+", metavar="COMMAND", help="after --: a trial, with {lr} for the parameter lr")
     add_host_options(made.add_argument_group("hosts"), "hosts and their slots (default: the cores here)")
     return made
@@ -69,21 +69,19 @@ def _search(arguments: argparse.Namespace) -> int:
     refuse_within_a_rank()
     space, command = read_space(arguments.space), arguments.command
     check_command(space, command)
-    if arguments.katib:
-        print_documents([experiment(space, command)], as_json=False)
-        return 0
     resolve_command(command[:1])
     ranks, cores, found = arguments.ranks_per_trial, usable_cores(), detect(os.environ)
     here = [("localhost", max(cores, ranks or 1))]
     hosts = hosts_of(arguments) or (found.hosts if found and not found.refused else here)
     free, names = places(hosts, ranks or 1), {name for name, _ in hosts}
-    given = {
-        name: getattr(arguments, name) for name in ("ssh_port", "ssh_identity_file", "python", "ssh_args")
-    }
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value]
+    given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_HOSTS}
+    options = [f"{name}={value}" for name, value in given.items() if value]
     direct = ranks is None and names == local_names(names)
     environ = {"OMP_NUM_THREADS": str(max(1, cores // max(count for _, count in hosts))), **os.environ}
-    study, console = Study(arguments.study or arguments.space.with_suffix(".search"), space), _console()
+    study, console = (
+        Study(arguments.study or arguments.space.with_suffix(".search"), space),
+        Console(**_PLAIN),
+    )
     searcher = Searcher(study, console, free, command, None if direct else options, environ, arguments.grace)
     code = searcher.run()
     console.print(headline(study), soft_wrap=True)
@@ -107,10 +105,6 @@ def _study(arguments: argparse.Namespace) -> Study:
     return Study(given.with_suffix(".search") if given.is_file() else given)
 
 
-def _console() -> Console:
-    return Console(highlight=False, markup=False, emoji=False)
-
-
 def _add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", type=Path, help="its directory, or the SPACE.yaml of it")
 
@@ -122,7 +116,7 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    study, console = _study(arguments), _console()
+    study, console = _study(arguments), Console(**_PLAIN)
     console.print(table(study))
     for one in study.trials("FAIL"):
         console.print(f"trial {one.number} failed: {one.user_attrs.get('reason')}", soft_wrap=True)

@@ -15,9 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
@@ -28,18 +26,15 @@ from ringdance.errors import LaunchError
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.signals import STOPPING
 from ringdance.search import REPORT, STOP
-from ringdance.search.space import Objective, Reader, fill
+from ringdance.search.space import Reader, fill
 from ringdance.search.study import Study, short, table
-
-if TYPE_CHECKING:
-    from optuna.trial import Trial
 
 _POLL_S = 0.1
 _STOP_S = 5.0  # at most, for a report to end a trial that is pruned
 _ALONE_S = 1.0  # for processes to end when the one that led them has
 MARK = "RINGDANCE_SEARCH_TRIAL"
 """Variable that all processes of a trial inherit: its directory."""
-KILLED, TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
+_KILLED = 128 + signal.SIGKILL
 # Writes the exit code down, so that also a trial that ends after its searcher has a result: 143 after a
 # signal, since a trial may then save what it has and end well. With a handler sh outlives signals.
 _SHELL = """trap signalled=143 TERM HUP INT
@@ -71,14 +66,16 @@ class Attempt:
         reader: of what it reports.
     """
 
-    def __init__(self, trial: Trial, directory: Path, objective: Objective) -> None:
-        self.trial, self.directory = trial, directory.resolve()
+    def __init__(self, study: Study, number: int | None = None) -> None:
+        """Take up a trial that was begun, or begin one."""
+        self.trial, objective = study.trial(number), study.space.objective
+        self.directory = (study.directory / "trials" / f"{self.trial.number:04}").resolve()
         self.exit, self.log = self.directory / "exit", self.directory / "log"
         self.report = self.directory / "report.jsonl"
         self.stop = Path(f"{self.report}{STOP}")
         source = self.log if objective.line else self.report
         if objective.file:
-            source = Path(fill([objective.file], trial.params, directory)[0])
+            source = Path(fill([objective.file], self.trial.params, self.directory)[0])
         self.reader = Reader(objective, source)
         self._leader: subprocess.Popen[bytes] | None = None
 
@@ -98,7 +95,7 @@ class Attempt:
         """Return the exit code, None while it runs; 128 + n for signal n, after which any code is one."""
         if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty: the host went down
             return int(text)
-        return None if self._leader and self._leader.poll() is None else KILLED
+        return None if self._leader and self._leader.poll() is None else _KILLED
 
     def processes(self) -> list[psutil.Process]:
         """Return what runs of it on this host."""
@@ -136,39 +133,30 @@ class Searcher:
         for number in STOPPING:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._signal)
-        running = partial(table, self.study, "RUNNING")
-        live = Live(get_renderable=running, console=self.console, transient=True)
+        live = Live(get_renderable=lambda: table(self.study, "RUNNING"), console=self.console, transient=True)
         with live, ThreadPoolExecutor(len(self.places)) as pool:
             list(pool.map(self._take_up, [trial.number for trial in self.study.trials("RUNNING")]))
             list(pool.map(self._work, self.places))
         if self._signals:
             self.console.print("Stopped; the same command goes on with the search.")
             return 130
-        if self._given_up:
+        if given_up := self._failed >= self.study.space.failures:
             text = f"{self._failed} trials have failed, and the search is given up (`failures:` in the file)"
             self.console.print(text, soft_wrap=True)
-        return 1 if self._given_up or not self.study.best() else 0
+        return 1 if given_up or not self.study.best() else 0
 
     def _signal(self, *_: object) -> None:
         self._signals += 1
-
-    @property
-    def _given_up(self) -> bool:
-        return self._failed >= self.study.space.failures
 
     # --- in the pool's threads ---------------------------------------------------------------------
 
     def _take_up(self, number: int) -> None:
         """End what a searcher that was killed has left, and keep its result, or have it run again."""
         with self._lock:
-            one = self._attempt(number)
+            one = Attempt(self.study, number)
         self._end(one)
         with self._lock:
-            if one.code() in (KILLED, TERMINATED) and not one.stop.exists():
-                self._set_aside(one)
-                self._waiting.append(number)
-            else:
-                self._finish(one)
+            self._finish(one, left=True)
 
     def _work(self, place: Place) -> None:
         """Run one trial after another in a place."""
@@ -181,15 +169,11 @@ class Searcher:
 
     def _next(self) -> Attempt | None:
         with self._lock:
-            if self._signals or self._given_up:
+            if self._signals or self._failed >= self.study.space.failures:
                 return None
             if self._waiting:
-                return self._attempt(self._waiting.pop(0))
-            return self._attempt() if len(self.study.trials()) < self.study.space.trials else None
-
-    def _attempt(self, number: int | None = None) -> Attempt:
-        trial = self.study.trial(number)
-        return Attempt(trial, self.study.directory_of(trial.number), self.study.space.objective)
+                return Attempt(self.study, self._waiting.pop(0))
+            return Attempt(self.study) if len(self.study.trials()) < self.study.space.trials else None
 
     def _run(self, one: Attempt, place: Place) -> None:
         """Run a trial until it ends, is pruned, or a signal comes, after which it stays unfinished."""
@@ -219,7 +203,7 @@ class Searcher:
         """Return whether a trial is to be pruned by what it has reported since the last call."""
         pruned = False
         for step, value in one.reader.new(ended):
-            if self.study.space.pruner["name"] != "none":  # each is a synced record
+            if self.study.space.pruner["name"] != "nop":  # each is a synced record
                 one.trial.report(value, step)
                 pruned = one.trial.should_prune() or pruned
         return pruned
@@ -227,7 +211,7 @@ class Searcher:
     def _end(self, one: Attempt) -> None:
         """End its processes here, first by SIGTERM to the command; those elsewhere end with the launcher."""
         shells, until = [], time.monotonic() + self.grace
-        for process in one.processes() if one.code() in (None, KILLED) else []:
+        for process in one.processes() if one.code() in (None, _KILLED) else []:
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) == process.pid and process.name() == "sh":
                     os.killpg(process.pid, signal.SIGTERM)
@@ -243,8 +227,8 @@ class Searcher:
 
     # --- what came of a trial ----------------------------------------------------------------------
 
-    def _finish(self, one: Attempt) -> None:
-        """Keep how a trial ended, or have one that was killed run again."""
+    def _finish(self, one: Attempt, left: bool = False) -> None:
+        """Keep how a trial ended; have one that was killed run again, once or if its searcher was too."""
         code, trial = one.code() or 0, one.trial
         self._passed_on(one, ended=True)
         if one.stop.exists():
@@ -256,8 +240,8 @@ class Searcher:
             self.study.tell(trial, "COMPLETE", result)
             return self._say(one, f"{self.study.space.objective.name} {result:.6g}")
         reason += f" ({self._set_aside(one) / 'log'})"
-        if 128 < code <= 128 + signal.SIGRTMAX and "killed" not in trial.user_attrs:
-            trial.set_user_attr("killed", reason)
+        if 128 < code <= 128 + signal.SIGRTMAX and (left or not trial.user_attrs.get("killed")):
+            trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
             return self._say(one, f"started again, as it was killed: {reason}")
         self._failed += bool(code or not one.reader.values)  # no number is normal where lr is too high

@@ -69,7 +69,6 @@ class Space:
         trials: how many, failed ones included.
         failures: after so many failed trials the search is given up.
         sampler, pruner: name and options of Optuna's.
-        kubernetes: options of ``ringdance k8s manifest`` for the trials of a Katib experiment.
     """
 
     parameters: Mapping[str, Parameter]
@@ -77,8 +76,7 @@ class Space:
     trials: int = 20
     failures: int = 5
     sampler: Mapping[str, Any] = field(default_factory=lambda: {"name": "tpe"})
-    pruner: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
-    kubernetes: Mapping[str, Any] = field(default_factory=dict)
+    pruner: Mapping[str, Any] = field(default_factory=lambda: {"name": "nop"})
 
     def definition(self) -> dict[str, Any]:
         """Return what all trials of a study have in common, as a file of a search has it."""
@@ -111,7 +109,6 @@ def parse_space(found: Any) -> Space:
     for key in options.keys() & {"sampler", "pruner"}:
         value = options[key]
         options[key] = {"name": "", **_checked(key, {"name": value} if isinstance(value, str) else value)}
-    options["kubernetes"] = _checked("kubernetes", options.get("kubernetes", {}))
     objective = Objective(**{key: str(value) for key, value in aim.items()})
     return Space({name: _parameter(name, one) for name, one in parameters.items()}, objective, **options)
 
@@ -152,19 +149,15 @@ def check_command(space: Space, command: Sequence[str]) -> None:
     """Raise a LaunchError if a parameter gets to no trial."""
     used = names_in(command)
     if lost := [name for name in space.parameters if not used & {name, "params"}]:
-        text = (
-            f"parameter {', '.join(lost)} gets to no trial: write {{{lost[0]}}} into the command, also as in "
-        )
-        raise LaunchError(
-            text + "`env LR={lr} python train.py`, or {params} for a JSON file with all of them"
-        )
+        text = f"parameter {', '.join(lost)} gets to no trial: write {{{lost[0]}}} into the command, as in "
+        raise LaunchError(text + "`env LR={lr} python train.py`, or {params} for a JSON file with them all")
 
 
 def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots: str = "") -> list[str]:
     """Put a trial's parameters, number, directory, whose name is the number, and slots into texts."""
-    place = directory.absolute()
-    own = {"trial": int(place.name), "dir": str(place), "params": str(place / "params.json"), "slots": slots}
-    return substitute(texts, {**values, **own})
+    own = {"trial": str(int(directory.name)), "dir": str(directory), "slots": slots}
+    own["params"] = str(directory / "params.json")
+    return substitute(texts, {name: as_text(value) for name, value in values.items()} | own)
 
 
 def names_in(texts: Sequence[str]) -> set[str]:
@@ -172,13 +165,9 @@ def names_in(texts: Sequence[str]) -> set[str]:
     return set(_PLACEHOLDER.findall(" ".join(texts)))
 
 
-def substitute(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+def substitute(texts: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Put `values` into the placeholders of texts; other names in braces stay."""
-
-    def value(found: re.Match[str]) -> str:
-        return as_text(values[found[1]]) if found[1] in values else found[0]
-
-    return [_PLACEHOLDER.sub(value, text) for text in texts]
+    return [_PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text) for text in texts]
 
 
 def as_text(value: Any) -> str:

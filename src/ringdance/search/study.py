@@ -19,13 +19,6 @@ from ringdance.search.space import Space, as_text, parse_space
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, Trial
 
-_CLASSES = {
-    "samplers": {"tpe": "TPESampler", "random": "RandomSampler"},
-    "pruners": {
-        "none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner",
-        "hyperband": "HyperbandPruner",
-    },
-}  # fmt: skip
 _NAME = "ringdance"
 STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished"}
 
@@ -52,8 +45,8 @@ class Study:
         warnings.filterwarnings("ignore", module=r"optuna|ringdance\.search")
         self.directory, journal = directory, directory / "journal.log"
         if space:
-            self._made("samplers", space.sampler)  # wrong options are refused before anything is written
-            self._made("pruners", space.pruner)
+            self._made("sampler", space.sampler)  # wrong options are refused before anything is written
+            self._made("pruner", space.pruner)
             self._take(journal)
         elif not journal.exists():
             raise LaunchError(f"{directory} is no study: `ringdance search SPACE.yaml` makes one")
@@ -73,7 +66,7 @@ class Study:
         if (new := self.space.definition()) != definition:
             text = f"{directory} is of another space: it was {definition}, and is {new}"
             raise LaunchError(f"{text}; give --study DIRECTORY for a new study")
-        self.study.pruner = self._made("pruners", self.space.pruner)
+        self.study.pruner = self._made("pruner", self.space.pruner)
 
     def _take(self, journal: Path) -> None:
         """Keep other searchers out, and remove what one that was killed while it wrote has left."""
@@ -93,13 +86,15 @@ class Study:
             os.truncate(journal, data.rfind(b"\n") + 1)
 
     def _made(self, kind: str, options: Mapping[str, Any]) -> Any:
-        """Make one of Optuna's samplers or pruners."""
-        names, options = _CLASSES[kind], dict(options)
+        """Make one of Optuna's samplers or pruners: `tpe` is its TPESampler."""
+        module, options = getattr(self._optuna, f"{kind}s"), dict(options)
+        ends = kind.capitalize()
+        known = {name.removesuffix(ends).lower(): name for name in dir(module) if name.endswith(ends)}
         name = options.pop("name")
-        if name not in names:
-            raise LaunchError(f"{kind}: there is no {name!r}, only {', '.join(names)}")
+        if name not in known:
+            raise LaunchError(f"{kind}: there is no {name!r}, only {', '.join(known)}")
         try:
-            return getattr(getattr(self._optuna, kind), names[name])(**options)
+            return getattr(module, known[name])(**options)
         except (TypeError, ValueError) as error:
             raise LaunchError(f"{kind}: {name}: {error}") from None
 
@@ -114,17 +109,13 @@ class Study:
         """Return the trial with the best value, if any has finished."""
         return self.study.best_trial if self.trials("COMPLETE") else None
 
-    def directory_of(self, number: int) -> Path:
-        """Return a trial's directory."""
-        return self.directory / "trials" / f"{number:04}"
-
     def trial(self, number: int | None = None) -> Trial:
         """Return a trial that was begun, or begin one; parameters that it does not have yet are chosen."""
         # Random numbers of its own, so that a resumed search repeats none.
         options = dict(self.space.sampler)
         if options.get("seed") is not None:
             options["seed"] += len(self.trials()) if number is None else number
-        self.study.sampler = self._made("samplers", options)
+        self.study.sampler = self._made("sampler", options)
         if number is None:
             number = self.study.ask().number
         study = self._storage.get_study_id_from_name(_NAME)

@@ -11,9 +11,12 @@ from typing import Any
 
 from ringdance import subcommands
 from ringdance.errors import LaunchError, optional
+from ringdance.launch.parser import positive
+from ringdance.search.space import read_space
 from ringdance.subcommands import Subcommand
 from ringdance.submit.kubernetes.convert import convert
 from ringdance.submit.kubernetes.job import Document, JobRequest
+from ringdance.submit.kubernetes.katib import experiment
 from ringdance.submit.kubernetes.kubectl import Kubectl, delete, logs, submit
 from ringdance.submit.kubernetes.manifest import manifest
 from ringdance.submit.options import add_options, from_arguments
@@ -57,6 +60,10 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 def _add_manifest(parser: argparse.ArgumentParser) -> None:
     add_options(parser, JobRequest)
     _add_json(parser)
+    text = "write a Katib Experiment of such jobs instead; SPACE.yaml is the file of `ringdance search`"
+    parser.add_argument("--katib", type=Path, metavar="SPACE.yaml", help=text)
+    text = "with --katib: trials side by side (default 2)"
+    parser.add_argument("--parallel", type=positive, default=2, metavar="N", help=text)
 
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
@@ -86,8 +93,7 @@ def _yaml() -> Any:
     return optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or use --json)")
 
 
-def print_documents(documents: Sequence[Document], as_json: bool) -> None:
-    """Print documents as YAML or JSON."""
+def _print(documents: Sequence[Document], as_json: bool) -> None:
     if as_json:
         # Several documents as the list that kubectl takes.
         several = {"apiVersion": "v1", "kind": "List", "items": documents}
@@ -130,7 +136,9 @@ def _read(file: str) -> list[Document]:
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
-    print_documents(manifest(from_arguments(JobRequest, arguments)), arguments.json)
+    job, file = from_arguments(JobRequest, arguments), arguments.katib
+    documents = [experiment(read_space(file), job, arguments.parallel)] if file else manifest(job)
+    _print(documents, arguments.json)
     return 0
 
 
@@ -162,7 +170,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             for note in notes:
                 print(f"{name}: {note}", file=sys.stderr)
         documents.append(document)
-    print_documents(documents, arguments.json)
+    _print(documents, arguments.json)
     return 0
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.parser import Parser
 from ringdance.search import REPORT
-from ringdance.search.space import Objective, Parameter, Space, as_text, names_in, substitute
+from ringdance.search.space import Objective, Parameter, Space, as_text, check_command, names_in, substitute
 from ringdance.submit.kubernetes.job import Document, JobRequest
 from ringdance.submit.kubernetes.manifest import manifest
-from ringdance.submit.options import add_options, from_arguments
 
 _ENDED = 'status.conditions.#(type=="%s")#|#(status=="True")#'
 # What Katib has too, by our names: its own, and those of options.
@@ -24,28 +22,28 @@ _PRUNERS = (
 )
 
 
-def experiment(space: Space, command: Sequence[str]) -> Document:
-    """Write the Experiment (``kubeflow.org/v1beta1``) whose trials run `command`.
+def experiment(space: Space, job: JobRequest, parallel: int) -> Document:
+    """Write the Experiment (``kubeflow.org/v1beta1``) whose trials are such jobs, some at a time.
 
     Raises:
         LaunchError: Katib cannot do what the space asks for, or the job's options are wrong.
     """
+    check_command(space, job.command)
     given = {name: f"${{trialParameters.{name}}}" for name in (*space.parameters, "trial")}
-    if lost := names_in(command) & {"dir", "params", "slots"}:
+    if lost := names_in(job.command) & {"dir", "params", "slots"}:
         raise LaunchError(f"--katib: trials share no directory: there is no {{{lost.pop()}}}")
-    aim, options = space.objective, dict(space.kubernetes)
-    metric, pattern = _metric(aim)
-    parallel = options.pop("parallel", 2)
-    request = _request(options, substitute(command, given))
-    env = request.env if aim.line else {**request.env, REPORT: f"print:{metric}"}
-    document = manifest(replace(request, env=env))[0]
+    if job.kind != "MPIJob":
+        raise LaunchError("--katib: trials are MPIJobs; leave --kind out")
+    aim, (metric, pattern) = space.objective, _metric(space.objective)
+    env = job.env if aim.line else {**job.env, REPORT: f"print:{metric}"}
+    document = manifest(replace(job, command=substitute(job.command, given), env=env))[0]
     strategy = "latest" if aim.take == "last" else aim.goal[:3]
     spec: Document = {
         "objective": {
             "type": aim.goal, "objectiveMetricName": metric,
             "metricStrategies": [{"name": metric, "value": strategy}],
         },
-        "algorithm": _algorithm("sampler", space.sampler, *_SAMPLERS),
+        "algorithm": _algorithm(space.sampler, *_SAMPLERS),
         "maxTrialCount": space.trials, "parallelTrialCount": parallel, "maxFailedTrialCount": space.failures,
         "metricsCollectorSpec": {
             "collector": {"kind": "StdOut"}, "source": {"filter": {"metricsFormat": [pattern]}},
@@ -62,21 +60,9 @@ def experiment(space: Space, command: Sequence[str]) -> Document:
             "trialSpec": {key: document[key] for key in ("apiVersion", "kind", "spec")},
         },
     }  # fmt: skip
-    if space.pruner["name"] != "none":
-        spec["earlyStopping"] = _algorithm("pruner", space.pruner, *_PRUNERS)
+    if space.pruner["name"] != "nop":
+        spec["earlyStopping"] = _algorithm(space.pruner, *_PRUNERS)
     return {**document, "apiVersion": "kubeflow.org/v1beta1", "kind": "Experiment", "spec": spec}
-
-
-def _request(options: Mapping[str, Any], command: Sequence[str]) -> JobRequest:
-    """Read the options of ``ringdance k8s manifest`` that the file has."""
-    parser = Parser(prog="kubernetes:", usage="options of `ringdance k8s manifest`", add_help=False)
-    add_options(parser, JobRequest)
-    several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
-    words = [f"--{name}={value}" for name, values in several.items() for value in values]
-    request = from_arguments(JobRequest, parser.parse_args([*words, "--", *command]))
-    if request.kind != "MPIJob":
-        raise LaunchError("--katib: trials are MPIJobs; leave `kind:` out")
-    return request
 
 
 def _metric(aim: Objective) -> tuple[str, str]:
@@ -92,11 +78,11 @@ def _metric(aim: Objective) -> tuple[str, str]:
     return found[1].strip(), f"({found[1].strip()})\\s*{found[2]}"
 
 
-def _algorithm(kind: str, options: Mapping[str, Any], names: Any, settings: Any) -> Document:
+def _algorithm(options: Mapping[str, Any], names: Any, settings: Any) -> Document:
     chosen = {key: value for key, value in options.items() if key != "name"}
     if options["name"] not in names or not chosen.keys() <= settings.keys():
         known = f"{' and '.join(names)}, with {' and '.join(settings)}"
-        raise LaunchError(f"--katib: {kind} {dict(options)}: what Katib has too is {known}")
+        raise LaunchError(f"--katib: {dict(options)}: what Katib has too is {known}")
     more = [{"name": settings[key], "value": as_text(value)} for key, value in chosen.items()]
     return {"algorithmName": names[options["name"]], "algorithmSettings": more}
 

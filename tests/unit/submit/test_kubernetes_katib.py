@@ -23,8 +23,8 @@ objective: {name: accuracy, goal: maximize, line: 'test accuracy: ([0-9.]+)', ta
 trials: 12
 sampler: {name: tpe, seed: 3}
 pruner: {name: median, n_startup_trials: 4, n_warmup_steps: 2}
-kubernetes: {image: 'registry/train:1', name: digits, workers: 2, slots: 4, parallel: 3, volume: ['pvc:d:/d']}
 """
+OPTIONS = "--image registry/train:1 --name digits --workers 2 --slots 4 --parallel 3 --volume pvc:d:/d"
 COMMAND = [
     "env", "BATCH={batch}", "python", "train.py", "--lr", "{lr}", "--optimizer={optimizer}", "{nesterov}",
     "--out", "/data/{trial}",
@@ -32,10 +32,15 @@ COMMAND = [
 
 
 def written(
-    directory: Path, capsys: pytest.CaptureFixture[str], text: str = SPACE, command: list[str] = COMMAND
+    directory: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str = SPACE,
+    command: list[str] = COMMAND,
+    options: str = OPTIONS,
 ) -> dict[str, Any]:
     (directory / "space.yaml").write_text(text)
-    code = main(["search", str(directory / "space.yaml"), "--katib", "--", *command])
+    words = ["k8s", "manifest", "--katib", str(directory / "space.yaml"), *options.split()]
+    code = main([*words, "--", *command])
     out, error = capsys.readouterr()
     assert code == 0, error
     return yaml.safe_load(out)
@@ -75,8 +80,8 @@ def test_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_reports_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "parameters: {lr: [1, 2]}\nobjective: {name: loss}\nkubernetes: {image: 'a:1'}\n"
-    spec = written(tmp_path, capsys, text, ["python", "t.py", "{lr}"])["spec"]
+    text = "parameters: {lr: [1, 2]}\nobjective: {name: loss}\n"
+    spec = written(tmp_path, capsys, text, ["python", "t.py", "{lr}"], "--image a:1")["spec"]
     assert spec["metricsCollectorSpec"]["source"]["filter"]["metricsFormat"] == [r"(loss)=(\S+)"]
     assert "RINGDANCE_SEARCH_REPORT" in json.dumps(spec["trialTemplate"])
     assert "print:loss" in json.dumps(spec["trialTemplate"])
@@ -104,16 +109,16 @@ def test_katibs_own_models_know_every_field(tmp_path: Path, capsys: pytest.Captu
         (("pruner: {name: median", "pruner: {name: tpe"), "what Katib has too is median"),
         (("test accuracy: (", "(a) ("), "must be plain text"),
         (("line: 'test accuracy: ([0-9.]+)'", "file: '{dir}/x'"), "reads the launcher's output only"),
-        (("image:", "imag:"), "did you mean --image?"),
-        (("image: 'registry/train:1', ", ""), "missing --image IMAGE"),
-        (("name: digits", "kind: TrainJob"), "trials are MPIJobs"),
-        (("", ""), "there is no {dir}"),
+        (("--image registry/train:1", ""), "missing --image IMAGE"),
+        (("--name digits", "--kind TrainJob"), "trials are MPIJobs"),
+        (("python train.py", "python {dir}"), "there is no {dir}"),
+        (("{lr}", "0.1"), "parameter lr gets to no trial"),
     ],
 )
 def test_what_katib_cannot_do(
     change: tuple[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "space.yaml").write_text(SPACE.replace(*change))
-    command = COMMAND if change[0] else [*COMMAND, "{dir}"]
-    assert main(["search", str(tmp_path / "space.yaml"), "--katib", "--", *command]) == 2
+    words = f"{OPTIONS} -- {' '.join(COMMAND)}".replace(*change).split()
+    assert main(["k8s", "manifest", "--katib", str(tmp_path / "space.yaml"), *words]) == 2
     assert said in capsys.readouterr().err
