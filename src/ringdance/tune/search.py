@@ -144,8 +144,8 @@ class Search:
                     continue
                 self._pairs = pairs
                 moved |= yield from self._descend(number, strides)
-            if len(strides) > 1 and not moved:
-                break
+            if not moved and (len(strides) > 1 or self.best == start):
+                break  # two values on it is no quicker either way: what lies between wins little
         complete = not self._spent()
         outcome = yield from self._verify(start)
         outcome.steps, outcome.complete = self.used, complete

@@ -78,6 +78,7 @@ def test_usual_values_win_though_each_by_itself_is_hidden_by_noise(monkeypatch: 
 def test_from_good_values_it_costs_little_and_stays() -> None:
     outcomes = [search((4, 4, 1), 0.02, seed) for seed in range(20)]
     assert median(extra for *_, extra in outcomes) < 0.03 * 200
+    assert median(found.used for found, *_ in outcomes) < 80
     assert all(outcome.point[0] == 4 and outcome.point[2] == 1 for _, outcome, _ in outcomes)
     assert all(outcome.gain == 0.0 for _, outcome, _ in outcomes if outcome.point == (4, 4, 1))
 
