@@ -24,6 +24,7 @@ from torchvision import models
 
 import ringdance.recipes.detection
 import ringdance.torch as hvd
+from ringdance.cli import main
 
 DIRECTORY = Path(ringdance.recipes.detection.__file__).parent
 RESNET50 = DIRECTORY.with_name("resnet50")
@@ -113,6 +114,12 @@ def test_it_resumes_and_evaluates_what_it_exports(
             assert sorted(used) == list(range(IMAGES))
     with pytest.raises(SystemExit, match="made with other options: model was maskrcnn, now fasterrcnn"):
         run(recipe, monkeypatch, photos, *same[2:], "--evaluate")
+    other = ["--preset", "torchvision", "--backbone", "resnet18_fpn", "--optimizer", "adamw"]
+    with pytest.raises(SystemExit, match="made with other options: anchor was 8, now 32"):
+        run(recipe, monkeypatch, photos, *same, *other, "--evaluate")
+    changed(photos, "more", categories=[{"id": 9, "name": "ball"}, {"id": 3}, {"id": 8}])
+    with pytest.raises(SystemExit, match="made with other options: labels was 9, now 10"):
+        run(recipe, monkeypatch, photos, *same, "--split", "more", "--evaluate")
 
 
 def small_model(recipe: Any, photos: Path, kind: str, **changes: Any) -> Any:
@@ -173,6 +180,55 @@ def test_ranks_keep_the_same_weights_and_clip_the_same_norm(recipe: Any, photos:
     assert sums[0] == sums[-1]
 
 
+def changed(photos: Path, split: str, **parts: Any) -> None:
+    """Write the annotations of a split: those of train2017 with other parts."""
+    directory = photos / "annotations"
+    hvd.barrier()  # no rank reads the old ones any more
+    if hvd.rank() == 0:
+        table = json.loads((directory / "instances_train2017.json").read_text()) | parts
+        (directory / f"instances_{split}.json").write_text(json.dumps(table))
+        if not (photos / split).exists():
+            (photos / split).symlink_to(photos / "train2017")
+    hvd.broadcast_object(None)
+
+
+def test_a_category_of_number_0_is_not_the_background(recipe: Any, photos: Path) -> None:
+    table = recipe.Coco(photos, "train2017", False, True).table
+    less = {
+        "categories": [{**one, "id": one["id"] - 3} for one in table["categories"]],
+        "annotations": [{**one, "category_id": one["category_id"] - 3} for one in table["annotations"]],
+    }
+    changed(photos, "zero", **less)
+    some = [one for one in less["annotations"] if one["category_id"]]
+    changed(photos, "five", annotations=some, categories=less["categories"][1:])
+    given = Namespace(data=photos, split="five", validation_split="zero", model="maskrcnn")
+    data, check, _ = recipe.splits(given)
+    assert sorted(check.load(0)[1]["labels"].tolist()) == [1, 6]
+    assert data.load(0)[1]["labels"].tolist() == [6], "the same number on both"
+    assert data.classes == check.classes == 7
+    assert [one["id"] for one in check.table["categories"]] == [1, 6]
+
+
+def test_an_object_of_number_0_counts(recipe: Any, photos: Path) -> None:
+    table = recipe.Coco(photos, "train2017", False, True).table
+    objects = [{**one, "id": number} for number, one in enumerate(table["annotations"])]
+    found = [
+        {"image_id": one["image_id"], "category_id": one["category_id"], "bbox": one["bbox"], "score": 0.9}
+        for one in objects
+    ]
+    assert recipe.scores({**table, "annotations": objects}, found, ("bbox",))["bbox AP"] == pytest.approx(1)
+
+
+def test_masks_of_compressed_run_lengths(recipe: Any) -> None:
+    inside = np.random.RandomState(0).randint(0, 2, (24, 32)).astype(np.uint8)
+    code = recipe.rle.encode(np.asfortranarray(inside))
+    text = {"size": [24, 32], "counts": bytes(code["counts"]).decode()}
+    square = [[2, 3, 12, 3, 12, 11, 2, 11]]
+    masks = recipe._masks([text, square], 24, 32)
+    assert np.array_equal(masks[0], inside)
+    assert masks[1].sum() == 80
+
+
 def test_flipped_objects_are_where_they_are_seen(recipe: Any, photos: Path) -> None:
     data = recipe.Coco(photos, "train2017", True, True)
     image, target = data.load(0)
@@ -213,6 +269,11 @@ def test_its_parameters_are_those_of_torchvision(recipe: Any, tmp_path: Path) ->
         recipe.load_weights(made, str(tmp_path / "body.pt"), "--weights", head)
     with pytest.raises(SystemExit, match=r"--weights .*nowhere: No such file"):
         recipe.load_weights(made, str(tmp_path / "nowhere"), "--weights", head)
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"model": None}, tmp_path / "none.pt")
+    for name in ("text.pt", "none.pt"):
+        with pytest.raises(SystemExit, match=rf"--weights .*{name}: it is no file of torch.save"):
+            recipe.load_weights(made, str(tmp_path / name), "--weights", head)
 
 
 def test_what_cannot_be_read_is_named(
@@ -222,8 +283,45 @@ def test_what_cannot_be_read_is_named(
         run(recipe, monkeypatch, photos, "--backbone", "resnet51_fpn")
     with pytest.raises(SystemExit, match=r"No such file.*nothing2017"):
         run(recipe, monkeypatch, photos, "--split", "nothing2017")
+    table = recipe.Coco(photos, "train2017", False, True).table
+    objects, images = table["annotations"], table["images"]
+    for number, text in enumerate(("[]", "[" * 100_000, "{}", "\x00")):
+        if hvd.rank() == 0:
+            (photos / "annotations" / f"instances_bad{number}.json").write_text(text)
+        hvd.broadcast_object(None)
+        with pytest.raises(SystemExit, match=r"annotations are malformed.*ringdance data prepare coco"):
+            run(recipe, monkeypatch, photos, "--split", f"bad{number}")
+    for told, parts in {
+        "unknown category_id 5": {"annotations": [{**objects[0], "category_id": 5}]},
+        "not subscriptable": {"images": [1]},
+        "division by zero": {"images": [{**images[0], "height": 0}]},
+        "there twice": {"images": [*images, images[0]]},
+    }.items():
+        changed(photos, "bad", **parts)
+        with pytest.raises(SystemExit, match=f"annotations are malformed.*{told}"):
+            run(recipe, monkeypatch, photos, "--split", "bad")
+    bare = [{name: value for name, value in one.items() if name != "segmentation"} for one in objects]
+    changed(photos, "bare", annotations=bare)
+    with pytest.raises(SystemExit, match="no segmentation, which maskrcnn needs"):
+        run(recipe, monkeypatch, photos, "--model", "maskrcnn", "--validation-split", "bare")
+    changed(photos, "renamed", categories=[{"id": 3, "name": "box"}, {"id": 8, "name": "square"}])
+    with pytest.raises(SystemExit, match="category 3 has another name in renamed than in train2017"):
+        run(recipe, monkeypatch, photos, "--validation-split", "renamed")
+    changed(photos, "larger", images=[{**one, "width": 81} for one in images])
+    with pytest.raises(ValueError, match=r"0.jpg cannot be used: it has 60 x 80 pixels, not 81 x 80"):
+        recipe.Coco(photos, "larger", False, True).load(0)
+    changed(photos, "lost", images=[{**images[0], "file_name": "9.jpg"}])
+    with pytest.raises(ValueError, match=r"9.jpg cannot be used: .*No such file"):
+        recipe.Coco(photos, "lost", False, True).load(0)
+
+
+def test_tars_of_other_annotations_are_refused(recipe: Any, photos: Path) -> None:
+    target = photos / "tars"
     if hvd.rank() == 0:
-        (photos / "annotations" / "instances_bad.json").write_text("[]")
+        assert main(["data", "prepare", "coco", str(photos), str(target), "--shards", "2"]) == 0
     hvd.broadcast_object(None)
-    with pytest.raises(SystemExit, match=r"annotations are malformed.*ringdance data prepare coco"):
-        run(recipe, monkeypatch, photos, "--split", "bad")
+    theirs = recipe.Coco(target, "train2017", False, True)
+    assert torch.equal(theirs.load(3)[0], recipe.Coco(photos, "train2017", False, True).load(3)[0])
+    changed(target, "train2017", images=theirs.table["images"][1:])
+    with pytest.raises(ValueError, match="its tars have 7 images, not 6"):
+        recipe.Coco(target, "train2017", False, True)

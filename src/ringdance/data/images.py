@@ -100,7 +100,7 @@ def _jpeg(data: bytes, width: int, height: int, box: Box, size: int) -> Pixels:
 
 def _any_format(data: bytes) -> Pixels:
     try:
-        return np.asarray(as_rgb(Image.open(io.BytesIO(data))))
+        return np.array(as_rgb(Image.open(io.BytesIO(data))))  # not a view that cannot be written to
     except UnidentifiedImageError:
         raise ValueError("no image format that Pillow knows") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ BROKEN = {
     "neither polygons nor run lengths of": annotation(32, segmentation=runs(768, size=(32, 24))),
     "neither": annotation(33, segmentation="T3"),
     "no id": {"image_id": 1},
+    "unknown image_id [1]": annotation(35, image_id=[1]),
+    "not four numbers: [1": annotation(36, bbox=[10**400, 1, 1, 1]),
+    "far outside": annotation(37, segmentation=[[1e9, 3, 12, 3, 12, 11]]),
+    "run lengths": annotation(38, segmentation=runs(100.5, 667.5)),
+    "neither 0 nor 1": annotation(39, iscrowd="0"),
 }
 
 
@@ -112,9 +118,61 @@ def test_too_much_that_is_broken_is_refused(
 ) -> None:
     target = tmp_path / "checked"
     assert main(["data", "prepare", "coco", str(source), str(target)]) == 2
-    assert "20 images, annotations and categories are broken" in capsys.readouterr().err
+    total = len(BROKEN) + 5
+    assert f"{total} images, annotations and categories are broken" in capsys.readouterr().err
     assert not (target / "annotations" / "instances_train2017.json").exists()
-    assert len(problems(target)) == 20
+    assert len(problems(target)) == total
+
+
+def one_image(directory: Path, seed: int, name: str = "1.jpg") -> Path:
+    (directory / "annotations").mkdir(parents=True)
+    (directory / "val").mkdir()
+    Image.fromarray(np.full((24, 32, 3), seed, np.uint8)).save(directory / "val" / "1.jpg")
+    table = {
+        "images": [{"id": 1, "file_name": name, "width": 32, "height": 24}],
+        "annotations": [annotation(seed)], "categories": [{"id": 7, "name": "cat"}],
+    }  # fmt: skip
+    (directory / "annotations" / "instances_val.json").write_text(json.dumps(table))
+    return directory
+
+
+def test_annotations_go_with_their_images_after_another_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other, target = one_image(tmp_path / "a", 1), one_image(tmp_path / "b", 2), tmp_path / "made"
+    assert main(["data", "prepare", "coco", str(first), str(target)]) == 0
+    assert main(["data", "prepare", "coco", str(other), str(target), "--shards", "1"]) == 0
+    assert main(["data", "verify", str(target)]) == 0
+    assert main(["data", "prepare", "coco", str(other), str(target)]) == 0
+    left = f"val-00000-of-00002.tar.{os.uname().nodename}"
+    for process in (os.getpid(), 2**22 + 1):  # above the largest that there can be
+        (target / f".{left}.{process}").touch()
+    assert main(["data", "prepare", "coco", str(other), str(target)]) == 0
+    assert (target / f".{left}.{os.getpid()}").exists(), "of a process that runs"
+    (target / f".{left}.{os.getpid()}").unlink()
+    made = sorted(one.name for one in target.iterdir())
+    assert made == ["annotations", "val"], "no index and no tars, which a training would read"
+    assert (target / "val").resolve() == (other / "val").resolve()
+    (target / "val").unlink()
+    (target / "val").mkdir()
+    assert main(["data", "prepare", "coco", str(first), str(target)]) == 2
+    assert "is no link, and may have other images" in capsys.readouterr().err
+    table = json.loads((target / "annotations" / "instances_val.json").read_text())
+    assert [one["id"] for one in table["annotations"]] == [2], "refused, it is as it was"
+
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "annotations").symlink_to(first / "annotations")
+    assert main(["data", "prepare", "coco", str(first), str(tmp_path / "linked")]) == 2
+    assert (first / "annotations" / "instances_val.json").exists()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800.jpg", "fifo", ".."])
+def test_a_name_that_no_image_has_is_listed(name: str, tmp_path: Path) -> None:
+    source = one_image(tmp_path / "a", 1, name)
+    os.mkfifo(source / "val" / "fifo")
+    assert main(["data", "prepare", "coco", str(source), str(tmp_path / "made")]) == 3
+    [line] = (tmp_path / "made" / "val.problems.tsv").read_text().splitlines()
+    assert line.startswith("image\t1\t")
 
 
 def test_shards_have_each_image_with_its_annotations(source: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
 import math
 import os
@@ -57,8 +59,9 @@ def prepare(
     found = sorted(one.stem.partition("_")[2] for one in source.glob("annotations/instances_*.json"))
     if not (splits := splits or found):
         raise ArgumentError(f"{source}: there is no annotations/instances_SPLIT.json: see --help")
-    if destination.resolve() == source.resolve():
-        raise ArgumentError(f"{destination} is SRC: choose another DST, so that SRC stays as it is")
+    for one in (Path(), Path("annotations")):
+        if (destination / one).resolve() == (source / one).resolve():
+            raise ArgumentError(f"{destination / one} is SRC's: choose another DST; SRC stays as it is")
     (destination / "annotations").mkdir(parents=True, exist_ok=True)
     return sum(_split(source, destination, split, shards, max_broken, threads) for split in splits)
 
@@ -69,7 +72,7 @@ def _split(
     """Prepare one split; return what was left out."""
     name = Path("annotations") / f"instances_{split}.json"
     try:
-        table = json.loads((source / name).read_bytes())
+        table = json.loads(_read(source / name))
     except OSError as error:
         raise ArgumentError(f"{source / name}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -81,26 +84,48 @@ def _split(
     listed.unlink(missing_ok=True)
     if checked.problems:
         lines = ("\t".join(one).replace("\n", " ") + "\n" for one in checked.problems)
-        listed.write_text("".join(lines), errors="surrogateescape")
+        listed.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     limit = max(1, total // 100) if max_broken is None else max_broken
     if left_out > limit:
         raise ArgumentError(
             f"{split}: {left_out} images, annotations and categories are broken, listed in {listed}: more "
             f"than --max-broken {limit}, so nothing else was written"
         )
-    with ShardWriter(destination / name) as file:
-        file.write(json.dumps(checked.table).encode())
+    _remove_old(destination, split, name, not shards)
     images, objects = checked.table["images"], checked.table["annotations"]
     if shards:
         _write_shards(source / split, destination, split, min(shards, len(images)), checked.table)
-    elif not os.path.lexists(destination / split):
+    else:
         (destination / split).symlink_to((source / split).resolve(), target_is_directory=True)
+    with ShardWriter(destination / name) as file:  # last: without it, nothing is trained on
+        file.write(json.dumps(checked.table).encode())
     kinds = len(checked.table["categories"])
     say(f"{split}: {len(images)} images with {len(objects)} objects of {kinds} categories")
     if checked.problems:
         counts = Counter(what for what, _, _ in checked.problems)
         say(f"{split}: left out: {', '.join(f'{what} {n}' for what, n in counts.items())}: {listed}")
     return left_out
+
+
+def _remove_old(destination: Path, split: str, name: Path, linked: bool) -> None:
+    """Remove what an earlier call has written of a split; its images may be others than these."""
+    link, index = destination / split, (destination / f"{split}.{end}" for end in ("json", "npy"))
+    if linked and link.exists() and not link.is_symlink():
+        raise ArgumentError(f"{link} is no link, and may have other images: remove it, or choose another DST")
+    tars = destination.glob(f"{glob.escape(split)}-?????-of-?????.tar")
+    for one in (destination / name, *index, *tars, *([link] if link.is_symlink() else [])):
+        one.unlink(missing_ok=True)
+    partial = f".*{glob.escape(split)}*.{glob.escape(os.uname().nodename)}.*"
+    for one in (*destination.glob(partial), *(destination / name).parent.glob(partial)):
+        if not os.path.exists(f"/proc/{one.name.rpartition('.')[2]}"):  # its process was killed
+            one.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> bytes:
+    """Return a file's bytes; raise OSError also for what would never end, such as a FIFO."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "no regular file")
+    return path.read_bytes()
 
 
 def check(table: Fields, directory: Path, threads: int) -> Checked:
@@ -119,7 +144,7 @@ def check(table: Fields, directory: Path, threads: int) -> Checked:
                 del images[number]
     objects = []
     for one in _unique(found, table, "annotations"):
-        if one.get("image_id") in left:
+        if isinstance(number := one.get("image_id"), int) and number in left:
             continue  # with its image
         if why := _object_fault(one, images, kinds):
             found.fault("annotation", one["id"], why)
@@ -154,9 +179,9 @@ def _image_fault(one: Fields, directory: Path) -> str:
     if not isinstance(name := one.get("file_name"), str):
         return "it has no file_name"
     try:
-        data = (directory / name).read_bytes()
-    except OSError as error:
-        return f"{name}: {error.strerror}"
+        data = _read(directory / name)
+    except (OSError, ValueError) as error:  # a name that no file can have
+        return f"{name}: {getattr(error, 'strerror', error)}"
     try:
         height, width = decode(data).shape[:2]
     except Exception as error:  # Pillow's decoders raise many
@@ -182,7 +207,9 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
         return f"its box {box} is outside of the image, {about['width']} x {about['height']}"
     if not _numbers([one.setdefault("area", wide * high)], 1):
         return f"its area is no number: {one['area']}"
-    one.setdefault("iscrowd", 0)
+    one["iscrowd"] = one.get("iscrowd") or 0
+    if one["iscrowd"] not in (0, 1):
+        return f"its iscrowd is neither 0 nor 1: {one['iscrowd']}"
     return _outline_fault(one["segmentation"], about) if "segmentation" in one else ""
 
 
@@ -192,14 +219,18 @@ def _outline_fault(outline: Any, about: Fields) -> str:
         whole = bool(outline) and all(
             isinstance(one, list) and len(one) >= 6 and _numbers(one, len(one) // 2 * 2) for one in outline
         )
-        return "" if whole else "a polygon is not three or more pairs of numbers"
+        if not whole:
+            return "a polygon is not three or more pairs of numbers"
+        far = 2 * max(about["width"], about["height"])  # to draw it would take its length of time and memory
+        inside = all(abs(number) <= far for one in outline for number in one)
+        return "" if inside else "a polygon is far outside of the image"
     size = [about["height"], about["width"]]
     if not isinstance(outline, dict) or outline.get("size") != size:
         return f"its segmentation is neither polygons nor run lengths of size {size}"
     counts: Any = outline.get("counts")
     try:
         lengths: Any = run_lengths(counts) if isinstance(counts, str) else counts
-        whole = all(one >= 0 for one in lengths) and sum(lengths) == math.prod(size)
+        whole = all(isinstance(one, int) and one >= 0 for one in lengths) and sum(lengths) == math.prod(size)
     except (TypeError, IndexError):
         whole = False
     return "" if whole else f"its run lengths are not of {math.prod(size)} pixels"
@@ -229,11 +260,14 @@ def run_lengths(text: str) -> list[int]:
     return lengths
 
 
+_LARGEST = 1e15  # of a number that means something here; NaN is not below it
+
+
 def _numbers(values: Any, count: int) -> bool:
-    """Whether something is a list of so many finite numbers."""
+    """Whether something is a list of so many numbers, none of them NaN or huge."""
     return (
         isinstance(values, list) and len(values) == count
-        and all(isinstance(one, int | float) and math.isfinite(one) for one in values)
+        and all(isinstance(one, int | float) and abs(one) < _LARGEST for one in values)
     )  # fmt: skip
 
 

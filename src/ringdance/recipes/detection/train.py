@@ -36,7 +36,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,7 +82,7 @@ AHEAD = 2  # batches that are decoded while one is trained on
 
 
 class Coco:
-    """The images of a split and what is on them; labels are COCO's numbers of categories.
+    """The images of a split and what is on them; labels are the file's numbers of categories.
 
     Args:
         directory: in COCO's layout.
@@ -93,44 +92,66 @@ class Coco:
     """
 
     def __init__(self, directory: Path, split: str, masks: bool, trained_on: bool) -> None:
-        self.table = json.loads((directory / "annotations" / f"instances_{split}.json").read_text())
+        self.table = json.loads((directory / "annotations" / f"instances_{split}.json").read_bytes())
+        self.kinds = {one["id"]: one.get("name") for one in self.table["categories"]}
         objects: dict[int, list[Any]] = {}
         for one in self.table["annotations"]:
-            if not one.get("iscrowd") and min(one["bbox"][2:]) > 0:
+            if one["category_id"] not in self.kinds:
+                raise ValueError(f"annotation {one['id']} has the unknown category_id {one['category_id']}")
+            if not one.get("iscrowd") and all(side > 0 for side in one["bbox"][2:]):
                 objects.setdefault(one["image_id"], []).append(one)
         images = sorted(self.table["images"], key=lambda one: int(one["id"]))
-        if masks and not all("segmentation" in one for some in objects.values() for one in some):
-            raise KeyError("segmentation")
+        if len({one["id"] for one in images}) < len(images) or min(self.kinds) < 0:
+            raise ValueError("the id of an image is there twice, or that of a category below 0")
+        self.outlined = all("segmentation" in one for one in self.table["annotations"])
         self.images = [one for one in images if one["id"] in objects or not trained_on]
         self.objects, self.masks, self.directory = objects, masks, directory / split
         self.ratios = np.array([one["width"] / one["height"] for one in self.images])
-        self.classes = 1 + max(one["id"] for one in self.table["categories"])
         self.shards: Dataset | None = None
         if (directory / f"{split}.json").exists():
             self.shards = Dataset.open(directory, split)
+            if len(self.shards) != len(self.table["images"]):
+                raise ValueError(f"its tars have {len(self.shards)} images, not {len(self.table['images'])}")
             names = {one["id"]: place for place, one in enumerate(self.table["images"])}
             self.places = [names[one["id"]] for one in self.images]
 
     def __len__(self) -> int:
         return len(self.images)
 
+    @property
+    def classes(self) -> int:
+        """Return the number of labels, with 0 for the background."""
+        return 1 + max(one["id"] for one in self.table["categories"])
+
+    def count_from_one(self) -> None:
+        """Raise the numbers of categories by one, where one of them is the background's 0."""
+        for one in self.table["categories"]:
+            one["id"] += 1
+        for one in self.table["annotations"]:
+            one["category_id"] += 1
+
     def load(self, place: int, flip: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """Return an image, uint8, shape (3, height, width), and its objects."""
         about = self.images[place]
-        data = self.shards.read(self.places[place]) if self.shards else self._file(about).read_bytes()
-        try:
-            pixels = decode(data)
-        except Exception as error:  # decoders raise many
-            raise ArgumentError(f"{self._file(about)} cannot be decoded: {error}. {_PREPARE}") from None
-        height, width = pixels.shape[:2]
         found = self.objects.get(about["id"], [])
+        try:
+            pixels = decode(
+                self.shards.read(self.places[place]) if self.shards else self._file(about).read_bytes()
+            )
+            height, width = pixels.shape[:2]
+            if (width, height) != (about["width"], about["height"]):
+                size = f"{about['width']} x {about['height']}"
+                raise ValueError(f"it has {width} x {height} pixels, not {size}")
+            outlines = [one["segmentation"] for one in found] if self.masks else []
+            masks = _masks(outlines, height, width)
+        except Exception as error:  # decoders raise many
+            raise ArgumentError(f"{self._file(about)} cannot be used: {error}. {_PREPARE}") from None
         boxes = torch.tensor([one["bbox"] for one in found], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         target = {"labels": torch.tensor([one["category_id"] for one in found], dtype=torch.int64)}
         if self.masks:
-            outlines = [one["segmentation"] for one in found]
-            target["masks"] = torch.from_numpy(_masks(outlines, height, width))
+            target["masks"] = torch.from_numpy(masks)
         if flip:
             image, boxes[:, [0, 2]] = image.flip(2), width - boxes[:, [2, 0]]
             target |= {"masks": target["masks"].flip(2)} if self.masks else {}
@@ -147,7 +168,8 @@ def _masks(outlines: list[Any], height: int, width: int) -> Array:
     """Return masks, uint8, shape (n, height, width), of polygons or run lengths."""
     found = np.zeros((len(outlines), height, width), np.uint8)
     for out, one in zip(found, outlines, strict=True):
-        code = rle.frPyObjects(one, height, width)
+        compressed = isinstance(one, dict) and isinstance(one["counts"], str)
+        code = one if compressed else rle.frPyObjects(one, height, width)
         out[:] = rle.decode(rle.merge(code) if isinstance(code, list) else code)
     return found
 
@@ -256,11 +278,11 @@ def load_weights(
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
         saved, own = saved.get("model", saved), model.state_dict()
+        fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
     except OSError as error:
         raise SystemExit(f"{option} {file}: {error.strerror or error}") from None
-    except (pickle.UnpicklingError, RuntimeError, AttributeError, EOFError):
+    except Exception:  # of other files torch raises many
         raise SystemExit(f"{option} {file}: it is no file of torch.save(model.state_dict())") from None
-    fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
     fresh = [name for name in own if name not in fits]
     odd = {*fresh, *(saved.keys() - own)}
     if other := [one for one in odd if not is_head(one) and not one.endswith("num_batches_tracked")]:
@@ -388,7 +410,9 @@ def _results(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
 def scores(table: dict[str, Any], results: list[Any], kinds: tuple[str, ...]) -> dict[str, float]:
     """Return COCO's average precision of boxes ("bbox AP", "bbox AP50") and masks ("segm ...")."""
     figures: dict[str, float] = {}
-    truth = COCO(table)
+    # An id of 0 would be that of an object which was not found.
+    objects = [{**one, "id": number} for number, one in enumerate(table["annotations"], 1)]
+    truth = COCO({**table, "annotations": objects})
     found = truth.loadRes(results)
     for kind in kinds:
         metric = COCOeval_faster(truth, found, kind)
@@ -455,9 +479,16 @@ def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
         its = "val2017" if has else given.split
     try:
         data, check = Coco(given.data, given.split, masks, True), Coco(given.data, its, False, False)
+        if masks and not (data.outlined and check.outlined):
+            raise ArgumentError("an annotation has no segmentation, which maskrcnn needs")
+        if other := {one for one in data.kinds.keys() & check.kinds if data.kinds[one] != check.kinds[one]}:
+            raise ArgumentError(f"category {min(other)} has another name in {its} than in {given.split}")
+        if 0 in (*data.kinds, *check.kinds):
+            data.count_from_one()
+            check.count_from_one()
     except (OSError, ArgumentError) as error:
         raise SystemExit(f"--data {given.data}: {error}. It must have COCO's layout: see --help") from None
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except Exception as error:  # other JSON raises many
         raise SystemExit(f"--data {given.data}: annotations are malformed: {error!r}. {_PREPARE}") from None
     if not len(data):
         raise SystemExit(f"--data {given.data}: no image of {given.split} has an object")
@@ -501,6 +532,7 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
     batch = preset.batch_size * hvd.size()
     same: dict[str, Any] = {
         "model": given.model, "backbone": preset.backbone, "width": preset.width, "norm": given.norm,
+        "anchor": preset.anchor, "labels": max(data.classes, model.check.classes),
         "optimizer": preset.optimizer, "precision": preset.precision,
     }  # fmt: skip
     if not given.evaluate:  # a position in an epoch is of its order
