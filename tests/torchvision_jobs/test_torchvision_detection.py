@@ -19,6 +19,7 @@ pytest.importorskip("torchvision")
 pytest.importorskip("faster_coco_eval")
 
 import torch
+from faster_coco_eval import mask as rle
 from PIL import Image
 from torchvision import models
 
@@ -34,7 +35,7 @@ RESNET50 = DIRECTORY.with_name("resnet50")
 def recipe() -> Iterator[Any]:
     """The script, with the modules beside it."""
     hvd.init()
-    before = {name: sys.modules.pop(name, None) for name in ("presets", "batches", "train")}
+    before = {name: sys.modules.pop(name, None) for name in ("presets", "batches", "coco", "train")}
     sys.path.insert(0, str(DIRECTORY))
     yield importlib.import_module("train")
     sys.path.remove(str(DIRECTORY))
@@ -115,7 +116,7 @@ def test_it_resumes_and_evaluates_what_it_exports(
     with pytest.raises(SystemExit, match="made with other options: model was maskrcnn, now fasterrcnn"):
         run(recipe, monkeypatch, photos, *same[2:], "--evaluate")
     other = ["--preset", "torchvision", "--backbone", "resnet18_fpn", "--optimizer", "adamw"]
-    with pytest.raises(SystemExit, match="made with other options: anchor was 8, now 32"):
+    with pytest.raises(SystemExit, match="made with other options: anchor was 6, now 32"):
         run(recipe, monkeypatch, photos, *same, *other, "--evaluate")
     changed(photos, "more", categories=[{"id": 9, "name": "ball"}, {"id": 3}, {"id": 8}])
     with pytest.raises(SystemExit, match="made with other options: labels was 9, now 10"):
@@ -159,7 +160,7 @@ def test_an_evaluation_is_one_process_and_its_detections_are_found(recipe: Any, 
     alone = []
     for place in range(IMAGES):
         [one] = model.model([model.pixels(check.load(place)[0])])
-        alone += recipe._results(check.images[place]["id"], one)
+        alone += recipe.results_of(check.images[place]["id"], one)
     expected = recipe.scores(check.table, alone, ("bbox", "segm"))
     assert {name: found[name] for name in expected} == expected
     assert 0.2 < found["segm AP"] < 0.9, "a third of the images have wrong labels"
@@ -221,10 +222,10 @@ def test_an_object_of_number_0_counts(recipe: Any, photos: Path) -> None:
 
 def test_masks_of_compressed_run_lengths(recipe: Any) -> None:
     inside = np.random.RandomState(0).randint(0, 2, (24, 32)).astype(np.uint8)
-    code = recipe.rle.encode(np.asfortranarray(inside))
+    code = rle.encode(np.asfortranarray(inside))
     text = {"size": [24, 32], "counts": bytes(code["counts"]).decode()}
     square = [[2, 3, 12, 3, 12, 11, 2, 11]]
-    masks = recipe._masks([text, square], 24, 32)
+    masks = sys.modules["coco"].masks_of([text, square], 24, 32)
     assert np.array_equal(masks[0], inside)
     assert masks[1].sum() == 80
 

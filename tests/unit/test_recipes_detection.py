@@ -102,9 +102,9 @@ def test_without_torchvision_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(directory)
     hidden: Any = None  # Python's way to say that a module cannot be imported
     monkeypatch.setitem(sys.modules, "torchvision", hidden)
-    for name in ("train", "batches", "presets"):
+    for name in ("train", "coco", "batches", "presets"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit, match=r"needs torchvision.*pip install torchvision faster-coco-eval"):
         __import__("train")
-    for name in ("batches", "presets"):
+    for name in ("coco", "batches", "presets"):
         sys.modules.pop(name, None)
