@@ -84,7 +84,7 @@ def _search(arguments: argparse.Namespace) -> int:
     direct = ranks is None and names == local_names(names)
     environ = {"OMP_NUM_THREADS": str(max(1, cores // max(count for _, count in hosts))), **os.environ}
     study, console = (
-        Study(arguments.study or arguments.space.with_suffix(".search"), space),
+        Study(arguments.study or arguments.space.with_suffix(".search"), space, command),
         Console(**_PLAIN),
     )
     searcher = Searcher(study, console, free, command, None if direct else options, environ, arguments.grace)

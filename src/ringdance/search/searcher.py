@@ -173,7 +173,8 @@ class Searcher:
                 return None
             if self._waiting:
                 return Attempt(self.study, self._waiting.pop(0))
-            return Attempt(self.study) if len(self.study.trials()) < self.study.space.trials else None
+            enough = self.study.exhausted or len(self.study.trials()) >= self.study.space.trials
+            return None if enough else Attempt(self.study)
 
     def _run(self, one: Attempt, place: Place) -> None:
         """Run a trial until it ends, is pruned, or a signal comes, after which it stays unfinished."""

@@ -90,7 +90,7 @@ def read_space(path: Path) -> Space:
     try:
         # As JSON: a date, say, becomes a text.
         return parse_space(json.loads(json.dumps(yaml.safe_load(path.read_bytes()), default=str)))
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise LaunchError(f"{path}: {' '.join(str(error).split())}") from None
 
 
@@ -132,9 +132,17 @@ def _parameter(name: Any, found: Any) -> Parameter:
         raise ValueError(f"{name!r} is no name: use letters, digits and _, and none of {', '.join(OWN)}")
     found = {"choices": found} if isinstance(found, list) else _checked(name, found)
     try:  # YAML takes 1e-4 for a text: it wants 1.0e-4
-        options = {key: float(one) if isinstance(one, str) else one for key, one in found.items()}
+        options: dict[str, Any] = {
+            key: float(one) if isinstance(one, str) else one for key, one in found.items()
+        }
         kind = "float" if any(isinstance(one, float) for one in options.values()) else "int"
+        if any(isinstance(one, float) and not math.isfinite(one) for one in options.values()):
+            raise ValueError("low, high and step must be finite")
         kind = "categorical" if "choices" in options else kind
+        # Optuna writes down the first of equal ones, whichever was tried.
+        same = [one for one in options.get("choices", ()) if options["choices"].count(one) > 1]
+        if same:
+            raise ValueError(f"{' and '.join(map(as_text, same))} are the same to Optuna")
         getattr(distributions, f"{kind.capitalize()}Distribution")(**options)
     except (ValueError, TypeError) as error:
         ways = "{low: 0.01, high: 1, log: true}, with step: in place of log:, or [a, list, of values]"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,15 +31,17 @@ class Study:
     the same of attempts that failed.
 
     Attributes:
-        study: Optuna's. Its user attribute is the space's definition, those of trials are their commands.
+        study: Optuna's. Its user attributes are the space's definition and the command with placeholders,
+            those of trials are their commands.
         space: as given, or by that definition.
+        exhausted: the sampler has no more to try.
     """
 
-    def __init__(self, directory: Path, space: Space | None = None) -> None:
+    def __init__(self, directory: Path, space: Space | None = None, command: Sequence[str] = ()) -> None:
         """Open the study in `directory`; with a `space` for a searcher, which may make it, else to read.
 
         Raises:
-            LaunchError: there is none, another searcher has it, or it is one of another space.
+            LaunchError: there is none, another searcher has it, or it is one of another space or command.
         """
         self._optuna = optuna = optional("optuna", LaunchError, "`ringdance search` needs Optuna")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -61,12 +64,33 @@ class Study:
                 self.study.set_user_attr("definition", space.definition())
             definition = self.study.user_attrs["definition"]
             self.space = space or parse_space(definition)
-        except (ValueError, KeyError) as error:
+        except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
             raise LaunchError(f"{journal} is damaged, or no file of `ringdance search`: {error}") from None
         if (new := self.space.definition()) != definition:
             text = f"{directory} is of another space: it was {definition}, and is {new}"
             raise LaunchError(f"{text}; give --study DIRECTORY for a new study")
+        if space:
+            self._check(journal, list(command))
         self.study.pruner = self._made("pruner", self.space.pruner)
+        self.study.stop = self._stop  # Optuna's own is for its loop only
+        self.exhausted = False
+
+    def _check(self, journal: Path, command: Sequence[str]) -> None:
+        """Refuse a journal that has lost trials, and a command other than that of results."""
+        known = len(self.trials())
+        names = (path.name for path in self.directory.glob("trials/*"))
+        if any(name.isdecimal() and int(name) >= known for name in names):
+            text = f"is damaged: it has {known} trials, and {self.directory / 'trials'} has later ones"
+            raise LaunchError(f"{journal} {text}; give --study DIRECTORY for a new study")
+        before = self.study.user_attrs.get("command")
+        if before and command and before != command and self.trials("COMPLETE", "PRUNED"):
+            text = f"is of another command: it was `{shlex.join(before)}`, and is `{shlex.join(command)}`"
+            raise LaunchError(f"{self.directory} {text}; give --study DIRECTORY for a new study")
+        if command and before != command:
+            self.study.set_user_attr("command", command)
+
+    def _stop(self) -> None:
+        self.exhausted = True
 
     def _take(self, journal: Path) -> None:
         """Keep other searchers out, and remove what one that was killed while it wrote has left."""
@@ -121,8 +145,11 @@ class Study:
         study = self._storage.get_study_id_from_name(_NAME)
         known = self._storage.get_trial_id_from_study_id_trial_number(study, number)
         trial = self._optuna.trial.Trial(self.study, known)
-        for name, one in self.space.parameters.items():
-            getattr(trial, f"suggest_{one.kind}")(name, **one.options)
+        try:
+            for name, one in self.space.parameters.items():
+                getattr(trial, f"suggest_{one.kind}")(name, **one.options)
+        except ImportError as error:
+            raise LaunchError(f"sampler: {options['name']}: {error}") from None
         return trial
 
     def tell(self, trial: Trial, state: str, value: float | None = None) -> None:

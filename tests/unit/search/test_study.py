@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,51 @@ def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
     (tmp_path / "journal.log").write_text("{}\n")
     with pytest.raises(LaunchError, match=r"journal\.log is damaged, or no file of"):
         Study(tmp_path)
+
+
+def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
+    """Before there are any the command may be changed."""
+    study = Study(tmp_path, space(), ["python", "wrong.py"])
+    study.tell(study.trial(), "FAIL")
+    study._lock.close()
+    study = Study(tmp_path, space(), ["python", "t.py", "{x}"])
+    study.tell(study.trial(), "COMPLETE", 1.0)
+    study._lock.close()
+    with pytest.raises(LaunchError, match=r"another command: it was `python t.py '{x}'`, and is `python u`"):
+        Study(tmp_path, space(), ["python", "u"])
+    gc.collect()
+    Study(tmp_path, space(), ["python", "t.py", "{x}"])
+
+
+@pytest.mark.parametrize("damage", ["", "null\n", "[]\n", '{"op_code":99}\n', "[" * 100_000 + "\n"])
+def test_a_damaged_journal_is_named_and_its_trials_are_kept(damage: str, tmp_path: Path) -> None:
+    study = Study(tmp_path, space())
+    (tmp_path / "trials" / f"{study.trial().number:04}").mkdir(parents=True)
+    study._lock.close()
+    (tmp_path / "journal.log").write_text(damage)
+    for again in (None, space()):
+        with pytest.raises(LaunchError, match=r"journal\.log is damaged"):
+            Study(tmp_path, again)
+    assert (tmp_path / "trials" / "0000").exists()
+
+
+def test_samplers_that_end_by_themselves_or_lack_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = {"x": [1, 2, 3]}
+    grid = {"name": "grid", "search_space": parameters}
+    study = Study(tmp_path / "grid", parse_space({"parameters": parameters, "sampler": grid}))
+    tried = []
+    while not study.exhausted:
+        trial = study.trial()
+        tried.append(trial.params["x"])
+        study.tell(trial, "COMPLETE", 1.0)
+    assert sorted(tried) == [1, 2, 3]
+    monkeypatch.setitem(sys.modules, "cmaes", None)
+    study = Study(tmp_path / "cmaes", space("cmaes"))
+    study.tell(study.trial(), "COMPLETE", 1.0)
+    with pytest.raises(LaunchError, match=r"sampler: cmaes: .*cmaes"):
+        study.trial()
 
 
 def test_other_files_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
