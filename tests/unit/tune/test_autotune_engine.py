@@ -103,7 +103,7 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
         "cycle_time_ms", "tensor_fusion_threshold", "score",
     ]  # fmt: skip
     assert rows[-1]["outcome"] == "final"
-    result = json.loads((tmp_path / "tune.json").read_text())
+    result = json.loads(log.with_suffix(".json").read_text())
     assert result["values"] == found[0][2]
     assert result["job"]["gradients"] == len(SIZES)
     assert "10.0 ± 2.0% of a step's time won" in capsys.readouterr().err
