@@ -435,7 +435,6 @@ def test_local_layers_are_saved_where_plain_keras_looks(tmp_path: Path) -> None:
     assert far(plain.get_weights(), net.get_weights()) == 0
 
 
-@pytest.mark.slow
 def test_a_file_is_loaded_without_us(shared: Path) -> None:
     path = shared / "without.keras"
     net = model()

@@ -113,7 +113,6 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
         run(recipe, monkeypatch, photos, "parts", "--optimizer", "lars", "--accumulate", "2")
 
 
-@pytest.mark.slow
 def test_a_model_of_keras_applications_averaged_exported_and_loaded_again(
     recipe: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
