@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -272,7 +273,8 @@ def test_its_parameters_are_those_of_torchvision(recipe: Any, tmp_path: Path) ->
         recipe.load_weights(made, str(tmp_path / "nowhere"), "--weights", head)
     (tmp_path / "text.pt").write_text("hello")
     torch.save({"model": None}, tmp_path / "none.pt")
-    for name in ("text.pt", "none.pt"):
+    os.mkfifo(tmp_path / "pipe.pt")
+    for name in ("text.pt", "none.pt", "pipe.pt"):
         with pytest.raises(SystemExit, match=rf"--weights .*{name}: it is no file of torch.save"):
             recipe.load_weights(made, str(tmp_path / name), "--weights", head)
 

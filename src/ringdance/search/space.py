@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringdance.errors import LaunchError, optional
+from ringdance.job_files import check_regular
 
 OWN = ("trial", "dir", "params", "slots")
 """Placeholders of every trial: its number and directory, a JSON file with all parameters, and its slots."""
@@ -86,6 +87,7 @@ class Space:
 
 def read_space(path: Path) -> Space:
     """Read a file of a search. Raises LaunchError if something in it is wrong."""
+    check_regular(path)
     yaml = optional("yaml", LaunchError, f"{path} is YAML, which needs PyYAML", "pyyaml")
     try:
         # As JSON: a date, say, becomes a text.

@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ringdance.errors import LaunchError, optional
+from ringdance.job_files import check_regular
 from ringdance.search.space import Space, as_text, parse_space
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         warnings.filterwarnings("ignore", module=r"optuna|ringdance\.search")
         self.directory, journal = directory, directory / "journal.log"
+        check_regular(journal)
         if space:
             self._made("sampler", space.sampler)  # wrong options are refused before anything is written
             self._made("pruner", space.pruner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from ringdance.cli import main
 from ringdance.errors import LaunchError
 from ringdance.search.searcher import places
 from ringdance.search.space import Parameter, Reader, Space, check_command, fill, parse_space, read_space
+from ringdance.search.study import Study
 
 pytest.importorskip("optuna")
 GOOD = {"parameters": {"lr": {"low": "1e-4", "high": 1, "log": True}, "batch": [16, 32]}}
@@ -104,6 +106,15 @@ def test_placeholders_are_filled(tmp_path: Path) -> None:
     filled = fill(words, {"lr": 0.0001, "batch": 32, "on": True}, place, "3,4")
     params = f"{place}/params.json"
     assert filled == ["--lr=0.0001", "3232", "${lr}", params, "12", '{"a": 1}', "true", "{off}", "3,4"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("space.yaml", "journal.log"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(LaunchError, match=r"space\.yaml is no regular file"):
+        read_space(tmp_path / "space.yaml")
+    with pytest.raises(LaunchError, match=r"journal\.log is no regular file"):
+        Study(tmp_path)
 
 
 @pytest.mark.parametrize(

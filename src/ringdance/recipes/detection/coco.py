@@ -18,6 +18,7 @@ from torch import Tensor
 from ringdance.data import Dataset
 from ringdance.data.images import decode
 from ringdance.errors import ArgumentError
+from ringdance.job_files import check_regular
 
 Array = np.ndarray[Any, Any]
 AHEAD = 2  # batches that are decoded while one is trained on
@@ -35,7 +36,9 @@ class Coco:
     """
 
     def __init__(self, directory: Path, split: str, masks: bool, trained_on: bool) -> None:
-        self.table = json.loads((directory / "annotations" / f"instances_{split}.json").read_bytes())
+        annotations = directory / "annotations" / f"instances_{split}.json"
+        check_regular(annotations)
+        self.table = json.loads(annotations.read_bytes())
         self.kinds = {one["id"]: one.get("name") for one in self.table["categories"]}
         objects: dict[int, list[Any]] = {}
         for one in self.table["annotations"]:

@@ -50,6 +50,7 @@ import ringdance.torch as hvd
 from ringdance.data import Batch
 from ringdance.data.order import Draws
 from ringdance.errors import ArgumentError
+from ringdance.job_files import check_regular
 from ringdance.launch.system.linux import usable_cores
 from ringdance.recipes.log import TRAINED_ON, TrainingLog
 from ringdance.recipes.options import Options, amount, count, number
@@ -164,6 +165,7 @@ def load_weights(
         SystemExit: it cannot be read, or is another model's.
     """
     try:
+        check_regular(file)
         saved = torch.load(file, map_location="cpu", weights_only=True)
         saved, own = saved.get("model", saved), model.state_dict()
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
