@@ -10,7 +10,7 @@ class Sample:
     """An image with what a data set says of it.
 
     Attributes:
-        image: encoded, as JPEG.
+        image: encoded; as JPEG, unless there are annotations.
         label: number of its class, from 0.
         synset: the directory name of its class, such as "n01440764".
         name: of its file, with the class's directory.

@@ -129,13 +129,13 @@ def is_head(head: bytes) -> bool:
     return len(head) == 12 and masked(crc32c(head[:8])) == _CRC.unpack(head[8:])[0]
 
 
-def parse(data: bytes) -> dict[str, tuple[Value, int]]:
+def parse(data: bytes) -> dict[str, tuple[Value | float, int]]:
     """Return the first value of each feature of an Example, and where it begins in `data`.
 
     Raises:
         ArgumentError: it is no Example.
     """
-    found: dict[str, tuple[Value, int]] = {}
+    found: dict[str, tuple[Value | float, int]] = {}
     try:
         for _, start, end in fields(data, 0, len(data)):  # Example
             for _, at, stop in fields(data, start, end):  # Features: entries of a map
@@ -149,11 +149,13 @@ def parse(data: bytes) -> dict[str, tuple[Value, int]]:
     return found
 
 
-def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value, int] | None:
-    """Return the first value of a list of bytes or integers."""
+def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value | float, int] | None:
+    """Return the first value of a list of bytes, floats or integers."""
     for _, at, stop in fields(data, start, end):
         if kind == BYTES_LIST:
             return data[at:stop], at
+        if kind == FLOAT_LIST and stop - at >= 4:
+            return struct.unpack_from("<f", data, at)[0], at
         if kind == INT64_LIST:
             value = read_varint(data, at)[0]
             return value - (value >> 63 << 64), at

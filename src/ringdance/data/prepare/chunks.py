@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
+import lzma
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,11 +18,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ringdance.data.files import file_crc32c
+from ringdance.data.files import file_crc32c, needed
 from ringdance.data.tables import criteo, examples, formats, lines
 from ringdance.data.tables.rows import Array, RowError, Rows
 from ringdance.errors import ArgumentError
 
+_COMPRESSED: dict[str, Callable[[Any], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile,
+    ".zst": lambda raw: io.BufferedReader(needed("pyarrow").CompressedInputStream(raw, "zstd")),
+}  # fmt: skip
+PARQUET = ".parquet"
+_PARQUET_ROW = 256  # bytes that a row has as text, about
 _HEAD = 1 << 16  # bytes in which a first line ends
 _SHARE = 100  # a chunk with more broken rows than one in so many is taken for another format
 
@@ -29,7 +38,7 @@ class SourceFile:
     """A file of click logs.
 
     Attributes:
-        path: of the file; ``.gz`` is decompressed.
+        path: of the file; decompressed by its ending, and rows of ``.parquet`` become text.
         group: 0, or 1 for a file of the validation: rows are shuffled among those of their group.
         format: "rows", "tfrecord", "libsvm" or "csv".
         fields: pairs of each row.
@@ -57,11 +66,13 @@ class SourceFile:
         """
         if not path.is_file():
             raise ArgumentError(f"{path} is a link to nothing, or no regular file: remove or replace it")
-        about, stem = path.stat(), path.with_suffix("") if path.suffix == ".gz" else path
+        about, ending = path.stat(), plain(path).suffix.lower()
         try:
             with _open(str(path)) as (stream, _):
                 head = stream.read(_HEAD)
-            format = formats.format_of(head, stem.suffix)
+            if ending == PARQUET:
+                head = next(_of_parquet(path, 1), (b"", 0))[0]
+            format = formats.format_of(head, ending if ending != PARQUET else ".csv")
             data = np.frombuffer(head, np.uint8)
             header = criteo.header_size(data) if format == "csv" else 0
             if len(head) == header:
@@ -76,7 +87,8 @@ class SourceFile:
 
     def units(self, size: int) -> list[int]:
         """Return the chunks that can be read by themselves, or only -1: for all, one after the other."""
-        whole = self.path.endswith(".gz") or self.format in ("rows", "tfrecord")
+        ending = Path(self.path).suffix.lower()
+        whole = ending in (*_COMPRESSED, PARQUET) or self.format in ("rows", "tfrecord")
         return [-1] if whole else list(range(-(-self.size // size)))
 
     def read(self, unit: int, size: int) -> Iterator[tuple[int, Any, int]]:
@@ -106,18 +118,22 @@ class SourceFile:
             yield at // step, some, some.nbytes
 
     def _pieces(self, unit: int, size: int) -> Iterator[tuple[int, bytes, int]]:
+        if self.path.lower().endswith(PARQUET):
+            for number, (text, share) in enumerate(_of_parquet(Path(self.path), size)):
+                yield number, text, round(self.size * share)
+            return
         with _open(self.path) as (stream, raw):
             first, at = max(unit, 0), 0
             if first:
                 stream.seek(first * size - 1)
                 stream.readline()  # it belongs to the chunk that it begins in
-                at = raw.tell()
+                begin = at = raw.tell()
             else:
-                stream.read(self.header)
+                begin = len(stream.read(self.header))
             if self.format == "tfrecord":
                 pieces = examples.pieces(stream, size)
             else:
-                pieces = lines.pieces(stream, size, (first + 1) * size - stream.tell())
+                pieces = lines.pieces(stream, size, (first + 1) * size - begin)
             for number, some in enumerate(islice(pieces, None if unit < 0 else 1), first):
                 yield number, some, raw.tell() - at
                 at = raw.tell()
@@ -132,9 +148,36 @@ def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """
     with open(path, "rb") as raw:
         try:
-            yield gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw, raw  # type: ignore[misc]
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            yield _COMPRESSED.get(Path(path).suffix.lower(), lambda raw: raw)(raw), raw
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of what is read
+                raise
             raise ArgumentError(f"{path} is damaged, or not complete: {error}") from None
+
+
+def plain(path: Path) -> Path:
+    """Return a path without the ending of a compression."""
+    return path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+
+
+def _of_parquet(path: Path, size: int) -> Iterator[tuple[bytes, float]]:
+    """Yield a Parquet file's rows as text of about so many bytes, and their share of all rows.
+
+    Raises:
+        ArgumentError: it is damaged, or has not Criteo's columns.
+    """
+    parquet, csv = needed("pyarrow.parquet"), needed("pyarrow.csv")
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    try:
+        file = parquet.ParquetFile(path)
+        names = {name.lower(): name for name in file.schema_arrow.names}
+        order = [names.get(name.lower(), name) for name in criteo.COLUMNS]
+        for batch in file.iter_batches(max(1, size // _PARQUET_ROW), columns=order):
+            text = io.BytesIO()
+            csv.write_csv(batch.select(order), text, options)
+            yield text.getvalue(), batch.num_rows / file.metadata.num_rows
+    except (ValueError, LookupError, NotImplementedError, OSError) as error:
+        raise ArgumentError(f"{path}: no rows with label, I1, ..., C26, or damaged: {error}") from None
 
 
 def parse(

@@ -58,11 +58,12 @@ or it is no JPEG in RGB or grey (CMYK; PNG, whose 16 bits become 8 and whose tra
 such are converted, damaged ones left out, and both listed in DST/SPLIT.problems.tsv.
 """
 _PREPARE_CLICKS = """\
-SRC, also compressed as .gz:
+SRC, also compressed as .gz, .bz2, .xz or .zst:
   Criteo's files           train.txt, day_0 to day_23, or CSV: label, 13 numbers, 26 categories, between tabs
-                           or commas, with or without a line of names
+                           or commas, with or without a line of names; or Parquet with these names
   LibSVM, TFRecords, .npy  a label with pairs of id and value, as `ringdance data prepare criteo` writes them
-  a directory of these     without files whose names begin with "test"; of a prepared one both splits
+  a directory of these     without files whose names begin with "test", which are named; of a prepared one
+                           both splits
 
 Categories become ids by a hash, below --table-size; numbers x become log1p(x). Rows are shuffled over all
 files, always in the same way: a sort by hashes in two passes, which needs as much disk again as the result;
@@ -114,12 +115,15 @@ example:
 _INDEX = """\
 Writes DIR/SPLIT.json and DIR/SPLIT.npy; files are only read. From then on DIR is read like any data set.
 TFRecords need an image in image/encoded (or image) and a label in image/class/label (or label), as written
-by TensorFlow's scripts and TFDS; tars need KEY.jpg with KEY.cls, or KEY.json with "label". The split is
-train, validation or test by the files' names.
+by TensorFlow's scripts and TFDS; tars need KEY.jpg (or another image) with KEY.cls, or KEY.json with "label".
+The split is train, validation or test by the files' names. Samples that cannot be used are left out, counted,
+and listed in DIR/SPLIT.problems.tsv; a file that is named *.tar or *.tfrecord and is neither is an error.
 
 examples:
   ringdance data index /data/imagenet-tfrecords
-  ringdance data index /data/shards --split train --files 'part-*.tar'"""
+  ringdance data index /data/shards --split train --files 'part-*.tar'
+
+exit code: 0; 3 if samples were left out; 2 if it cannot be done"""
 
 _GENERATE = """\
 Rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories with a power law, values that are
@@ -322,8 +326,8 @@ _SUBCOMMANDS = {
         "show splits, samples or rows, classes, bytes and sizes of images", _add_info, _INFO,
     ),
     "index": Subcommand(
-        lambda arguments: index(
-            arguments.directory, arguments.split, arguments.files, arguments.first_label
+        lambda arguments: LEFT_OUT * bool(
+            index(arguments.directory, arguments.split, arguments.files, arguments.first_label)
         ),
         "write an index for TFRecords or tars made by others", _add_index, _INDEX,
     ),

@@ -16,8 +16,7 @@ from typing import Any
 
 from ringdance.data.dataset import Dataset, joined
 from ringdance.data.files import ShardWriter
-from ringdance.data.prepare.prepare import say
-from ringdance.data.prepare.progress import PrepareProgress
+from ringdance.data.prepare.progress import PrepareProgress, say
 from ringdance.data.sample import Sample
 from ringdance.data.writing import shard_name, write_shard
 from ringdance.errors import ArgumentError
@@ -146,6 +145,7 @@ def check(table: Fields, directory: Path, threads: int) -> Checked:
     for one in _unique(found, table, "annotations"):
         if isinstance(number := one.get("image_id"), int) and number in left:
             continue  # with its image
+        _drop_slivers(found, one)
         if why := _object_fault(one, images, kinds):
             found.fault("annotation", one["id"], why)
         else:
@@ -211,6 +211,18 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
     if one["iscrowd"] not in (0, 1):
         return f"its iscrowd is neither 0 nor 1: {one['iscrowd']}"
     return _outline_fault(one["segmentation"], about) if "segmentation" in one else ""
+
+
+def _drop_slivers(found: Checked, one: Fields) -> None:
+    """Drop an outline that is empty, and note and drop polygons of fewer than three points beside others."""
+    outline = one.get("segmentation")
+    if outline is None or outline == []:
+        one.pop("segmentation", None)
+    elif isinstance(outline, list):
+        whole = [part for part in outline if not isinstance(part, list) or len(part) >= 6]
+        if whole and len(whole) < len(outline):
+            one["segmentation"] = whole
+            found.fault("polygon", one["id"], f"{len(outline) - len(whole)} of fewer than three points")
 
 
 def _outline_fault(outline: Any, about: Fields) -> str:

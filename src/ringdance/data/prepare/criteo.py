@@ -16,13 +16,14 @@ from rich.filesize import decimal
 from ringdance.data.files import needed, npy, write_whole
 from ringdance.data.order import block
 from ringdance.data.prepare import shuffle
-from ringdance.data.prepare.chunks import SourceFile
+from ringdance.data.prepare.chunks import PARQUET, SourceFile, plain
 from ringdance.data.prepare.generate import OUTPUTS, SPLITS, clear, file_count
 from ringdance.data.prepare.plan import finished, state
-from ringdance.data.prepare.prepare import check_sizes, listed, locked, run_work, say
-from ringdance.data.prepare.progress import PrepareProgress
+from ringdance.data.prepare.prepare import check_sizes, listed, locked, run_work
+from ringdance.data.prepare.progress import PrepareProgress, counted, say
 from ringdance.data.prepare.shuffle import OutputFile, Run, ShufflePlan, cuts, is_merged, work
 from ringdance.data.tables import formats
+from ringdance.data.tables.criteo import BOM
 from ringdance.data.tables.formats import SUFFIXES
 from ringdance.data.tables.rows import dtype
 from ringdance.data.tables.table import Table
@@ -51,10 +52,10 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
         found += [(*one, 1) for one in _files(validation, "validation")]
     seen: dict[Path, Path] = {}
     for path, *_ in found:
-        plain = {one.with_suffix("") if one.suffix == ".gz" else one for one in (path, path.resolve())}
-        if other := next((seen[one] for one in plain if one in seen), None):
+        names = {plain(path), plain(path.resolve())}
+        if other := next((seen[one] for one in names if one in seen), None):
             raise ArgumentError(f"{path} has the rows of {other}, which would be taken twice: leave out one")
-        seen |= dict.fromkeys(plain, path)
+        seen |= dict.fromkeys(names, path)
     files = [SourceFile.of(path, group, crc32c) for path, crc32c, group in found]
     if len(kinds := {one.fields for one in files}) > 1:
         raise ArgumentError(f"the files have different numbers of fields: {sorted(kinds)}")
@@ -73,17 +74,18 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
         return [(path / one.name, one.crc32c) for one in table.files if one.rows]
     found = [
         one for one in path.iterdir()
-        if not one.is_dir() and not one.name.startswith((".", "test"))
-        and (one.with_suffix("") if one.suffix == ".gz" else one).suffix in ("", ".txt", *SUFFIXES)
-        and not re.match(r"(?i)readme|license", one.name)
+        if not one.is_dir() and not re.match(r"(?i)\.|test|readme|license", one.name)
+        and plain(one).suffix.lower() in ("", ".txt", PARQUET, *SUFFIXES)
     ]  # fmt: skip
+    if others := sorted(one.name for one in path.iterdir() if one not in found):
+        say(f"not read, by their names: {counted(others)}")
     empty = {one for one in found if one.is_file() and not one.stat().st_size}  # as of Spark: _SUCCESS, parts
     if empty and len(empty) < len(found):
         say(f"left out, as they are empty: {', '.join(sorted(one.name for one in empty))}")
         found = [one for one in found if one not in empty]
     if not found:
-        raise ArgumentError(f"{path}: no click logs (day_0, train.txt, *.tsv, *.csv, *.libsvm, *.tfrecord)")
-    found.sort(key=lambda one: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", one.name)])
+        raise ArgumentError(f"{path}: no click logs (day_0, .txt, .tsv, .csv, .parquet, .libsvm, .tfrecord)")
+    found.sort(key=lambda one: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", one.name)])
     return [(one, None) for one in found]
 
 
@@ -200,7 +202,7 @@ def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[list[Run]], int]:
     problems, total = [], 0
     for number, units in groupby(plan.units(), lambda unit: unit[0]):
         file = plan.files[number]
-        first = 1 + bool(file.header)
+        first = 1 + (file.header > len(BOM))
         notes = (json.loads((directory / note).read_text()) for _, _, note in units)
         for run in (run for note in notes for run in note):
             problems += [f"{file.path}\t{first + row}\t{text}\n" for row, text in run["broken"]]

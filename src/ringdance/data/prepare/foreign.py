@@ -5,24 +5,39 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from ringdance.data import tfrecord
 from ringdance.data.dataset import ROW, Dataset, ShardFile, joined
 from ringdance.data.files import file_crc32c
+from ringdance.data.index import is_index
+from ringdance.data.prepare.progress import counted, say
+from ringdance.data.prepare.sources import open_tar
 from ringdance.errors import ArgumentError
 from ringdance.launch.system.linux import usable_cores
 
-_IMAGES = ("image/encoded", "image", "image_raw", "jpg", "jpeg", "png")
+# Of equal names the first ending is taken: others are often masks or previews.
+_ENDINGS = ("image", "jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")
+_IMAGES = ("image/encoded", "image", "image_raw", *_ENDINGS[1:])
 _LABELS = ("image/class/label", "label", "class", "cls")
 _SYNSET = "image/class/synset"
-_SPLIT = re.compile(r"train|val|test")
+_SPLIT = re.compile(r"train|val|test", re.IGNORECASE)
+_OWN = (".json", ".npy", ".problems.tsv")
+_SHARD = re.compile(r"\.(tar|tgz|tfrecords?|tfrec|record)\b|-\d+-of-\d+$", re.IGNORECASE)
+_LEFT_OUT, _BESIDE = "left out", "beside"
+_MOST_CLASSES = 1 << 24
+
+T = TypeVar("T")
+_Members = Mapping[str, Mapping[str, list[T]]]
+"""Of the members of a tar what is read, in their order, by their names and their endings."""
 
 
 @dataclass
@@ -34,16 +49,46 @@ class _Scanned:
         rows: number 0, length and offset of the image, label as in the file.
         synsets: the classes' directories by label, where the file says them.
         from_one: whether labels are those of TensorFlow's scripts, which keep 0 free.
+        notes: what is not in the rows: "left out", or "beside" for what is no sample; its name; why.
     """
 
     path: Path
     rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     synsets: dict[int, str] = field(default_factory=dict)
     from_one: bool = False
+    notes: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Note a sample that is not in the rows."""
+        self.notes.append((_LEFT_OUT, name, why))
+
+    def add(self, name: str, place: tuple[int, int], label: object) -> bool:
+        """Add an image by where it begins and its size; returns False if it is left out."""
+        number = _class(label)
+        if number is None:
+            # The label belongs to the name, as reasons are counted.
+            why = f"the label is not a whole number from 0 to {_MOST_CLASSES - 1}"
+            self.leave_out(f"{name}, label {label!r:.40}", why)
+        elif not place[1]:
+            self.leave_out(name, "the image is empty")
+        else:
+            self.rows.append((0, place[1], place[0], number))
+            return True
+        return False
+
+
+def _class(label: object) -> int | None:
+    """Return the number of a class, None if a label is not one."""
+    try:
+        number = int(label) if isinstance(label, str | bytes) else label
+    except ValueError:
+        return None
+    right = isinstance(number, int | float) and 0 <= number < _MOST_CLASSES and number % 1 == 0
+    return int(number) if right else None  # type: ignore[call-overload]
 
 
 def index(directory: Path, split: str = "", pattern: str = "*", first_label: int | None = None) -> int:
-    """Index the files of a directory, which stay as they are; return the exit code.
+    """Index the files of a directory, which stay as they are; return how many samples are left out.
 
     Args:
         directory: of the files.
@@ -56,28 +101,61 @@ def index(directory: Path, split: str = "", pattern: str = "*", first_label: int
     """
     groups: dict[str, list[Path]] = defaultdict(list)
     kinds: dict[str, str] = {}
-    for path in sorted(directory.glob(pattern)):
-        if path.is_file() and not path.name.startswith(".") and (kind := _format(path)):
-            name = split or _split(path)
-            groups[name].append(path)
-            if kinds.setdefault(name, kind) != kind:
-                raise ArgumentError(f"{directory} has TFRecords and tars: choose, as by --files '*.tar'")
-    if not groups:
-        raise ArgumentError(f"{directory}: no TFRecords or tars match {pattern!r}")
+    for path, kind in _files(directory, pattern):
+        name = split or _split(path.relative_to(directory))
+        groups[name].append(path)
+        if kinds.setdefault(name, kind) != kind:
+            raise ArgumentError(f"{directory} has TFRecords and tars: choose, as by --files '*.tar'")
     with ThreadPoolExecutor(usable_cores()) as pool:
         scanned = {name: list(pool.map(SCANS[kinds[name]], paths)) for name, paths in groups.items()}
+    for name, files in scanned.items():
+        if not any(one.rows for one in files):
+            notes = (f"{one.path}: {what}: {why}" for one in files for _, what, why in one.notes)
+            raise ArgumentError(f"{directory}: no samples of {name}. {next(notes, 'All files are empty')}")
     every = [one for files in scanned.values() for one in files]
-    lowest = min((row[3] for one in every for row in one.rows), default=0)
+    lowest = min(row[3] for one in every for row in one.rows)
     first = first_label if first_label is not None else int(lowest > 0 and all(one.from_one for one in every))
     if lowest < first:
         raise ArgumentError(f"{directory}: a label is {lowest}, so that of the first class is not {first}")
     synsets = {label - first: name for one in every for label, name in one.synsets.items()}
     classes = max(row[3] for one in every for row in one.rows) - first + 1
     names = [synsets.get(label, str(label)) for label in range(classes)]
+    left_out = 0
     for name, files in scanned.items():
-        _write(directory, name, kinds[name], files, first, names)
+        left_out += _write(directory, name, kinds[name], files, first, names)
     print(f"labels in the files begin with {first}" + ("" if first_label is not None else " (--first-label)"))
-    return 0
+    return left_out
+
+
+def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
+    """Return the TFRecords and tars, and their formats; say what else is there.
+
+    Raises:
+        ArgumentError: there are none, or one that is named so is neither.
+    """
+    try:
+        paths = sorted(directory.glob(pattern))
+    except (NotImplementedError, ValueError) as error:
+        raise ArgumentError(f"--files {pattern!r}: {error}. Give a pattern of names in {directory}") from None
+    own = {f"{one.stem}{end}" for one in directory.glob("*.json") if is_index(one) for end in _OWN}
+    found, others = [], []
+    for path in paths:
+        hidden = path.name.startswith(".")
+        if kind := "" if hidden or not path.is_file() else _format(path):
+            found.append((path, kind))
+        elif _SHARD.search(path.name) and not hidden and not path.is_dir():
+            raise ArgumentError(
+                f"{path} is named like TFRecords or a tar, but is neither: damaged, empty, compressed or a "
+                "link to nothing. Copy it again or decompress it; or leave it out: remove it, or give --files"
+            )
+        elif path.name not in own:
+            others.append(f"{path.relative_to(directory)}{'/' if path.is_dir() else ''}")
+    if others:
+        deeper = "; --files '*/*' looks into directories" if any(one.endswith("/") for one in others) else ""
+        say(f"not read, as they are neither TFRecords nor tars: {counted(others)}{deeper}")
+    if not found:
+        raise ArgumentError(f"{directory}: no TFRecords or tars match {pattern!r}")
+    return found
 
 
 def _format(path: Path) -> str:
@@ -86,12 +164,16 @@ def _format(path: Path) -> str:
         head = file.read(12)
     if tfrecord.is_head(head):
         return "tfrecord"
-    return "webdataset" if path.suffix == ".tar" and tarfile.is_tarfile(path) else ""
+    if path.suffix.lower() == ".tar":
+        with suppress(tarfile.TarError), tarfile.open(path, "r:"):
+            return "webdataset"
+    return ""
 
 
 def _split(path: Path) -> str:
-    found = _SPLIT.search(path.name)
-    return {"val": "validation"}.get(found[0], found[0]) if found else "train"
+    found = _SPLIT.search(path.name) or _SPLIT.search(str(path))
+    name = found[0].lower() if found else "train"
+    return {"val": "validation"}.get(name, name)
 
 
 def _scan_tfrecord(path: Path) -> _Scanned:
@@ -99,46 +181,100 @@ def _scan_tfrecord(path: Path) -> _Scanned:
     scanned = _Scanned(path, from_one=True)
     with open(path, "rb") as file:
         for begin, head, data, _ in tfrecord.records(file):
-            found = tfrecord.parse(data)
-            image = next((found[name] for name in _IMAGES if name in found), None)
-            key = next((name for name in _LABELS if name in found), "")
-            label = found[key][0] if key else None
-            if image is None or not isinstance(image[0], bytes) or not isinstance(label, int):
-                raise ArgumentError(
-                    f"{path}: the record at byte {begin} has no image ({', '.join(_IMAGES[:2])}) or no "
-                    f"label ({', '.join(_LABELS[:2])}); its features: {', '.join(sorted(found)) or 'none'}"
-                )
+            name = f"record at byte {begin}"
+            try:
+                found = tfrecord.parse(data)
+            except ArgumentError as error:
+                scanned.leave_out(name, str(error))
+                continue
+            image = next((found[one] for one in _IMAGES if one in found), (None, 0))
+            key = next((one for one in _LABELS if one in found), "")
+            if not isinstance(image[0], bytes) or not key:
+                name = f"{name}, with the features {', '.join(sorted(found)) or 'none'}"
+                expected = f"no image ({', '.join(_IMAGES[:2])}) or no label ({', '.join(_LABELS[:2])})"
+                scanned.leave_out(name, expected)
+                continue
+            place, label = (begin + len(head) + image[1], len(image[0])), found[key][0]
+            if not scanned.add(name, place, label):
+                continue
             scanned.from_one &= key == _LABELS[0]
-            scanned.rows.append((0, len(image[0]), begin + len(head) + image[1], label))
             synset = found.get(_SYNSET, (b"", 0))[0]
-            if isinstance(synset, bytes) and (name := synset.decode(errors="replace").replace("\0", "")):
-                scanned.synsets[label] = name
+            if isinstance(synset, bytes) and (text := synset.decode(errors="replace").replace("\0", "")):
+                scanned.synsets[scanned.rows[-1][3]] = text
     return scanned
 
 
 def _scan_tar(path: Path) -> _Scanned:
-    """Read a tar's headers and labels; members of a sample have names that differ after the first dot."""
+    """Read a tar's headers and labels; members of a sample have names that differ in their endings."""
     scanned = _Scanned(path)
-    places: dict[str, tuple[int, int]] = {}
-    labels: dict[str, int] = {}
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                directory, slash, name = member.name.rpartition("/")
-                key, _, ending = name.partition(".")
-                key = directory + slash + key
-                if ending.lower() in _IMAGES:
-                    places[key] = member.offset_data, member.size
-                elif ending in ("cls", "json") and (content := tar.extractfile(member)):
-                    value = json.loads(content.read())
-                    value = value if isinstance(value, int) else next(value[k] for k in _LABELS if k in value)
-                    labels.setdefault(key, int(value))
-    except (tarfile.TarError, ValueError, StopIteration) as error:
-        raise ArgumentError(f"{path}: {error or 'a .json without label'}") from None
-    if missing := places.keys() - labels.keys():
-        raise ArgumentError(f"{path}: {len(missing)} images without .cls or .json, such as {min(missing)}")
-    scanned.rows = [(0, size, offset, labels[key]) for key, (offset, size) in places.items()]
+    images: defaultdict[str, defaultdict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    labels: defaultdict[str, defaultdict[str, list[object]]] = defaultdict(lambda: defaultdict(list))
+    others: list[str] = []
+    with open_tar(path) as tar:
+        for member in tar:
+            stem, _, ending = member.name.rpartition(".")
+            ending = ending.lower()
+            if member.isdir():
+                continue
+            if member.name.rpartition("/")[2].startswith("."):
+                scanned.notes.append((_BESIDE, member.name, "hidden"))
+            elif not member.isreg() or member.issparse():
+                scanned.leave_out(member.name, "a link, or no regular file")
+            elif ending in _ENDINGS:
+                images[stem][ending].append((member.offset_data, member.size))
+            elif ending in ("cls", "json") and (content := tar.extractfile(member)):
+                labels[stem][ending].append(_label(content.read()))
+            else:
+                others.append(member.name)
+    _pair(scanned, images, labels, others)
     return scanned
+
+
+def _label(data: bytes) -> object:
+    """Return what a .cls or .json says of the class."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+    if isinstance(value, dict):
+        return next((value[name] for name in _LABELS if value.get(name) is not None), None)
+    return value
+
+
+def _pair(
+    scanned: _Scanned, images: _Members[tuple[int, int]], labels: _Members[object], others: Sequence[str]
+) -> None:
+    """Add the samples of a tar: images with the labels of their names, the n-th of a name with the n-th.
+
+    A sample's name ends at its first dot, as WebDataset has it, where it is not the same up to its last one.
+    """
+    used: set[str] = set()
+    for stem, kinds in images.items():
+        short = _short(stem)
+        key = stem if stem in labels or short not in labels or short in used | images.keys() else short
+        used.add(key)
+        ending, *more = sorted(kinds, key=_ENDINGS.index)
+        found = [one for _, one in sorted(labels.get(key, {}).items())]  # of .cls before .json
+        values = next((one for one in found if None not in map(_class, one)), found[0] if found else [])
+        name, places = f"{stem}.{ending}", kinds[ending]
+        further = [f"{stem}.{one}" for one in more] + [name] * (not values and short in labels)
+        scanned.notes += [(_BESIDE, one, "a further image of a sample") for one in further]
+        if len(values) == len(places):
+            for place, value in zip(places, values, strict=True):
+                scanned.add(name, place, value)
+        elif name not in further:
+            why = f"images without .cls or .json ({len(places)} of one name, {len(values)} labels)"
+            scanned.notes += [(_LEFT_OUT, name, why)] * len(places)
+    scanned.rows.sort(key=lambda row: row[2])
+    for name in (*(f"{stem}.{ending}" for stem, kinds in labels.items() for ending in kinds), *others):
+        if not used & {name.rpartition(".")[0], _short(name)}:
+            scanned.leave_out(name, f"no image ({', '.join(_ENDINGS[1:])}) of this name")
+
+
+def _short(name: str) -> str:
+    """Return a name up to its first dot."""
+    directory, slash, name = name.rpartition("/")
+    return directory + slash + name.partition(".")[0]
 
 
 SCANS = {"tfrecord": _scan_tfrecord, "webdataset": _scan_tar}
@@ -147,13 +283,24 @@ SCANS = {"tfrecord": _scan_tfrecord, "webdataset": _scan_tar}
 
 def _write(
     directory: Path, split: str, kind: str, files: Sequence[_Scanned], first: int, classes: Sequence[str]
-) -> None:
+) -> int:
+    """Write the index of a split and list what is not in it; return how many samples are left out."""
     parts, shards = [], []
     for one in files:
         rows = np.array(one.rows, ROW)
         rows["label"] -= first
         parts.append(rows)
-        size = one.path.stat().st_size
-        shards.append(ShardFile(one.path.name, len(rows), size, file_crc32c(one.path)))
+        size, name = one.path.stat().st_size, str(one.path.relative_to(directory))
+        shards.append(ShardFile(name, len(rows), size, file_crc32c(one.path)))
     Dataset(directory, split, kind, classes, shards, joined(parts), first).write()
     print(f"{split}: {sum(map(len, parts))} samples in {len(files)} files ({kind})")
+    notes = [(what, one.path.name, name, why) for one in files for what, name, why in one.notes]
+    listed = directory / f"{split}.problems.tsv"
+    listed.unlink(missing_ok=True)
+    if notes:
+        lines = ("\t".join(note).replace("\n", " ") + "\n" for note in notes)
+        listed.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    firsts = {(what, why): f"{file}: {name}" for what, file, name, why in reversed(notes)}
+    for (what, why), count in Counter((what, why) for what, _, _, why in notes).items():
+        say(f"{split}: {what}: {count}: {why}. The first: {firsts[what, why]}; all: {listed}")
+    return sum(what == _LEFT_OUT for what, *_ in notes)

@@ -105,7 +105,7 @@ def _write(
     write_whole(state(destination) / f"{split}.{OUTPUTS}", listed)
     for number, path in enumerate(paths):
         some = rows[slice(*block(len(rows), number, shards))]
-        with TableWriter(path, format, len(some), criteo.FIELDS) as file:
+        with TableWriter(path, format, len(some), criteo.FIELDS, table_size) as file:
             for part in draw(len(some), start=some.start):
                 file.write(part.rows(table_size))
                 labels.append(part.labels)

@@ -20,7 +20,7 @@ from ringdance.data.index import damaged
 from ringdance.data.prepare import plan as plans
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.data.prepare.plan import Plan, state
-from ringdance.data.prepare.progress import PrepareProgress
+from ringdance.data.prepare.progress import PrepareProgress, counted, say
 from ringdance.data.prepare.sources import Source, find
 from ringdance.data.prepare.work import Work, work
 from ringdance.data.tables.table import TableFile
@@ -83,6 +83,9 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
     say(f"Looking for images in {source}")
     sources = find(source, options.splits, options.labels)
     for one in sources:
+        if one.left_out:
+            what = "; ".join(f"{ending}: {counted(names)}" for ending, names in one.left_out.items())
+            say(f"{one.split}: left out, as they are not named like images: {what}")
         if destination.is_relative_to(one.root):
             raise ArgumentError(f"{destination} is within {one.root}, whose directories are classes")
     state(destination).mkdir(parents=True, exist_ok=True)
@@ -119,11 +122,6 @@ def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None
 def listed(path: Path, mark: bytes) -> int:
     """Return how often `mark` is in a list of problems; 0 if there is none."""
     return path.read_bytes().count(mark) if path.exists() else 0
-
-
-def say(text: str) -> None:
-    """Tell the user on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

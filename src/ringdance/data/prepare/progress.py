@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ringdance.data.prepare.work import MARK
-
+MARK = "ringdance data: "
+"""Begins a line that reports images and bytes read since the last."""
 _LINE_S = 10.0
+_NAMED = 5
+
+
+def say(text: str) -> None:
+    """Tell the user on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def counted(names: Sequence[str]) -> str:
+    """Return how many names there are, and the first of them."""
+    return f"{len(names)} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"
 
 
 class PrepareProgress:

@@ -241,7 +241,8 @@ def gather(destination: Path, plan: ShufflePlan, output: OutputFile, report: Rep
     found = np.load(directory / f"cuts.{output.group}.npy", mmap_mode="r")
     keys, rows = _between(directory, names, *found[output.number : output.number + 2])
     order, fields = np.argsort(criteo.mixed(keys)), plan.files[0].fields
-    with TableWriter(destination / output.name, plan.format, output.rows, fields) as writer:
+    path, size = destination / output.name, plan.table_size
+    with TableWriter(path, plan.format, output.rows, fields, size) as writer:
         for at in range(0, output.rows, _WRITTEN):
             some = order[at : at + _WRITTEN]
             writer.write(Rows.of(rows[some]))

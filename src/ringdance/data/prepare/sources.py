@@ -9,7 +9,8 @@ import hashlib
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,19 +20,21 @@ from typing import Any
 import numpy as np
 
 from ringdance.data.prepare.labels import class_texts, validation_labels
+from ringdance.data.prepare.progress import counted, say
 from ringdance.errors import ArgumentError
 
 PLACE = np.dtype([("file", "<i4"), ("label", "<i4"), ("offset", "<u8"), ("length", "<u8")])
 """Where an image is: number of the tar (-1: a file of its own), class, first byte, number of bytes."""
 
 Places = np.ndarray[Any, np.dtype[np.void]]
+LeftOut = defaultdict[str, list[str]]
 Found = tuple[str, str, str, int, int, int]
 """An image: class or "", name, tar or "", first byte, number of bytes, when its file last changed, in ns."""
 
-SPLITS = {"train": ("train",), "validation": ("val", "validation")}
+SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
 _TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
 _KAGGLE = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")
-_IMAGE = re.compile(r"\.(jpe?g|png|gif|bmp|webp|tiff?)$", re.IGNORECASE)
+_IMAGE = re.compile(r"\.(jpe?g|jpe|jfif|png|gif|bmp|webp|tiff?|p[bgpn]m|avif)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Source:
         ends: shape (images,), int64: where the next name begins.
         changed: a hash of the times of their files' last changes.
         places: of the images, in the same order; dtype PLACE.
+        left_out: names of other files beside them, by their endings.
     """
 
     split: str
@@ -59,6 +63,7 @@ class Source:
     ends: np.ndarray[Any, Any]
     changed: str
     places: Places
+    left_out: Mapping[str, Sequence[str]]
 
     def name(self, number: int) -> str:
         """Return the name of an image."""
@@ -94,6 +99,11 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     if not source.is_dir():
         raise ArgumentError(f"{source}: no such directory. SRC is the directory that has the images or tars")
     there = {split: place for split in SPLITS if (place := _place(source, split))}
+    # A class may be called train: then it has images of its own, and so have those beside it.
+    if any(map(_own_images, there.values())) and any(_own_images(one) for one in _beside(there.values())):
+        there = {}
+    if others := [one.name for one in _beside(there.values()) if _is_data(one)]:
+        say(f"not taken, as neither train nor validation: {counted(others)}; as SRC, --split takes one")
     if not there:
         if not _class_names(source):
             raise ArgumentError(
@@ -101,6 +111,8 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
                 f"and val (also in ILSVRC/Data/CLS-LOC), and for {' and '.join(_TARS.values())}"
             )
         there = {splits[0] if splits else "train": source}
+    for place in there.values():
+        _check_classes(place)
     missing = [split for split in splits if split not in there]
     if missing:
         raise ArgumentError(f"{source}: no images of {', '.join(missing)}; it has {', '.join(there)}")
@@ -114,11 +126,45 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
 
 def _place(source: Path, split: str) -> Path | None:
     """Return the directory or the tar of a split."""
-    for parent in _KAGGLE:
-        for name in (*SPLITS[split], _TARS[split]):
-            if os.path.lexists(path := source / parent / name):  # a link to nothing is not another layout
-                return path
+    for parent in (source / one for one in _KAGGLE):
+        names = sorted(os.listdir(parent)) if parent.is_dir() else []  # links to nothing too
+        found = [name for name in names if name.lower() in SPLITS[split]]
+        if len(found) > 1:
+            raise ArgumentError(f"{parent} has {' and '.join(found)}, and either may be {split}: rename one")
+        if found or _TARS[split] in names:
+            return parent / (found or [_TARS[split]])[0]
     return None
+
+
+def _beside(places: Collection[Path]) -> list[Path]:
+    """Return what is beside the places of splits, except what is hidden."""
+    found = {one for place in places for one in place.parent.glob("[!.]*")}
+    return sorted(found - {*places})
+
+
+def _own_images(place: Path) -> bool:
+    """Whether a directory has images in itself, not only in others."""
+    return place.is_dir() and any(_IMAGE.search(one.name) and one.is_file() for one in os.scandir(place))
+
+
+def _is_data(path: Path) -> bool:
+    """Whether something is an image or a tar, or a directory with images."""
+    names = (name for _, _, names in os.walk(path) for name in names) if path.is_dir() else [path.name]
+    return any(_IMAGE.search(name) or name.endswith(".tar") for name in names)
+
+
+def _check_classes(place: Path) -> None:
+    """Raise an ArgumentError if what look like classes are others' directories, such as splits."""
+    there = [place / name for name in _class_names(place)] if place.is_dir() else []
+    if not all(one.is_dir() for one in there) or any(map(_own_images, (place, *there))):
+        return
+    inner = [{one.name for one in os.scandir(directory) if one.is_dir()} for directory in there]
+    common = sorted(set[str]().union(*inner).intersection(*inner))
+    if len(common) > (len(there) > 1):
+        raise ArgumentError(
+            f"{place}: {', '.join(one.name for one in there[:5])} have no images of their own, but each has "
+            f"{', '.join(common[:5])}. Are they splits? Name them train and val, or give {there[0]} as SRC"
+        )
 
 
 def _source(
@@ -128,7 +174,8 @@ def _source(
     text, ends, places, changed = bytearray(), bytearray(), bytearray(), hashlib.sha256()
     there: dict[str, int] = {}
     files = {"": 0}
-    images = _in_tar(place) if place.is_file() else _in_directory(place)
+    left_out: LeftOut = defaultdict(list)
+    images = _in_tar(place, left_out) if place.is_file() else _in_directory(place, left_out)
     for directory, group in groupby(images, lambda one: one[0]):
         some = sorted(group, key=lambda one: one[1])
         flat = [one[1] for one in some if not directory]
@@ -166,19 +213,19 @@ def _source(
     root = os.path.abspath(place if place.is_dir() else place.parent)
     used = {name: texts[name] for name in classes if name in texts}
     begins_next = np.frombuffer(ends, np.int64)
-    return Source(split, root, classes, used, tars, text, begins_next, changed.hexdigest(), found)
+    return Source(split, root, classes, used, tars, text, begins_next, changed.hexdigest(), found, left_out)
 
 
 def _class_names(place: Path) -> list[str]:
     """Return the classes by the names of directories or inner tars; [] for a directory of images."""
     if place.is_file():
-        with _tar(place) as tar:
+        with open_tar(place) as tar:
             return sorted(Path(one.name).stem for one in tar if one.name.endswith(".tar"))
     names = [one.name for one in os.scandir(place) if one.is_dir() and not one.name.startswith(".")]
-    return sorted([*names, *(one.stem for one in place.glob("*.tar"))])
+    return sorted([*names, *(one.stem for one in place.glob("[!.]*.tar"))])
 
 
-def _in_directory(root: Path) -> Iterator[Found]:
+def _in_directory(root: Path, left_out: LeftOut) -> Iterator[Found]:
     """Iterate over images in class directories, in tars of classes, and in the directory itself, by class."""
     above = [os.path.realpath(root)]
 
@@ -187,27 +234,27 @@ def _in_directory(root: Path) -> Iterator[Found]:
         return entry.name if entry.is_dir() else tar if tar != entry.name else ""
 
     for entry in sorted(os.scandir(root), key=class_of):
-        if entry.name.startswith("."):
-            continue
         if _is_directory(entry, above):
-            for name, size, changed in _walk(entry.path, entry.name, above):
+            for name, size, changed in _walk(entry.path, entry.name, above, left_out):
                 yield entry.name, name, "", 0, size, changed
-        elif entry.name.endswith(".tar"):
-            with _tar(entry.path) as tar:
-                for name, offset, size in _members(tar):
+        elif entry.name.endswith(".tar") and not entry.name.startswith("."):
+            with open_tar(entry.path) as tar:
+                for name, offset, size in _members(tar, left_out):
                     directory = entry.name[:-4]
                     place, changed = os.path.abspath(entry.path), entry.stat().st_mtime_ns
                     yield directory, f"{directory}/{name}", place, offset, size, changed
-        elif _is_image(entry):
+        elif _is_image(entry, left_out):
             yield "", entry.name, "", 0, entry.stat().st_size, entry.stat().st_mtime_ns
 
 
-def _walk(directory: str, name: str, above: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+def _walk(
+    directory: str, name: str, above: Sequence[str], left_out: LeftOut
+) -> Iterator[tuple[str, int, int]]:
     above = [*above, os.path.realpath(directory)]
     for entry in os.scandir(directory):
         if _is_directory(entry, above):
-            yield from _walk(entry.path, f"{name}/{entry.name}", above)
-        elif _is_image(entry):
+            yield from _walk(entry.path, f"{name}/{entry.name}", above, left_out)
+        elif _is_image(entry, left_out):
             yield f"{name}/{entry.name}", entry.stat().st_size, entry.stat().st_mtime_ns
 
 
@@ -221,47 +268,76 @@ def _is_directory(entry: os.DirEntry[str], above: Sequence[str]) -> bool:
         there = os.path.realpath(entry.path)
         if any(f"{path}/".startswith(f"{there}/") for path in above):
             raise ArgumentError(f"{entry.path} links to a directory above it: remove the link")
-    return entry.is_dir()
+    return entry.is_dir() and not entry.name.startswith(".")
 
 
-def _is_image(entry: os.DirEntry[str]) -> bool:
+def _is_image(entry: os.DirEntry[str], left_out: LeftOut) -> bool:
     """Whether a file is named like an image; raises ArgumentError if reading it might not end."""
-    if not _IMAGE.search(entry.name) or entry.name.startswith("."):
+    if not _is_named(entry.path, left_out):
         return False
     if not entry.is_file():
         raise ArgumentError(f"{entry.path} is named like an image, but is no regular file: remove it")
     return True
 
 
-def _in_tar(path: Path) -> Iterator[Found]:
+def _is_named(path: str, left_out: LeftOut) -> bool:
+    """Whether a path is named like an image; otherwise note it."""
+    name = path.rpartition("/")[2]
+    if _IMAGE.search(name) and not name.startswith("."):
+        return True
+    left_out["hidden" if name.startswith(".") else Path(name).suffix.lower() or "no ending"].append(path)
+    return False
+
+
+def _is_member(member: tarfile.TarInfo, left_out: LeftOut) -> bool:
+    """Whether a member of a tar is an image; otherwise note it."""
+    if not member.isfile() and not member.isdir():
+        left_out["links"].append(member.name)
+    return member.isfile() and _is_named(member.name, left_out)
+
+
+def _in_tar(path: Path, left_out: LeftOut) -> Iterator[Found]:
     """Iterate over the images of an official tar, by class: of tars of classes, or of images without one."""
 
     def class_of(member: tarfile.TarInfo) -> str:
         return Path(member.name).stem if member.name.endswith(".tar") else ""
 
     place, changed = os.path.abspath(path), path.stat().st_mtime_ns
-    with _tar(path) as tar:
+    with open_tar(path) as tar:
         for member in sorted(tar, key=class_of):
             if directory := class_of(member):
                 with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
-                    for name, offset, size in _members(inner):
+                    for name, offset, size in _members(inner, left_out):
                         offset += member.offset_data
                         yield directory, f"{directory}/{name}", place, offset, size, changed
-            elif member.isfile() and _IMAGE.search(member.name):
+                    _check_end(inner)
+            elif _is_member(member, left_out):
                 yield "", Path(member.name).name, place, member.offset_data, member.size, changed
 
 
 @contextmanager
-def _tar(path: Path | str) -> Iterator[tarfile.TarFile]:
+def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
     """Open a tar; raise an ArgumentError if it cannot be read to its end."""
     try:
         with tarfile.open(path, "r:") as tar:
             yield tar
+            _check_end(tar)
     except tarfile.TarError as error:
         raise ArgumentError(f"{path}: {error}. Is the download complete?") from None
 
 
-def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, int, int]]:
+def _check_end(tar: tarfile.TarFile) -> None:
+    """Raise ReadError if members follow the last one, as Python takes a damaged header for the end."""
+    tar.getmembers()
+    file = tar.fileobj
+    assert file is not None
+    file.seek(tar.offset)
+    while rest := file.read(1 << 20):
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError(f"it goes on behind its end, byte {tar.offset}: damaged, or tars joined")
+
+
+def _members(tar: tarfile.TarFile, left_out: LeftOut) -> Iterator[tuple[str, int, int]]:
     for member in tar:
-        if member.isfile() and _IMAGE.search(member.name):
+        if _is_member(member, left_out):
             yield member.name.removeprefix("./"), member.offset_data, member.size

@@ -19,12 +19,11 @@ from pathlib import Path
 from ringdance.data.files import npy, write_whole
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.data.prepare.plan import Plan, state
+from ringdance.data.prepare.progress import MARK
 from ringdance.data.sample import Sample
 from ringdance.data.writing import write_shard
 from ringdance.errors import ArgumentError
 
-MARK = "ringdance data: "
-"""Begins a line that reports images and bytes read since the last."""
 _REPORT_S = 0.5
 
 Report = Callable[[int, int], None]

@@ -13,6 +13,7 @@ from ringdance.errors import ArgumentError
 
 NUMERIC, CATEGORICAL = 13, 26
 FIELDS = NUMERIC + CATEGORICAL
+BOM = b"\xef\xbb\xbf"
 COLUMNS = ("label", *(f"I{n}" for n in range(1, NUMERIC + 1)), *(f"C{n}" for n in range(1, CATEGORICAL + 1)))
 _TYPES = [
     (name, "float32" if name == "label" else "float64" if name[0] == "I" else "binary") for name in COLUMNS
@@ -113,6 +114,8 @@ def header_size(data: Array) -> int:
     Raises:
         RowError: the names are others, or in another order.
     """
+    if bytes(data[: len(BOM)]) == BOM:
+        return len(BOM) + header_size(data[len(BOM) :])
     ends = np.flatnonzero(data == NEWLINE)
     line = bytes(data[: ends[0]] if len(ends) else data).decode(errors="replace")
     names = [word.strip(' "\r') for word in line.replace("\t", ",").split(",")]

@@ -46,8 +46,8 @@ FORMATS = {
 
 def format_of(head: bytes, suffix: str = "") -> str:
     """Return the format of a file by the end of its name, or else by what it begins with."""
-    if suffix in SUFFIXES:
-        return SUFFIXES[suffix]
+    if suffix.lower() in SUFFIXES:
+        return SUFFIXES[suffix.lower()]
     line = head.partition(b"\n")[0]
     text = "libsvm" if b":" in line and b"\t" not in line else "csv"
     return "tfrecord" if tfrecord.is_head(head[:12]) else text

@@ -17,8 +17,9 @@ from ringdance.errors import ArgumentError
 
 ENDS = {"rows": "npy", "tfrecord": "tfrecord", "libsvm": "libsvm"}
 """What the names of files end with, by format."""
-_ENCODE: dict[str, Callable[[Rows], bytes]] = {
-    "rows": lambda rows: rows.packed().tobytes(), "tfrecord": examples.encode, "libsvm": lines.encode_libsvm,
+_ENCODE: dict[str, Callable[[Rows, int], bytes]] = {
+    "rows": lambda rows, _: rows.packed().tobytes(), "tfrecord": lambda rows, _: examples.encode(rows),
+    "libsvm": lines.encode_libsvm,
 }  # fmt: skip
 
 
@@ -43,19 +44,20 @@ class TableWriter:
         format: "rows", "tfrecord" or "libsvm".
         count: rows that will be written; the format ``rows`` begins with it.
         fields: pairs of each row.
+        table_size: ids are below it; given, LibSVM has them sorted, see :func:`lines.apart`.
     """
 
-    def __init__(self, path: Path, format: str, count: int, fields: int) -> None:
+    def __init__(self, path: Path, format: str, count: int, fields: int, table_size: int = 0) -> None:
         if format not in ENDS:
             raise ArgumentError(f"format {format!r}: choose one of {', '.join(ENDS)}")
-        self.path, self.format, self.count = path, format, count
+        self.path, self.format, self.count, self._table_size = path, format, count, table_size
         self._file, self._rows = ShardWriter(path), 0
         if format == "rows":
             self._file.write(header(count, dtype(fields)))
 
     def write(self, rows: Rows) -> None:
         """Append rows."""
-        self._file.write(_ENCODE[self.format](rows))
+        self._file.write(_ENCODE[self.format](rows, self._table_size))
         self._rows += len(rows.labels)
 
     def __enter__(self) -> TableWriter:

@@ -49,7 +49,7 @@ class Coco:
         images = sorted(self.table["images"], key=lambda one: int(one["id"]))
         if len({one["id"] for one in images}) < len(images) or min(self.kinds) < 0:
             raise ValueError("the id of an image is there twice, or that of a category below 0")
-        self.outlined = all("segmentation" in one for one in self.table["annotations"])
+        self.outlined = all(one.get("segmentation") for one in self.table["annotations"])
         self.images = [one for one in images if one["id"] in objects or not trained_on]
         self.objects, self.masks, self.directory = objects, masks, directory / split
         self.ratios = np.array([one["width"] / one["height"] for one in self.images])
