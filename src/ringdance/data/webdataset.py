@@ -8,12 +8,13 @@ from ringdance.data.files import ShardWriter
 from ringdance.data.sample import Sample
 
 _BLOCK = 512
-_ENDINGS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"II*\0": "tif", b"MM\0*": "tif"}
+_MAGIC = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"II*\0": "tif", b"MM\0*": "tif", b"BM": "bmp"}
 
 
 def write(shard: ShardWriter, sample: Sample, key: str) -> int:
     """Append an image and its label, or its annotations; return where the image begins in the file."""
-    offset = _member(shard, f"{key}.{_ENDINGS.get(sample.image[:4], 'jpg')}", sample.image)
+    ending = next((_MAGIC[magic] for magic in _MAGIC if sample.image.startswith(magic)), "jpg")
+    offset = _member(shard, f"{key}.{ending}", sample.image)
     if sample.annotations:
         _member(shard, f"{key}.json", sample.annotations)
     else:

@@ -681,7 +681,7 @@ def test_an_index_of_tars_made_by_others(tmp_path, capfd):
         add(tar, "1.jpg", images[0])
     capfd.readouterr()
     assert run("index", tmp_path) == 2
-    assert "1 images without .cls or .json, such as 1" in capfd.readouterr().err
+    assert "val-000000.tar: 1.jpg: no .cls or .json of this name" in capfd.readouterr().err
 
 
 def test_webdataset_reads_our_tars(tmp_path):

@@ -45,7 +45,6 @@ BROKEN = {
     "entry 12 has the id of an earlier one": annotation(1, bbox=[0, 0, 1, 1]),
     "a polygon is not three": annotation(27, segmentation=[[2, 3, 12, 3]]),
     "a polygon is not three or more pairs": annotation(28, segmentation=[[2, 3, 12, 3, 12, 11, 4]]),
-    "a polygon is": annotation(29, segmentation=[]),
     "run lengths are not of 768 pixels": annotation(30, segmentation=runs(100, 68)),
     "run lengths are": annotation(31, segmentation=runs("T3T2hb")),
     "neither polygons nor run lengths of": annotation(32, segmentation=runs(768, size=(32, 24))),
@@ -93,7 +92,7 @@ def test_what_is_broken_is_left_out_and_named(
     assert main(["data", "prepare", "coco", str(source), str(target), "--max-broken", "100"]) == 3
     told = problems(target)
     for why, one in BROKEN.items():
-        number = "entry 20" if why == "no id" else str(one["id"])
+        number = "entry 19" if why == "no id" else str(one["id"])
         assert any(kind == "annotation" and its == number and why in text for kind, its, text in told), why
     reasons = {"3": "No such file", "4": "cannot be decoded", "5": "24 x 32 pixels, not 32 x 24"}
     for number, why in reasons.items():
@@ -173,6 +172,36 @@ def test_a_name_that_no_image_has_is_listed(name: str, tmp_path: Path) -> None:
     assert main(["data", "prepare", "coco", str(source), str(tmp_path / "made")]) == 3
     [line] = (tmp_path / "made" / "val.problems.tsv").read_text().splitlines()
     assert line.startswith("image\t1\t")
+
+
+def test_outlines_that_are_empty_or_slivers_keep_their_objects(tmp_path: Path) -> None:
+    """An empty one is as none; of several polygons, one of two points goes alone, and is named."""
+    source, target = one_image(tmp_path / "a", 1), tmp_path / "made"
+    path = source / "annotations" / "instances_val.json"
+    table = json.loads(path.read_text())
+    outlines = [[], None, [*OUTLINE, [2, 3, 12, 3]], [[], *OUTLINE, "odd"]]
+    table["annotations"] = [annotation(n, segmentation=one) for n, one in enumerate(outlines)]
+    path.write_text(json.dumps(table))
+    assert main(["data", "prepare", "coco", str(source), str(target), "--max-broken", "3"]) == 3
+    made = json.loads((target / "annotations" / "instances_val.json").read_text())["annotations"]
+    assert [one.get("segmentation") for one in made] == [None, None, OUTLINE]
+    assert not any("segmentation" in one for one in made[:2])
+    told = [line.split("\t") for line in (target / "val.problems.tsv").read_text().splitlines()]
+    assert [one[:2] for one in told] == [["polygon", "2"], ["polygon", "3"], ["annotation", "3"]]
+
+
+def test_tars_name_images_by_what_they_are(tmp_path: Path) -> None:
+    """A PNG is .png, whatever its name says; the index of such a tar can be made anew."""
+    source, target = one_image(tmp_path / "a", 1), tmp_path / "made"
+    for kind in ("PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG"):
+        Image.new("RGB", (32, 24)).save(source / "val" / "1.jpg", kind)
+        assert main(["data", "prepare", "coco", str(source), str(target), "--shards", "1"]) == 0
+        with tarfile.open(target / "val-00000-of-00001.tar") as tar:
+            ending = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
+            assert tar.getnames() == [f"1.{ending}", "1.json"]
+        data = Dataset.open(target, "val").read(0)
+        assert main(["data", "index", str(target), "--split", "val", "--files", "*.tar"]) == 0
+        assert Dataset.open(target, "val").read(0) == data
 
 
 def test_shards_have_each_image_with_its_annotations(source: Path, tmp_path: Path) -> None:

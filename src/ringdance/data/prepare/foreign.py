@@ -6,12 +6,11 @@ import json
 import re
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -30,14 +29,13 @@ _IMAGES = ("image/encoded", "image", "image_raw", *_ENDINGS[1:])
 _LABELS = ("image/class/label", "label", "class", "cls")
 _SYNSET = "image/class/synset"
 _SPLIT = re.compile(r"train|val|test", re.IGNORECASE)
+_LABELED = "cls", "json"
+_Members = dict[str, tuple[tarfile.TarInfo, object]]
+"""The members of a sample by their endings, with the label that they say."""
 _OWN = (".json", ".npy", ".problems.tsv")
 _SHARD = re.compile(r"\.(tar|tgz|tfrecords?|tfrec|record)\b|-\d+-of-\d+$", re.IGNORECASE)
 _LEFT_OUT, _BESIDE = "left out", "beside"
 _MOST_CLASSES = 1 << 24
-
-T = TypeVar("T")
-_Members = Mapping[str, Mapping[str, list[T]]]
-"""Of the members of a tar what is read, in their order, by their names and their endings."""
 
 
 @dataclass
@@ -133,26 +131,24 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
     Raises:
         ArgumentError: there are none, or one that is named so is neither.
     """
-    try:
-        paths = sorted(directory.glob(pattern))
-    except (NotImplementedError, ValueError) as error:
-        raise ArgumentError(f"--files {pattern!r}: {error}. Give a pattern of names in {directory}") from None
     own = {f"{one.stem}{end}" for one in directory.glob("*.json") if is_index(one) for end in _OWN}
     found, others = [], []
+    try:
+        paths = sorted(one for one in directory.glob(pattern) if one.name not in {*own, ".prepare"})
+    except (NotImplementedError, ValueError) as error:
+        raise ArgumentError(f"--files {pattern!r}: {error}. Give a pattern of names in {directory}") from None
     for path in paths:
-        hidden = path.name.startswith(".")
-        if kind := "" if hidden or not path.is_file() else _format(path):
+        if kind := _format(path):
             found.append((path, kind))
-        elif _SHARD.search(path.name) and not hidden and not path.is_dir():
+        elif path.is_dir() or path.name.startswith(".") or not _SHARD.search(path.name):
+            others.append(f"{path.relative_to(directory)}{'/' * path.is_dir()}")
+        else:
             raise ArgumentError(
                 f"{path} is named like TFRecords or a tar, but is neither: damaged, empty, compressed or a "
                 "link to nothing. Copy it again or decompress it; or leave it out: remove it, or give --files"
             )
-        elif path.name not in own:
-            others.append(f"{path.relative_to(directory)}{'/' if path.is_dir() else ''}")
     if others:
-        deeper = "; --files '*/*' looks into directories" if any(one.endswith("/") for one in others) else ""
-        say(f"not read, as they are neither TFRecords nor tars: {counted(others)}{deeper}")
+        say(f"not read, as they are neither TFRecords nor tars: {counted(others)}")
     if not found:
         raise ArgumentError(f"{directory}: no TFRecords or tars match {pattern!r}")
     return found
@@ -160,10 +156,11 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
 
 def _format(path: Path) -> str:
     """Return the format of a file by its first bytes, "" if it is neither."""
+    if path.name.startswith(".") or not path.is_file():
+        return ""
     with open(path, "rb") as file:
-        head = file.read(12)
-    if tfrecord.is_head(head):
-        return "tfrecord"
+        if tfrecord.is_head(file.read(12)):
+            return "tfrecord"
     if path.suffix.lower() == ".tar":
         with suppress(tarfile.TarError), tarfile.open(path, "r:"):
             return "webdataset"
@@ -206,27 +203,39 @@ def _scan_tfrecord(path: Path) -> _Scanned:
 
 def _scan_tar(path: Path) -> _Scanned:
     """Read a tar's headers and labels; members of a sample have names that differ in their endings."""
-    scanned = _Scanned(path)
-    images: defaultdict[str, defaultdict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    labels: defaultdict[str, defaultdict[str, list[object]]] = defaultdict(lambda: defaultdict(list))
-    others: list[str] = []
+    scanned, samples = _Scanned(path), defaultdict[str, list[_Members]](lambda: [{}])
     with open_tar(path) as tar:
         for member in tar:
             stem, _, ending = member.name.rpartition(".")
-            ending = ending.lower()
-            if member.isdir():
-                continue
+            ending, parts = ending.lower(), samples[stem]
+            if ending in parts[-1]:  # the name again: another sample
+                parts.append({})
             if member.name.rpartition("/")[2].startswith("."):
                 scanned.notes.append((_BESIDE, member.name, "hidden"))
-            elif not member.isreg() or member.issparse():
+            elif member.isreg() and not member.issparse():
+                file = tar.extractfile(member) if ending in _LABELED else None
+                label = _label(file.read()) if file else None
+                parts[-1][ending] = member, label
+            elif not member.isdir():
                 scanned.leave_out(member.name, "a link, or no regular file")
-            elif ending in _ENDINGS:
-                images[stem][ending].append((member.offset_data, member.size))
-            elif ending in ("cls", "json") and (content := tar.extractfile(member)):
-                labels[stem][ending].append(_label(content.read()))
+    taken, rest = set(), []
+    for stem, parts in samples.items():
+        for one in filter(None, parts):
+            images = [one[ending][0] for ending in _ENDINGS if ending in one]
+            labels = [one[ending][1] for ending in _LABELED if ending in one]
+            if images and labels:
+                taken.add(stem)
+                label = next((label for label in labels if _class(label) is not None), labels[0])
+                scanned.add(images[0].name, (images[0].offset_data, images[0].size), label)
+                scanned.notes += [(_BESIDE, two.name, "an image beside a sample's") for two in images[1:]]
             else:
-                others.append(member.name)
-    _pair(scanned, images, labels, others)
+                first = images[0] if images else next(iter(one.values()))[0]
+                rest.append((stem, first.name, "no .cls or .json" if images else "no image"))
+    for stem, name, why in rest:
+        short = f"{stem.rpartition('/')[0]}/{stem.rpartition('/')[2].partition('.')[0]}".removeprefix("/")
+        part = short != stem and short in taken  # as WebDataset has it
+        scanned.notes.append((_BESIDE if part else _LEFT_OUT, name, f"{why} of this name"))
+    scanned.rows.sort(key=lambda row: row[2])
     return scanned
 
 
@@ -236,45 +245,9 @@ def _label(data: bytes) -> object:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return data
-    if isinstance(value, dict):
-        return next((value[name] for name in _LABELS if value.get(name) is not None), None)
-    return value
-
-
-def _pair(
-    scanned: _Scanned, images: _Members[tuple[int, int]], labels: _Members[object], others: Sequence[str]
-) -> None:
-    """Add the samples of a tar: images with the labels of their names, the n-th of a name with the n-th.
-
-    A sample's name ends at its first dot, as WebDataset has it, where it is not the same up to its last one.
-    """
-    used: set[str] = set()
-    for stem, kinds in images.items():
-        short = _short(stem)
-        key = stem if stem in labels or short not in labels or short in used | images.keys() else short
-        used.add(key)
-        ending, *more = sorted(kinds, key=_ENDINGS.index)
-        found = [one for _, one in sorted(labels.get(key, {}).items())]  # of .cls before .json
-        values = next((one for one in found if None not in map(_class, one)), found[0] if found else [])
-        name, places = f"{stem}.{ending}", kinds[ending]
-        further = [f"{stem}.{one}" for one in more] + [name] * (not values and short in labels)
-        scanned.notes += [(_BESIDE, one, "a further image of a sample") for one in further]
-        if len(values) == len(places):
-            for place, value in zip(places, values, strict=True):
-                scanned.add(name, place, value)
-        elif name not in further:
-            why = f"images without .cls or .json ({len(places)} of one name, {len(values)} labels)"
-            scanned.notes += [(_LEFT_OUT, name, why)] * len(places)
-    scanned.rows.sort(key=lambda row: row[2])
-    for name in (*(f"{stem}.{ending}" for stem, kinds in labels.items() for ending in kinds), *others):
-        if not used & {name.rpartition(".")[0], _short(name)}:
-            scanned.leave_out(name, f"no image ({', '.join(_ENDINGS[1:])}) of this name")
-
-
-def _short(name: str) -> str:
-    """Return a name up to its first dot."""
-    directory, slash, name = name.rpartition("/")
-    return directory + slash + name.partition(".")[0]
+    if not isinstance(value, dict):
+        return value
+    return next((value[name] for name in _LABELS if value.get(name) is not None), None)
 
 
 SCANS = {"tfrecord": _scan_tfrecord, "webdataset": _scan_tar}
