@@ -41,7 +41,8 @@ Needs the packages google-crc32c and, for images, pillow and simplejpeg, for cli
 """
 _PREPARE = """\
 SRC is one of these; classes are numbered from 0 in the order of their names:
-  class directories        SRC/n01440764/*.JPEG, or SRC/train/n01440764/*.JPEG and SRC/val/n01440764/*.JPEG
+  class directories        SRC/n01440764/*.JPEG, or SRC/train/n01440764/*.JPEG and SRC/val/n01440764/*.JPEG;
+                           also training, valid and validation, in capitals or not; others are named
   Kaggle's archive         the directory above ILSVRC, or ILSVRC, Data or CLS-LOC in it; labels of val from
                            LOC_val_solution.csv or the Annotations
   official files           ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar; labels of val from
@@ -82,9 +83,10 @@ for WebDataset (KEY.jpg with KEY.json) and their index instead. The recipe `dete
 
 Left out, and listed in DST/SPLIT.problems.tsv with the reason: images that are missing, cannot be decoded,
 or have another size than it says, with all that is on them; boxes without area or outside of the image;
-polygons that are not three or more pairs of numbers, or far outside; run lengths of another number of
-pixels; unknown categories or images; what has the id of an earlier entry. The rotation that an image's EXIF
-tells is not applied, as in COCO's own tools. What DST has of an earlier call is replaced.
+polygons that are not three or more pairs of numbers (one of fewer points beside others goes alone), or far
+outside; run lengths of another number of pixels; unknown categories or images; what has the id of an earlier
+entry. An outline that is empty is as none. The rotation that an image's EXIF tells is not applied, as in
+COCO's own tools. What DST has of an earlier call is replaced.
 
 examples:
   ringdance data prepare coco /data/coco /fast/coco

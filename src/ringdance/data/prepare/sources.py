@@ -111,8 +111,8 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
                 f"and val (also in ILSVRC/Data/CLS-LOC), and for {' and '.join(_TARS.values())}"
             )
         there = {splits[0] if splits else "train": source}
-    for place in there.values():
-        _check_classes(place)
+    for split in splits or there:
+        _check_classes(there.get(split, source))
     missing = [split for split in splits if split not in there]
     if missing:
         raise ArgumentError(f"{source}: no images of {', '.join(missing)}; it has {', '.join(there)}")
