@@ -33,6 +33,7 @@ from ringdance.errors import (
     ProcessSetRemovedError,
     RankLostError,
     ShutDownError,
+    StallError,
 )
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
@@ -365,6 +366,10 @@ class Engine:
         """End this rank in an error; the others fail with RankLostError."""
         error, who = RankLostError(message), str(self.identity)
         self._exclusively(lambda: self.end.fail(error, departed=who), end=True)
+
+    def give_up(self, message: str) -> None:
+        """Fail on all ranks with StallError: this rank no longer waits for a request that is in flight."""
+        self._exclusively(lambda: self.end.fail(StallError(message)), end=True)
 
     def shutdown(
         self,
