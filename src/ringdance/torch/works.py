@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -33,37 +32,6 @@ from ringdance.training.gradients.options import wants_overlap
 
 _NO_TIMEOUT = timedelta(0)
 _PASSES = 64  # backward passes under way, in threads and in one another
-
-
-class Transfer:
-    """A message between two ranks; used as the engine's works are."""
-
-    def __init__(self, engine: Engine, pending: Any, name: str) -> None:
-        self._engine, self._pending, self.name = engine, pending, name
-        self.result: list[Array] = []
-        self.received_splits = None
-
-    @property
-    def source(self) -> int:
-        return int(self._pending.source)
-
-    def done(self) -> bool:
-        try:
-            return bool(self._pending.test())
-        except Exception as error:
-            text = f"{self.name}, failed (is the tensor as long as what was sent?): {error}"
-            raise RuntimeError(text) from error
-
-    def wait(self, timeout: float | None = None) -> None:
-        until = None if timeout is None else time.monotonic() + timeout
-        pause = 0.0
-        while not self.done():
-            if self._engine.closed:
-                raise self._engine.end.error()
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"'{self.name}' was not complete in time; it goes on.")
-            time.sleep(pause)
-            pause = min(1e-3, pause + 1e-5)
 
 
 class _Future(torch.futures.Future[Any]):

@@ -5,11 +5,12 @@ Submitting threads add requests; the rounds of ``state`` take them out. Callers 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from ringdance.core.process_sets.agreement import ResponseCache
 from ringdance.core.request import TUNE_NAME, Collective, Description, Work
-from ringdance.errors import DuplicateNameError
+from ringdance.errors import DuplicateNameError, ProcessSetRemovedError
 
 
 class PendingRequests:
@@ -29,6 +30,8 @@ class PendingRequests:
         eager_last: when the latest such request was submitted.
         not_before: no round starts before this time (monotonic), since the last ones achieved nothing.
         backoff: seconds by which rounds are put off.
+        limit: Unnamed requests from this number on are refused, since a member never submits them.
+        removal: Why they are refused.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -46,15 +49,19 @@ class PendingRequests:
         self.backoff = 0.0
         self.cache = ResponseCache(capacity)
         self.held: dict[str, list[Work]] = {}
+        self.limit: float = math.inf
+        self.removal = ""
         self._next_unnamed = 0
 
     def add(self, work: Work, name: str | None, eager: bool) -> None:
-        """Take a request in. Raises DuplicateNameError."""
+        """Take a request in. Raises DuplicateNameError, ProcessSetRemovedError."""
         if work.request.description.kind == Collective.JOIN:
             if self.join is not None:
                 raise DuplicateNameError("join() is already pending on this rank.")
             self.join = work
         elif name is None:
+            if self._next_unnamed >= self.limit:
+                raise ProcessSetRemovedError(self.removal)
             self._number(work)
             self.unnamed.append(work)
         else:
@@ -87,6 +94,24 @@ class PendingRequests:
             self.misses[name] = work
         else:
             self.ready |= 1 << slot
+
+    def submitted(self) -> int:
+        """Return how many unnamed requests this rank has submitted."""
+        return self._next_unnamed
+
+    def end_at(self, number: int, removal: str) -> list[Work]:
+        """Refuse unnamed requests from a number on; return those that are pending, and forget them.
+
+        A vector that a round has already sent may contain them. The member that never submits them has sent
+        none in their place, so they are not executed: see Note [Complements].
+        """
+        if number >= self.limit:
+            return []
+        self.limit, self.removal = number, removal
+        late = [work for work in self.unnamed if work.order >= number]
+        for _ in late:
+            self.unnamed.pop()
+        return late
 
     def release_held(self) -> None:
         """Take in what waited for refused requests that the peers know of now."""

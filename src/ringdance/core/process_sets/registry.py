@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,6 @@ class ProcessSets:
 
     Attributes:
         registered: all sets by id.
-        leaving: the groups that this rank has left.
         machines: the state machines of the sets that this rank is in, with their generators.
         event_count: wakes this rank; None if not all peers can reach it (other hosts).
         on_tune: computes new values of the set of all ranks from what each of them has measured (b"" of one
@@ -74,6 +74,14 @@ class ProcessSets:
         in the agreed order. What the ranks have measured is gathered in it, and each computes the new values
         by the same code from the same bytes. Only the set of all ranks changes: others have another order.
         What ranks were given apart (environments differ) must not decide: rank 0 sends what does.
+
+    Note [Groups that are destroyed]
+        A rank that leaves a group sends its members a note with how many requests it has submitted. Requests
+        match by their order. So the members know at once which of theirs it never will submit: these fail
+        with an error that names it, in the next check of the peers. The others are executed, since the rank
+        takes part in the group's rounds until all members have left and none has such a request. Only then
+        do all agree to stop, and free the group together. What was sent to a member can be received
+        meanwhile.
     """
 
     def __init__(
@@ -86,7 +94,6 @@ class ProcessSets:
         recorder: Recorder,
     ) -> None:
         self.registered: dict[int, RegisteredSet] = {}
-        self.leaving: set[int] = set()
         self.machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
         self.event_count: EventCount | None = None
         self.on_tune: Callable[[list[bytes]], EngineValues | None] | None = None
@@ -188,16 +195,45 @@ class ProcessSets:
         self.register(set_id, ranks, transport)
         self._find_event_count()
 
+    def leave(self, set_id: int) -> None:
+        """Leave a group. On any thread, and in a signal's handler: see Note [Groups that are destroyed]."""
+        known = self.registered.get(set_id)
+        if known is None or known.state is None:
+            self.registered.pop(set_id, None)
+        else:
+            known.state.urgent = known.state.leaving = True
+
+    def new_leaves(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Yield groups that this rank has left since the last call: number, unnamed requests, members."""
+        for state in self.states():
+            if state.leaving and self._transport.rank not in state.left:
+                yield state.set_id, state.pending.submitted(), state.members
+
+    def on_left(self, rank: int, set_id: int, submitted: int) -> None:
+        """Fail what can never be done after a rank has left a group. Called in steps."""
+        known = self.registered.get(set_id)
+        if known is None or (state := known.state) is None:
+            return
+        state.left[rank] = time.monotonic()
+        with self._lock:
+            late = state.pending.end_at(submitted, state.removal())
+        for work in late:
+            work.finish(error=ProcessSetRemovedError(f"'{work.name}': {state.removal()}"))
+
+    def stop_left(self) -> None:
+        """Stop the groups that all members have left. Called in steps."""
+        for state in self.states():
+            if len(state.left) == len(state.members) and not state.pending.has_work():
+                state.stopping = True
+
     def _steps_of_group(self, set_id: int, state: ProcessSetState) -> Steps:
         """Run until all members have left, and free the set."""
         yield from state.steps()
-        if set_id not in self.leaving:  # the job ends
+        if not state.leaving:  # the job ends
             return
-        text = f"Process group {set_id} was destroyed while this operation was pending in it."
-        self.fail_pending(state, ProcessSetRemovedError(text))
+        self.fail_pending(state, ProcessSetRemovedError(state.removal()))
         yield from self._on_thread(state.close)
         del self.registered[set_id]
-        self.leaving.discard(set_id)
         self._find_event_count()
 
     def _change(self, item: AgreedRequest) -> Steps:

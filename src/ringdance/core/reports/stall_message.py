@@ -121,7 +121,10 @@ def stall_message(stall: Stall) -> str:
         if stall.culprits == [stall.rank]:
             parts.append(f"Only rank {stall.rank} has submitted {quoted(stall.name)}.")
         alone = _alone(stall, own)
-        parts.append(alone or "All ranks must make the same calls.")
+        calls = "All ranks must make the same calls."
+        if stall.name.startswith("message of"):
+            calls = "Each message needs a send and a receive, of the same size and tag."
+        parts.append(alone or calls)
         # Ranks that have no more batches can join, which helps with the reductions of all ranks.
         if not alone and stall.set_id == 0 and "allreduce." in stall.name:
             parts.append(OUT_OF_DATA)
