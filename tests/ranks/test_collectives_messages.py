@@ -25,7 +25,7 @@ def wait_for(messages: list[Any]) -> None:
 
 
 def test_large_messages_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their parts never mix, whoever sends at the same time, and whatever was posted before."""
+    """Their parts never mix, whichever ranks send at the same time, and whatever was posted before."""
     monkeypatch.setattr(mpi, "_PART", PART)
     transport, each = session.engine().transport, 3
     if RANK:
@@ -58,4 +58,4 @@ def test_a_large_message_on_one_side(large: int, monkeypatch: pytest.MonkeyPatch
             wait_for([transport.receive(np.zeros(nbytes[0], np.uint8), None, 5)])
     hvd.barrier()
     if RANK == 1 and not large:
-        del message  # nobody receives its parts
+        del message  # no rank receives its parts

@@ -314,7 +314,7 @@ class Engine:
             return
         try:
             self._peers.read_notes()
-            self._peers.leave_groups()
+            self.sets.check_left(self._peers.post)
             self.recorder.publish()
             self.on_check()
             for state in self.sets.states():

@@ -53,7 +53,7 @@ class Peers:
             "look": lambda rank, note: self.post(rank, self._watch.look(note["rank"])),
             "seen": lambda rank, note: self._watch.on_seen(note),
             "pause": self._on_pause,
-            "left": lambda rank, note: sets.on_left(rank, note["set"], note["submitted"]),
+            "left": sets.on_left,
             "stacks": lambda rank, note: self._save_stacks(transport.rank, all_stacks()),
             **handlers,
         }
@@ -75,15 +75,6 @@ class Peers:
             note = json.loads(message)
             if handler := self._handlers.get(note["kind"]):
                 handler(sender, note)
-
-    def leave_groups(self) -> None:
-        """Let members know of groups that this rank has left: see Note [Groups that are destroyed]."""
-        for set_id, submitted, members in self._sets.new_leaves():
-            for rank in members:
-                if rank != self._transport.rank:
-                    self.post(rank, {"kind": "left", "set": set_id, "submitted": submitted})
-            self._sets.on_left(self._transport.rank, set_id, submitted)
-        self._sets.stop_left()
 
     def pause(self, what: str, seconds: float) -> tuple[str, float]:
         """Let no rank report stalls while this rank is in ``what``, for at most so many seconds; 0 ends it.

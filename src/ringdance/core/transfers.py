@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringdance.errors import ProcessSetRemovedError
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
-    from ringdance.core.process_sets.state import ProcessSetState
 
 _LAST_S = 1.0  # for what a rank has sent before it left its group
 
@@ -19,9 +15,9 @@ class Transfer:
     """A message between two ranks; used as the engine's works are.
 
     Args:
-        engine: This rank's engine.
+        engine: This rank's ``Engine``.
         pending: The transport's request.
-        state: The process set.
+        state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.
         rank: The other rank, in the set; None for any.
@@ -34,9 +30,8 @@ class Transfer:
     """
 
     def __init__(
-        self, engine: Engine, pending: Any, state: ProcessSetState, verb: str, nbytes: int, rank: int | None,
-        tag: int,
-    ) -> None:  # fmt: skip
+        self, engine: Any, pending: Any, state: Any, verb: str, nbytes: int, rank: int | None, tag: int
+    ) -> None:
         self._engine, self._pending, self.state = engine, pending, state
         others = tuple(member for member in state.members if member != engine.rank)
         self.peers = others if rank is None else (state.members[rank],)

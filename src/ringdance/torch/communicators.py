@@ -152,12 +152,10 @@ def serve(size: int, networks: Sequence[str]) -> tuple[Any, list[Any]]:
         networks: Each rank's ``host_and("net")``.
     """
     one_host = len(set(networks)) == 1
-    if one_host:
-        listening = socket.create_server(("127.0.0.1", 0))
-    elif socket.has_dualstack_ipv6():
-        listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    else:
-        listening = socket.create_server(("", 0))
+    both = not one_host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    place = ("127.0.0.1" if one_host else "", 0)
+    listening = socket.create_server(place, family=family, dualstack_ipv6=both)
     port, prefix = listening.getsockname()[1], secrets.token_hex(16)
     options = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
     store = dist.TCPStore("127.0.0.1", port, size, True, _FIRST_CALL, **options)

@@ -30,6 +30,7 @@ class PendingRequests:
         eager_last: when the latest such request was submitted.
         not_before: no round starts before this time (monotonic), since the last ones achieved nothing.
         backoff: seconds by which rounds are put off.
+        submitted: How many unnamed requests this rank has submitted.
         limit: Unnamed requests from this number on are refused, since a member never submits them.
         removal: Why they are refused.
     """
@@ -51,7 +52,7 @@ class PendingRequests:
         self.held: dict[str, list[Work]] = {}
         self.limit: float = math.inf
         self.removal = ""
-        self._next_unnamed = 0
+        self.submitted = 0
 
     def add(self, work: Work, name: str | None, eager: bool) -> None:
         """Take a request in. Raises DuplicateNameError, ProcessSetRemovedError."""
@@ -60,7 +61,7 @@ class PendingRequests:
                 raise DuplicateNameError("join() is already pending on this rank.")
             self.join = work
         elif name is None:
-            if self._next_unnamed >= self.limit:
+            if self.submitted >= self.limit:
                 raise ProcessSetRemovedError(self.removal)
             self._number(work)
             self.unnamed.append(work)
@@ -83,8 +84,8 @@ class PendingRequests:
         self.not_before = 0.0
 
     def _number(self, work: Work) -> None:
-        work.order = self._next_unnamed
-        self._next_unnamed += 1  # before a call, in which a signal's handler may submit
+        work.order = self.submitted
+        self.submitted += 1  # before a call, in which a signal's handler may submit
         work.name = f"{work.request.description.kind.name.lower()}.noname.{work.order}"
 
     def _add_named(self, name: str, work: Work) -> None:
@@ -94,10 +95,6 @@ class PendingRequests:
             self.misses[name] = work
         else:
             self.ready |= 1 << slot
-
-    def submitted(self) -> int:
-        """Return how many unnamed requests this rank has submitted."""
-        return self._next_unnamed
 
     def end_at(self, number: int, removal: str) -> list[Work]:
         """Refuse unnamed requests from a number on; return those that are pending, and forget them.
@@ -165,7 +162,7 @@ class PendingRequests:
             if self.misses.pop(unnamed.name, None) is None:
                 self.ready &= ~(1 << self.cache.slots[unnamed.name])
         self.unnamed.extendleft(reversed(again))
-        self._next_unnamed = 0  # members that joined early have counted fewer
+        self.submitted = 0  # members that joined early have counted fewer
         for unnamed in self.unnamed:
             self._number(unnamed)
         return work

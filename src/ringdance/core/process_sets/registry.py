@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,28 +203,29 @@ class ProcessSets:
         else:
             known.state.urgent = known.state.leaving = True
 
-    def new_leaves(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Yield groups that this rank has left since the last call: number, unnamed requests, members."""
+    def check_left(self, post: Callable[[int, dict[str, Any]], None]) -> None:
+        """Send notes of groups that this rank has left; stop those that all have left. Called in steps."""
+        own = self._transport.rank
         for state in self.states():
-            if state.leaving and self._transport.rank not in state.left:
-                yield state.set_id, state.pending.submitted(), state.members
+            if state.leaving and own not in state.left:
+                note = {"kind": "left", "set": state.set_id, "submitted": state.pending.submitted}
+                for rank in state.members:
+                    if rank != own:
+                        post(rank, note)
+                self.on_left(own, note)
+            if len(state.left) == len(state.members) and not state.pending.has_work():
+                state.stopping = True
 
-    def on_left(self, rank: int, set_id: int, submitted: int) -> None:
+    def on_left(self, rank: int, note: dict[str, Any]) -> None:
         """Fail what can never be done after a rank has left a group. Called in steps."""
-        known = self.registered.get(set_id)
+        known = self.registered.get(note["set"])
         if known is None or (state := known.state) is None:
             return
         state.left[rank] = time.monotonic()
         with self._lock:
-            late = state.pending.end_at(submitted, state.removal())
+            late = state.pending.end_at(note["submitted"], state.removal())
         for work in late:
             work.finish(error=ProcessSetRemovedError(f"'{work.name}': {state.removal()}"))
-
-    def stop_left(self) -> None:
-        """Stop the groups that all members have left. Called in steps."""
-        for state in self.states():
-            if len(state.left) == len(state.members) and not state.pending.has_work():
-                state.stopping = True
 
     def _steps_of_group(self, set_id: int, state: ProcessSetState) -> Steps:
         """Run until all members have left, and free the set."""
