@@ -1,9 +1,9 @@
 """Random programs of torch.distributed calls, and what each rank must get from them.
 
-A program is plain data that all ranks make from one seed. Some of its calls have a fault on one rank: another
-dtype, shape, operation, root or collective, or an argument that only this rank can see to be wrong. These must
-raise on all members of their group, and the calls after them must still match. All values are small
-integers, so that results are exact in every dtype and for every order of summation.
+A program is plain data that all ranks make from one seed. Some of its calls have a fault on one rank:
+another dtype, shape, operation, root or collective, or an argument that only this rank can see to be wrong.
+These must raise on all members of their group, and the calls after them must still match. All values are
+small integers, so that results are exact in every dtype and for every order of summation.
 
 Run and print one program: ``ringdance run -np 2 python tests/torch_programs.py SEED``
 """
@@ -128,7 +128,7 @@ def laid_out(one: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "turned" and one.dim() > 1:
         return one.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "strided" and one.dim():
-        return torch.stack([one, one], -1).reshape(*one.shape[:-1], -1)[..., ::2]
+        return torch.stack([one, one], -1).flatten(-2)[..., ::2]
     return one.clone()
 
 
@@ -359,12 +359,11 @@ class Interpreter:
         one, received = values(step, me), torch.zeros_like(values(step, me))
         ahead, behind = step.members[(me + 1) % n], step.members[me - 1]
         if step.seed % 2:
-            pair = [dist.P2POp(dist.isend, one, ahead, group), dist.P2POp(dist.irecv, received, behind, group)]
-            works = dist.batch_isend_irecv(pair)
+            sent = dist.P2POp(dist.isend, one, ahead, group)
+            works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, behind, group)])
         else:
-            works = [
-                dist.irecv(received, behind, group=group, tag=tag), dist.isend(one, ahead, group=group, tag=tag)
-            ]  # fmt: skip
+            works = [dist.irecv(received, behind, group=group, tag=tag)]
+            works.append(dist.isend(one, ahead, group=group, tag=tag))
         for work in works:
             work.wait()
         return None, [received]
@@ -381,7 +380,7 @@ class Interpreter:
     def _functional(self, step: Step, me: int, group: Any, wrong: bool) -> Any:
         one = laid_out(values(step, me), step.layout)
         name = {"PRODUCT": "product"}.get(step.operation, step.operation.lower())
-        return None, [functional.all_reduce(one, name, group) + 0]
+        return None, [functional.wait_tensor(functional.all_reduce(one, name, group))]
 
     def _backward(self, step: Step, me: int, group: Any, wrong: bool) -> Any:
         torch.manual_seed(0)
@@ -422,10 +421,11 @@ def _equal(got: Any, wanted: Any, rounded: bool) -> bool:
         if not isinstance(other, torch.Tensor):
             if one != other:
                 return False
-        elif one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        elif not torch.allclose(one, other, rtol=1e-2 * rounded, atol=0.0):
-            return False
+        else:
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return False
+            if not torch.allclose(one, other, rtol=1e-2 * rounded, atol=0.0):
+                return False
     return True
 
 

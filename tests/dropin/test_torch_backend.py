@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,30 @@ def test_a_timeout_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for text in ("step 2 DistBackendError True", "step 2 StallError True", "then StallError 1.0"):
         assert text in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("step") == done.stdout.count("then") == 2
+
+
+@pytest.mark.limit(LIMIT)
+def test_ranks_started_by_hand_that_begin_again(tmp_path: Path) -> None:
+    """torch's store ends with its process group; the job and a later group do not need it."""
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "for life in range(2):\n"
+        "    dist.init_process_group('ringdance')\n"
+        "    group = dist.new_group()\n"
+        "    dist.all_reduce(one := torch.ones(1), group=group)\n"
+        "    print(life, int(one))\n"
+        "    del group\n"
+        "    dist.destroy_process_group()\n"
+        "    time.sleep(0.5)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    by_hand = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen([sys.executable, str(script)], env=by_hand | {"RANK": str(rank)}, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert rank.communicate(timeout=LIMIT) == ("0 2\n1 2\n", "")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringdance.torch as hvd
 from ringdance import session
-from ringdance.errors import MismatchError
+from ringdance.core.process_sets.registry import FIRST_GROUP
+from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 from ringdance.torch import backend, works
 from ringdance.torch_backend import register
 
@@ -287,6 +289,101 @@ def test_groups_that_are_destroyed() -> None:
         with pytest.raises(ValueError, match="ascending"):
             dist.new_group([*range(SIZE)][::-1], sort_ranks=False)
     dist.barrier()
+
+
+def test_groups_that_one_rank_destroys() -> None:
+    """Calls that it never makes fail at once on the others; those that all have made complete."""
+    group, one = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(3)
+    dist.all_reduce(one, group=group)
+    last = dist.all_reduce(both := torch.ones(3), group=group, async_op=True)
+    if RANK == 0:
+        dist.isend(torch.full((3,), 7.0), SIZE - 1, group=group)
+        dist.destroy_process_group(group)
+    if RANK == SIZE - 1:  # with three ranks, one does not call anything
+        for _ in range(2):
+            with pytest.raises(ProcessSetRemovedError, match=r"rank 0 on host .* destroyed process group"):
+                dist.all_reduce(one, group=group)
+        with pytest.raises(ProcessSetRemovedError, match=r"24 bytes from rank 0 to rank .*has destroyed"):
+            dist.recv(torch.empty(6), 0, tag=1, group=group)
+        dist.recv(one, 0, group=group)
+        assert one.tolist() == [7, 7, 7]
+    last.wait()
+    assert both[0] == SIZE
+    dist.barrier()
+    if RANK:
+        dist.destroy_process_group(group)
+    with pytest.raises(ArgumentError, match=rf"of {SIZE} ranks was destroyed .*make the group again"):
+        group.allreduce([one])
+
+
+def test_numbers_of_groups() -> None:
+    """Freed with the groups, and the same on all members, also if torch gives a name again."""
+    engine, numbers = session.engine(), []
+    first = set(engine.process_sets())
+    local = SIZE == 2  # others are in different numbers of groups, by which torch names them then
+    for _ in range(3):
+        for rank in range(SIZE):
+            alone = dist.new_group([rank])
+            if rank == RANK:
+                dist.destroy_process_group(alone)
+        time.sleep(0.02 * (RANK == 0))
+        group = dist.new_group(list(range(SIZE)), use_local_synchronization=local)
+        numbers.append(group._set_id)
+        dist.all_reduce(one := torch.ones(3), group=group)
+        dist.destroy_process_group(group)
+        assert one[0] == SIZE
+        until = time.monotonic() + 10
+        while set(engine.process_sets()) - first and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not set(engine.process_sets()) - first
+    everyone: list[Any] = [None] * SIZE
+    dist.all_gather_object(everyone, numbers)
+    assert everyone == [numbers] * SIZE
+    # All numbers have been given once: the next are those that no member uses.
+    root, kept = WORLD._options.store, dist.new_group()
+    while hasattr(root, "underlying_store"):
+        root = root.underlying_store
+    most = 2 * FIRST_GROUP
+    for start, want in ((kept._set_id, range(kept._set_id + 1, most)), (2 * most - 1, [most - 1])):
+        if RANK == 0:
+            root.add("ringdance/groups", start - FIRST_GROUP - root.add("ringdance/groups", 0))
+        dist.barrier()
+        group = dist.new_group()
+        assert group._set_id in want
+        dist.all_reduce(one := torch.ones(3), group=group)
+        assert one[0] == SIZE
+        dist.destroy_process_group(group)
+    dist.destroy_process_group(kept)
+
+
+def test_a_group_of_a_job_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, engine = dist.new_group(), session.engine()
+    again = SimpleNamespace(identity=engine.identity, size=SIZE, closed=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "engine", lambda: again)
+        with pytest.raises(ArgumentError, match=r"before shutdown\(\) and init\(\).*make the group again"):
+            group.allreduce([torch.ones(3)])
+    dist.destroy_process_group(group)
+
+
+def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
+    """It fails on all members, its memory is not written later, and other groups go on."""
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    one = torch.full((2,), RANK + 1.0)
+    if RANK == 0:
+        with pytest.raises(dist.DistBackendError, match=r"within 0\.3 s .* its group has failed"):
+            dist.all_reduce(one, group=group)
+    else:
+        time.sleep(0.8)
+        with pytest.raises(ProcessSetRemovedError, match=r"on rank 0 .* within 0\.3 s"):
+            dist.all_reduce(one, group=group)
+    for _ in range(2):
+        with pytest.raises(ProcessSetRemovedError, match="on rank 0"):
+            dist.all_reduce(one, group=group)
+    assert one.tolist() == [RANK + 1.0] * 2
+    dist.all_reduce(one)
+    assert one[0].item() == sum(range(1, SIZE + 1))
+    dist.destroy_process_group(group)
 
 
 def net() -> torch.nn.Module:

@@ -33,10 +33,9 @@ def gloo() -> dict[tuple[int, ...], Any]:
 
 
 def _known_to_gloo(step: Step) -> bool:
-    return (
-        step.fault in ("", "late") and step.dtype in GLOO_DTYPES and step.layout == "plain"
-        and step.operation in ("SUM", "MIN", "MAX", "PRODUCT") and step.kind not in ("functional", "coalesced", "destroy")
-    )  # fmt: skip
+    valid = step.fault in ("", "late") and step.kind not in ("functional", "coalesced", "destroy")
+    known = step.dtype in GLOO_DTYPES and step.operation in ("SUM", "MIN", "MAX", "PRODUCT")
+    return valid and known and step.layout == "plain"
 
 
 def _run(seed: int, gloo: dict[tuple[int, ...], Any]) -> list[str]:

@@ -11,8 +11,6 @@ replace output tensors, and a ``Work`` that has failed raises in ``wait()``.
 from __future__ import annotations
 
 import functools
-import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -24,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request
-from ringdance.errors import ArgumentError, CollectiveError
-from ringdance.settings.names import LAUNCH_PREFIX
+from ringdance.core.transfers import Transfer
+from ringdance.errors import CollectiveError
 from ringdance.torch._private import register_work, renamed, sparse_entries
+from ringdance.torch.groups import Group, process_set
 from ringdance.torch.memory import Array, array_of, from_array, resizable_view
-from ringdance.torch.works import Finish, GroupWork, Transfer, starts_now, wait_at_end
-from ringdance.training import basics
+from ringdance.torch.works import Finish, GroupWork, starts_now, wait_at_end
 from ringdance.training.collectives import Call, prepared
 
 Tensors = Sequence[Tensor]
@@ -46,78 +43,8 @@ _prefixed: Any = vars(dist)["PrefixStore"]
 
 
 def create(options: Any, _: Any = None) -> ProcessGroup:
-    """Make a process group; torch calls this on its members.
-
-    Args:
-        options: torch's ``_DistributedBackendOptions``.
-
-    Raises:
-        ArgumentError: the ranks of torch.distributed and those of the job differ.
-    """
-    ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
-    if list(ranks) != sorted(ranks):
-        raise ArgumentError(
-            f'The backend "ringdance" needs ranks in ascending order, got {list(ranks)}: leave out '
-            "sort_ranks=False of new_group()."
-        )
-    if not session.is_initialized():
-        if ranks and size < dist.get_world_size():
-            raise ArgumentError(
-                'The first group of the backend "ringdance" must have all ranks: call '
-                'init_process_group("ringdance"), or hvd.init() on all ranks before new_group().'
-            )
-        if size > 1 and _started_by_torchrun():
-            from ringdance.torch import gloo
-
-            store = _prefixed("ringdance", options.store.clone())
-            session.init(transport=(size, functools.partial(gloo.world, store, rank, size)))
-        else:
-            basics.init()
-    engine = session.engine()
-    if ranks:
-        return ProcessGroup(options, engine.add_group(_meet(engine, options), ranks))
-    if (rank, size) != (engine.rank, engine.size):
-        raise ArgumentError(
-            f"This process is rank {rank} of {size} for torch.distributed and rank {engine.rank} of "
-            f"{engine.size} in the job: start it by one launcher, torchrun or `ringdance run`, not by one "
-            "within the other; give init_process_group neither rank= nor world_size=; and leave RANK and "
-            "WORLD_SIZE as the launcher sets them."
-        )
-    return ProcessGroup(options, 0)
-
-
-def _started_by_torchrun() -> bool:
-    """Return whether MPI does not know the ranks."""
-    own = LAUNCH_PREFIX in os.environ  # `ringdance run` sets torchrun's variables too
-    return session.launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
-
-
-def _meet(engine: Engine, options: Any) -> int:
-    """Wait for the other members of a new group; return a number that no other group of the job has."""
-    store, root, size = options.store, options.store, options.group_size
-    while hasattr(root, "underlying_store"):
-        root = root.underlying_store
-    if options.group_rank == 0:
-        store.set("number", str(root.add("ringdance/groups", 1) - 1))
-    store.add("arrived", 1)
-    begun = time.monotonic()
-    until, said = begun + options.timeout.total_seconds(), False
-    while (arrived := store.add("arrived", 0)) < size:  # a blocking call would keep others from the store
-        if time.monotonic() > until:
-            raise dist.DistStoreError(
-                f"new_group({list(options.global_ranks_in_group)}): only {arrived} of {size} members have "
-                f"called it within {options.timeout}."
-            )
-        if engine.closed:
-            raise engine.end.error()
-        if not said and time.monotonic() - begun > engine.settings.stall_check_time:
-            said = True
-            engine.report(
-                f"{engine.identity} waits in new_group({list(options.global_ranks_in_group)}), which only "
-                f"{arrived} of {size} members have called: all of them call it, in one order with others."
-            )
-        time.sleep(1e-3)
-    return int(store.get("number"))
+    """Make a process group; torch calls this on its members. See ``groups.process_set``."""
+    return ProcessGroup(options, process_set(options))
 
 
 def _by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +71,7 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except Exception as error:
             if session.is_initialized():
-                Call(Collective.ALLREDUCE, set_id=self._set_id).refuse(session.engine(), error)
+                Call(Collective.ALLREDUCE, set_id=self._number).refuse(session.engine(), error)
             raise
 
     return _by_nccl(call)
@@ -158,10 +85,7 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-_Base: Any = dist.ProcessGroup
-
-
-class ProcessGroup(_Base):  # type: ignore[misc]
+class ProcessGroup(Group):
     """Some or all ranks; the methods are those that torch calls, with its options.
 
     Args:
@@ -170,8 +94,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     """
 
     def __init__(self, options: Any, set_id: int) -> None:
-        super().__init__(options.group_rank, options.group_size)
-        self._options, self._set_id, self._timeout = options, set_id, options.timeout
+        super().__init__(options, set_id)
+        self._options, self._timeout = options, options.timeout
         self._name = self._description = ""
         self._coalesced: list[GroupWork] | None = None  # the calls since start_coalescing
         # DistributedDataParallel.join() leaves the work of one number to C++, which does not keep the Python
@@ -200,13 +124,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-
-    def shutdown(self) -> None:
-        """Free what a group of some ranks has; the job ends with the process, or by hvd.shutdown()."""
-        if self._set_id and session.is_initialized():
-            session.engine().leave_group(self._set_id)
-
-    abort = shutdown
 
     def start_coalescing(self, device: Any) -> None:
         if device.type != "cpu":
@@ -466,7 +383,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if engine.closed:
             raise engine.end.error()
         pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)
-        work = Transfer(engine, pending, f"{verb} of {array.nbytes} bytes, rank {rank}")
+        work = Transfer(engine, pending, state, verb, array.nbytes, rank, tag)
         return GroupWork(engine, self._set_id, [work], [], tensors, back, self._seconds(None))
 
     # -- one path to the engine ------------------------------------------------------------------

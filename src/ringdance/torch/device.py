@@ -477,13 +477,12 @@ def make(exchange: Exchange, kind: str) -> Steps:
         device = _last.get(kind, torch.device(kind, place))  # this thread's own is the first GPU
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
-    server = communicators.serve(exchange.size) if exchange.rank == 0 else None
-    places = [socket.gethostname(), *communicators.addresses()]
-    where = json.dumps([server.port, places] if server else []).encode()
-    port, places = json.loads((yield from exchange.broadcast_bytes(where, 0)))
+    networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())
+    server, served = communicators.serve(exchange.size, networks) if exchange.rank == 0 else (None, [])
+    served = json.loads((yield from exchange.broadcast_bytes(json.dumps(served).encode(), 0)))
 
     def connect() -> TorchExchange:
-        store = server or communicators.connect(places, port, exchange.size)
+        store = server or communicators.connect(served, exchange.size)
         return TorchExchange.over(store, device, exchange)
 
     return (yield from on_thread(connect))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,6 +26,7 @@ from torch import Tensor
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
+from ringdance.core.transfers import Transfer
 from ringdance.torch import _private
 from ringdance.torch.memory import Array
 from ringdance.training.gradients.options import wants_overlap
@@ -35,40 +35,6 @@ Finish = Callable[[list[Array]], None]
 
 _NO_TIMEOUT = timedelta(0)
 _PASSES = 64  # backward passes under way, in threads and in one another
-
-
-class Transfer:
-    """A message between two ranks, with the interface of the engine's ``Work``."""
-
-    def __init__(self, engine: Engine, pending: Any, name: str) -> None:
-        self._engine, self._pending, self.name = engine, pending, name
-        self.result: list[Array] = []
-        self.received_splits = self.error = None
-
-    @property
-    def source(self) -> int:
-        return int(self._pending.source)
-
-    def done(self) -> bool:
-        try:
-            return bool(self._pending.test())
-        except Exception as error:
-            text = f"{self.name}, failed (is the tensor as long as what was sent?): {error}"
-            raise RuntimeError(text) from error
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Do nothing: a transfer is done when somebody asks."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        until = None if timeout is None else time.monotonic() + timeout
-        pause = 0.0
-        while not self.done():
-            if self._engine.closed:
-                raise self._engine.end.error()
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"'{self.name}' was not complete in time; it goes on.")
-            time.sleep(pause)
-            pause = min(1e-3, pause + 1e-5)
 
 
 class _Future(torch.futures.Future[Any]):
@@ -108,7 +74,7 @@ class GroupWork(dist.Work):
         targets: Where results go. A result that lies elsewhere is copied there.
         tensors: The call's outputs.
         finish: Called once with the results, in a step of the engine. May raise.
-        timeout: Seconds that ``wait`` waits. After that, all calls of the job fail on all ranks.
+        timeout: Seconds that ``wait`` waits. After that the call fails on all ranks, and all that follow it.
         expected: Sizes of what must come from each rank (alltoall only).
     """
 
@@ -148,8 +114,8 @@ class GroupWork(dist.Work):
 
         Raises:
             CollectiveError: The call failed on this rank or on all.
-            DistBackendError: It took longer than ``timeout``: wait again. Or than the timeout of the group:
-                the job has failed on all ranks.
+            DistBackendError: It took longer than ``timeout``: wait again. Or than the timeout of the group,
+                which has failed on all ranks; the default group takes the job along.
         """
         given = timeout.total_seconds()
         try:
@@ -177,11 +143,13 @@ class GroupWork(dist.Work):
         )
         if given:
             raise dist.DistBackendError(f"{text}. It is still running: wait for it again.")
-        text = f"{text}, so the job has failed. See which ranks have not called it with `ringdance explain`."
+        what = "its group" if self._set_id else "the job"
+        text = f"{text}, so {what} has failed. See which ranks have not called it with `ringdance explain`."
         error = dist.DistBackendError(text)
         self._deliver(error)
         if self._error is error:  # it did not complete just now
-            self._engine.give_up(text)
+            late = next((work for work in self._works if not work.done()), self._works[0])
+            self._engine.give_up(self._set_id, getattr(late, "order", -1), text)
 
     def _one_done(self) -> None:
         if all(work.done() for work in self._works):
