@@ -185,7 +185,7 @@ class Engine:
         stand_in = Request(description, name=request.name, set_id=request.set_id)
         work = Work(stand_in, request.name or "", self._wait)
         work.refusal = message
-        with contextlib.suppress(ArgumentError), self._lock:
+        with contextlib.suppress(ArgumentError, ProcessSetRemovedError), self._lock:
             known.state.pending.add(work, request.name, True)
         self._wake()
 

@@ -65,13 +65,13 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        number = self._set_id
         try:
             return method(self, *args, **kwargs)
         except CollectiveError:  # it was submitted, or the job has ended
             raise
         except Exception as error:
-            if session.is_initialized():
-                Call(Collective.ALLREDUCE, set_id=self._number).refuse(session.engine(), error)
+            Call(Collective.ALLREDUCE, set_id=number).refuse(session.engine(), error)
             raise
 
     return _by_nccl(call)
