@@ -38,8 +38,15 @@ class Gradients:
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
         return list(names), np.empty(0, np.float32)
 
-    def kinds(self, computed: bytearray) -> bytearray:
-        return bytearray(DENSE * one for one in computed)
+    def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
+        chosen = range(len(computed)) if indices is None else indices
+        return bytearray(DENSE * computed[index] for index in chosen)
+
+    def unreduced(self, computed: bytearray) -> list[int]:
+        return []
+
+    def forget(self) -> None:
+        pass
 
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...]:
         return (self.view,) * len(indices)
@@ -221,7 +228,7 @@ def test_a_tuner_leaves_the_overlap_of_other_sets() -> None:
         some = add_process_set([0, 1])
         ours = [GradientExchange(Gradients("float32"), [name]) for name in "ab"]
         if engine.rank < 2:
-            ours.append(GradientExchange(Gradients("float32"), ["c"], set_id=some.process_set_id))
+            ours.append(GradientExchange(Gradients("float32"), ["c"], process_set=some))
         assert tunables["overlap"].get() == 0
         tunables["overlap"].set(1)
         assert tunables["overlap"].get() == 1
