@@ -55,8 +55,7 @@ class _Distributed(Wrapped):
         """Make the exchange and watch the parameters; local, in the same order on all ranks."""
         options, engine = self._options, session.engine()
         release(options.parameters)
-        if options.process_set.process_set_id is None:  # a copy from another job
-            bind([options.process_set])
+        bind([options.process_set])  # a copy may be from another job
         number = set_id(options.process_set)
         self._connected = True
         if len(engine.members(number)) == 1 or not options.process_set.included():

@@ -235,3 +235,31 @@ def test_a_tuner_leaves_the_overlap_of_other_sets() -> None:
         return tuple(one.wants_overlap for one in ours)
 
     assert job(3, program) == [(True, True, False)] * 2 + [(True, True)]
+
+
+def test_a_process_set_has_another_number_after_a_restart() -> None:
+    """The exchange goes on with the same ranks."""
+    exchanges: dict[int, GradientExchange] = {}
+
+    def step(rank: int) -> None:
+        exchange = exchanges[rank]
+        exchange.source.view[:] = rank
+        exchange.on_gradient(0)
+        exchange.on_backward_end()
+        assert exchange.source.view.tolist() == [0.5] * 3
+        exchange.on_step_end()
+
+    def before(engine: Engine) -> None:
+        pair = [add_process_set([0, 1]), add_process_set([1, 2])][0]
+        if engine.rank < 2:
+            exchanges[engine.rank] = GradientExchange(Gradients("float32"), ["a"], process_set=pair)
+            step(engine.rank)
+
+    def after(engine: Engine) -> None:
+        for ranks in ([1, 2], [0, 1]):
+            add_process_set(ranks)
+        if engine.rank < 2:
+            step(engine.rank)
+
+    job(3, before)
+    job(3, after)
