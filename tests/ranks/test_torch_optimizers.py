@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch_nets import assert_equal_weights
 
 import ringdance.torch as hvd
+from ringdance import session
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -292,3 +293,14 @@ def test_adasum_replaces_and_is_replaced(op: int) -> None:
         loss_of(net, 0, RANK).backward()
         second.step()
     assert count() == (op == hvd.Average)
+
+
+@several
+def test_a_group_of_the_same_ranks() -> None:
+    """A set keeps its number where torch.distributed has made a group of its ranks."""
+    engine, net = session.engine(), make_net(0)
+    group = engine.add_group(9000, tuple(range(SIZE)))
+    optimizer = hvd.DistributedOptimizer(sgd(net.parameters()))
+    assert optimizer._exchange.set_id == hvd.global_process_set.process_set_id == 0
+    hvd.barrier()
+    engine.leave_group(group)

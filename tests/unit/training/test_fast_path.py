@@ -260,6 +260,7 @@ def test_a_process_set_has_another_number_after_a_restart() -> None:
             add_process_set(ranks)
         if engine.rank < 2:
             step(engine.rank)
+            assert exchanges[engine.rank].set_id == 2
 
     job(3, before)
     job(3, after)
