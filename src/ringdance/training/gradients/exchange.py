@@ -27,8 +27,8 @@ right: the mean of (reduced + new) is reduced + mean of new. With other operatio
 A gradient that no backward pass has computed counts as computed all the same, unless it is the tensor that
 an earlier exchange has left there: it was set by hand (``torch.autograd.grad``, master weights). It is
 reduced with those of the pass, or before it is used; all ranks set such gradients between the same exchanges.
-Values that change in place cannot be told from clipping. In a step without any exchange so far, and with
-Average, all gradients count: to average equal ones changes nothing.
+Values that change in place cannot be told from clipping. With Average, all gradients count in an exchange
+before they are used: to average equal ones changes nothing, and the ranks stay on their fast path.
 
 Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
 (agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
@@ -333,9 +333,9 @@ class GradientExchange:
 
     def finish_exchange(self) -> None:
         """Exchange before the gradients are used, unless that was done: see Note [Exchange of gradients]."""
-        if self.state.exchanged_at < 0 and self.operation is ReduceOp.AVERAGE:
-            self.source.forget()
         if not self.finished or self.source.unreduced(self.state.computed):
+            if self.operation is ReduceOp.AVERAGE:
+                self.source.forget()
             self._exchange()
 
     def on_step_end(self) -> None:
