@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,8 @@ class Gradients:
         self.parameters = parameters
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
+        # What write_back left there. Weak: gradients may be dropped at any time.
+        self._left: dict[int, weakref.ref[Tensor]] = {}
         self._copies: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # on a device
         self._direct: TorchExchange | None = None
@@ -79,16 +82,32 @@ class Gradients:
         ]
         return shown, sample_of(parameters)
 
-    def kinds(self, computed: bytearray) -> bytearray:
+    def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
         """Return what each parameter in ``computed`` has: see ``AS_DENSE`` and ``DENSE``."""
-        kinds = bytearray(len(computed))
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad if computed[index] else None
+        kinds = bytearray()
+        for index in range(len(computed)) if indices is None else indices:
+            gradient = self.parameters[index].grad if computed[index] else None
+            kind = 0 if gradient is None else DENSE
             if gradient is not None and gradient.is_sparse:
-                kinds[index] = gradient.sparse_dim() + (AS_DENSE if self.sparse_as_dense else 0)
-            elif gradient is not None:
-                kinds[index] = DENSE
+                kind = gradient.sparse_dim() + (AS_DENSE if self.sparse_as_dense else 0)
+            kinds.append(kind)
         return kinds
+
+    def unreduced(self, computed: bytearray) -> list[int]:
+        """Return which parameters have a gradient that is not ``computed`` nor what ``write_back`` left."""
+        if 0 not in computed:
+            return []
+        found, left = [], self._left
+        for index, (parameter, known) in enumerate(zip(self.parameters, computed, strict=True)):
+            if not known and (gradient := parameter.grad) is not None:
+                last = left.get(index)
+                if last is None or last() is not gradient:
+                    found.append(index)
+        return found
+
+    def forget(self) -> None:
+        """Take no gradient for the result of an exchange: all have been cleared."""
+        self._left.clear()
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views of the gradients, to be reduced in place; zeros for missing ones."""
@@ -226,12 +245,14 @@ class Gradients:
                 gradient = self.parameters[index].grad
                 if copied is not None and gradient is not None:
                     gradient.detach().copy_(self.compression.decompress(*copied))
-        if union.count(DENSE) == len(union):
-            return
-        for index in indices:
+        for index in indices if union.count(DENSE) < len(union) else ():
             gradient = self.parameters[index].grad
             if union[index] < DENSE and gradient is not None:
                 self.parameters[index].grad = gradient.to_sparse(union[index] - AS_DENSE)
+        left = self._left
+        for index in indices:
+            if (gradient := self.parameters[index].grad) is not None:
+                left[index] = weakref.ref(gradient)
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
         """Return the entries of a sparse gradient; see ``training.gradients.source.GradientSource``."""
@@ -257,4 +278,5 @@ class Gradients:
             from_array(positions), from_array(rows.values), parameter.shape, check_invariants=False,
             is_coalesced=True,
         )
-        parameter.grad = joined.to(parameter.device)
+        parameter.grad = gradient = joined.to(parameter.device)
+        self._left[index] = weakref.ref(gradient)

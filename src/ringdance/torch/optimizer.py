@@ -24,7 +24,7 @@ from ringdance.torch._private import compiler_disable
 from ringdance.torch.adasum import AdasumOptimizer
 from ringdance.torch.communicators import nccl_built
 from ringdance.torch.gradients import Gradients
-from ringdance.torch.hooks import Hooks
+from ringdance.torch.hooks import Hooks, release
 from ringdance.torch.memory import Compression
 from ringdance.torch.wrapped import (
     Options,
@@ -48,17 +48,14 @@ class _Distributed(Wrapped):
     """Put in front of the optimizer's own class."""
 
     # Class attributes: what a copy starts with.
-    _connected = False  # to the job
-    _exchange: GradientExchange | None = None  # None: nothing to exchange, one rank or not a member
-    _hooks: Hooks | None = None
     _skip = False
     _by_hand = False  # synchronize() was called since the last step
 
     def _connect(self) -> None:
         """Make the exchange and watch the parameters; local, in the same order on all ranks."""
         options, engine = self._options, session.engine()
-        if options.process_set.process_set_id is None:  # a copy from another job
-            bind([options.process_set])
+        release(options.parameters)
+        bind([options.process_set])  # a copy may be from another job
         number = set_id(options.process_set)
         self._connected = True
         if len(engine.members(number)) == 1 or not options.process_set.included():
@@ -68,31 +65,36 @@ class _Distributed(Wrapped):
         on_gpu = source.on_device and not options.parameters[0].is_cpu  # which leaves the cores idle
         exchange = self._exchange = GradientExchange(
             source, options.names, operation=options.operation, passes=self._passes,
-            predivide=options.predivide, groups=options.groups, set_id=number, early=options.early,
-            overlap=wants_overlap(engine, 0 if on_gpu else torch.get_num_threads()),
+            predivide=options.predivide, groups=options.groups, process_set=options.process_set,
+            early=options.early, overlap=wants_overlap(engine, 0 if on_gpu else torch.get_num_threads()),
         )
-        self._hooks = Hooks(options.parameters, exchange.on_gradient, exchange.on_backward_end, options.early)
+        self._hooks = Hooks(options.parameters, exchange)
 
     def _prepare(self) -> None:
-        """Connect a copy at its first use in a job; find parameters added to the wrapped optimizer."""
+        """Connect a copy at its first use in a job; find parameters added to the wrapped optimizer.
+
+        Raises:
+            ArgumentError: another optimizer has been made for some of the parameters.
+        """
         if not self._connected and session.is_initialized():
             self._connect()
-            if self._exchange is not None:
-                self._exchange.extend((), self._have_gradients(range(len(self._options.parameters))))
-        if self._exchange is not None:
+        if self._hooks is not None:
+            if not self._hooks.close.alive:
+                raise ArgumentError(
+                    f"This DistributedOptimizer of {self._options.names[0]} and others no longer reduces "
+                    "gradients: another one was made later for some of its parameters. Use that one, or make "
+                    "this one again by DistributedOptimizer(), which takes them back. Optimizers that are "
+                    "used in turn need parameters of their own."
+                )
             self._add_new()
-
-    def _have_gradients(self, indices: Iterable[int]) -> list[int]:
-        parameters = self._options.parameters
-        return [index for index in indices if parameters[index].grad is not None]
 
     def _add_new(self) -> list[int]:
         new = super()._add_new()
         if new and self._exchange is not None and self._hooks is not None:
             names = self._options.names[new[0] :]
             check_whole(names, self._options.parameters[new[0] :])
-            self._hooks.watch_new()
-            self._exchange.extend(names, self._have_gradients(new))
+            self._hooks.watch()
+            self._exchange.extend(names)
         return new
 
     @compiler_disable
@@ -112,15 +114,9 @@ class _Distributed(Wrapped):
         self._by_hand = True
 
     def _finish_exchange(self) -> None:
-        exchange = self._exchange
-        if exchange is None or self._hooks is None:
-            return
-        late = self._hooks.late()
-        for index in late:
-            exchange.on_gradient(index)
-        if late:
-            exchange.state.passes += 1
-        exchange.finish_exchange()
+        if self._exchange is not None and self._hooks is not None:
+            self._hooks.watch()
+            self._exchange.finish_exchange()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -185,6 +181,7 @@ class _Distributed(Wrapped):
         self._prepare()
         if self._exchange is not None:
             self._exchange.reset()
+            self._exchange.source.forget()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     @compiler_disable
@@ -205,7 +202,8 @@ def DistributedOptimizer(
     """Return an optimizer of the same kind whose gradients are reduced over the ranks.
 
     It shares parameters, options and accumulated state with the one given, and is an instance of a
-    subclass of its class. All ranks of the set call this, in the same order if for several optimizers.
+    subclass of its class. All ranks of the set call this, in the same order if for several optimizers. It
+    replaces at once what was made before for some of the same parameters.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -246,6 +244,7 @@ def DistributedOptimizer(
                 "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL: scale "
                 "the learning rate as without NCCL, not by local_size().", stacklevel=2,
             )  # fmt: skip
+        release(parameters)
         return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
     result = wrap(optimizer, _Distributed, options, backward_passes_per_step)
     result._connect()

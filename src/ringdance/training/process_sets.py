@@ -172,14 +172,16 @@ def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def bind(process_sets: list[ProcessSet]) -> None:
-    """Give the objects the ids of the registered sets with their ranks; local.
+    """Give the objects the ids of the registered sets with their ranks, unless theirs is one; local.
 
     Raises:
         KeyError: no set with these ranks is registered.
     """
-    known = {members: number for number, members in session.engine().process_sets().items()}
+    registered = session.engine().process_sets()
     for one in process_sets:
         ranks = ranks_of(one)
-        if ranks not in known:
+        numbers = [number for number, members in registered.items() if members == ranks]
+        if not numbers:
             raise KeyError(f"No process set has the ranks {list(ranks)}: use add_process_set().")
-        one.process_set_id = known[ranks]
+        if one.process_set_id not in numbers:
+            one.process_set_id = min(numbers)
