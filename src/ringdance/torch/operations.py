@@ -23,7 +23,7 @@ from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable, sparse_entries
 from ringdance.torch.exchange import Tensors, run, run_in_place, start
-from ringdance.torch.memory import Compression, sample_of
+from ringdance.torch.memory import Compression, block_of, sample_of
 from ringdance.training import collectives
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import allreduce_call, movement, reducescatter_call
@@ -134,7 +134,7 @@ def reduce_gradients(
     """
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
-    reduced: list[Tensor] = run_in_place(call, [one.detach().contiguous() for one in tensors])
+    reduced: list[Tensor] = run_in_place(call, [*map(block_of, tensors)])
     session.mark_step()
     return reduced
 
