@@ -81,8 +81,8 @@ def view_of(tensor: torch.Tensor) -> Array:
     except (TypeError, RuntimeError):
         raise ArgumentError(
             f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent, as NumPy has no such type: "
-            "convert them to one that it has, as tensor.to(torch.bfloat16), or torch.complex64, for a reduction. "
-            "Those of 8 bits can be moved (not reduced) as tensor.view(torch.uint8)."
+            "convert them to one that it has, as tensor.to(torch.bfloat16), or torch.complex64, for a "
+            "reduction. Those of 8 bits can be moved (not reduced) as tensor.view(torch.uint8)."
         ) from None
 
 
@@ -136,7 +136,8 @@ def check_in_place(tensor: torch.Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
             "An operation in place needs a tensor that has its values in memory, and this one is a view that "
-            "conjugates or negates them: use tensor.resolve_conj().resolve_neg(), or the form without underscore."
+            "conjugates or negates them: use tensor.resolve_conj().resolve_neg(), or the form without "
+            "underscore."
         )
 
 

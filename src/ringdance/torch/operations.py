@@ -1,7 +1,7 @@
 """The collective functions on torch tensors, with Horovod's names, order of arguments and results.
 
-Beyond Horovod: bfloat16, uint8, int8, int16, unsigned and bool tensors everywhere; tensors that are not
-contiguous (copied first) except in place, where they raise.
+Beyond Horovod: bfloat16, uint8, int8, int16, unsigned, complex and bool tensors everywhere; tensors that are
+not contiguous (copied first) except in place, where they raise.
 
 ``allreduce`` describes the arguments of all: ``name`` is the key that matches the ranks' calls (without
 one they match by order), ``process_set`` the ranks that take part, and errors are of the same kinds. Forms

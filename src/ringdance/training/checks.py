@@ -91,12 +91,13 @@ def describe(
 
 
 def _check_operation(kind: Collective, names: tuple[str, ...], operation: ReduceOp) -> None:
-    if kind is Collective.REDUCESCATTER and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+    linear = operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
+    if kind is Collective.REDUCESCATTER and not linear:
         raise UnsupportedOperationError(f"reducescatter knows Sum and Average, not {operation.name.title()}.")
-    if operation not in (ReduceOp.SUM, ReduceOp.AVERAGE) and any(name.startswith("complex") for name in names):
+    if not linear and any(name.startswith("complex") for name in names):
         raise UnsupportedOperationError(
-            f"Complex tensors can be reduced by Sum and Average, not by {operation.name.title()}. Reduce their "
-            "real and imaginary parts, or gather them and reduce them on each rank."
+            f"Complex tensors can be reduced by Sum and Average, not by {operation.name.title()}. Reduce "
+            "their real and imaginary parts, or gather them and reduce them on each rank."
         )
     if operation is ReduceOp.ADASUM and not _FLOATS.issuperset(names):
         raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")

@@ -92,7 +92,8 @@ def _dtype(number: int) -> np.dtype[Any]:
         return _DTYPES[number]
     except KeyError:
         name = tf.as_dtype(number).name
-        raise ArgumentError(f"Elements of type {name} cannot be exchanged: numbers and booleans can.") from None
+        text = f"Elements of type {name} cannot be exchanged: numbers and booleans can."
+        raise ArgumentError(text) from None
 
 
 # TensorFlow uses memory again and again; a view only refers to it.
