@@ -257,7 +257,7 @@ def test_types_and_operations_that_do_not_go(way: str) -> None:
     with pytest.raises(CollectiveError, match="floating"):
         hvd.allreduce(np.ones(2, np.int32), op=hvd.Adasum)
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
-        with pytest.raises(CollectiveError, match="Complex tensors .* Sum and Average, not by"):
+        with pytest.raises(CollectiveError, match=r"Complex tensors .* Sum and Average, not by"):
             hvd.allreduce([np.ones(2), np.ones(2, complex)], op=op)
     with pytest.raises(ArgumentError, match="complex256"):
         hvd.allgather(np.ones(2, np.clongdouble))

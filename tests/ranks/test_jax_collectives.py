@@ -254,7 +254,7 @@ def test_complex_numbers(wrap: Wrap) -> None:
     near(wrap(lambda x: hvd.broadcast(x, 0))(x), every[0])
     near(wrap(hvd.alltoall)(x), np.concatenate([one[own] for one in every]))
     near(wrap(lambda x: hvd.reducescatter(x, op=hvd.Sum))(x), total[own])
-    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+    for op in (hvd.Product, hvd.Adasum):
         with pytest.raises((ArgumentError, jax.errors.JaxRuntimeError, ValueError), match="not by"):
             jax.block_until_ready(wrap(lambda x, op=op: hvd.allreduce(x, op=op))(x))
     loss = lambda x: (jnp.abs(hvd.allreduce(x, op=hvd.Sum)) ** 2).sum()  # noqa: E731

@@ -76,7 +76,7 @@ def test_views_that_conjugate_negate_or_stride() -> None:
 
 def test_what_is_refused() -> None:
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
-        with pytest.raises(NotImplementedError, match="Complex tensors .* Sum and Average, not"):
+        with pytest.raises(NotImplementedError, match=r"Complex tensors .* Sum and Average, not"):
             hvd.allreduce(mine(), op=op)
     for call in (hvd.allreduce, hvd.allgather):
         with pytest.raises(ValueError, match="complex32"):
