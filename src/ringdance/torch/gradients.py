@@ -16,7 +16,7 @@ from ringdance.torch._private import sparse_entries
 from ringdance.torch.communicators import wait_on_host
 from ringdance.torch.device import Launched, TorchExchange, await_results, direct_exchange
 from ringdance.torch.exchange import any_by_torch, stays, submit
-from ringdance.torch.memory import Array, Compression, from_array, host_tensor, sample_of, view_of
+from ringdance.torch.memory import Array, Compression, block_of, from_array, host_tensor, sample_of, view_of
 from ringdance.training.gradients.source import AS_DENSE, DENSE
 from ringdance.training.gradients.sparse import Rows
 
@@ -125,7 +125,7 @@ class Gradients:
             if zeros and zeros[index]:
                 gradient.zero_()
             gradients.append(gradient.detach())
-        if self.compression is Compression.none and all([g.is_cpu and g.is_contiguous() for g in gradients]):
+        if self.compression is Compression.none and all([g.is_cpu and block_of(g) is g for g in gradients]):
             return tuple([view_of(gradient) for gradient in gradients])
         return tuple(self._copied(indices, gradients))
 
@@ -183,8 +183,7 @@ class Gradients:
             gradient = None if zeros and zeros[index] else parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            found.append(dense.contiguous())
+            found.append(block_of(gradient.to_dense() if gradient.is_sparse else gradient))
         return found
 
     def _write_sent(
@@ -204,7 +203,7 @@ class Gradients:
         targets, sources = [], []
         for index, result in zip(indices, results, strict=True):
             gradient = self.parameters[index].grad
-            if gradient is None or gradient.is_sparse:
+            if gradient is None or gradient.is_sparse or gradient.is_conj() or gradient.is_neg():
                 self.parameters[index].grad = result.clone() if places else result
             elif gradient.data_ptr() != result.data_ptr():
                 targets.append(gradient.detach())

@@ -290,6 +290,8 @@ class ProcessSetState:
         if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES or slot >= PIGGYBACK_ENTRIES:
             return None
         how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
+        if how.pairs:
+            return None
         shape = d.shapes[0]
         buffers = [
             [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks
