@@ -61,7 +61,7 @@ def test_what_cannot_be_understood_exits_with_2(words):
         ("run -np 2 --timestamp true", "--timestamps"),
         ("doctor --slotz 3", "--slots"),
         ("hosts list --jsn", "--json"),
-        ("k8s sbmit", "submit"),
+        ("k8s convertt", "convert"),
         ("data generate crietoo x", "criteo"),
         ("prepare criteo x y", "data prepare"),
     ],
