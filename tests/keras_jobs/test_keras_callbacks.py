@@ -31,6 +31,7 @@ from nets import (
 
 import ringdance.keras as hvd
 from ringdance.errors import ArgumentError, CollectiveError, MismatchError
+from ringdance.keras import _private
 from ringdance.keras.library import read
 
 hvd.init()
@@ -502,3 +503,98 @@ def test_elastic_state() -> None:
     assert (state.epoch, state.batch) == (2, 0)
     with pytest.raises(ArgumentError, match="weights"):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("absolute", [True, False])
+def test_every_epoch_is_trained_once_though_some_fail(absolute: bool) -> None:
+    net = model()
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
+    state = hvd.elastic.KerasState(net, epoch=0, batch=0)
+    failures, done = [2, 3], []
+
+    class Failing(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if failures and state.epoch == failures[0] and batch == 1:
+                failures.pop(0)
+                raise CollectiveError("planted")
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            done.append(state.epoch)
+
+    more = [
+        Failing(), hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=0),
+    ]
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        numbers = {"initial_epoch": state.epoch, "epochs": 4} if absolute else {"epochs": 4 - state.epoch}
+        net.fit(*data([RANK], 2), batch_size=ROWS, verbose=0, callbacks=more, **numbers)
+
+    train(state)
+    assert not failures
+    assert done == [0, 1, 2, 3]
+    assert (state.epoch, state.batch, int(number(net.optimizer.iterations))) == (4, 0, 8)
+
+
+def _halfway() -> Any:
+    """A model after the first of two passes, with gradients of each rank's own."""
+    net = model(RANK)
+    net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2), "mse")
+    net.optimizer.build(net.trainable_variables)
+    _half_step(net)
+    return net
+
+
+def _half_step(net: Any) -> None:
+    gradients = [keras.ops.ones(one.shape) * (RANK + 1.0) for one in net.trainable_variables]
+    net.optimizer.apply(gradients, net.trainable_variables)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("how", ["callback", "values", "tensorflow", "rank zero alone", "state"])
+def test_sums_between_passes_stay_each_ranks_own(how: str) -> None:
+    """The step is that of all ranks' gradients in both passes."""
+    net = _halfway()
+    sums = _private.accumulators(net.optimizer)
+    mean = (SIZE + 1) / 2
+    wanted = 2 * mean
+    variables = [*net.variables, *net.optimizer.variables]
+    if how == "tensorflow":
+        if keras.backend.backend() != "tensorflow":
+            pytest.skip("it is for TensorFlow")
+        import ringdance.tensorflow as hvd_tensorflow
+
+        hvd_tensorflow.broadcast_variables(variables, root_rank=0)
+    elif how == "callback":
+        broadcast = callbacks.BroadcastGlobalVariablesCallback(0)
+        broadcast.set_model(net)
+        broadcast.on_train_begin()
+    elif how == "state":
+        state = hvd.elastic.KerasState(net)
+        _half_step(net)
+        state.restore()
+        state.sync()
+    else:
+        if how == "rank zero alone" and RANK:  # as if the others had not loaded the checkpoint
+            for one in sums:
+                one.assign(keras.ops.zeros(one.shape))
+        if how == "rank zero alone":
+            wanted = 1 + mean
+        hvd.broadcast_variables(variables, root_rank=0)
+    before = read(net.trainable_variables[0])
+    _half_step(net)
+    assert far([before - read(net.trainable_variables[0])], [np.full_like(before, wanted)]) < 1e-5
+    assert same_on_all_ranks(net.get_weights())
+
+
+def test_a_restore_drops_gradients_on_torch() -> None:
+    if keras.backend.backend() != "torch":
+        pytest.skip("other backends do not keep gradients")
+    net = model()
+    state = hvd.elastic.KerasState(net)
+    net(np.ones((1, 8), "float32")).sum().backward()
+    assert net.trainable_variables[0].value.grad is not None
+    state.restore()
+    assert net.trainable_variables[0].value.grad is None

@@ -82,7 +82,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _variables(self, optimizers: Sequence[Any]) -> list[Any]:
         local = set().union(*map(forms, self._local))
-        found = variables_with(self.model, optimizers, accumulated=False)
+        found = variables_with(self.model, optimizers)
         return [one for one in found if local.isdisjoint(forms(one))]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ringdance.errors import ArgumentError
@@ -12,6 +14,17 @@ from ringdance.tensorflow.exchange import in_session, plain
 
 Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
 Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
+
+_sums: weakref.WeakSet[PassSums] = weakref.WeakSet()
+
+
+def reset_sums(session: Any = None) -> None:
+    """Clear all sums of a session's graph, or of eager execution.
+
+    After an error ranks may be in different passes.
+    """
+    for sums in list(_sums):
+        sums.reset(session)
 
 
 class PassSums:
@@ -31,6 +44,7 @@ class PassSums:
         self.counter: Any = None
         self._sums: dict[int, Any] = {}  # by the id of the variable, which is kept beside the sum
         self._full: Any = None  # in the graph of a session: whether this pass is the last of its row
+        _sums.add(self)
 
     @plain
     def add(self, gradients: list[Any], variables: Sequence[Any], reduce: Reduce) -> list[Any]:
@@ -91,10 +105,14 @@ class PassSums:
         full = self._full if in_session() else tf.equal(self.counter, 0)
         return tf.cond(full, lambda: true_after(apply()), lambda: true_after(skip()))
 
-    def reset(self) -> None:
-        """Clear the sums, eagerly: after an error ranks may be in different passes."""
-        for one in () if self.counter is None else (self.counter, *[one for _, one in self._sums.values()]):
-            one.assign(tf.zeros_like(one))
+    def reset(self, session: Any = None) -> None:
+        """Clear the sums, if they are in the graph of this session, or with None in eager execution."""
+        graph = getattr(session, "graph", None)
+        if self.counter is None or getattr(self.counter.handle, "graph", None) is not graph:
+            return
+        for one in (self.counter, *[one for _, one in self._sums.values()]):
+            zeros = np.zeros(one.shape, one.dtype.as_numpy_dtype)
+            one.assign(zeros) if session is None else one.load(zeros, session)
 
     def _sum_of(self, variable: Any, gradient: Any) -> Any:
         """Return the sum of a variable's gradients; None: it has not had one yet."""

@@ -106,7 +106,7 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """For optimizers, wrapped by DistributedOptimizer or not. A restore drops the gradients, as of a module."""
+    """For optimizers, wrapped by DistributedOptimizer or not. A restore drops the gradients."""
 
     def save(self) -> None:
         """Keep a copy of the optimizer's state; warn between the backward passes of a step."""
@@ -114,8 +114,8 @@ class OptimizerStateHandler(StateHandler):
         exchange = vars(self.value).get("_exchange")
         if exchange is not None and exchange.state.passes:
             warnings.warn(
-                "state.commit() after backward() and before optimizer.step(): the gradients are not part of the "
-                "state, so a restore loses these passes. Commit after optimizer.step().",
+                "state.commit() after backward() and before optimizer.step(): the gradients are not part of "
+                "the state, so a restore loses these passes. Commit after optimizer.step().",
                 stacklevel=level_of_caller(),
             )
 

@@ -34,6 +34,7 @@ import numpy as np
 from ringdance import session
 from ringdance.errors import ArgumentError, CollectiveError, HostsUpdatedInterrupt, NotInitializedError
 from ringdance.training import basics
+from ringdance.training.embedding import EmbeddingTable, forget_lookups
 from ringdance.training.objects import broadcast_object
 
 _log = logging.getLogger("ringdance")
@@ -115,7 +116,7 @@ class ObjectState(State):
         kwargs: names and first values of the attributes; they count as saved.
 
     Raises:
-        ArgumentError: an attribute has the name of a method.
+        ArgumentError: an attribute has the name of a method, or is an EmbeddingTable.
     """
 
     def __init__(
@@ -125,6 +126,12 @@ class ObjectState(State):
         taken = [name for name in kwargs if hasattr(type(self), name)]
         if taken:
             raise ArgumentError(f"{type(self).__name__}: {taken[0]!r} is a method; give it another name.")
+        tables = [name for name, value in kwargs.items() if isinstance(value, EmbeddingTable)]
+        if tables:
+            raise ArgumentError(
+                f"{type(self).__name__}: {tables[0]!r} is an EmbeddingTable, of which a commit keeps no copy. "
+                "Leave it out of the state: its rows stay as updated when the rest goes back."
+            )
         self._saved_state = {name: self._copied(value) for name, value in kwargs.items()}
         for name, value in kwargs.items():
             setattr(self, name, value)
@@ -135,7 +142,8 @@ class ObjectState(State):
         self._saves += 1
 
     def restore(self) -> None:
-        """Set the attributes to what was saved last."""
+        """Set the attributes to what was saved last, and forget the lookups of embedding tables since."""
+        forget_lookups()
         for name, value in self._saved_state.items():
             setattr(self, name, self._copied(value))
 
