@@ -598,3 +598,58 @@ def test_a_restore_drops_gradients_on_torch() -> None:
     assert net.trainable_variables[0].value.grad is not None
     state.restore()
     assert net.trainable_variables[0].value.grad is None
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_write_to_one_path_are_noticed(shared: Path) -> None:
+    net = model()
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
+
+    def train(epochs: int, *more: Any) -> None:
+        every = [callbacks.BroadcastGlobalVariablesCallback(0), *more]
+        net.fit(*data([RANK], 1), batch_size=ROWS, epochs=epochs, verbose=0, callbacks=every)
+
+    log = shared / "noticed.csv"
+    for name, several in (("noticed.csv", True), (f"{RANK}.csv", False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(1, keras.callbacks.CSVLogger(shared / name))
+        said = [str(one.message) for one in caught if "CSVLogger" in str(one.message)]
+        assert len(said) == (several and RANK == 0)
+        for text in said:
+            assert f"CSVLogger writes to {log} on the ranks {ALL} of " in text
+            assert "on_rank_zero(keras.callbacks.CSVLogger(...))" in text
+    assert dict(callbacks._PATHS) == {  # as Keras names them
+        name: attribute for name, attribute in callbacks._PATHS.items()
+        if hasattr(getattr(keras.callbacks, name)("a.keras"), attribute)
+    }
+    with pytest.raises(ArgumentError, match=r"one.*\[0, 1.*of its own.*backup-{hvd.rank"):
+        train(1, keras.callbacks.BackupAndRestore(shared / "one"))
+    with pytest.raises(ArgumentError, match=r"of its own.*backup-{hvd.rank"):
+        callbacks.on_rank_zero(keras.callbacks.BackupAndRestore(shared / "one"))
+
+
+@pytest.mark.every_backend
+def test_a_backup_for_each_rank_goes_on_where_it_was(tmp_path: Path) -> None:
+    """As the error advises."""
+    begun: list[int] = []
+
+    def train(until: int) -> Any:
+        def stop(epoch: int, logs: Any = None) -> None:
+            begun.append(epoch)
+            if epoch == until:
+                raise ValueError("planted")
+
+        net = model(RANK)
+        net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
+        every = [
+            callbacks.BroadcastGlobalVariablesCallback(0), keras.callbacks.BackupAndRestore(str(tmp_path)),
+            keras.callbacks.LambdaCallback(on_epoch_begin=stop),
+        ]
+        net.fit(*data([RANK], 1), batch_size=ROWS, epochs=3, verbose=0, callbacks=every)
+        return net
+
+    with pytest.raises(ValueError, match="planted"):
+        train(2)
+    assert same_on_all_ranks(train(3).get_weights())
+    assert begun == [0, 1, 2, 2]

@@ -53,10 +53,10 @@ def _with_means(tree: Any, root_rank: int, name: str, process_set: ProcessSet) -
             nodes[place] = node._replace(acc_grads=mean(node.acc_grads))
         elif owner >= 0 and isinstance(node, DistributedState):
             raise ArgumentError(
-                f"broadcast_parameters: the state on rank {root_rank} is after {passes} passes of a step, with "
-                f"sums of rank {owner}'s gradients alone, as a checkpoint of that rank has: the other ranks' "
-                "are lost. Save what hvd.broadcast_parameters((params, state)) returns, which has the mean "
-                "of all ranks' sums, or save after the exchange. To go on without these passes: "
+                f"broadcast_parameters: the state of rank {root_rank} is after {passes} passes of a step, "
+                f"with sums of rank {owner}'s gradients alone, as a checkpoint of that rank has. The other "
+                "ranks' are lost. Save what hvd.broadcast_parameters((params, state)) returns: it has the mean of "
+                "all ranks' sums. Or save after the exchange. To go on without these passes: "
                 "state = tx.init(params)._replace(inner=state.inner)."
             )
     return jax.tree.unflatten(structure, nodes)

@@ -129,7 +129,7 @@ class ObjectState(State):
         tables = [name for name, value in kwargs.items() if isinstance(value, EmbeddingTable)]
         if tables:
             raise ArgumentError(
-                f"{type(self).__name__}: {tables[0]!r} is an EmbeddingTable, of which a commit keeps no copy. "
+                f"{type(self).__name__}: {tables[0]!r} is an EmbeddingTable. A commit does not copy tables. "
                 "Leave it out of the state: its rows stay as updated when the rest goes back."
             )
         self._saved_state = {name: self._copied(value) for name, value in kwargs.items()}
