@@ -54,10 +54,9 @@ def _with_means(tree: Any, root_rank: int, name: str, process_set: ProcessSet) -
         elif owner >= 0 and isinstance(node, DistributedState):
             raise ArgumentError(
                 f"broadcast_parameters: the state of rank {root_rank} is after {passes} passes of a step, "
-                f"with sums of rank {owner}'s gradients alone, as a checkpoint of that rank has. The other "
-                "ranks' are lost. Save what hvd.broadcast_parameters((params, state)) returns: it has the mean of "
-                "all ranks' sums. Or save after the exchange. To go on without these passes: "
-                "state = tx.init(params)._replace(inner=state.inner)."
+                f"with sums of rank {owner}'s gradients alone, as a checkpoint of that rank has. The others "
+                "are lost. Save what hvd.broadcast_parameters((params, state)) returns, with the mean "
+                "of all, or after the exchange. To drop them: tx.init(params)._replace(inner=state.inner)."
             )
     return jax.tree.unflatten(structure, nodes)
 

@@ -23,16 +23,14 @@ __all__ = [
     "LearningRateWarmupCallback", "MetricAverageCallback", "ProgressBar", "on_rank_zero",
 ]
 
-_CHANGE_TRAINING = tuple([
+_CHANGE_TRAINING = tuple([  # the last is not in Keras 2
     getattr(keras.callbacks, name)
     for name in (
         "EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "TerminateOnNaN", "SwapEMAWeights",
     ) if hasattr(keras.callbacks, name)
 ])
-_PATHS = {
-    "ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir", "CSVLogger": "filename",
-    "TensorBoard": "log_dir",
-}
+_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # what each writes
+_PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
 
 
 def _written() -> dict[str, str]:

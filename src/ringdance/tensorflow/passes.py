@@ -15,16 +15,23 @@ from ringdance.tensorflow.exchange import in_session, plain
 Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
 Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
 
-_sums: weakref.WeakSet[PassSums] = weakref.WeakSet()
+_NAME = "ringdance_sums"
+_eager: weakref.WeakSet[PassSums] = weakref.WeakSet()
 
 
 def reset_sums(session: Any = None) -> None:
-    """Clear all sums of a session's graph, or of eager execution.
+    """Clear all sums in the graph of a session, or with None in eager execution.
 
     After an error ranks may be in different passes.
     """
-    for sums in list(_sums):
-        sums.reset(session)
+    if session is not None:
+        for one in session.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES):
+            if _NAME in one.name:
+                one.load(np.zeros(one.shape, one.dtype.base_dtype.as_numpy_dtype), session)
+        return
+    for sums in list(_eager):
+        for one in (sums.counter, *[one for _, one in sums._sums.values()]):
+            one.assign(tf.zeros_like(one))
 
 
 class PassSums:
@@ -44,7 +51,6 @@ class PassSums:
         self.counter: Any = None
         self._sums: dict[int, Any] = {}  # by the id of the variable, which is kept beside the sum
         self._full: Any = None  # in the graph of a session: whether this pass is the last of its row
-        _sums.add(self)
 
     @plain
     def add(self, gradients: list[Any], variables: Sequence[Any], reduce: Reduce) -> list[Any]:
@@ -105,15 +111,6 @@ class PassSums:
         full = self._full if in_session() else tf.equal(self.counter, 0)
         return tf.cond(full, lambda: true_after(apply()), lambda: true_after(skip()))
 
-    def reset(self, session: Any = None) -> None:
-        """Clear the sums, if they are in the graph of this session, or with None in eager execution."""
-        graph = getattr(session, "graph", None)
-        if self.counter is None or getattr(self.counter.handle, "graph", None) is not graph:
-            return
-        for one in (self.counter, *[one for _, one in self._sums.values()]):
-            zeros = np.zeros(one.shape, one.dtype.as_numpy_dtype)
-            one.assign(zeros) if session is None else one.load(zeros, session)
-
     def _sum_of(self, variable: Any, gradient: Any) -> Any:
         """Return the sum of a variable's gradients; None: it has not had one yet."""
         if id(variable) not in self._sums:
@@ -121,6 +118,8 @@ class PassSums:
                 return None
             if self.counter is None:
                 self.counter = _variable((), tf.int32)
+                if tf.compat.v1.executing_eagerly_outside_functions():
+                    _eager.add(self)
             self._sums[id(variable)] = variable, _variable(variable.shape, gradient.dtype)
         return self._sums[id(variable)][1]
 
@@ -137,4 +136,4 @@ def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_
 
 def _variable(shape: Any, dtype: Any) -> Any:
     with tf.init_scope():  # not in a tf.function, which may make variables in its first trace only
-        return tf.Variable(lambda: tf.zeros(shape, dtype), trainable=False, name="ringdance_sums")
+        return tf.Variable(lambda: tf.zeros(shape, dtype), trainable=False, name=_NAME)

@@ -6,13 +6,11 @@ See ``ringdance.training.elastic``.
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
 import torch.utils.data
 
-from ringdance.settings import level_of_caller
 from ringdance.torch import _private
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
 from ringdance.training.elastic import ElasticIndices, ObjectState, State, run
@@ -93,12 +91,7 @@ class StateHandler:
 
 
 class ModelStateHandler(StateHandler):
-    """For modules. A restore drops the gradients, which are those of the step that failed."""
-
-    def restore(self) -> None:
-        """Load what was saved last, and drop the gradients."""
-        super().restore()
-        self.value.zero_grad(set_to_none=True)
+    """For modules."""
 
     def sync(self) -> None:
         """Broadcast parameters and buffers, in place."""
@@ -106,38 +99,11 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """For optimizers, wrapped by DistributedOptimizer or not. A restore drops the gradients."""
-
-    def save(self) -> None:
-        """Keep a copy of the optimizer's state; warn between the backward passes of a step."""
-        super().save()
-        exchange = vars(self.value).get("_exchange")
-        if exchange is not None and exchange.state.passes:
-            warnings.warn(
-                "state.commit() after backward() and before optimizer.step(): the gradients are not part of "
-                "the state, so a restore loses these passes. Commit after optimizer.step().",
-                stacklevel=level_of_caller(),
-            )
-
-    def restore(self) -> None:
-        """Load what was saved last, and drop the gradients."""
-        super().restore()
-        for group in self.value.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+    """For optimizers, wrapped by DistributedOptimizer or not."""
 
     def sync(self) -> None:
         """Broadcast the optimizer's state and options."""
         broadcast_optimizer_state(self.value, root_rank=0)
-
-
-class ScalerStateHandler(StateHandler):
-    """For GradScaler."""
-
-    def restore(self) -> None:
-        """Load what was saved last, and forget which optimizers' gradients are unscaled already."""
-        super().restore()
-        _private.forget_unscaled(self.value)
 
 
 class SamplerStateHandler(StateHandler):
@@ -157,7 +123,7 @@ _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, StateHandler),
-    (_GradScaler, ScalerStateHandler),
+    (_GradScaler, StateHandler),
 ]
 
 
@@ -213,11 +179,15 @@ class TorchState(ObjectState):
     def restore(self) -> None:
         """Go back to what was saved last; modules, optimizers and samplers stay the same objects.
 
-        The gradients are dropped: those of modules, those of optimizers, and sums of several passes.
+        The gradients are dropped: of modules, of optimizers, and sums of several passes. Commit after
+        ``optimizer.step()``: a commit between the passes of a step does not keep theirs.
         """
         forget_all()
         for handler in self._handlers.values():
             handler.restore()
+            if hasattr(handler.value, "zero_grad"):
+                handler.value.zero_grad()
+            _private.forget_unscaled(handler.value)
         super().restore()
 
     def sync(self) -> None:

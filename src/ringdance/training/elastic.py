@@ -34,7 +34,7 @@ import numpy as np
 from ringdance import session
 from ringdance.errors import ArgumentError, CollectiveError, HostsUpdatedInterrupt, NotInitializedError
 from ringdance.training import basics
-from ringdance.training.embedding import EmbeddingTable, forget_lookups
+from ringdance.training.embedding import forget_lookups
 from ringdance.training.objects import broadcast_object
 
 _log = logging.getLogger("ringdance")
@@ -116,7 +116,7 @@ class ObjectState(State):
         kwargs: names and first values of the attributes; they count as saved.
 
     Raises:
-        ArgumentError: an attribute has the name of a method, or is an EmbeddingTable.
+        ArgumentError: an attribute has the name of a method.
     """
 
     def __init__(
@@ -126,12 +126,6 @@ class ObjectState(State):
         taken = [name for name in kwargs if hasattr(type(self), name)]
         if taken:
             raise ArgumentError(f"{type(self).__name__}: {taken[0]!r} is a method; give it another name.")
-        tables = [name for name, value in kwargs.items() if isinstance(value, EmbeddingTable)]
-        if tables:
-            raise ArgumentError(
-                f"{type(self).__name__}: {tables[0]!r} is an EmbeddingTable. A commit does not copy tables. "
-                "Leave it out of the state: its rows stay as updated when the rest goes back."
-            )
         self._saved_state = {name: self._copied(value) for name, value in kwargs.items()}
         for name, value in kwargs.items():
             setattr(self, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -298,23 +297,3 @@ def test_a_restore_lets_a_scaler_unscale_again() -> None:
         assert net.weight.grad.tolist() == [[1.0, 1.0]]
         state.restore()
         assert net.weight.grad is None
-
-
-def test_a_commit_between_the_passes_of_a_step_is_named() -> None:
-    def program(engine: Engine) -> None:
-        net = net_of(1.0)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), backward_passes_per_step=2
-        )
-        state = TorchState(net, optimizer)
-        net(torch.ones(1, 2)).sum().backward()
-        state.commit()
-        net(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        state.commit()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        job(2, program)
-    said = [one for one in caught if "Commit after optimizer.step()" in str(one.message)]
-    assert [one.filename for one in said] == [__file__] * 2  # once on each rank
