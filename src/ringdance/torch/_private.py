@@ -164,6 +164,13 @@ def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return plain.indices(), plain.values()
 
 
+# GradScaler._per_optimizer_states: whose gradients have been unscaled since the last update(). A restored
+# state does not replace it. Without it unscale_() raises after an error between unscale_() and update().
+def forget_unscaled(scaler: Any) -> None:
+    """Let a GradScaler (of other objects nothing) take all gradients as not unscaled yet."""
+    getattr(scaler, "_per_optimizer_states", {}).clear()
+
+
 def divided_by(tensor: Any) -> str | None:
     """Return what of torch.distributed has divided a tensor over processes, None for a plain tensor.
 

@@ -128,6 +128,11 @@ def is_random_state(variable: Any) -> bool:
     return "seed_generator_state" in str(getattr(variable, "path", ""))
 
 
+def is_gradient_sum(variable: Any) -> bool:
+    """Return whether a variable is a sum of gradients in an optimizer of Keras 3: of this rank's alone."""
+    return "gradient_accumulator" in str(getattr(variable, "path", ""))
+
+
 def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: int) -> None:
     """Raise ArgumentError if the root of a broadcast is not a member of the process set."""
     if root not in members:

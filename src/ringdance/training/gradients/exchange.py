@@ -90,6 +90,14 @@ def _of_all_ranks() -> list[GradientExchange]:
     return [one for one in list(_exchanges) if one.engine is engine and one.set_id == 0]
 
 
+def forget_all() -> None:
+    """Make all exchanges of this rank forget a step that has failed, whose gradients are dropped."""
+    engine = session.engine() if session.is_initialized() else None
+    for one in list(_exchanges):
+        if one.engine is engine and (one.state.passes or 1 in one.state.computed):
+            one._abandon()
+
+
 def _overlaps() -> int | None:
     """Return whether this rank wants its exchanges with all others to overlap; None: there is no choice."""
     found = _of_all_ranks()
