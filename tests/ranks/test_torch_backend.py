@@ -534,7 +534,7 @@ def test_complex_parts() -> None:
 def test_complex_numbers_have_no_product(call: Callable[[torch.Tensor, Any], Any]) -> None:
     """Their real and imaginary parts would be multiplied apart."""
     for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-        with pytest.raises(ValueError, match="Complex tensors are reduced by SUM or AVG"):
+        with pytest.raises(ValueError, match="Complex tensors can be reduced by Sum and Average"):
             call(torch.tensor([1 + 2j]), op)
     dist.barrier()
 
@@ -553,7 +553,7 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
         "gathered": ("is not", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), one)),
         "splits": ("do not add up", lambda: WORLD.all_to_all_single(whole, whole, [1] * SIZE, [2] * SIZE)),
         "sparse": ("by SUM only", lambda: dist.all_reduce(one.to_sparse(), dist.ReduceOp.MAX)),
-        "complex": ("SUM or AVG", lambda: dist.reduce(one.cfloat(), 0, dist.ReduceOp.MAX)),
+        "complex": ("Sum and Average", lambda: dist.reduce(one.cfloat(), 0, dist.ReduceOp.MAX)),
     }  # fmt: skip
 
 

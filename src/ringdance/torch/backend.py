@@ -180,14 +180,14 @@ class ProcessGroup(Group):
     def _reduce(self, tensors: Tensors, opts: Any, root: int = -1) -> Any:
         if tensors[0].is_sparse:
             return self._reduce_rows(tensors[0], opts)
-        operation = _operation(opts, tensors)
+        operation = _operation(opts)
         arrays, back = _shaped(tensors)
         return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, operation, root)
 
     def _reduce_rows(self, tensor: Tensor, opts: Any) -> Any:
         """Gather the entries of a sparse tensor, whose sum they are together."""
         indices, values = sparse_entries(tensor)
-        if _operation(opts, [values]) is not ReduceOp.SUM:
+        if _operation(opts) is not ReduceOp.SUM:
             raise ValueError('The backend "ringdance" reduces sparse tensors by SUM only.')
         arrays = [array_of(indices.t().contiguous()), array_of(values.contiguous())]
 
@@ -221,9 +221,7 @@ class ProcessGroup(Group):
     ) -> Any:
         """Reduce inputs; ``sizes``: for each, how many elements every rank gets."""
         opts = opts or dist.ReduceScatterOptions()
-        sources, (targets, back), operation = _flat(inputs)[0], _flat(outputs), _operation(opts, inputs)
-        widths = [1 + one.is_complex() for one in outputs]  # a complex number is two
-        sizes = [[n * width for n in counts] for counts, width in zip(sizes, widths, strict=True)]
+        sources, (targets, back), operation = _flat(inputs)[0], _flat(outputs), _operation(opts)
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
@@ -451,12 +449,10 @@ def _name_of(operation: Any) -> str:
     return str(getattr(operation, "op", operation)).rpartition(".")[2]
 
 
-def _operation(opts: Any, tensors: Tensors) -> ReduceOp:
+def _operation(opts: Any) -> ReduceOp:
     name = _name_of(opts.reduceOp)
     if name not in _OPERATIONS:
         raise ValueError(f'The backend "ringdance" lacks {name} here: use SUM, AVG, MIN, MAX or PRODUCT.')
-    if name not in ("SUM", "AVG") and any(one.is_complex() for one in tensors):
-        raise ValueError(f"Complex tensors are reduced by SUM or AVG. Received: {name}")
     return _OPERATIONS[name]
 
 
@@ -472,8 +468,7 @@ def _as_bytes(tensors: Tensors) -> str:
 def _shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
     """Return what ``_flat`` does, in the tensors' shapes, which have to be equal on all ranks."""
     arrays, finish = _flat(tensors, moved)
-    shapes = [(*one.shape, 2) if one.is_complex() else one.shape for one in tensors]
-    return [array.reshape(shape) for array, shape in zip(arrays, shapes, strict=True)], finish
+    return [array.reshape(one.shape) for array, one in zip(arrays, tensors, strict=True)], finish
 
 
 def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
@@ -489,7 +484,7 @@ def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
         whole = plain.resolve_conj().resolve_neg().contiguous()
         if whole.data_ptr() != plain.data_ptr() or plain.is_neg() or plain.is_conj():
             copies.append((plain, whole))
-        flat = torch.view_as_real(whole).view(-1) if whole.is_complex() else whole.view(-1)
+        flat = whole.view(-1)
         if moved and flat.element_size() == 1:
             flat = flat.view(torch.uint8)
         arrays.append(resizable_view(flat))

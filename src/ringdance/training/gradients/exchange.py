@@ -95,7 +95,7 @@ def forget_all() -> None:
     engine = session.engine() if session.is_initialized() else None
     for one in list(_exchanges):
         if one.engine is engine and (one.state.passes or 1 in one.state.computed):
-            one._abandon()
+            one.abandon()
 
 
 def _overlaps() -> int | None:
