@@ -404,12 +404,13 @@ def differences(steps: list[Step], results: dict[int, Any], rank: int) -> list[s
     for number, got in results.items():
         step = steps[number]
         me, text = step.members.index(rank), f"call {number}: {step}: rank {rank} got "
+        rounded = step.operation == "AVG" or step.kind == "backward"
         if step.fault not in ("", "late"):
             if not isinstance(got, Exception):
                 found.append(f"{text}no error")
         elif isinstance(got, Exception):
             found.append(f"{text}{type(got).__name__}: {got}")
-        elif not _equal(got, wanted := expected(step, me), step.operation == "AVG" or step.kind == "backward"):
+        elif not _equal(got, wanted := expected(step, me), rounded):
             found.append(f"{text}{got}, not {wanted}")
     return found
 

@@ -55,7 +55,7 @@ class Transfer:
             raise RuntimeError(text) from error
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Do nothing: a message is complete when somebody asks."""
+        """Do nothing: a message is complete when its state is asked for."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the message is sent or received; seen by the stall check.
