@@ -7,6 +7,7 @@ of its own.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -23,9 +24,9 @@ from ringdance.core.recorder import Profiler, StepMark
 from ringdance.ending import Process
 from ringdance.errors import ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
-from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
+from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES, STARTED_BY
 from ringdance.transport.base import Transport
-from ringdance.transport.single import SingleTransport
+from ringdance.transport.single import OutsideTransport, SingleTransport
 
 _log = logging.getLogger("ringdance")
 
@@ -34,6 +35,9 @@ _COMMON = (
     "autotune", "cache_capacity", "check_weights", "cpu_operations", "deterministic", "fusion_threshold",
     "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "tuned", "window", "window_bytes",
 )  # fmt: skip
+
+# They tell a rank from those of other jobs, and from other ranks.
+_OF_A_LAUNCH = (*RANK_NAMES, *SIZE_NAMES, "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 _process = Process()
 _lock = threading.Lock()
@@ -149,9 +153,19 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
     Raises:
         LaunchError: the launcher and the MPI library do not belong together, or MPI is missing.
         ArgumentError: ``comm`` is neither, or this process is not in it.
+        NotInitializedError: a rank has started this process, which ``transport`` is not for. Without it the
+            process joins nothing: as in a forked one ``rank()`` and ``size()`` work, collectives raise this.
     """
     with _lock:
         if is_initialized():
+            return
+        if (rank := _started_by()) is not None:
+            _process.engine = _outside(rank, settings_module.load())
+            if transport is not None:
+                error, _process.engine = _process.engine.end.error(), None
+                raise error
+            for function in _process.at_init:
+                function()
             return
         if _process.mpi and _process.pid != os.getpid():
             raise NotInitializedError(
@@ -175,6 +189,7 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
 
             _process.tuner = tuner_of(_process.engine)
         _export_ranks(_process.engine)
+        _mark_children(_process.engine, given is None)
         if not _process.pid:
             _process.watch()
         _process.pid = os.getpid()
@@ -298,6 +313,35 @@ def _export_ranks(found: Engine) -> None:
         value = str(getattr(found, name.lower()))
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = value
     os.environ["HOROVOD_HOSTNAME"] = found.identity.host
+
+
+def _mark_children(found: Engine, by_mpi: bool) -> None:
+    """Tell the processes that this rank starts that they are not the rank, though they get its variables.
+
+    Those that a launcher starts for a job of their own get other values of them.
+    """
+    if found.size > 1:
+        names = _OF_A_LAUNCH if by_mpi else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        place = found.rank, found.size, found.local_rank, found.local_size, found.cross_rank, found.cross_size
+        noted = {"pid": os.getpid(), "place": place, "launch": {name: os.environ.get(name) for name in names}}
+        os.environ[STARTED_BY] = json.dumps(noted)
+
+
+def _started_by() -> dict[str, Any] | None:
+    """Return what the rank that has started this process has noted of itself, None if there is none."""
+    noted: dict[str, Any] | None = json.loads(os.environ.get(STARTED_BY, "null"))
+    if noted is None or noted["pid"] == os.getpid():
+        return None
+    return noted if all(os.environ.get(name) == value for name, value in noted["launch"].items()) else None
+
+
+def _outside(noted: dict[str, Any], settings: Settings) -> Engine:
+    """Return an engine that is in no job, and answers for the rank that has started this process."""
+    rank, size, *place = noted["place"]
+    found = Engine(OutsideTransport(rank, size, noted["pid"]), settings, threaded=False)
+    found.local_rank, found.local_size, found.cross_rank, found.cross_size = place
+    found.disown("was started by")
+    return found
 
 
 def _world_size(launched: int | None) -> int:

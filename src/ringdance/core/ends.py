@@ -20,7 +20,7 @@ Note [Ends]
                         Engine.thread_failed, on the engine thread
     fail_by             a step or a check of the peers that raised  ``fail``: a rank is lost, or EngineError
     fail_lost           a check of the peers; fail_by               ``fail`` with RankLostError
-    disown              a forked child                              collectives raise in the child; nothing
+    disown              a child of the rank, forked or started      collectives raise in the child; nothing
                                                                     is sent, the parent's job goes on
     ==================  ==========================================  ========================================
 """
@@ -209,10 +209,11 @@ class EngineEnd:
         reason = self._reason or "This rank has shut down"
         return ShutDownError(f"{reason}; nothing more can be submitted.")
 
-    def disown(self) -> None:
-        """In a forked child: refuse collectives."""
+    def disown(self, origin: str) -> None:
+        """In a child of a rank: refuse collectives. ``origin``: "was forked from", "was started by"."""
         self.broken = NotInitializedError(
-            f"This process (pid {os.getpid()}) was forked from {self._identity} and is not part of the job: "
-            "rank() and size() work, collectives only in the rank itself, not in DataLoader workers."
+            f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job: rank() "
+            "and size() work, collectives only in the rank itself, not in DataLoader workers and other child "
+            'processes. What these must not run of a script belongs under `if __name__ == "__main__":`.'
         )
         self.closed = True
