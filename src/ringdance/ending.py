@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ringdance import exit_code
 from ringdance.core.engine import Engine
 from ringdance.core.reports import dump
-from ringdance.errors import OUT_OF_DATA, RingdanceError
+from ringdance.errors import UNEVEN_STEPS, RingdanceError
 from ringdance.monitoring import Monitoring
 from ringdance.transport.base import Transport
 
@@ -111,7 +111,7 @@ class Process:
         _warn_of_incomplete(found)
         if found.end.unclean and found.end.stopped_first:
             ended = f"{found.identity} ended its program{done}, while other ranks waited for it. "
-            ended += OUT_OF_DATA
+            ended += UNEVEN_STEPS
             _cause(found, "exit", ended)
             self.clean = False
             time.sleep(_GRACE)

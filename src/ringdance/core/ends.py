@@ -36,7 +36,7 @@ from ringdance.core.recorder import Recorder
 from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Work
 from ringdance.errors import (
-    OUT_OF_DATA,
+    UNEVEN_STEPS,
     CollectiveError,
     DeadlockError,
     EngineError,
@@ -123,7 +123,8 @@ class EngineEnd:
             self._peers.read_notes()
             time.sleep(1e-3)
         self._reason = self._reason or "Another rank has shut down"
-        advice = f" {OUT_OF_DATA}" if self.departed else ""
+        made = f"Rank {self._identity.rank} has made {self._recorder.steps_text()}."
+        advice = f" {made} {UNEVEN_STEPS}" if self.departed else ""
         error = ShutDownError(f"{self._reason} while this operation was pending.{advice}")
         registered = sorted(self._sets.registered.items(), reverse=True)
         states = [known.state for _, known in registered if known.state is not None]
