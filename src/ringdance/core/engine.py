@@ -423,12 +423,12 @@ class Engine:
         self._progress_engine.join()
         return self.end.broken is None and self._stop_work.done()
 
-    def disown(self) -> None:
-        """In a forked child: leave the parent's records alone; answer rank and size, refuse collectives."""
+    def disown(self, origin: str = "was forked from") -> None:
+        """In a child of a rank: leave the rank's records alone; answer rank and size, refuse collectives."""
         self.recorder = self.recorder.private()
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:
             return  # needs no peers
-        self.end.disown()
+        self.end.disown(origin)
         # The engine thread was not forked, and may have held locks.
         self._progress_engine = self.sets.event_count = None

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 LINUX = sys.platform.startswith("linux")
@@ -128,9 +128,35 @@ def _processes() -> dict[int, tuple[int, bytes]]:
 
 
 def _ps(*options: str) -> str:
+    return run(["ps", *options])[1]
+
+
+def run(
+    words: Sequence[str], seconds: float = 20.0, environ: dict[str, str] | None = None
+) -> tuple[int, str, str]:
+    """Run a program without input; end it with its children after that time.
+
+    Returns:
+        Exit code, stdout and stderr; -1, "" and the reason if it did not end by itself.
+    """
     import subprocess
 
-    return subprocess.run(["ps", *options], capture_output=True, text=True, check=False).stdout
+    try:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", env=environ, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return -1, "", error.strerror or str(error)
+    with process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # children too hold the pipes open
+            if isinstance(error, subprocess.TimeoutExpired):
+                return -1, "", f"no answer within {seconds:g} s"
+            raise
+    return process.returncode, output, errors
 
 
 def job_processes(job: str, root: int | None = None) -> set[int]:
