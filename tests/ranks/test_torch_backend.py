@@ -190,7 +190,7 @@ def test_calls_in_flight() -> None:
 
 
 def test_results_are_there_without_a_wait() -> None:
-    """The engine completes a call whose work is not kept, and C++ may wait for one that Python has dropped."""
+    """The engine completes a call whose work is not kept; C++ may wait for one that Python has dropped."""
     turned = torch.ones(4, 3).t()
     dist.all_reduce(turned, async_op=True)
     until = time.monotonic() + 10

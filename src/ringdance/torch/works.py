@@ -64,8 +64,8 @@ class _Future(torch.futures.Future[Any]):
 class GroupWork(dist.Work):
     """An asynchronous call of a process group.
 
-    The engine completes it: results are in the outputs as soon as its works are done, whether or not a thread waits.
-    Until then the engine keeps it alive.
+    The engine completes it: results are in the outputs as soon as its works are done, whether or not a thread
+    waits. Until then the engine keeps it alive.
 
     Args:
         engine: The engine of this rank.
