@@ -121,14 +121,10 @@ def _processes() -> dict[int, tuple[int, bytes]]:
             if fields := _stat(pid):
                 found[int(pid)] = int(fields[1]), _read(f"/proc/{pid}/environ")
     else:
-        for line in _ps("-axEwwo", "pid=,ppid=,command=").splitlines():
+        for line in run(["ps", "-axEwwo", "pid=,ppid=,command="])[1].splitlines():
             pid, parent, *words = line.split()
             found[int(pid)] = int(parent), "\0".join(words).encode()
     return found
-
-
-def _ps(*options: str) -> str:
-    return run(["ps", *options])[1]
 
 
 def run(
@@ -199,7 +195,7 @@ def start_of(pid: int) -> str:
     """Return what distinguishes a process from a later one with the same pid; "" if there is none."""
     if LINUX:
         return b"".join(_stat(pid)[19:20]).decode()
-    return _ps("-o", "lstart=", "-p", str(pid)).strip()
+    return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
 
 
 def began(pid: int) -> float:
