@@ -215,6 +215,8 @@ def test_sums_between_passes_are_shared_or_refused() -> None:
     after, _ = step(state, 2)
     assert same_on_all_ranks(after)
     assert same_on_all_ranks(hvd.broadcast_parameters(after if RANK == 0 else tx.init(params)))
+    several = jax.vmap(optax.MultiSteps(optax.sgd(1.0), 2).init)(jnp.full((3, 2), float(RANK)))
+    assert same_on_all_ranks(hvd.broadcast_parameters(several))
     step, state = halfway(optax.MultiSteps(hvd.distributed(optax.sgd(1.0)), 2), params)
     assert float(step(hvd.broadcast_parameters(state), 2)[1]) == pytest.approx(-(mean + 1.5))
 

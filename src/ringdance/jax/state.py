@@ -26,7 +26,9 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _has_sums(node: Any) -> bool:
-    return isinstance(node, DistributedState) or type(node).__name__ == "MultiStepsState"
+    passes = getattr(node, "passes" if isinstance(node, DistributedState) else "mini_step", None)
+    known = isinstance(node, DistributedState) or type(node).__name__ == "MultiStepsState"
+    return known and np.ndim(passes) == 0  # not several models' in one, as by jax.vmap
 
 
 def _mark_of(node: Any) -> tuple[int, int]:
@@ -52,11 +54,14 @@ def _with_means(tree: Any, root_rank: int, name: str, process_set: ProcessSet) -
         elif each_its_own:
             nodes[place] = node._replace(acc_grads=mean(node.acc_grads))
         elif owner >= 0 and isinstance(node, DistributedState):
+            others = [marks[number] for marks in every]
             raise ArgumentError(
                 f"broadcast_parameters: the state of rank {root_rank} is after {passes} passes of a step, "
-                f"with sums of rank {owner}'s gradients alone, as a checkpoint of that rank has. The others "
-                "are lost. Save what hvd.broadcast_parameters((params, state)) returns, with the mean "
-                "of all, or after the exchange. To drop them: tx.init(params)._replace(inner=state.inner)."
+                f"with sums of rank {owner}'s gradients only, and the other ranks do not have theirs of the "
+                f"same passes (passes and owner by rank: {others}), as after loading one rank's checkpoint or "
+                "in different passes. Save what hvd.broadcast_parameters((params, state)) returns, with the "
+                "mean of all, or after the exchange. To drop them: "
+                "tx.init(params)._replace(inner=state.inner)."
             )
     return jax.tree.unflatten(structure, nodes)
 
