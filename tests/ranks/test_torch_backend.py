@@ -231,6 +231,13 @@ def test_two_ranks() -> None:
         number = torch.zeros(1, dtype=torch.int64)
         assert sorted(dist.recv(number) for _ in range(SIZE - 1)) == list(range(1, SIZE))
     dist.barrier()  # what is sent next could be received from any rank, too
+    for _ in range(20):  # the future's thread and this one ask for the same message
+        twice = dist.irecv(torch.zeros(1), behind)
+        twice.get_future()
+        dist.send(torch.ones(1).expand(4)[:1], ahead)
+        while not twice.is_completed():
+            pass
+        twice.wait()
     pending = dist.irecv(late := torch.zeros(2), behind).get_future()
     dist.isend(torch.full((2,), RANK + 1.0), ahead).get_future().wait()
     assert pending.wait()[0].tolist() == late.tolist() == [behind + 1.0] * 2
@@ -368,7 +375,9 @@ def test_a_group_of_a_job_that_was_started_again(monkeypatch: pytest.MonkeyPatch
 
 def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
     """It fails on all members, its memory is not written later, and other groups go on."""
-    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    group, message = dist.new_group(), dist.new_group()
+    for made in (group, message):
+        made.set_timeout(timedelta(seconds=0.3))
     one = torch.full((2,), RANK + 1.0)
     if RANK == 0:
         with pytest.raises(dist.DistBackendError, match=r"within 0\.3 s .* its group has failed"):
@@ -381,9 +390,38 @@ def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
         with pytest.raises(ProcessSetRemovedError, match="on rank 0"):
             dist.all_reduce(one, group=group)
     assert one.tolist() == [RANK + 1.0] * 2
-    dist.all_reduce(one)
+    if RANK == 0:
+        with pytest.raises(dist.DistBackendError, match=r"message of 8 bytes .* its group has failed"):
+            dist.recv(one, SIZE - 1, group=message)
+    dist.all_reduce(one)  # the job goes on
     assert one[0].item() == sum(range(1, SIZE + 1))
-    dist.destroy_process_group(group)
+    with pytest.raises(ProcessSetRemovedError, match="message of 8 bytes"):
+        dist.all_reduce(one, group=message)
+    if RANK:
+        dist.destroy_process_group(group)
+    else:
+        until = time.monotonic() + 10
+        while group._number in session.engine().sets.registered and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(ArgumentError, match="freed after a call in it had timed out"):
+            dist.all_reduce(one, group=group)  # the number may be another group's by now
+    wide = torch.ones(1).expand(4) if RANK == 0 else torch.zeros(4)
+    dist.broadcast(wide, 0)  # the root's tensor need not be writable
+    assert wide.tolist() == [1.0] * 4
+
+
+def test_a_group_that_a_member_makes_too_late() -> None:
+    """All members get the error; afterwards it can be made."""
+    time.sleep(1.0 * (RANK == 0))
+    with pytest.raises(dist.DistStoreError, match=r"not all .* members called it within"):
+        dist.new_group(timeout=timedelta(seconds=0.3))
+    dist.all_reduce(one := torch.ones(1), group=dist.new_group())
+    assert one.item() == SIZE
+
+
+def test_numbers_without_dimensions_match_those_with_one() -> None:
+    dist.all_reduce(one := torch.ones(()) if RANK == 0 else torch.ones(1))
+    assert one.item() == SIZE
 
 
 def net() -> torch.nn.Module:
@@ -549,6 +587,10 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
         "root": ("no rank 7", lambda: dist.broadcast(one, 7)),
         "root of reduce": ("no rank 7", lambda: WORLD.reduce([one], _options(dist.ReduceOptions, 7))),
         "root of gather": ("no rank 7", lambda: WORLD.gather([[]], [one], _options(dist.GatherOptions, 7))),
+        "type of the output": ("has the dtype torch.uint8", lambda: dist.all_gather_into_tensor(
+            torch.empty(2 * SIZE, dtype=torch.uint8), one.bool())),
+        "type of the sum": ("has the dtype torch.int32", lambda: dist.reduce_scatter_tensor(
+            torch.empty(2, dtype=torch.int32), whole, dist.ReduceOp.MAX)),
         "sizes": ("cannot be divided", lambda: dist.reduce_scatter_tensor(torch.empty(3), whole)),
         "gathered": ("is not", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), one)),
         "splits": ("do not add up", lambda: WORLD.all_to_all_single(whole, whole, [1] * SIZE, [2] * SIZE)),
@@ -641,10 +683,14 @@ def test_what_is_wrong() -> None:
     one, other = torch.empty(sum(sends)), torch.empty(sum(sends))
     with pytest.raises(ValueError, match="its outputs hold"):
         dist.all_to_all_single(one, other, sends, sends)
-    with pytest.raises(ValueError, match="types"):
+    with pytest.raises(ValueError, match=r"has the dtype torch\.float64"):
         dist.all_gather_into_tensor(torch.empty(SIZE, dtype=torch.float64), torch.empty(1))
-    with pytest.raises(ValueError, match="negative"):
-        dist.isend(torch.ones(1), 1 - min(RANK, 1), tag=-1)
+    for tag in (-1, 2**31 - 2):
+        with pytest.raises(ValueError, match=f"tag={tag} is not below"):
+            dist.isend(torch.ones(1), 1 - min(RANK, 1), tag=tag)
+    for rank in (-2, RANK, SIZE):
+        with pytest.raises(ValueError, match=f"rank {rank} is not another one"):
+            WORLD.recv([torch.ones(1)], rank, 0)
     with pytest.raises(ValueError, match="cannot be divided"):
         dist.reduce_scatter_tensor(torch.empty(2), torch.empty(5))
     with pytest.raises(ValueError, match="add up"):

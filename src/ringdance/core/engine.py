@@ -382,13 +382,14 @@ class Engine:
 
         Args:
             set_id: The process set.
-            number: The request's ``order``.
+            number: The request's ``order``; -1 for a message between two ranks.
             message: Text of the errors.
         """
 
         def fail() -> None:
             if not self.sets.give_up(set_id, number, message, self._peers.post):
-                self.end.fail(StallError(message))
+                more = ". It was being executed: the job has failed" if set_id else ""
+                self.end.fail(StallError(message + more))
 
         self._exclusively(fail, end=True)
 

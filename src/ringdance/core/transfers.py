@@ -42,17 +42,35 @@ class Transfer:
         self.result: list[Any] = []
         self.received_splits = self.error = None
         self.complete, self.waited_since, self.thread = False, 0.0, 0
+        self._begun, self._is_done = time.monotonic(), False
+        self._testing = threading.Lock()  # two threads that test one request of MPI would free it twice
 
     @property
     def source(self) -> int:
         return int(self._pending.source)
 
     def done(self) -> bool:
+        """Return True if the message was sent or received. Never blocks.
+
+        Raises:
+            RuntimeError: It failed, the other rank has left the group without it, or the engine has ended.
+        """
+        if self._is_done or not self._testing.acquire(blocking=False):
+            return self._is_done
         try:
-            return bool(self._pending.test())
+            self._is_done = bool(self._pending.test())
         except Exception as error:
             text = f"'{self.name}' failed (is the tensor as long as what was sent?): {error}"
             raise RuntimeError(text) from error
+        finally:
+            self._testing.release()
+        if not self._is_done:
+            if self._engine.closed:
+                raise self._engine.end.error()
+            left = self.state.left_since(self.peers) if self.state.left else time.monotonic()
+            if max(left, self._begun) < time.monotonic() - _LAST_S:
+                raise ProcessSetRemovedError(f"'{self.name}': {self.state.removal()}")
+        return self._is_done
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Do nothing: a message is complete when its state is asked for."""
@@ -77,12 +95,7 @@ class Transfer:
     def _poll(self, until: float | None) -> None:
         pause = 0.0
         while not self.done():
-            now = time.monotonic()
-            if self._engine.closed:
-                raise self._engine.end.error()
-            if self.state.left and self.state.left_since(self.peers) < now - _LAST_S:
-                raise ProcessSetRemovedError(f"'{self.name}': {self.state.removal()}")
-            if until is not None and now > until:
+            if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"'{self.name}' was not complete in time; it goes on.")
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)

@@ -58,7 +58,7 @@ def _with_means(tree: Any, root_rank: int, name: str, process_set: ProcessSet) -
             raise ArgumentError(
                 f"broadcast_parameters: the state of rank {root_rank} is after {passes} passes of a step, "
                 f"with sums of rank {owner}'s gradients only, and the other ranks do not have theirs of the "
-                f"same passes (passes and owner by rank: {others}), as after loading one rank's checkpoint or "
+                f"same passes (passes and owner by rank: {others}), as after loading one's checkpoint or "
                 "in different passes. Save what hvd.broadcast_parameters((params, state)) returns, with the "
                 "mean of all, or after the exchange. To drop them: "
                 "tx.init(params)._replace(inner=state.inner)."

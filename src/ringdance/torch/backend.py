@@ -38,6 +38,7 @@ _OPERATIONS = {
     "PRODUCT": ReduceOp.PRODUCT,
 }  # fmt: skip
 _SMALL_BYTES = 4096
+_TAGS = 1 << 30  # tags of messages
 _BITWISE: dict[str, Any] = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 _prefixed: Any = vars(dist)["PrefixStore"]
 
@@ -98,8 +99,6 @@ class ProcessGroup(Group):
         self._options, self._timeout = options, options.timeout
         self._name = self._description = ""
         self._coalesced: list[GroupWork] | None = None  # the calls since start_coalescing
-        # DistributedDataParallel.join() leaves the work of one number to C++, which does not keep the Python
-        # object alive whose ``wait`` it calls.
         self._recent: deque[GroupWork] = deque(maxlen=1024)
 
     # Which torch reads to see what a group can exchange.
@@ -128,7 +127,8 @@ class ProcessGroup(Group):
     def start_coalescing(self, device: Any) -> None:
         if device.type != "cpu":
             self.nccl._start_coalescing()
-        self._coalesced = []
+        else:
+            self._coalesced = []
 
     def end_coalescing(self, device: Any) -> Any:
         """Return one work for all calls since the start."""
@@ -222,6 +222,7 @@ class ProcessGroup(Group):
         """Reduce inputs; ``sizes``: for each, how many elements every rank gets."""
         opts = opts or dist.ReduceScatterOptions()
         sources, (targets, back), operation = _flat(inputs)[0], _flat(outputs), _operation(opts)
+        _check_dtypes("reduce_scatter", outputs, inputs)
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
@@ -249,9 +250,10 @@ class ProcessGroup(Group):
     @_collective
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.BroadcastOptions()
-        root = session.engine().members(self._set_id)[self._root("broadcast", opts)]
-        arrays, back = _shaped(tensors, moved=True)
-        pattern = _as_bytes(tensors)
+        own, (arrays, back) = self._root("broadcast", opts), _shaped(tensors, moved=True)
+        root, pattern = session.engine().members(self._set_id)[own], _as_bytes(tensors)
+        if own == self.rank():  # its tensors stay as they are, and may not be writable
+            back = _nothing
         return self._start(
             Collective.BROADCAST, arrays, arrays, tensors, opts, back, root=root, pattern=pattern
         )
@@ -263,6 +265,7 @@ class ProcessGroup(Group):
     @_collective
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         sources, (targets, back) = _flat(inputs, moved=True)[0], _flat(outputs, moved=True)
+        _check_dtypes("all_gather", outputs, inputs)
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             if target.size != source.size * self.size():
                 raise ValueError(
@@ -376,13 +379,16 @@ class ProcessGroup(Group):
     def _transfer(self, verb: str, rank: int | None, tag: int, tensors: Tensors) -> Any:
         engine, ((array,), back) = session.engine(), _flat(tensors, moved=True)
         state = engine.sets.find(self._set_id).state
-        if state is None or tag < 0:
-            raise ValueError(f"{verb}: this group has no other rank, or tag={tag} is negative.")
+        if state is None or not 0 <= tag < _TAGS:
+            raise ValueError(f"{verb}: this group has one rank only, or tag={tag} is not below {_TAGS}.")
+        if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
+            raise ValueError(f"{verb}: rank {rank} is not another one of the {self.size()} in this group.")
         if engine.closed:
             raise engine.end.error()
         pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)
         work = Transfer(engine, pending, state, verb, array.nbytes, rank, tag)
-        return GroupWork(engine, self._set_id, [work], [], tensors, back, self._seconds(None))
+        finish = back if verb == "receive" else _nothing
+        return GroupWork(engine, self._set_id, [work], [], tensors, finish, self._seconds(None))
 
     # -- one path to the engine ------------------------------------------------------------------
 
@@ -431,9 +437,17 @@ class ProcessGroup(Group):
         if waits_later:
             wait_at_end(started)
             register_work(tensors, started)
-            if sum(array.nbytes for array in arrays) <= _SMALL_BYTES:
-                self._recent.append(started)
+            if len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse:
+                self._keep(started, tensors[0])
         return started
+
+    def _keep(self, work: GroupWork, number: Tensor) -> None:
+        """Keep the work of one number alive, for DistributedDataParallel.join().
+
+        It leaves such a work to C++, which does not keep the Python object whose ``wait`` it calls.
+        """
+        if number.untyped_storage().nbytes() <= _SMALL_BYTES:
+            self._recent.append(work)
 
     # Names that torch calls these by as well.
     _allgather_base = all_gather_single
@@ -456,6 +470,16 @@ def _operation(opts: Any) -> ReduceOp:
     return _OPERATIONS[name]
 
 
+def _nothing(_: list[Array]) -> None:
+    pass
+
+
+def _check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
+    for output, given in zip(outputs, inputs, strict=True):
+        if output.dtype is not given.dtype:
+            raise ValueError(f"{name}: the output has the dtype {output.dtype}, and its input {given.dtype}.")
+
+
 def _shapes(tensors: Tensors) -> str:
     return "shapes " + ", ".join(str(tuple(one.shape)) for one in tensors)
 
@@ -468,7 +492,8 @@ def _as_bytes(tensors: Tensors) -> str:
 def _shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
     """Return what ``_flat`` does, in the tensors' shapes, which have to be equal on all ranks."""
     arrays, finish = _flat(tensors, moved)
-    return [array.reshape(one.shape) for array, one in zip(arrays, tensors, strict=True)], finish
+    # torch itself gives () on one rank and (1,) on another in DistributedDataParallel.join().
+    return [array.reshape(one.shape or (1,)) for array, one in zip(arrays, tensors, strict=True)], finish
 
 
 def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:

@@ -36,7 +36,8 @@ class Group(_Base):  # type: ignore[misc]
 
     def __init__(self, options: Any, set_id: int) -> None:
         super().__init__(options.group_rank, options.group_size)
-        self._engine, self._number = weakref.ref(session.engine()), set_id
+        engine = session.engine()
+        self._engine, self._number, self._known = weakref.ref(engine), set_id, engine.sets.find(set_id)
         self._destroyed = False
 
     @property
@@ -45,6 +46,8 @@ class Group(_Base):  # type: ignore[misc]
         engine, rank = session.engine(), self.rank()
         if self._destroyed:
             why = "was destroyed"
+        elif self._engine() is engine and engine.sets.registered.get(self._number) is not self._known:
+            why = "was freed after a call in it had timed out"  # its number may be another group's now
         elif self._engine() is engine or (not self._number and engine.size == self.size()):
             return self._number
         else:
@@ -125,42 +128,44 @@ def _meet(engine: Engine, options: Any) -> int:
         root = root.underlying_store
     if rank == 0:
         store.set("first", str(root.add("ringdance/groups", 1) - 1))
+    keys = ["first", *(f"used/{member}" for member in range(size))]
     store.set(f"used/{rank}", json.dumps(engine.group_numbers()))
     store.add("arrived", 1)
     try:
         _wait_for_members(engine, options)
-    except BaseException:
-        store.add("arrived", -1)
-        raise
-    keys = [f"used/{member}" for member in range(size)]
-    used = {number for one in keys for number in json.loads(store.get(one))}
-    first = int(store.get("first"))
-    if store.add("read", 1) == size:  # before any member can go on: they make the process set together
-        for key in (*keys, "first", "arrived", "read"):
-            store.delete_key(key)
-    return _free(first, used)
+        first, *used = map(json.loads, store.multi_get(keys))
+    finally:
+        if store.add("read", 1) == size:  # before any member can go on: they make the process set together
+            for key in (*keys, "arrived", "read", "decided"):
+                store.delete_key(key)
+    return _free(first, {number for one in used for number in one})
 
 
 def _wait_for_members(engine: Engine, options: Any) -> None:
-    begun = time.monotonic()
-    until, said = begun + options.timeout.total_seconds(), False
+    """Return once all members have arrived, or raise on all of them: the first to decide does so for all."""
+    store, size, begun, pause = options.store, options.group_size, time.monotonic(), 1e-3
+    ranks, said = list(options.global_ranks_in_group), False
     # A blocking call would keep others from the store.
-    while (arrived := options.store.add("arrived", 0)) < options.group_size:
-        if time.monotonic() > until:
-            raise dist.DistStoreError(
-                f"new_group({list(options.global_ranks_in_group)}): only {arrived} of {options.group_size} "
-                f"members have called it within {options.timeout}."
-            )
-        if engine.closed:
-            raise engine.end.error()
-        if not said and time.monotonic() - begun > engine.settings.stall_check_time:
+    while (arrived := store.add("arrived", 0)) < size:
+        late = time.monotonic() - begun
+        gives_up = engine.closed or late > options.timeout.total_seconds()
+        if gives_up and store.compare_set("decided", "", "failed") == b"failed":
+            break
+        if not said and late > engine.settings.stall_check_time:
             said = True
             engine.report(
-                f"{engine.identity} waits in new_group({list(options.global_ranks_in_group)}), which only "
-                f"{arrived} of {options.group_size} members have called: all of them call it, in one order "
-                "with others."
+                f"{engine.identity} waits in new_group({ranks}), which only {arrived} of {size} members have "
+                "called: all of them call it, in one order with others."
             )
-        time.sleep(1e-3)
+        time.sleep(pause)
+        pause = min(0.02, 1.2 * pause)
+    if store.compare_set("decided", "", "made") == b"failed":
+        if engine.closed:
+            raise engine.end.error()
+        raise dist.DistStoreError(
+            f"new_group({ranks}): not all {size} members called it within {options.timeout} (timeout= of the "
+            "rank that called it first). Call it on all members at about the same time, or give more time."
+        )
 
 
 def _free(first: int, used: Any) -> int:

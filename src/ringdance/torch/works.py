@@ -88,6 +88,7 @@ class GroupWork(dist.Work):
         self._tensors, self._finish, self._timeout = list(tensors), finish, timeout
         self._expected, self._lock = expected, threading.Lock()
         self._complete = False
+        self._seen = False  # a thread of the caller knows that it is complete
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
@@ -126,6 +127,7 @@ class GroupWork(dist.Work):
         except Exception as error:
             self._deliver(error)
         self._deliver()
+        self._seen = True
         if self._error is not None:
             raise self._error
         return True
@@ -201,10 +203,14 @@ class GroupWork(dist.Work):
             future.set_exception(self._error)
 
     def is_completed(self) -> bool:
-        if not self._complete and all(work.done() for work in self._works):
-            self._deliver()  # transfers, or another thread is about to do so
+        try:
+            if not self._complete and all(work.done() for work in self._works):
+                self._deliver()  # transfers, or another thread is about to do so
+        except Exception as error:  # of a transfer
+            self._deliver(error)
         if not self._complete and self.in_pass:
             self._engine.flush(self._set_id)
+        self._seen |= self._complete
         return self._complete
 
     def is_success(self) -> bool:
@@ -230,9 +236,11 @@ class GroupWork(dist.Work):
         """Return a future of the outputs. It has the error if the call failed."""
         if self._future is None:
             self._future = _Future(self)
-            if self.is_completed():
+            # Callbacks may make calls, which match by their order: it must not depend on when the engine
+            # completes this one. So they run at the end of the pass, in a thread, or now if this rank waited.
+            if self._seen:
                 self.settle()
-            elif isinstance(self._works[0], Transfer):  # in no order
+            elif not self._works or isinstance(self._works[0], Transfer):  # in no order
                 threading.Thread(target=self.settle, name="ringdance transfer", daemon=True).start()
             elif not self.in_pass:
                 _waiters[self._set_id].put(self)

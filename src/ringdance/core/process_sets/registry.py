@@ -216,21 +216,25 @@ class ProcessSets:
                 state.stopping = True
 
     def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
-        """Leave a group before an unnamed request that is pending in it; False if it is not. Called in steps.
+        """Leave a group before a request that is pending in it; False if it is not. Called in steps.
 
-        A member that has submitted the same request and has not read the note yet may have agreed to execute
+        A message, ``number`` -1, is not a request: the group is left after all that were submitted. If a
+        member has submitted the same request and has not read the note yet, both may have agreed to execute
         it: then the engine fails (``Executor.run_unnamed``).
         """
-        state = self.registered[set_id].state if set_id >= FIRST_GROUP else None
-        if state is None or number not in [work.order for work in state.pending.unnamed]:
+        known = self.registered.get(set_id) if set_id >= FIRST_GROUP else None
+        state = known.state if known is not None else None
+        if state is None:
+            return False
+        if number < 0:
+            number = state.pending.submitted
+        elif number not in [work.order for work in state.pending.unnamed]:
             return False
         state.urgent = state.leaving = True
         self._send_left(state, number, why, post)
         return True
 
-    def _send_left(
-        self, state: ProcessSetState, submitted: int, why: str, post: _Post
-    ) -> None:
+    def _send_left(self, state: ProcessSetState, submitted: int, why: str, post: _Post) -> None:
         note = {"kind": "left", "set": state.set_id, "submitted": submitted, "why": why}
         for rank in state.members:
             if rank != self._transport.rank:
