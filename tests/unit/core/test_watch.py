@@ -223,8 +223,8 @@ def test_other_threads_are_shown_where_they_matter() -> None:
     ],
 )
 def test_what_to_do_where_a_rank_has_no_more_data(name: str, set_id: int, expected: bool) -> None:
-    idle = {**answer(waiting=False), "pending": []}
-    said = message({0: idle}, name=name, set_id=set_id, others=[0])
+    status = OWN | {"after": "8 steps"}
+    said = message({0: answer("barrier")}, name=name, set_id=set_id, others=[0], status=status)
     advised = "ends='pad'" in said and "hvd.join() after the last batch" in said
     assert advised is expected
 
