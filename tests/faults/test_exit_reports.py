@@ -89,6 +89,7 @@ def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
     assert done.returncode == 3, done.stderr
     assert re.search(r"first failure: rank 0 of 2 .*: exited with code 3", done.stderr)
+    assert "DeadlockError" not in done.stderr
 
 
 def test_mpi_is_not_finalized_after_an_exit_code(tmp_path: Path) -> None:
