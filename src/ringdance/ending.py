@@ -59,7 +59,7 @@ class Process:
     def watch(self) -> None:
         """Act when the program ends or fails from now on, or forks."""
         dump.enable()
-        exit_code.watch()
+        exit_code.watch(self._on_code)
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._after_fork)
         previous = sys.excepthook
@@ -81,21 +81,30 @@ class Process:
             traced = "".join(traceback.format_exception(kind, error, trace))
             _fail(found, how, text, f"ended with {text}", traced)
 
-    def _at_exit(self) -> None:
+    def _on_code(self) -> None:
+        """Fail, if the program ends with a code that is not 0, before Python waits for threads."""
+        if exit_code.exit_code():
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        """Report once that this rank fails: by the error that nothing has read, or by its exit code."""
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
             error.add_note("ringdance: this happened in a compiled program, and no result was read since.")
             sys.excepthook(type(error), error.with_traceback(None), None)
+        code = 0 if self.failed or self.pid != os.getpid() else exit_code.exit_code()
+        if code:
+            self.failed = True
+            if (found := self.engine) is not None:
+                how = "lost" if found.end.broken is not None or found.end.unclean else "code"
+                _fail(found, how, f"exited with code {code}", f"ended with exit code {code}")
+
+    def _at_exit(self) -> None:
+        self._note_failure()
         found, self.engine = self.engine, None
         if self.pid != os.getpid():
             return
-        code = 0 if self.failed else exit_code.exit_code()
-        if code:
-            self.failed = True
-            if found is not None:
-                how = "lost" if found.end.broken is not None or found.end.unclean else "code"
-                _fail(found, how, f"exited with code {code}", f"ended with exit code {code}")
-        elif found is not None and not self.failed:
+        if found is not None and not self.failed:
             self._end_well(found)
         if found is not None:
             self.monitoring.end(found)

@@ -159,7 +159,8 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
     with _lock:
         if is_initialized():
             return
-        if (rank := _started_by()) is not None:
+        rank = _started_by()
+        if rank is not None and (transport is None or rank["place"][1] > 1):
             _process.engine = _outside(rank, settings_module.load())
             if transport is not None:
                 error, _process.engine = _process.engine.end.error(), None
@@ -320,11 +321,13 @@ def _mark_children(found: Engine, by_mpi: bool) -> None:
 
     Those that a launcher starts for a job of their own get other values of them.
     """
-    if found.size > 1:
+    if found.size > 1 or (by_mpi and _world_size(launched_size()) > 1):
         names = _OF_A_LAUNCH if by_mpi else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         place = found.rank, found.size, found.local_rank, found.local_size, found.cross_rank, found.cross_size
         noted = {"pid": os.getpid(), "place": place, "launch": {name: os.environ.get(name) for name in names}}
         os.environ[STARTED_BY] = json.dumps(noted)
+    else:
+        os.environ.pop(STARTED_BY, None)  # of an earlier init()
 
 
 def _started_by() -> dict[str, Any] | None:

@@ -75,6 +75,23 @@ def test_an_exit_code_ends_the_job_while_the_others_compute(
         assert re.search(rf"rank 1 on host \S+ \(pid \d+\) exited with code {code}\.", done.stderr)
 
 
+def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
+    """Python waits for the thread, which waits for the other rank, before it calls ``atexit``'s."""
+    path = script(
+        tmp_path,
+        "import sys, threading, numpy as np, ringdance.numpy as hvd\n"
+        "from ringdance import session\nhvd.init()\ndef wait(): hvd.allreduce(np.ones(2), name='a')\n"
+        "if hvd.rank() == 0:\n    threading.Thread(target=wait).start()\n"
+        "    while not session.engine().callers.waiting: pass\n    sys.exit(3)\n"
+        "hvd.allreduce(np.ones(2), name='b')\n",
+    )
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"first failure: rank 0 of 2 .*: exited with code 3", done.stderr)
+    assert "DeadlockError" not in done.stderr
+
+
 def test_mpi_is_not_finalized_after_an_exit_code(tmp_path: Path) -> None:
     """In a script that uses mpi4py alone: it would wait for the others."""
     path = script(

@@ -22,9 +22,10 @@ except SystemExit as error:
     assert (error.code, error.args) == (9, (9,))
     error.code = 8
     assert error.code == 8 and repr(error) == repr(pickle.loads(pickle.dumps(error))) == "SystemExit(9)"
-thread = threading.Thread(target=sys.exit, args=(7,))
-thread.start()
-thread.join()
+for function in sys.exit, exit:
+    thread = threading.Thread(target=function, args=(7,))
+    thread.start()
+    thread.join()
 def ends():
     try: sys.exit(6)
     except SystemExit as error: sys.exit(error)
@@ -44,3 +45,5 @@ def test_it_is_the_one_that_the_parent_gets(ending: str, code: int) -> None:
     line = [sys.executable, "-c", PROGRAM + ending, directory]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stdout) == (code, f"{code}\n"), done.stderr
+    assert "Exception in thread" not in done.stderr
+    assert "text" not in ending or done.stderr == "text\n"

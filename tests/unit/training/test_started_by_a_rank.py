@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 
+import ringdance.numpy
 from ringdance import session
 from ringdance.errors import NotInitializedError
 from ringdance.settings.names import STARTED_BY
@@ -27,7 +29,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def mark(by_mpi: bool = True, size: int = 4) -> None:
     place = {"local_rank": 0, "local_size": 2, "cross_rank": 1, "cross_size": 2}
-    engine: Any = SimpleNamespace(rank=2, size=size, **place)
+    engine: Any = SimpleNamespace(rank=2 if size > 1 else 0, size=size, **place)
     session._mark_children(engine, by_mpi)
 
 
@@ -69,5 +71,20 @@ def test_a_rank_of_another_job_is_one(
 
 
 def test_a_job_of_one_process_leaves_its_children_alone(environ: pytest.MonkeyPatch) -> None:
+    environ.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    mark(size=4)
     mark(size=1)
-    assert os.environ[STARTED_BY] == "null"
+    assert STARTED_BY not in os.environ
+
+
+def test_a_child_of_a_rank_in_a_job_of_its_own_does_not_join_the_launched_one(
+    environ: pytest.MonkeyPatch,
+) -> None:
+    """As after ``init(comm=[rank])``: what it inherits says that it is rank 2 of 4."""
+    mark(size=4)
+    mark(size=1)
+    rank = os.getpid()
+    environ.setattr(os, "getpid", lambda: rank + 1)
+    basics.init()
+    assert (basics.rank(), basics.size()) == (0, 1)
+    assert float(ringdance.numpy.allreduce(numpy.ones(()))) == 1  # with nobody
