@@ -355,6 +355,6 @@ def test_a_dropped_result_is_reported_at_once(caplog: pytest.LogCaptureFixture) 
     replaced = hvd.DistributedOptimizer(base, net.named_parameters())
     again = hvd.DistributedOptimizer(base, net.named_parameters())
     again.step()
-    unused = hvd.DistributedOptimizer(sgd(net.parameters()))  # whose optimizer nobody can use
+    unused = hvd.DistributedOptimizer(sgd(net.parameters()))  # whose optimizer is gone
     del used, replaced, again, unused
     assert not caplog.records
