@@ -41,7 +41,7 @@ from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.exchange import GradientExchange
 from ringdance.training.gradients.options import check_groups, check_passes, scales_of, wants_overlap
-from ringdance.training.process_sets import ProcessSet, bound_id, global_process_set, takes_part
+from ringdance.training.process_sets import ProcessSet, bind, bound_id, global_process_set, takes_part
 
 Closure = Callable[[], Any]
 
@@ -58,7 +58,7 @@ class _Distributed(Wrapped):
     def _connect(self) -> None:
         """Make the exchange and watch the parameters; local, in the same order on all ranks."""
         options, engine = self._options, session.engine()
-        bound_id(options.process_set)  # a copy may be from another job
+        bind([options.process_set])  # a copy may be from another job
         self._connected = True
         if not takes_part(options.process_set):
             release(options.parameters)
