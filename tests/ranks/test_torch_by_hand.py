@@ -92,6 +92,8 @@ CASES: list[tuple[Fill, dict[str, Any], int]] = [  # and how many exchanges ther
     (assigned, {"compression": hvd.Compression.fp16}, 1), (autograd_grad, {}, 1), (func_grad, {}, 1),
     (autograd_grad, {"backward_passes_per_step": 2}, 1), (func_grad, {"op": hvd.Sum}, 1),
     (master_weights, {}, 1), (master_weights, {"op": hvd.Sum}, 1), (data_of_master_weights, {}, 1),
+    (data_of_master_weights, {"op": hvd.Sum}, 1),
+    (data_of_master_weights, {"op": hvd.Sum, "reduce_in_backward": False}, 1),
     (replaced_after_backward, {}, 2), (replaced_in_the_same_place, {}, 2),
     (replaced_after_backward, {"reduce_in_backward": False}, 1),
     (replaced_after_backward, {"op": hvd.Sum, "reduce_in_backward": False}, 1),
@@ -184,14 +186,22 @@ def test_gradients_that_one_rank_alone_replaces() -> None:
 
 
 @several
-def test_a_closure_that_sets_gradients() -> None:
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_closure_that_sets_gradients(op: int, in_place: bool) -> None:
     net = nn.Linear(2, 1, bias=False, dtype=torch.float64)
     nn.init.ones_(net.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe"))
+    base = torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe")
+    optimizer = hvd.DistributedOptimizer(base, op=op)
+    factor = 1 / SIZE if op == hvd.Sum else 1.0  # the loss is averaged
 
     def closure() -> Tensor:
         loss = (net(X.double()) - 1).square().sum()
-        (net.weight.grad,) = torch.autograd.grad(loss, [net.weight])
+        (found,) = torch.autograd.grad(loss * factor, [net.weight])
+        if in_place and net.weight.grad is not None:
+            net.weight.grad.copy_(found)
+        else:
+            net.weight.grad = found
         return loss
 
     for _ in range(3):

@@ -304,3 +304,57 @@ def test_a_group_of_the_same_ranks() -> None:
     assert optimizer._exchange.set_id == hvd.global_process_set.process_set_id == 0
     hvd.barrier()
     engine.leave_group(group)
+
+
+@several
+def test_a_replaced_optimizer_takes_no_parameters() -> None:
+    """It raises before it takes them from the one that has them."""
+    net = make_net(0)
+    first, second = [hvd.DistributedOptimizer(sgd(layer.parameters())) for layer in (net[0], net[2])]
+    third = hvd.DistributedOptimizer(sgd(net[0].parameters()))
+    with pytest.raises(ValueError, match=REPLACED):
+        first.add_param_group({"params": net[2].parameters()})
+    assert len(first.param_groups) == 1
+    with counting_exchanges() as count:
+        loss_of(net, 0, RANK).backward()
+        second.step(), third.step()
+    assert count() == 2
+
+
+@several
+def test_a_construction_that_fails_replaces_nothing() -> None:
+    net = make_net(0)
+    base = sgd(net.parameters())
+    optimizer = hvd.DistributedOptimizer(base, net.named_parameters())
+    for given, wrong, text in (
+        (sgd(net.parameters()), hvd.ProcessSet([0]), "is not registered"),
+        (base, hvd.ProcessSet([0]), "is not registered"), (base, [0, 1], "must be a ProcessSet, got"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            hvd.DistributedOptimizer(given, net.named_parameters(), process_set=wrong)
+    assert optimizer._options.process_set is hvd.global_process_set
+    with counting_exchanges() as count:
+        loss_of(net, 0, RANK).backward()
+        optimizer.step()
+    assert count() == 1
+
+
+@several
+def test_a_dropped_result_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the script goes on with the optimizer that it gave, and nowhere else."""
+    net = make_net(0)
+    base = sgd(net.parameters())
+    hvd.DistributedOptimizer(base, net.named_parameters())
+    assert len(caplog.records) == 1
+    assert "of 0.weight and others was dropped before its first step" in caplog.text
+    assert "keep the object it returns and call its step()" in caplog.text
+    caplog.clear()
+    used = hvd.DistributedOptimizer(base, net.named_parameters())
+    loss_of(net, 0, RANK).backward()
+    used.step()
+    replaced = hvd.DistributedOptimizer(base, net.named_parameters())
+    again = hvd.DistributedOptimizer(base, net.named_parameters())
+    again.step()
+    unused = hvd.DistributedOptimizer(sgd(net.parameters()))  # whose optimizer is gone
+    del used, replaced, again, unused
+    assert not caplog.records

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 # Compressions that treat each element alike, so that a flat tensor can be compressed at once.
 _CASTS = (Compression.none, Compression.fp16, Compression.bf16)
 
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # these do not count their changes
+
+
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return pinned CPU copies of tensors on a GPU: all copies start before the first is waited for."""
     staged = [
@@ -57,6 +62,7 @@ class Gradients:
         self.sparse_as_dense = sparse_as_dense
         # What write_back left there. Weak: gradients may be dropped at any time.
         self._left: dict[int, weakref.ref[Tensor]] = {}
+        self._versions: dict[int, int] = {}  # of those, at the end of a step
         self._copies: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # on a device
         self._direct: TorchExchange | None = None
@@ -108,6 +114,18 @@ class Gradients:
     def forget(self) -> None:
         """Take no gradient for the result of an exchange: all have been cleared."""
         self._left.clear()
+
+    def settle(self) -> None:
+        """Note that a step ends: what changes the results of exchanges from now on belongs to the next."""
+        found = {index: reference() for index, reference in self._left.items()}
+        self._versions = {index: _version_of(one) for index, one in found.items() if one is not None}
+
+    def forget_changed(self) -> None:
+        """Take no gradient for the result of an exchange that has changed since ``settle``."""
+        for index, version in self._versions.items():
+            gradient = self._left[index]() if index in self._left else None
+            if gradient is not None and _version_of(gradient) != version:
+                del self._left[index]
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views of the gradients, to be reduced in place; zeros for missing ones."""

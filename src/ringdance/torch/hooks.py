@@ -27,6 +27,7 @@ def release(parameters: Sequence[Tensor], but: Hooks | None = None) -> None:
         if hooks is not None and hooks is not but and not taken.isdisjoint(map(id, hooks.parameters)):
             if hooks.close.alive:
                 hooks.exchange.abandon()
+                hooks.exchange.idle = False
             hooks.close()
 
 

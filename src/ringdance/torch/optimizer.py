@@ -8,7 +8,9 @@ described in ``ringdance.training.gradients.exchange``.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -39,9 +41,11 @@ from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.exchange import GradientExchange
 from ringdance.training.gradients.options import check_groups, check_passes, scales_of, wants_overlap
-from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
+from ringdance.training.process_sets import ProcessSet, bind, bound_id, global_process_set, takes_part
 
 Closure = Callable[[], Any]
+
+_log = logging.getLogger("ringdance")
 
 
 class _Distributed(Wrapped):
@@ -54,11 +58,10 @@ class _Distributed(Wrapped):
     def _connect(self) -> None:
         """Make the exchange and watch the parameters; local, in the same order on all ranks."""
         options, engine = self._options, session.engine()
-        release(options.parameters)
         bind([options.process_set])  # a copy may be from another job
-        number = set_id(options.process_set)
         self._connected = True
-        if len(engine.members(number)) == 1 or not options.process_set.included():
+        if not takes_part(options.process_set):
+            release(options.parameters)
             return
         check_whole(options.names, options.parameters)
         source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
@@ -69,6 +72,7 @@ class _Distributed(Wrapped):
             early=options.early, overlap=wants_overlap(engine, 0 if on_gpu else torch.get_num_threads()),
         )
         self._hooks = Hooks(options.parameters, exchange)
+        release(options.parameters, self._hooks)
 
     def _prepare(self) -> None:
         """Connect a copy at its first use in a job; find parameters added to the wrapped optimizer.
@@ -78,15 +82,24 @@ class _Distributed(Wrapped):
         """
         if not self._connected and session.is_initialized():
             self._connect()
+        self._check_not_replaced()
         if self._hooks is not None:
-            if not self._hooks.close.alive:
-                raise ArgumentError(
-                    f"This DistributedOptimizer of {self._options.names[0]} and others no longer reduces "
-                    "gradients: another one was made later for some of its parameters. Use that one, or make "
-                    "this one again by DistributedOptimizer(), which takes them back. Optimizers that are "
-                    "used in turn need parameters of their own."
-                )
             self._add_new()
+
+    def _check_not_replaced(self) -> None:
+        if self._hooks is not None and not self._hooks.close.alive:
+            raise ArgumentError(
+                f"This DistributedOptimizer of {self._options.names[0]} and others no longer reduces "
+                "gradients: another one was made later for some of its parameters. Use that one, or make "
+                "this one again by DistributedOptimizer(), which takes them back. Optimizers that are "
+                "used in turn need parameters of their own."
+            )
+
+    @compiler_disable
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as ``Wrapped`` does; raise ArgumentError where another optimizer replaced this."""
+        self._check_not_replaced()
+        super().add_param_group(param_group)
 
     def _add_new(self) -> list[int]:
         new = super()._add_new()
@@ -134,7 +147,8 @@ class _Distributed(Wrapped):
         For LBFGS the closure's loss is averaged over the ranks, so that all search along the same line.
         """
         self._prepare()
-        exchange = self._exchange
+        if (exchange := self._exchange) is not None:
+            exchange.idle = False
         _private.note_step(self)
         if self._by_hand and not self._skip:
             warnings.warn(
@@ -163,7 +177,7 @@ class _Distributed(Wrapped):
 
         def reducing() -> Any:
             if exchange.finished:
-                exchange.state.reduced = bytearray(len(exchange.names))
+                exchange.begin()
             loss = closure()
             self._finish_exchange()
             if average_loss:
@@ -223,6 +237,7 @@ def DistributedOptimizer(
     """
     engine = session.engine()
     check_optimizer(optimizer)
+    number = bound_id(process_set)
     if engine.size > 1:
         warn_of_local_batch_norm(named_parameters)
     operation = pick_operation(None, op)
@@ -236,7 +251,7 @@ def DistributedOptimizer(
         gradient_predivide_factor, _index_groups(num_groups, groups, parameters), sparse_as_dense,
         reduce_in_backward,
     )
-    if operation is ReduceOp.ADASUM and len(engine.members(set_id(process_set))) > 1:
+    if operation is ReduceOp.ADASUM and len(engine.members(number)) > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
         if nccl_built() and any(one.is_cuda for one in parameters):
@@ -246,9 +261,24 @@ def DistributedOptimizer(
             )  # fmt: skip
         release(parameters)
         return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
+    if takes_part(process_set):
+        check_whole(options.names, parameters)  # before the optimizer gets these options
     result = wrap(optimizer, _Distributed, options, backward_passes_per_step)
     result._connect()
+    if result._exchange is not None:
+        end = weakref.finalize(result, _warn_of_idle, result._exchange, weakref.ref(optimizer))
+        end.atexit = False
     return result
+
+
+def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None:
+    """Warn where a script goes on with the optimizer that it gave to ``DistributedOptimizer``."""
+    if exchange.idle and wrapped() is not None and not exchange.engine.closed:
+        _log.warning(
+            "ringdance: the DistributedOptimizer of %s and others was dropped before its first step, and "
+            "gradients are no longer reduced: keep the object it returns and call its step().",
+            exchange.names[0],
+        )
 
 
 def _index_groups(num_groups: int, groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:

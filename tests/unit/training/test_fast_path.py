@@ -48,6 +48,8 @@ class Gradients:
     def forget(self) -> None:
         pass
 
+    settle = forget_changed = forget
+
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...]:
         return (self.view,) * len(indices)
 

@@ -75,6 +75,8 @@ class Gradients:
     def forget(self) -> None:
         pass
 
+    settle = forget_changed = forget
+
 
 def cost(number: int, size: int, operation: ReduceOp) -> float:
     """Return how often an index is compared or a gradient is looked at, for each parameter and step."""

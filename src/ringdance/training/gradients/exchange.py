@@ -27,8 +27,9 @@ right: the mean of (reduced + new) is reduced + mean of new. With other operatio
 A gradient that no backward pass has computed counts as computed all the same, unless it is the tensor that
 an earlier exchange has left there: it was set by hand (``torch.autograd.grad``, master weights). It is
 reduced with those of the pass, or before it is used; all ranks set such gradients between the same exchanges.
-Values that change in place cannot be told from clipping. With Average, all gradients count in an exchange
-before they are used: to average equal ones changes nothing, and the ranks stay on their fast path.
+Values that change in place cannot be told from clipping, unless there was no backward pass in the step. With
+Average, all gradients count in an exchange before they are used: to average equal ones changes nothing, and
+the ranks stay on their fast path.
 
 Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
 (agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
@@ -152,6 +153,7 @@ class GradientExchange:
         self.groups = [tuple(group) for group in groups]
         self.state = State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
         self.direct = self._spoiled = self._broken = False
+        self.idle = True  # no step has been begun, and no other exchange has taken the gradients
         _exchanges.add(self)
         self._digest = _digest_of(names, 4).hex()  # stays when names are added: see extend
         self._join(session.engine())
@@ -344,11 +346,19 @@ class GradientExchange:
         if not self.finished or self.source.unreduced(self.state.computed):
             if self.operation is ReduceOp.AVERAGE:
                 self.source.forget()
+            elif not self.finished and not self.state.passes:
+                self.source.forget_changed()
             self._exchange()
 
     def on_step_end(self) -> None:
         """Begin the next step."""
         self.step = (self.step + 1) % STEPS
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was computed and reduced; what changes gradients from now on comes after that."""
+        if self.operation is not ReduceOp.AVERAGE:
+            self.source.settle()
         self.reset()
 
     @property

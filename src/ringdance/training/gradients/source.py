@@ -46,6 +46,12 @@ class GradientSource(Protocol):
     def forget(self) -> None:
         """Take no gradient for the result of an exchange: all have been cleared."""
 
+    def settle(self) -> None:
+        """Note that a step ends: what changes the results of exchanges from now on belongs to the next."""
+
+    def forget_changed(self) -> None:
+        """Take no gradient for the result of an exchange that has changed since ``settle``."""
+
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
         """Return views of gradients, to be reduced in place; ``None`` unless all are dense and contiguous."""
 
