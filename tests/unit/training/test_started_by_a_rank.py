@@ -87,4 +87,4 @@ def test_a_child_of_a_rank_in_a_job_of_its_own_does_not_join_the_launched_one(
     environ.setattr(os, "getpid", lambda: rank + 1)
     basics.init()
     assert (basics.rank(), basics.size()) == (0, 1)
-    assert float(ringdance.numpy.allreduce(numpy.ones(()))) == 1  # with nobody
+    assert float(ringdance.numpy.allreduce(numpy.ones(()))) == 1  # with no rank
