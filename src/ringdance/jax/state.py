@@ -26,9 +26,9 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _has_sums(node: Any) -> bool:
-    passes = getattr(node, "passes" if isinstance(node, DistributedState) else "mini_step", None)
-    known = isinstance(node, DistributedState) or type(node).__name__ == "MultiStepsState"
-    return known and np.ndim(passes) == 0  # not several models' in one, as by jax.vmap
+    if isinstance(node, DistributedState):
+        return np.ndim(node.passes) == 0  # otherwise those of several models in one, as by jax.vmap
+    return type(node).__name__ == "MultiStepsState" and np.ndim(node.mini_step) == 0
 
 
 def _mark_of(node: Any) -> tuple[int, int]:
