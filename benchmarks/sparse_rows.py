@@ -130,9 +130,9 @@ def by_torch(case: Case) -> Callable[[], tuple[Any, Any]]:
     def call() -> tuple[Any, Any]:
         table.grad = torch.sparse_coo_tensor(keys, values, table.shape, check_invariants=False)
         if optimizer._exchange is not None:
-            optimizer._exchange.computed(0)
-            optimizer._exchange.pass_done()
-            optimizer._exchange.step_done()
+            optimizer._exchange.on_gradient(0)
+            optimizer._exchange.on_backward_end()
+            optimizer._exchange.on_step_end()
         gradient = table.grad.coalesce()
         return gradient.indices()[0].numpy(), gradient.values().numpy()
 

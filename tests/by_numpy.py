@@ -15,8 +15,14 @@ Array = np.ndarray[Any, Any]
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")
-DTYPES = (*INTEGERS, *FLOATS, "bool")
+DTYPES = (*INTEGERS, *FLOATS, "complex64", "bool")
 OPERATIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+
+
+def allowed(dtype: str) -> list[str]:
+    if dtype.startswith("complex"):
+        return ["sum", "average"]
+    return [name for name in OPERATIONS if dtype != "bool" or name != "average"]
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -32,6 +38,8 @@ def values(rank: int, dtype: str, shape: tuple[int, ...], seed: int = 0) -> Arra
         drawn = made.integers(0 if dtype.startswith("u") else -3, 4, shape)
     else:
         drawn = made.normal(size=shape)
+        if dtype.startswith("complex"):
+            drawn = drawn + 1j * made.normal(size=shape)
     return np.asarray(drawn).astype(dtype_of(dtype))
 
 
@@ -42,6 +50,9 @@ def all_values(ranks: int | Sequence[int], dtype: str, shape: tuple[int, ...], s
 def reduced(parts: Sequence[Array], operation: str, pre: float = 1.0, post: float = 1.0) -> Array:
     """In rank order; 16-bit floats in float32, rounded once; averages of integers cut off, exactly."""
     dtype = parts[0].dtype
+    if dtype.kind == "c":  # as pairs of floats
+        flat = [part.reshape(-1).view(part.real.dtype) for part in parts]
+        return reduced(flat, operation, pre, post).view(dtype).reshape(parts[0].shape)
     wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
     scaled = [part if pre == 1.0 else scaled_by(part, pre, wide) for part in parts]
     total = scaled[0].astype(wide)

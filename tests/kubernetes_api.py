@@ -20,16 +20,12 @@ VERBS = ["create", "delete", "get", "list", "watch"]
 
 
 class Api:
-    """The server; `objects` by (resource, namespace, name), `output` of pods by name.
-
-    What it creates of resources that are `lost` is answered with an error.
-    """
+    """The server; `objects` by (resource, namespace, name), `output` of pods by name."""
 
     def __init__(self, kinds: dict[str, dict[str, str]]) -> None:
         self.kinds = kinds
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.output: dict[str, str] = {}
-        self.lost: set[str] = set()
         api = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -138,10 +134,7 @@ class Api:
             name = made["metadata"]["name"]
             if (resource, namespace, name) in self.objects:
                 return _problem(409, "AlreadyExists", f'{resource} "{name}" already exists')
-            made["metadata"]["managedFields"] = [{"manager": query.get("fieldManager", [""])[0]}]
             self.objects[resource, namespace, name] = made
-            if resource in self.lost:
-                return _problem(504, "Timeout", "request did not complete within requested timeout")
             return 201, made
         if not rest:
             wanted = dict(text.split("=") for text in query.get("labelSelector", [""])[0].split(",") if text)

@@ -112,6 +112,7 @@ class LoopbackTransport(Transport):
         self.host_group = tuple(i for i, other in enumerate(board.ranks) if world.hosts[other] == host)
         self._number = 0
         self._splits = 0
+        self._subsets = Counter[tuple[int, ...]]()
         self._random = random.Random(f"{world.seed} {board.ranks} {rank}")
         if board.window_bytes:
             self.window = Window(
@@ -189,6 +190,12 @@ class LoopbackTransport(Transport):
             return None
         window_bytes = window_bytes if self.board.world.window else 0
         return self._child(("split", self._splits, tuple(members)), members, window_bytes)
+
+    def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
+        self.check_alive()
+        self._subsets[tuple(members)] += 1
+        window_bytes = window_bytes if self.board.world.window else 0
+        return self._child(("subset", self._subsets[tuple(members)], tuple(members)), members, window_bytes)
 
     def hierarchy(self) -> Hierarchy | None:
         groups: dict[str, list[int]] = {}

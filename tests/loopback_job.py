@@ -12,13 +12,14 @@ from loopback import LoopbackTransport, LoopbackWorld
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
+from ringdance.ending import Process
 from ringdance.settings import Settings
 
 T = TypeVar("T")
 _thread = threading.local()
 
 
-class _PerThread(session._Process):
+class _PerThread(Process):
     """The engine of this thread, if it has one of its own, else of this process."""
 
     @property

@@ -1,13 +1,15 @@
-"""Count the steps that optimizers mark, apart from those of other tests in the process."""
+"""Count the steps that optimizers mark, and exchanges of gradients, apart from those of other tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from ringdance import session
 from ringdance.core.recorder import Recorder
 from ringdance.core.ring import Word
+from ringdance.training.gradients.exchange import GradientExchange
 
 
 @contextmanager
@@ -20,3 +22,17 @@ def counting_steps() -> Iterator[Callable[[], int]]:
         yield lambda: words[Word.STEPS]
     finally:
         engine.recorder = kept
+
+
+@contextmanager
+def counting_exchanges() -> Iterator[Callable[[], int]]:
+    """Give a function that returns the number of exchanges of gradients since the beginning of the block."""
+    number, exchange = 0, GradientExchange._exchange
+
+    def counted(self: GradientExchange) -> None:
+        nonlocal number
+        number += 1
+        exchange(self)
+
+    with patch.object(GradientExchange, "_exchange", counted):
+        yield lambda: number

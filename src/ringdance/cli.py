@@ -56,7 +56,7 @@ _COMMANDS = {
     },
     "submit": {
         "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),
-        "k8s": ("ringdance.submit.kubernetes.cli", "write, submit and follow jobs on Kubernetes"),
+        "k8s": ("ringdance.submit.kubernetes.cli", "write manifests of jobs for Kubernetes"),
         "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
         "ec2": ("ringdance.submit.ec2", "write host files of EC2 instances"),
     },

@@ -30,10 +30,12 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-# Advice for a rank that may have had fewer batches than the others, the usual reason to end early.
-OUT_OF_DATA = (
-    "If it ran out of data before the others: share the data out evenly with hvd.shard(..., ends='pad') or "
-    "ends='drop', or call hvd.join() after the last batch (DistributedDataParallel: with model.join():)."
+# Advice where a rank has made, or will have made, fewer steps than the others.
+UNEVEN_STEPS = (
+    "A rank that makes fewer steps than the others skipped one (`continue` or `return` before its backward "
+    "pass, for instance: every rank has to make each step), or ran out of data: share it out evenly with "
+    "hvd.shard(..., ends='pad') or ends='drop', or call hvd.join() after the last batch "
+    "(DistributedDataParallel: with model.join():)."
 )
 
 

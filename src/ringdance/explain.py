@@ -48,7 +48,7 @@ directory
 """
 _SAMPLE_S = 0.2
 _BEFORE = " without init()"  # what a rank's progress ends with until then
-_WAITS = re.compile(r"core/progress\.py(?:\", line |:)\d+(?:\)| in wait\b)")
+_WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 _ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
 
 

@@ -1,11 +1,14 @@
-"""Read files that a job has left, which may be damaged or no files at all."""
+"""Read files that a job has left, which may be damaged or not files at all, and write texts as a whole."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, TextIO, get_args, get_origin
 
 from ringdance.errors import LaunchError
 
@@ -46,3 +49,29 @@ def read_regular(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror or error}") from None
+
+
+def unique_beside(path: Path, word: str) -> Path:
+    """Return a name beside a path that no other process uses."""
+    return path.with_name(f".{path.name}.{word}-{os.uname().nodename}-{os.getpid()}")
+
+
+@contextmanager
+def whole_text(path: Path) -> Iterator[TextIO]:
+    """Open a file for a text. The file gets its name when it is complete; after an error nothing is left.
+
+    Raises:
+        OSError: The file cannot be written. ``filename`` is ``path``.
+    """
+    partial = unique_beside(path, "partial")
+    try:
+        with open(str(partial), "w", encoding="utf-8", errors="surrogateescape") as file:
+            yield file
+        os.replace(partial, path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if isinstance(error, OSError) and (no_room or error.filename == str(partial)):
+            error.filename = str(path)
+        raise

@@ -6,50 +6,29 @@ of its own.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.core.recorder import Profiler, StepMark
-from ringdance.core.reports import dump
-from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError, RingdanceError
-from ringdance.monitoring import Monitoring
+from ringdance.ending import Process
+from ringdance.errors import ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
-from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
+from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES, STARTED_BY
 from ringdance.transport.base import Transport
-from ringdance.transport.single import SingleTransport
-
-if TYPE_CHECKING:
-    from ringdance.tune.autotune import Autotuner
+from ringdance.transport.single import OutsideTransport, SingleTransport
 
 _log = logging.getLogger("ringdance")
-
-# Begins a line on stderr with which a failing rank gives the launcher the reason; JSON follows.
-CAUSE_MARK = "::ringdance-cause::"
-# Seconds for the other ranks to see the message and raise their own error, before this process
-# ends and the MPI launcher kills them.
-_GRACE = 0.5
-
-_LIBRARIES = "|".join(re.escape(os.path.dirname(one)) for one in (__file__, os.__file__))
-_OF_LIBRARIES = re.compile(f"^({_LIBRARIES})/|^<frozen|/(site|dist)-packages/")
-
-# JAX begins an error with "Error dispatching computation: " once for each program that has led to it.
-_REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
 
 # Settings on which the layout of shared memory, the cutting of batches and what is exchanged rest.
 _COMMON = (
@@ -57,26 +36,10 @@ _COMMON = (
     "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "tuned", "window", "window_bytes",
 )  # fmt: skip
 
+# They tell a rank from those of other jobs, and from other ranks.
+_OF_A_LAUNCH = (*RANK_NAMES, *SIZE_NAMES, "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
-
-class _Process:
-    """The engine of this process, and how it ended."""
-
-    engine: Engine | None = None
-    comm: Any = None  # the arguments of init()
-    transport: tuple[int, Callable[..., Transport]] | None = None
-    pid: int = 0  # 0 before the first init()
-    mpi: bool = False
-    monitoring = Monitoring()
-    clean: bool = True  # every engine so far has stopped by agreement
-    at_init: tuple[Callable[[], None], ...] = ()
-    tuner: Autotuner | None = None
-    failed: bool = False  # an uncaught exception is on its way out
-    unseen: tuple[Engine | None, Exception] | None = None  # see ``note_unseen``
-    has_trained: Callable[[], bool] | None = None  # by itself; None: not known, reported, or it has reduced
-
-
-_process = _Process()
+_process = Process()
 _lock = threading.Lock()
 
 
@@ -190,9 +153,20 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
     Raises:
         LaunchError: the launcher and the MPI library do not belong together, or MPI is missing.
         ArgumentError: ``comm`` is neither, or this process is not in it.
+        NotInitializedError: a rank has started this process, which ``transport`` is not for. Without it the
+            process joins nothing: as in a forked one ``rank()`` and ``size()`` work, collectives raise this.
     """
     with _lock:
         if is_initialized():
+            return
+        rank = _started_by()
+        if rank is not None and (transport is None or rank["place"][1] > 1):
+            _process.engine = _outside(rank, settings_module.load())
+            if transport is not None:
+                error, _process.engine = _process.engine.end.error(), None
+                raise error
+            for function in _process.at_init:
+                function()
             return
         if _process.mpi and _process.pid != os.getpid():
             raise NotInitializedError(
@@ -216,12 +190,9 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
 
             _process.tuner = tuner_of(_process.engine)
         _export_ranks(_process.engine)
+        _mark_children(_process.engine, given is None)
         if not _process.pid:
-            dump.enable()
-            atexit.register(_at_exit)
-            os.register_at_fork(after_in_child=_after_fork)
-            previous = sys.excepthook
-            sys.excepthook = lambda kind, error, trace: _on_exception(previous, kind, error, trace)
+            _process.watch()
         _process.pid = os.getpid()
         for function in _process.at_init:
             function()
@@ -232,7 +203,7 @@ def shutdown() -> None:
     found = _leave()
     if found is not None:
         if _process.pid == os.getpid():
-            _show_summary(found)
+            _process.show_summary(found)
         _process.monitoring.end(found)
 
 
@@ -345,6 +316,37 @@ def _export_ranks(found: Engine) -> None:
     os.environ["HOROVOD_HOSTNAME"] = found.identity.host
 
 
+def _mark_children(found: Engine, by_mpi: bool) -> None:
+    """Tell the processes that this rank starts that they are not the rank, though they get its variables.
+
+    Those that a launcher starts for a job of their own get other values of them.
+    """
+    if found.size > 1 or (by_mpi and _world_size(launched_size()) > 1):
+        names = _OF_A_LAUNCH if by_mpi else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        place = found.rank, found.size, found.local_rank, found.local_size, found.cross_rank, found.cross_size
+        noted = {"pid": os.getpid(), "place": place, "launch": {name: os.environ.get(name) for name in names}}
+        os.environ[STARTED_BY] = json.dumps(noted)
+    else:
+        os.environ.pop(STARTED_BY, None)  # of an earlier init()
+
+
+def _started_by() -> dict[str, Any] | None:
+    """Return what the rank that has started this process has noted of itself, None if there is none."""
+    noted: dict[str, Any] | None = json.loads(os.environ.get(STARTED_BY, "null"))
+    if noted is None or noted["pid"] == os.getpid():
+        return None
+    return noted if all(os.environ.get(name) == value for name, value in noted["launch"].items()) else None
+
+
+def _outside(noted: dict[str, Any], settings: Settings) -> Engine:
+    """Return an engine that is in no job, and answers for the rank that has started this process."""
+    rank, size, *place = noted["place"]
+    found = Engine(OutsideTransport(rank, size, noted["pid"]), settings, threaded=False)
+    found.local_rank, found.local_size, found.cross_rank, found.cross_size = place
+    found.disown("was started by")
+    return found
+
+
 def _world_size(launched: int | None) -> int:
     """Return an upper bound of the job's size before MPI is up."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
@@ -360,121 +362,3 @@ def _configure_log(settings: Settings) -> None:
     _log.addHandler(handler)
     _log.propagate = False
     _log.setLevel({"trace": "DEBUG", "fatal": "CRITICAL"}.get(settings.log_level, settings.log_level.upper()))
-
-
-# -- the end --------------------------------------------------------------------------------
-
-
-def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Report the reason to our launcher; without it, log what Python has not printed already."""
-    who = found.identity
-    if "RINGDANCE_JOB" not in os.environ:
-        if kind == "exit":
-            _log.error("ringdance: %s", message)
-        return
-    cause = {"rank": who.rank, "host": who.host, "pid": who.pid, "time": time.time()}
-    line = json.dumps(cause | {"kind": kind, "message": message, "traceback": trace})
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{CAUSE_MARK} {line}\n")
-        sys.stderr.flush()
-
-
-def _cut(error: RingdanceError, trace: TracebackType | None) -> None:
-    """Leave out of a traceback what is below the script's own last line, and an error of ours before it."""
-    if isinstance(error.__cause__ or error.__context__, RingdanceError):
-        error.__suppress_context__, error.__cause__ = True, None
-    last, hidden = None, 0
-    while trace is not None:
-        inside = _OF_LIBRARIES.search(trace.tb_frame.f_code.co_filename)
-        last, hidden = (last, hidden + 1) if inside else (trace, 0)
-        trace = trace.tb_next
-    if last is not None and hidden:
-        last.tb_next = None
-        error.add_note(f"({hidden} calls in libraries are left out: RINGDANCE_LOG_LEVEL=debug shows them)")
-
-
-def _on_exception(
-    previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Report an uncaught exception as the cause, to the launcher and to the peers."""
-    found = _process.engine
-    whole = found is None or found.settings.log_level in ("debug", "trace")
-    if isinstance(error, RingdanceError) and not whole:
-        _cut(error, trace)
-    previous(kind, error, trace)
-    _process.failed = True
-    if found is None or _process.pid != os.getpid() or found.size == 1:
-        return
-    text = _REPEATED.sub(r"\1", f"{kind.__name__}: {error}")
-    how = "lost" if found.end.broken is not None or found.closed else "exception"
-    _cause(found, how, text, "".join(traceback.format_exception(kind, error, trace)))
-    if not found.closed:
-        found.leave(f"{found.identity} ended with {text}")
-    if found.end.failed_here:
-        time.sleep(_GRACE)
-
-
-def _at_exit() -> None:
-    if _process.unseen is not None and _process.pid == os.getpid() and not _process.failed:
-        _process.engine, error = _process.unseen
-        error.add_note("ringdance: this happened in a compiled program, and no result was read since.")
-        sys.excepthook(type(error), error.with_traceback(None), None)
-    found, _process.engine = _process.engine, None
-    if _process.pid != os.getpid():
-        return
-    if found is not None and not _process.failed:
-        done = f" after {found.recorder.steps_text()}"
-        _process.clean &= found.shutdown(f"has ended its program{done}", departing=True)
-        _warn_of_incomplete(found)
-        if found.end.unclean and found.end.stopped_first:
-            ended = f"{found.identity} ended its program{done}, while other ranks waited for it. "
-            ended += OUT_OF_DATA
-            _cause(found, "exit", ended)
-            _process.clean = False
-            time.sleep(_GRACE)
-        _process.clean &= not found.end.unclean
-        _show_summary(found)
-    if found is not None:
-        _process.monitoring.end(found)
-    if _process.mpi:
-        from ringdance.transport.library import finalize
-
-        finalize(_process.clean and not _process.failed)
-
-
-def _show_summary(found: Engine) -> None:
-    """Show the summary of a run that has ended well, by rank 0."""
-    if found.rank == 0 and _process.clean:
-        if _process.tuner is not None:
-            _process.tuner.leave()
-        with contextlib.suppress(Exception):  # stderr may be closed
-            for line in found.summary.lines(found.transport.identities):
-                print(f"ringdance: {line}", file=sys.stderr)
-            if found.size > 1 and _process.has_trained and _process.has_trained():
-                _process.has_trained = None
-                _log.warning(
-                    "ringdance: rank 0 has run backward passes, but no allreduce in this job of %d ranks: no "
-                    "gradient was averaged. To train one model together, wrap its optimizer: optimizer = "
-                    "hvd.DistributedOptimizer(optimizer, ...). It is fine if each rank trains a model of its "
-                    "own, rank 0 alone trains, or something else averages.", found.size,
-                )  # fmt: skip
-
-
-def _warn_of_incomplete(found: Engine) -> None:
-    """Warn of asynchronous operations without a wait, which are lost now."""
-    names = found.end.incomplete
-    if names and not found.end.unclean:  # else the rank that waits gets an error
-        shown = ", ".join(f"'{name}'" for name in names[:6])
-        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-        _log.warning(
-            "ringdance: %s ended its program before %d of its operations were complete: %s%s. Call "
-            "synchronize() with each handle; what other ranks never submit does not complete.",
-            found.identity, len(names), shown, more,
-        )  # fmt: skip
-
-
-def _after_fork() -> None:
-    """In a forked child (a DataLoader worker): keep rank and size, refuse collectives."""
-    _process.monitoring = Monitoring()
-    if _process.engine is not None:
-        _process.engine.disown()

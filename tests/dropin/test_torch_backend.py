@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,60 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     done = started("ringdance", "run", "-np", "2", sys.executable, str(script))
     assert done.returncode != 0
     assert "RankLostError: rank 1 on host" in done.stdout + done.stderr
+
+
+@pytest.mark.limit(LIMIT)
+def test_a_timeout_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """Backward does not return with gradients that were not reduced, nor does anything after it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "dist.init_process_group('ringdance', timeout=timedelta(seconds=1))\n"
+        "rank = dist.get_rank()\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "for step in range(3):\n"
+        "    if step == 2 and rank == 1:\n"
+        "        time.sleep(2)\n"
+        "    try:\n"
+        "        model(torch.ones(1, 2)).sum().backward()\n"
+        "    except RuntimeError as error:\n"
+        "        print('step', step, type(error).__name__, 'on rank 0' in str(error))\n"
+        "late = torch.ones(1)\n"
+        "try:\n"
+        "    work = dist.all_reduce(late, async_op=True)\n"
+        "    work.wait()\n"
+        "except RuntimeError as error:\n"
+        "    print('then', type(error).__name__, late.item())\n"
+    )
+    done = started("ringdance", "run", "-np", "2", sys.executable, str(script))
+    for text in ("step 2 DistBackendError True", "step 2 StallError True", "then StallError 1.0"):
+        assert text in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("step") == done.stdout.count("then") == 2
+
+
+@pytest.mark.limit(LIMIT)
+def test_ranks_started_by_hand_that_begin_again(tmp_path: Path) -> None:
+    """torch's store ends with its process group; the job and a later group do not need it."""
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "for life in range(2):\n"
+        "    dist.init_process_group('ringdance')\n"
+        "    group = dist.new_group()\n"
+        "    dist.all_reduce(one := torch.ones(1), group=group)\n"
+        "    print(life, int(one))\n"
+        "    del group\n"
+        "    dist.destroy_process_group()\n"
+        "    time.sleep(0.5)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    by_hand = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen([sys.executable, str(script)], env=by_hand | {"RANK": str(rank)}, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert rank.communicate(timeout=LIMIT) == ("0 2\n1 2\n", "")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from processes import script
+from run import launcher
 
 
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
-        ("sys.exit(3)", 3, "exited with code 3 while other ranks waited for it"),
-        ("sys.exit('no data')", 1, "1 while other ranks waited for it; its last line on stderr: no data"),
+        ("sys.exit('no data')", 1, "exited with code 1; its last line on stderr: no data"),
         ("ctypes.string_at(0)", 139, "killed by SIGSEGV"),
     ],
 )
@@ -33,6 +34,74 @@ def test_a_rank_that_ends_while_others_wait(tmp_path: Path, ending: str, code: i
     if code == 139:
         assert f'File "{path}", line 5 in step' in frame  # and not the C frames that MPI lists
         assert "Process received signal" not in done.stderr
+
+
+ENDS = """
+import argparse, sys, time
+import ringdance.numpy as hvd
+hvd.init()
+if hvd.rank() == 1:
+    try: sys.exit(5)
+    except SystemExit as error: assert error.code == 5
+    ENDING
+time.sleep(20)
+print("worked on")
+"""
+
+
+@pytest.mark.parametrize("by", ["mpiexec", "ringdance run"])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("quit(3)", 3),
+        pytest.param("sys.exit('no data')", 1, marks=pytest.mark.slow),
+        pytest.param("argparse.ArgumentParser().parse_args(['-x'])", 2, marks=pytest.mark.slow),
+        pytest.param("hvd.shutdown(); sys.exit(1)", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_exit_code_ends_the_job_while_the_others_compute(
+    tmp_path: Path, by: str, ending: str, code: int
+) -> None:
+    command, environ = launcher(2)
+    if by == "ringdance run":
+        command = [sys.executable, "-m", "ringdance", "run", "-np", "2"]
+    line = [*command, sys.executable, script(tmp_path, ENDS.replace("ENDING", ending))]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == code, done.stderr
+    assert "worked on" not in done.stdout
+    if by == "ringdance run":
+        assert re.search(rf"first failure: rank 1 of 2 .*: exited with code {code}", done.stderr)
+    elif "shutdown" not in ending:
+        assert re.search(rf"rank 1 on host \S+ \(pid \d+\) exited with code {code}\.", done.stderr)
+
+
+def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
+    """Python waits for the thread, which waits for the other rank, before it calls ``atexit``'s."""
+    path = script(
+        tmp_path,
+        "import sys, threading, numpy as np, ringdance.numpy as hvd\n"
+        "from ringdance import session\nhvd.init()\ndef wait(): hvd.allreduce(np.ones(2), name='a')\n"
+        "if hvd.rank() == 0:\n    threading.Thread(target=wait).start()\n"
+        "    while not session.engine().callers.waiting: pass\n    sys.exit(3)\n"
+        "hvd.allreduce(np.ones(2), name='b')\n",
+    )
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"first failure: rank 0 of 2 .*: exited with code 3", done.stderr)
+    assert "DeadlockError" not in done.stderr
+
+
+def test_mpi_is_not_finalized_after_an_exit_code(tmp_path: Path) -> None:
+    """In a script that uses mpi4py alone: it would wait for the others."""
+    path = script(
+        tmp_path,
+        "import sys, time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.Get_rank(): sys.exit(4)\n"
+        "time.sleep(20)\nprint('worked on')\n",
+    )
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    assert (done.returncode, done.stdout) == (4, ""), done.stderr
 
 
 def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_path: Path) -> None:

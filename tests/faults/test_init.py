@@ -86,3 +86,62 @@ def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
     each = f"OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_SIZE=4 {sys.executable} {program} &"
     text = said(["sh", "-c", f"for rank in 0 1; do {each} done; wait"])
     assert "Waiting: ranks 0, 1. Not on this host: ranks 2, 3: ended before init()" in text, text
+
+
+CHILDREN = """
+import multiprocessing, subprocess, sys
+import ringdance.numpy as hvd
+from ringdance.errors import NotInitializedError
+
+hvd.init()
+
+def told(_):
+    try:
+        hvd.barrier()
+    except NotInitializedError as error:
+        return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), str(error)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "inner":
+        print("inner", int(hvd.allreduce(hvd.rank() + 1, op=hvd.Sum)), flush=True)
+    elif sys.argv[1] == "child":
+        print("child", *told(0), flush=True)
+    else:
+        method, *nested = sys.argv[1:]
+        child = subprocess.Popen([sys.executable, __file__, "child"])
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(method, *pool.map(told, [0])[0], flush=True)
+        assert child.wait() == 0
+        if hvd.rank() and nested:
+            subprocess.run([*nested, sys.executable, __file__, "inner"], check=True)
+        hvd.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("by", "method", "nested"),
+    [
+        ("ringdance run", "spawn", ()),
+        pytest.param("mpiexec", "forkserver", (), marks=pytest.mark.slow),
+        pytest.param(
+            "ringdance run", "spawn",
+            ("env", "-u", "RINGDANCE_SIZE", sys.executable, "-m", "ringdance", "run", "-np", "2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_process_that_a_rank_starts_is_not_the_rank(
+    by: str, method: str, nested: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Though it calls init() with the rank's environment. A job of its own, by a launcher, is one."""
+    command, environ = launcher(2)
+    if by == "ringdance run":
+        command = [sys.executable, "-m", "ringdance", "run", "-np", "2"]
+    line = [*command, sys.executable, script(tmp_path, CHILDREN), method, *nested]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False, timeout=55)
+    assert done.returncode == 0, done.stderr
+    who = r"This process \(pid \d+\) was started by rank {0} on host \S+ \(pid \d+\)"
+    for kind in (method, "child"):
+        for rank in (0, 1):
+            assert re.search(f"{kind} {rank} 2 {rank} 2 {who.format(rank)}", done.stdout), done.stdout
+    assert done.stdout.count("inner 3") == 2 * bool(nested), done.stdout

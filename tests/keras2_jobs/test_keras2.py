@@ -370,6 +370,16 @@ def test_elastic_state(kind: str) -> None:
     assert same_on_all_ranks(net)
 
 
+def test_a_restore_clears_the_sums_of_an_optimizer_in_another() -> None:
+    net, optimizer = model(), hvd.DistributedOptimizer(sgd("new"), backward_passes_per_step=2)
+    net.compile(keras.mixed_precision.LossScaleOptimizer(optimizer), "mse")
+    state = hvd.elastic.KerasState(net)
+    fit(net, [RANK], 1)
+    assert int(optimizer._agg_helper.counter) == 1
+    state.restore()
+    assert int(optimizer._agg_helper.counter) == 0
+
+
 @pytest.mark.ranks(2)
 def test_the_page(tmp_path: Path) -> None:
     command = "TF_CPP_MIN_LOG_LEVEL=3 TF_USE_LEGACY_KERAS=1 ringdance run -np 2 python keras2.py"

@@ -31,6 +31,7 @@ from nets import (
 
 import ringdance.keras as hvd
 from ringdance.errors import ArgumentError, CollectiveError, MismatchError
+from ringdance.keras import _private
 from ringdance.keras.library import read
 
 hvd.init()
@@ -502,3 +503,153 @@ def test_elastic_state() -> None:
     assert (state.epoch, state.batch) == (2, 0)
     with pytest.raises(ArgumentError, match="weights"):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("absolute", [True, False])
+def test_every_epoch_is_trained_once_though_some_fail(absolute: bool) -> None:
+    net = model()
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
+    state = hvd.elastic.KerasState(net, epoch=0, batch=0)
+    failures, done = [2, 3], []
+
+    class Failing(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if failures and state.epoch == failures[0] and batch == 1:
+                failures.pop(0)
+                raise CollectiveError("planted")
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            done.append(state.epoch)
+
+    more = [
+        Failing(), hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=0),
+    ]
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        numbers = {"initial_epoch": state.epoch, "epochs": 4} if absolute else {"epochs": 4 - state.epoch}
+        net.fit(*data([RANK], 2), batch_size=ROWS, verbose=0, callbacks=more, **numbers)
+
+    train(state)
+    assert not failures
+    assert done == [0, 1, 2, 3]
+    assert (state.epoch, state.batch, int(number(net.optimizer.iterations))) == (4, 0, 8)
+
+
+def _halfway() -> Any:
+    """A model after the first of two passes, with gradients of each rank's own."""
+    net = model(RANK)
+    net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2), "mse")
+    net.optimizer.build(net.trainable_variables)
+    _half_step(net)
+    return net
+
+
+def _half_step(net: Any) -> None:
+    gradients = [keras.ops.ones(one.shape) * (RANK + 1.0) for one in net.trainable_variables]
+    net.optimizer.apply(gradients, net.trainable_variables)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("how", ["callback", "values", "tensorflow", "rank zero alone", "state"])
+def test_sums_between_passes_stay_each_ranks_own(how: str) -> None:
+    """The step is that of all ranks' gradients in both passes."""
+    net = _halfway()
+    sums = _private.accumulators(net.optimizer)
+    mean = (SIZE + 1) / 2
+    wanted = 2 * mean
+    variables = [*net.variables, *net.optimizer.variables]
+    if how == "tensorflow":
+        if keras.backend.backend() != "tensorflow":
+            pytest.skip("it is for TensorFlow")
+        import ringdance.tensorflow as hvd_tensorflow
+
+        hvd_tensorflow.broadcast_variables(variables, root_rank=0)
+    elif how == "callback":
+        broadcast = callbacks.BroadcastGlobalVariablesCallback(0)
+        broadcast.set_model(net)
+        broadcast.on_train_begin()
+    elif how == "state":
+        state = hvd.elastic.KerasState(net)
+        _half_step(net)
+        state.restore()
+        state.sync()
+    else:
+        if how == "rank zero alone" and RANK:  # as if the others had not loaded the checkpoint
+            for one in sums:
+                one.assign(keras.ops.zeros(one.shape))
+        if how == "rank zero alone":
+            wanted = 1 + mean
+        hvd.broadcast_variables(variables, root_rank=0)
+    before = read(net.trainable_variables[0])
+    _half_step(net)
+    assert far([before - read(net.trainable_variables[0])], [np.full_like(before, wanted)]) < 1e-5
+    assert same_on_all_ranks(net.get_weights())
+
+
+def test_a_restore_drops_gradients_on_torch() -> None:
+    if keras.backend.backend() != "torch":
+        pytest.skip("other backends do not keep gradients")
+    net = model()
+    state = hvd.elastic.KerasState(net)
+    net(np.ones((1, 8), "float32")).sum().backward()
+    assert net.trainable_variables[0].value.grad is not None
+    state.restore()
+    assert net.trainable_variables[0].value.grad is None
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_write_to_one_path_are_noticed(shared: Path) -> None:
+    net = model()
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
+
+    def train(epochs: int, *more: Any) -> None:
+        every = [callbacks.BroadcastGlobalVariablesCallback(0), *more]
+        net.fit(*data([RANK], 1), batch_size=ROWS, epochs=epochs, verbose=0, callbacks=every)
+
+    log = shared / "noticed.csv"
+    for name, several in (("noticed.csv", True), (f"{RANK}.csv", False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(1, keras.callbacks.CSVLogger(shared / name))
+        said = [str(one.message) for one in caught if "CSVLogger" in str(one.message)]
+        assert len(said) == (several and RANK == 0)
+        for text in said:
+            assert f"CSVLogger writes to {log} on the ranks {ALL} of " in text
+            assert "on_rank_zero(keras.callbacks.CSVLogger(...))" in text
+    assert dict(callbacks._PATHS) == {  # as Keras names them
+        name: attribute for name, attribute in callbacks._PATHS.items()
+        if hasattr(getattr(keras.callbacks, name)("a.keras"), attribute)
+    }
+    with pytest.raises(ArgumentError, match=r"one.*\[0, 1.*of its own.*backup-{hvd.rank"):
+        train(1, keras.callbacks.BackupAndRestore(shared / "one"))
+    with pytest.raises(ArgumentError, match=r"of its own.*backup-{hvd.rank"):
+        callbacks.on_rank_zero(keras.callbacks.BackupAndRestore(shared / "one"))
+
+
+@pytest.mark.every_backend
+def test_a_backup_for_each_rank_goes_on_where_it_was(tmp_path: Path) -> None:
+    """As the error advises."""
+    begun: list[int] = []
+
+    def train(until: int) -> Any:
+        def stop(epoch: int, logs: Any = None) -> None:
+            begun.append(epoch)
+            if epoch == until:
+                raise ValueError("planted")
+
+        net = model(RANK)
+        net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
+        every = [
+            callbacks.BroadcastGlobalVariablesCallback(0), keras.callbacks.BackupAndRestore(str(tmp_path)),
+            keras.callbacks.LambdaCallback(on_epoch_begin=stop),
+        ]
+        net.fit(*data([RANK], 1), batch_size=ROWS, epochs=3, verbose=0, callbacks=every)
+        return net
+
+    with pytest.raises(ValueError, match="planted"):
+        train(2)
+    assert same_on_all_ranks(train(3).get_weights())
+    assert begun == [0, 1, 2, 2]

@@ -14,6 +14,7 @@ from by_numpy import (
     Array,
     adasum,
     all_values,
+    allowed,
     dtype_of,
     reduced,
     same,
@@ -36,15 +37,11 @@ def around_the_limits(dtype: str, way: str) -> list[tuple[int, ...]]:
     return [(at - 1,), (at,), (at + 1,), (large // dtype_of(dtype).itemsize + 13,)]
 
 
-def allowed(dtype: str) -> list[str]:
-    return [name for name in OPERATIONS if dtype != "bool" or name != "average"]
-
-
 def check(got: Array, want: Array, way: str, operation: str) -> None:
     """To the bit; but MPI may add three or more floats in an order of its own."""
-    if "messages" in way and SIZE > 2 and want.dtype in (np.float32, np.float64):
+    if "messages" in way and SIZE > 2 and want.dtype in (np.float32, np.float64, np.complex64):
         assert got.dtype == want.dtype
-        np.testing.assert_allclose(got, want, rtol=1e-5 if want.dtype == np.float32 else 1e-13, atol=1e-6)
+        np.testing.assert_allclose(got, want, rtol=1e-13 if want.dtype == np.float64 else 1e-5, atol=1e-6)
     else:
         same(got, want)
 
@@ -58,6 +55,21 @@ def test_every_operation_and_shape(way: str, dtype: str) -> None:
             got = hvd.allreduce(inputs[RANK], op=OPERATIONS[operation])
             check(got, reduced(inputs, operation), way, operation)
             same(inputs[RANK], before)
+
+
+def test_complex_numbers_are_pairs_of_floats(way: str) -> None:
+    """An infinite part leaves the other one as it is, whatever the scale; a joined rank adds zeros."""
+    given = np.array([complex(np.inf, 1), complex(2, -np.inf), 3 - 4j])
+    factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+    for _ in range(4):  # from the second time on the request is cached
+        same(hvd.allreduce(given, name="complex"), given)
+        same(hvd.allreduce(given, name="scaled", **factors), (1.5 * given.view(float)).view(complex))
+    inputs = [all_values(SIZE, dtype, (5,), 1) for dtype in ("complex128", "float64", "complex64")]
+    for got, row in zip(hvd.allreduce([row[RANK] for row in inputs], **factors), inputs, strict=True):
+        np.testing.assert_allclose(got, reduced(row, "average", 0.5, 3.0), rtol=1e-6)
+    if RANK:
+        same(hvd.allreduce(given, op=hvd.Sum), sum([given] * (SIZE - 1)))
+    hvd.join()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -244,8 +256,11 @@ def test_types_and_operations_that_do_not_go(way: str) -> None:
         hvd.allreduce(np.ones(2, bool))
     with pytest.raises(CollectiveError, match="floating"):
         hvd.allreduce(np.ones(2, np.int32), op=hvd.Adasum)
-    with pytest.raises(ArgumentError, match="complex"):
-        hvd.allreduce(np.ones(2, complex))
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        with pytest.raises(CollectiveError, match=r"Complex tensors .* Sum and Average, not by"):
+            hvd.allreduce([np.ones(2), np.ones(2, complex)], op=op)
+    with pytest.raises(ArgumentError, match="complex256"):
+        hvd.allgather(np.ones(2, np.clongdouble))
     with pytest.raises(ArgumentError, match="op=17"):
         hvd.allreduce(np.ones(2), op=17)
     with pytest.raises(ArgumentError, match="contiguous"):

@@ -189,7 +189,7 @@ def test_bad_splits_on_one_rank(way: str, what: str, named: bool) -> None:
 
 
 WRONG_ALONE: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
-    "complex": (hvd.allreduce, lambda _, **k: hvd.allreduce(np.ones(4, complex), **k), "complex128"),
+    "complex": (hvd.allreduce, lambda x, **k: hvd.allreduce(x * 1j, op=hvd.Product, **k), "not by Product"),
     "text": (hvd.allgather, lambda _, **k: hvd.allgather("abc", **k), "<U3"),
     "operation": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, op="sum", **k), "op='sum' is not one of"),
     "not a number": (hvd.reducescatter, lambda x, **k: hvd.reducescatter(x, prescale_factor="a", **k), "'a'"),

@@ -134,7 +134,7 @@ def test_alltoall_in_equal_parts_and_asynchronous(way: str) -> None:
     assert received.tolist() == [3] * SIZE
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, "complex64"])
 def test_reducescatter(way: str, dtype: str) -> None:
     """Rows that divide, that do not, and fewer than there are ranks."""
     for operation, op in (("sum", hvd.Sum), ("average", hvd.Average)):

@@ -88,12 +88,13 @@ def test_wrapping_keeps_the_state_and_its_broadcast_makes_no_step() -> None:
 
 def test_groups_honour_the_factor() -> None:
     first, second = parameter(0.0), parameter(0.0)
-    hvd.DistributedOptimizer(
+    optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([first, second], lr=1.0), [("first", first), ("second", second)],
         groups=1, gradient_predivide_factor=float(SIZE),
     )  # fmt: skip
     ((RANK + 1) * (first + second)).sum().backward()
     assert [first.grad.item(), second.grad.item()] == pytest.approx([MEAN, MEAN])
+    optimizer.step()
 
 
 def test_batch_norm_works_on_the_cpu() -> None:

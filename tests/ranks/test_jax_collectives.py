@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from other_settings import other_settings
 
@@ -238,3 +239,48 @@ def test_broadcast_of_a_pytree() -> None:
     assert found["s"][1].tolist() == [SIZE - 1] * 2
     assert hvd.broadcast_object({"rank": RANK}) == {"rank": 0}
     assert hvd.allgather_object(RANK) == list(range(SIZE))
+
+
+def test_complex_numbers(wrap: Wrap) -> None:
+    def near(found: Any, expected: Any) -> None:
+        assert found.dtype == np.complex64
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5)
+
+    every = [one + 1j * one[::-1] for one in everyone()]
+    x, total, own = jnp.asarray(every[RANK], jnp.complex64), sum(every), slice(2 * RANK, 2 * RANK + 2)
+    near(wrap(hvd.allreduce)(x), total / SIZE)
+    near(wrap(lambda x: hvd.grouped_allreduce([x, jnp.ones(2)], op=hvd.Sum)[0])(x), total)
+    near(wrap(hvd.allgather)(x), np.concatenate(every))
+    near(wrap(lambda x: hvd.broadcast(x, 0))(x), every[0])
+    near(wrap(hvd.alltoall)(x), np.concatenate([one[own] for one in every]))
+    near(wrap(lambda x: hvd.reducescatter(x, op=hvd.Sum))(x), total[own])
+    for op in (hvd.Product, hvd.Adasum):
+        with pytest.raises((ArgumentError, jax.errors.JaxRuntimeError, ValueError), match="not by"):
+            jax.block_until_ready(wrap(lambda x, op=op: hvd.allreduce(x, op=op))(x))
+    loss = lambda x: (jnp.abs(hvd.allreduce(x, op=hvd.Sum)) ** 2).sum()  # noqa: E731
+    near(wrap(jax.grad(loss))(x), 2 * SIZE * np.conj(total))
+
+
+def test_complex_numbers_of_64_bits_each_and_training() -> None:
+    given = np.array([1 + 1e-12j]) * (RANK + 1)
+    found = hvd.allreduce(given, op=hvd.Sum)
+    assert found.dtype == np.complex128
+    assert found == np.array([1 + 1e-12j]) * sum(range(1, SIZE + 1))
+    options = {"compression": hvd.Compression.bf16, "backward_passes_per_step": 2}
+    transformation = hvd.distributed(optax.sgd(1.0), **options)
+    weight = jnp.ones(3, jnp.complex64)
+    state = transformation.init(weight)
+    for _ in range(2):
+        updates, state = transformation.update(weight * (RANK + 0.001j), state, weight)
+    np.testing.assert_allclose(updates, -2 * np.full(3, (SIZE - 1) / 2 + 0.001j), rtol=1e-6)
+    with other_settings({"RINGDANCE_CHECK_WEIGHTS": "error"}):
+        transformation = hvd.distributed(optax.sgd(1.0))
+        weight = weight + 1j * RANK  # only the imaginary parts differ
+        state = transformation.init(weight)
+
+        def train() -> None:
+            for _ in range(12):
+                transformation.update(weight, state, weight)
+
+        with pytest.raises(MismatchError, match="models differ"):
+            train()

@@ -185,6 +185,42 @@ def test_accumulation(average: bool) -> None:
     assert far(found, train(plain, list(range(SIZE)), beginning())) < 1e-6
 
 
+def halfway(tx: Any, params: Any) -> tuple[Any, Any]:
+    """Return a step, and the state after the first of two passes, with gradients of each rank's own."""
+
+    @jax.jit
+    def step(state: Any, number: int) -> Any:
+        updates, state = tx.update({"w": jnp.full(1, 10.0 * RANK + number)}, state, params)
+        return state, updates["w"][0]
+
+    return step, step(tx.init(params), 1)[0]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_sums_between_passes_are_shared_or_refused() -> None:
+    """The step is that of all ranks' gradients in both passes: of the means 5 n + 1 and 5 n + 2."""
+    params = {"w": jnp.zeros(1)}
+    mean = 10 * (SIZE - 1) / 2
+    tx = hvd.distributed(optax.sgd(1.0), backward_passes_per_step=2)
+    step, state = halfway(tx, params)
+    shared = hvd.broadcast_parameters({"of": (params, state)}, root_rank=SIZE - 1)["of"][1]
+    assert same_on_all_ranks(shared)  # so that it can be saved
+    loaded = hvd.broadcast_parameters(shared if RANK == 0 else tx.init(params), root_rank=0)
+    for found in (shared, loaded, hvd.broadcast_parameters(shared)):
+        assert float(step(found, 2)[1]) == pytest.approx(-(2 * mean + 3))
+    of_rank_zero = hvd.broadcast_object(state)
+    for wrong in (of_rank_zero, state if RANK == 0 else tx.init(params)):
+        with pytest.raises(ArgumentError, match="after 1 passes of a step, with sums of rank 0's"):
+            hvd.broadcast_parameters(wrong, root_rank=0)
+    after, _ = step(state, 2)
+    assert same_on_all_ranks(after)
+    assert same_on_all_ranks(hvd.broadcast_parameters(after if RANK == 0 else tx.init(params)))
+    several = jax.vmap(optax.MultiSteps(optax.sgd(1.0), 2).init)(jnp.full((3, 2), float(RANK)))
+    assert same_on_all_ranks(hvd.broadcast_parameters(several))
+    step, state = halfway(optax.MultiSteps(hvd.distributed(optax.sgd(1.0)), 2), params)
+    assert float(step(hvd.broadcast_parameters(state), 2)[1]) == pytest.approx(-(mean + 1.5))
+
+
 def test_options() -> None:
     total = train(hvd.distributed(optax.sgd(0.1 / SIZE), op=hvd.Sum), [RANK], beginning())
     divided = train(hvd.distributed(optax.sgd(0.1), gradient_predivide_factor=2.0), [RANK], beginning())

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import ringdance.numpy as hvd
-from ringdance.errors import ArgumentError
+from ringdance.errors import ArgumentError, CollectiveError
+from ringdance.training.elastic import ObjectState, run_fn
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -126,3 +127,29 @@ def test_an_id_that_is_not_of_the_table_fails_on_all_ranks(bad: float, wrong: st
         with pytest.raises((ArgumentError, hvd.CollectiveError), match=text):
             table.update(np.zeros_like(table.lookup(ids)[0]))
         hvd.barrier()  # no rank ends its program before the others have the message
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_lookups_before_an_error_are_forgotten(sharded: bool, tmp_path: Path) -> None:
+    """A step that fails between lookup and update: elastic training goes on, and so does a loaded table."""
+    table = hvd.EmbeddingTable(8, 3, rate=0.1, sharded=sharded)
+    path = hvd.broadcast_object(str(tmp_path / "table.npy"))
+    table.save(path)
+    state, failures = ObjectState(step=0), [1]
+
+    def train(state: ObjectState) -> None:
+        while state.step < 2:
+            rows, _ = table.lookup(np.arange(4 + RANK))
+            if failures:
+                failures.clear()
+                raise CollectiveError("planted")
+            table.update(np.ones_like(rows))
+            state.step += 1
+            state.commit()
+
+    run_fn(train, lambda: None)(state)
+    assert (failures, state.step) == ([], 2)
+    table.lookup(np.arange(2))
+    table.load(path)
+    rows, _ = table.lookup(np.arange(3))
+    table.update(np.ones_like(rows))

@@ -80,7 +80,9 @@ def test_a_child_leaves_the_records_of_its_parent_alone() -> None:
 def test_a_child_cannot_join_the_job() -> None:
     def begin() -> None:
         hvd.shutdown()
-        hvd.init()
+        hvd.init()  # as at the top of a script that a loader's worker imports
+        assert hvd.size() > 1
+        hvd.barrier()
 
     assert in_child(begin).startswith("NotInitializedError: This process")
     hvd.barrier()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from by_numpy import OPERATIONS, all_values, dtype_of, reduced, rows_of, same, values
+from other_settings import other_settings
 
 import ringdance.tensorflow as hvd
 
@@ -327,3 +328,63 @@ def test_tensors_from_outside_of_a_graph_match_whatever_else_a_rank_has_made() -
     one, two = tf.constant([1.0]), tf.constant([2.0])
     both = tf.function(lambda: (hvd.allreduce(one, op=hvd.Sum), hvd.allreduce(two, op=hvd.Sum)))
     assert [total.numpy().tolist() for total in both()] == [[SIZE], [2 * SIZE]]
+
+
+@several
+@both
+def test_complex_numbers(way: Callable[..., Any]) -> None:
+    for dtype in ("complex64", "complex128")[: 1 + (way is at_once)]:
+        x, every = mine(dtype, (5, 2)), all_values(SIZE, dtype, (5, 2))
+        total, own = sum(every), rows_of(RANK, 5, SIZE)
+
+        def near(function: Callable[[], Any], want: Any) -> None:
+            np.testing.assert_allclose(array(way(function)()), want, rtol=1e-5)
+
+        near(lambda x=x: hvd.allreduce(x, name="reduced"), total / SIZE)
+        near(lambda x=x: hvd.grouped_allreduce([x, tf.ones(3)], op=hvd.Sum, name="group")[0], total)
+        near(lambda x=x: hvd.allgather(x, name="gathered"), np.concatenate(every))
+        near(lambda x=x: hvd.broadcast(x, 1, name="broadcast"), every[1])
+        near(lambda x=x: hvd.reducescatter(x, op=hvd.Sum, name="scattered"), total[own])
+        parts = np.concatenate([one[RANK : RANK + 1] for one in every])
+        near(lambda x=x: hvd.alltoall(x, [1] * SIZE, name="exchanged")[0], parts)
+        for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+            with pytest.raises((NotImplementedError, tf.errors.OpError), match="by Sum and Average, not by"):
+                way(lambda x=x, op=op: hvd.allreduce(x, op=op, name="refused"))()
+        weight = tf.Variable(values(RANK, dtype, (5, 2), 7))
+        hvd.broadcast_variables([weight], 0)
+        same(array(weight), values(0, dtype, (5, 2), 7))
+
+        def gradient(x: Any = x, weight: Any = weight) -> Any:
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=hvd.Compression.fp16) as tape:
+                loss = tf.reduce_sum(tf.math.real(tf.math.conj(weight) * x))
+            return tape.gradient(loss, weight)
+
+        def rows(weight: Any = weight) -> Any:
+            with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+                loss = tf.reduce_sum(tf.math.real(tf.gather(weight, [RANK, 4])))
+            return tf.convert_to_tensor(tape.gradient(loss, weight))
+
+        def through(x: Any = x) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(tf.abs(hvd.allreduce(x, op=hvd.Sum, name="through")) ** 2)
+            return tape.gradient(loss, x)
+
+        near(gradient, total / SIZE)
+        near(rows, np.bincount([*range(SIZE), *[4] * SIZE], minlength=5)[:, None] * np.ones((1, 2)) / SIZE)
+        near(through, 2 * SIZE * total)
+
+
+@several
+def test_complex_weights_that_differ_are_seen() -> None:
+    with other_settings({"RINGDANCE_CHECK_WEIGHTS": "error"}):
+        weight = tf.Variable(tf.complex(1.0, float(RANK)))  # only the imaginary parts differ
+
+        def train() -> None:
+            for _ in range(12):
+                with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+                    loss = tf.abs(weight)
+                tape.gradient(loss, weight)
+
+        with pytest.raises(tf.errors.OpError, match="models differ"):
+            train()

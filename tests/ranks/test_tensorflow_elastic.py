@@ -59,6 +59,21 @@ def test_state_of_a_session() -> None:
         assert session.run(weight) == 8.0
 
 
+def test_a_restore_clears_sums_between_passes() -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        weight = v1.get_variable("w", initializer=0.0)
+        plain = v1.train.GradientDescentOptimizer(1.0)
+        step = hvd.DistributedOptimizer(plain, backward_passes_per_step=2).minimize(weight * (RANK + 1.0))
+        session.run(v1.global_variables_initializer())
+        state = hvd.elastic.TensorFlowState([weight], session)
+        session.run(step)
+        state.restore()
+        session.run(step)
+        assert session.run(weight) == 0.0
+        session.run(step)
+        assert session.run(weight) == -(SIZE + 1.0)
+
+
 @several
 def test_training_goes_on_after_a_failed_graph() -> None:
     weight = tf.Variable([float(RANK)])

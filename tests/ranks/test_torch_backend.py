@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringdance.torch as hvd
 from ringdance import session
-from ringdance.errors import MismatchError
+from ringdance.core.process_sets.registry import FIRST_GROUP
+from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 from ringdance.torch import backend, works
 from ringdance.torch_backend import register
 
@@ -187,6 +189,33 @@ def test_calls_in_flight() -> None:
     assert found == [{"rank": rank} for rank in range(SIZE)]
 
 
+def test_results_are_there_without_a_wait() -> None:
+    """The engine completes a call whose work is not kept; C++ may wait for one that Python has dropped."""
+    turned = torch.ones(4, 3).t()
+    dist.all_reduce(turned, async_op=True)
+    until = time.monotonic() + 10
+    while turned[0, 0] != SIZE and time.monotonic() < until:
+        time.sleep(1e-3)
+    assert torch.equal(turned, torch.full((3, 4), float(SIZE)))
+    with functional.allow_inflight_collective_as_graph_input_ctx():
+        dist.all_reduce(one := torch.ones(4), async_op=True)
+    assert torch.ops._c10d_functional.wait_tensor(one).tolist() == [SIZE] * 4
+
+    def joined(group: Any, equal_share: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with model.join(divide_by_initial_world_size=equal_share):
+            for _ in range(2 + 2 * RANK):
+                optimizer.zero_grad()
+                model(torch.full((4, 3), RANK + 1.0)).sum().backward()
+                optimizer.step()
+        return [one.detach() for one in model.parameters()]
+
+    for equal_share in (True, False):
+        by_both(lambda group, equal_share=equal_share: joined(group, equal_share))
+
+
 def test_two_ranks() -> None:
     ahead, behind = (RANK + 1) % SIZE, (RANK - 1) % SIZE
     sent = [dist.isend(torch.full((1000,), float(RANK + tag)), ahead, tag=tag) for tag in (1, 0)]
@@ -202,6 +231,17 @@ def test_two_ranks() -> None:
         number = torch.zeros(1, dtype=torch.int64)
         assert sorted(dist.recv(number) for _ in range(SIZE - 1)) == list(range(1, SIZE))
     dist.barrier()  # what is sent next could be received from any rank, too
+    for _ in range(20):  # the future's thread and this one ask for the same message
+        twice = dist.irecv(torch.zeros(1), behind)
+        twice.get_future()
+        dist.send(torch.ones(1).expand(4)[:1], ahead)
+        while not twice.is_completed():
+            pass
+        twice.wait()
+    pending = dist.irecv(late := torch.zeros(2), behind).get_future()
+    dist.isend(torch.full((2,), RANK + 1.0), ahead).get_future().wait()
+    assert pending.wait()[0].tolist() == late.tolist() == [behind + 1.0] * 2
+    dist.barrier()
     got = torch.zeros(2)
     pair = [dist.P2POp(dist.isend, torch.ones(2), ahead), dist.P2POp(dist.irecv, got, behind)]
     for one in dist.batch_isend_irecv(pair):
@@ -256,6 +296,132 @@ def test_groups_that_are_destroyed() -> None:
         with pytest.raises(ValueError, match="ascending"):
             dist.new_group([*range(SIZE)][::-1], sort_ranks=False)
     dist.barrier()
+
+
+def test_groups_that_one_rank_destroys() -> None:
+    """Calls that it never makes fail at once on the others; those that all have made complete."""
+    group, one = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(3)
+    dist.all_reduce(one, group=group)
+    last = dist.all_reduce(both := torch.ones(3), group=group, async_op=True)
+    if RANK == 0:
+        dist.isend(torch.full((3,), 7.0), SIZE - 1, group=group)
+        dist.destroy_process_group(group)
+    if RANK == SIZE - 1:  # with three ranks, one does not call anything
+        for _ in range(2):
+            with pytest.raises(ProcessSetRemovedError, match=r"rank 0 on host .* destroyed process group"):
+                dist.all_reduce(one, group=group)
+        with pytest.raises(ProcessSetRemovedError, match=r"24 bytes from rank 0 to rank .*has destroyed"):
+            dist.recv(torch.empty(6), 0, tag=1, group=group)
+        dist.recv(one, 0, group=group)
+        assert one.tolist() == [7, 7, 7]
+    last.wait()
+    assert both[0] == SIZE
+    dist.barrier()
+    if RANK:
+        dist.destroy_process_group(group)
+    with pytest.raises(ArgumentError, match=rf"of {SIZE} ranks was destroyed .*make the group again"):
+        group.allreduce([one])
+
+
+def test_numbers_of_groups() -> None:
+    """Freed with the groups, and the same on all members, also if torch gives a name again."""
+    engine, numbers = session.engine(), []
+    first = set(engine.process_sets())
+    local = SIZE == 2  # others are in different numbers of groups, by which torch names them then
+    for _ in range(3):
+        for rank in range(SIZE):
+            alone = dist.new_group([rank])
+            if rank == RANK:
+                dist.destroy_process_group(alone)
+        time.sleep(0.02 * (RANK == 0))
+        group = dist.new_group(list(range(SIZE)), use_local_synchronization=local)
+        numbers.append(group._set_id)
+        dist.all_reduce(one := torch.ones(3), group=group)
+        dist.destroy_process_group(group)
+        assert one[0] == SIZE
+        until = time.monotonic() + 10
+        while set(engine.process_sets()) - first and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not set(engine.process_sets()) - first
+    everyone: list[Any] = [None] * SIZE
+    dist.all_gather_object(everyone, numbers)
+    assert everyone == [numbers] * SIZE
+    # All numbers have been given once: the next are those that no member uses.
+    root, kept = WORLD._options.store, dist.new_group()
+    while hasattr(root, "underlying_store"):
+        root = root.underlying_store
+    most = 2 * FIRST_GROUP
+    for start, want in ((kept._set_id, range(kept._set_id + 1, most)), (2 * most - 1, [most - 1])):
+        if RANK == 0:
+            root.add("ringdance/groups", start - FIRST_GROUP - root.add("ringdance/groups", 0))
+        dist.barrier()
+        group = dist.new_group()
+        assert group._set_id in want
+        dist.all_reduce(one := torch.ones(3), group=group)
+        assert one[0] == SIZE
+        dist.destroy_process_group(group)
+    dist.destroy_process_group(kept)
+
+
+def test_a_group_of_a_job_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, engine = dist.new_group(), session.engine()
+    again = SimpleNamespace(identity=engine.identity, size=SIZE, closed=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "engine", lambda: again)
+        with pytest.raises(ArgumentError, match=r"before shutdown\(\) and init\(\).*make the group again"):
+            group.allreduce([torch.ones(3)])
+    dist.destroy_process_group(group)
+
+
+def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
+    """It fails on all members, its memory is not written later, and other groups go on."""
+    group, message = dist.new_group(), dist.new_group()
+    for made in (group, message):
+        made.set_timeout(timedelta(seconds=0.3))
+    one = torch.full((2,), RANK + 1.0)
+    if RANK == 0:
+        with pytest.raises(dist.DistBackendError, match=r"within 0\.3 s .* its group has failed"):
+            dist.all_reduce(one, group=group)
+    else:
+        time.sleep(0.8)
+        with pytest.raises(ProcessSetRemovedError, match=r"on rank 0 .* within 0\.3 s"):
+            dist.all_reduce(one, group=group)
+    for _ in range(2):
+        with pytest.raises(ProcessSetRemovedError, match="on rank 0"):
+            dist.all_reduce(one, group=group)
+    assert one.tolist() == [RANK + 1.0] * 2
+    if RANK == 0:
+        with pytest.raises(dist.DistBackendError, match=r"message of 8 bytes .* its group has failed"):
+            dist.recv(one, SIZE - 1, group=message)
+    dist.all_reduce(one)  # the job goes on
+    assert one[0].item() == sum(range(1, SIZE + 1))
+    with pytest.raises(ProcessSetRemovedError, match="message of 8 bytes"):
+        dist.all_reduce(one, group=message)
+    if RANK:
+        dist.destroy_process_group(group)
+    else:
+        until = time.monotonic() + 10
+        while group._number in session.engine().sets.registered and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(ArgumentError, match="freed after a call in it had timed out"):
+            dist.all_reduce(one, group=group)  # the number may be another group's by now
+    wide = torch.ones(1).expand(4) if RANK == 0 else torch.zeros(4)
+    dist.broadcast(wide, 0)  # the root's tensor need not be writable
+    assert wide.tolist() == [1.0] * 4
+
+
+def test_a_group_that_a_member_makes_too_late() -> None:
+    """All members get the error; afterwards it can be made."""
+    time.sleep(1.0 * (RANK == 0))
+    with pytest.raises(dist.DistStoreError, match=r"not all .* members called it within"):
+        dist.new_group(timeout=timedelta(seconds=0.3))
+    dist.all_reduce(one := torch.ones(1), group=dist.new_group())
+    assert one.item() == SIZE
+
+
+def test_numbers_without_dimensions_match_those_with_one() -> None:
+    dist.all_reduce(one := torch.ones(()) if RANK == 0 else torch.ones(1))
+    assert one.item() == SIZE
 
 
 def net() -> torch.nn.Module:
@@ -398,12 +564,81 @@ def test_complex_parts() -> None:
     by_both(scattered)
 
 
+@pytest.mark.parametrize("call", [
+    lambda one, op: dist.reduce(one, 0, op),
+    lambda one, op: dist.reduce_scatter(one.clone(), [one] * SIZE, op),
+    lambda one, op: dist.reduce_scatter_tensor(one.clone(), one.repeat(SIZE), op),
+])  # fmt: skip
+def test_complex_numbers_have_no_product(call: Callable[[torch.Tensor, Any], Any]) -> None:
+    """Their real and imaginary parts would be multiplied apart."""
+    for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        with pytest.raises(ValueError, match="Complex tensors can be reduced by Sum and Average"):
+            call(torch.tensor([1 + 2j]), op)
+    dist.barrier()
+
+
+def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Return calls whose arguments only the rank that makes them can see to be wrong."""
+    one, whole, premul = torch.ones(2), torch.ones(2 * SIZE), dist._make_nccl_premul_sum(2.0)
+    return {
+        "dtype": ("NumPy has no such type", lambda: dist.all_reduce(one.to(torch.float8_e4m3fn))),
+        "operation": ("lacks PREMUL_SUM", lambda: dist.all_reduce(one, premul)),
+        "bits of floats": ("needs integers", lambda: dist.all_reduce(one, dist.ReduceOp.BAND)),
+        "root": ("no rank 7", lambda: dist.broadcast(one, 7)),
+        "root of reduce": ("no rank 7", lambda: WORLD.reduce([one], _options(dist.ReduceOptions, 7))),
+        "root of gather": ("no rank 7", lambda: WORLD.gather([[]], [one], _options(dist.GatherOptions, 7))),
+        "type of the output": ("has the dtype torch.uint8", lambda: dist.all_gather_into_tensor(
+            torch.empty(2 * SIZE, dtype=torch.uint8), one.bool())),
+        "type of the sum": ("has the dtype torch.int32", lambda: dist.reduce_scatter_tensor(
+            torch.empty(2, dtype=torch.int32), whole, dist.ReduceOp.MAX)),
+        "sizes": ("cannot be divided", lambda: dist.reduce_scatter_tensor(torch.empty(3), whole)),
+        "gathered": ("is not", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), one)),
+        "splits": ("do not add up", lambda: WORLD.all_to_all_single(whole, whole, [1] * SIZE, [2] * SIZE)),
+        "sparse": ("by SUM only", lambda: dist.all_reduce(one.to_sparse(), dist.ReduceOp.MAX)),
+        "complex": ("Sum and Average", lambda: dist.reduce(one.cfloat(), 0, dist.ReduceOp.MAX)),
+    }  # fmt: skip
+
+
+def _options(kind: Any, root: int) -> Any:
+    options = kind()
+    options.rootRank = root
+    return options
+
+
+@pytest.mark.parametrize("case", wrong_on_one_rank())
+def test_an_argument_that_is_wrong_on_one_rank(case: str) -> None:
+    """The others get the same text, and the next call is matched with the next call."""
+    told, call = wrong_on_one_rank()[case]
+    if RANK == 0:
+        with pytest.raises(ValueError, match=told):
+            call()
+    else:
+        with pytest.raises(MismatchError, match=f"rank 0 .*{told}"):
+            dist.all_reduce(torch.ones(2))
+    dist.all_reduce(one := torch.full((2,), RANK + 10.0))
+    assert one[0].item() == sum(range(10, 10 + SIZE))
+
+
 def calls_that_differ() -> dict[str, tuple[str, Any, Any]]:
     one, sparse = torch.ones(2), torch.sparse_coo_tensor([[1]], [1.0], (4 + RANK,))
     return {
         "bits": ("BAND.*BOR|BOR.*BAND", lambda: dist.all_reduce(torch.ones(2).int(), dist.ReduceOp.BAND),
                  lambda: dist.all_reduce(torch.ones(2).int(), dist.ReduceOp.BOR)),
         "rows": ("sparse tensor of shape", lambda: dist.all_reduce(sparse), lambda: dist.all_reduce(sparse)),
+        "shape": (r"\(2, 3\) on rank 0", lambda: dist.all_reduce(torch.ones(2, 3)),
+                  lambda: dist.all_reduce(torch.ones(3, 2))),
+        "sent": (r"\(2, 3\) on rank 0", lambda: dist.broadcast(torch.ones(2, 3), 0),
+                 lambda: dist.broadcast(torch.ones(3, 2), 0)),
+        "gathered": (r"\(2, 3\) on rank 0",
+                     lambda: dist.all_gather_into_tensor(torch.ones(2 * SIZE, 3), torch.ones(2, 3)),
+                     lambda: dist.all_gather_into_tensor(torch.ones(3 * SIZE, 2), torch.ones(3, 2))),
+        "divided": (rf"\({SIZE}, 3\) on rank 0",
+                    lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(SIZE, 3)),
+                    lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(3, SIZE))),
+        "sign": (r"torch.int8 on rank 0", lambda: dist.broadcast(torch.ones(2).char(), 0),
+                 lambda: dist.broadcast(torch.ones(2).byte(), 0)),
+        "root": ("to rank 0 on rank 0", lambda: dist.gather(one, [one.clone() for _ in range(SIZE)], 0),
+                 lambda: dist.gather(one, [one.clone() for _ in range(SIZE)] if RANK == 1 else None, 1)),
         "barrier": ("barrier on rank 0", dist.barrier, lambda: dist.all_reduce(one)),
     }  # fmt: skip
 
@@ -446,19 +681,23 @@ def test_what_is_wrong() -> None:
         dist.all_gather(outputs, torch.ones(5))
     sends = [SIZE + 1 - RANK, *[1] * (SIZE - 1)]
     one, other = torch.empty(sum(sends)), torch.empty(sum(sends))
-    with pytest.raises(ValueError, match="its outputs are for"):
+    with pytest.raises(ValueError, match="its outputs hold"):
         dist.all_to_all_single(one, other, sends, sends)
-    with pytest.raises(ValueError, match="types"):
+    with pytest.raises(ValueError, match=r"has the dtype torch\.float64"):
         dist.all_gather_into_tensor(torch.empty(SIZE, dtype=torch.float64), torch.empty(1))
-    with pytest.raises(ValueError, match="negative"):
-        dist.isend(torch.ones(1), 1 - min(RANK, 1), tag=-1)
+    for tag in (-1, 2**31 - 2):
+        with pytest.raises(ValueError, match=f"tag={tag} is not below"):
+            dist.isend(torch.ones(1), 1 - min(RANK, 1), tag=tag)
+    for rank in (-2, RANK, SIZE):
+        with pytest.raises(ValueError, match=f"rank {rank} is not another one"):
+            WORLD.recv([torch.ones(1)], rank, 0)
     with pytest.raises(ValueError, match="cannot be divided"):
         dist.reduce_scatter_tensor(torch.empty(2), torch.empty(5))
     with pytest.raises(ValueError, match="add up"):
         dist.all_to_all_single(torch.empty(4), torch.empty(4), [1] * SIZE, [1] * SIZE)
     dist.barrier()
     if RANK == 0:
-        with pytest.raises(dist.DistBackendError, match=r"after 0\.2 s"):
+        with pytest.raises(dist.DistBackendError, match=r"within 0\.2 s"):
             WORLD.allreduce([late := torch.ones(1)]).wait(timedelta(seconds=0.2))
         assert late.item() in (1, SIZE)
     dist.monitored_barrier(GLOO)

@@ -137,8 +137,6 @@ def test_not_contiguous() -> None:
         hvd.allreduce_(given)
     with pytest.raises(ValueError, match="sparse"):
         hvd.allreduce(torch.eye(2).to_sparse())
-    with pytest.raises(ValueError, match="complex"):
-        hvd.allreduce(torch.ones(2, dtype=torch.complex64))
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS + [torch.bool])

@@ -31,6 +31,7 @@ from typing import Any
 
 from ringdance.core.reports.procfs import task_ids, wakeable
 from ringdance.core.request import Work
+from ringdance.core.transfers import Transfer
 
 _IN_WAITS = ("ringdance", "threading", "json")  # packages whose functions a wait calls
 _LOCKS = frozenset({"threading", "concurrent"})  # in which no call into C waits but for Python's locks
@@ -47,11 +48,15 @@ class Callers:
         waiting: what threads wait for, by a key of each wait. While there is any, all that is pending is due,
             in every set: two ranks may wait for two sets in different orders.
         submitted: when anything was submitted last (monotonic).
+        transfers: The messages that threads wait for, by a key of each wait.
+        messages: How many of those waits have ended.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[object, Work] = {}
         self.submitted = 0.0
+        self.transfers: dict[object, Transfer] = {}
+        self.messages = 0
         self._state: object = None
         self._since = 0.0
         _early_threads(os.getpid())

@@ -93,19 +93,25 @@ def _zero_dim_error(name: str, description: Description) -> MismatchError:
     )
 
 
+def _numbers(views: Sequence[Array], how: Reduction) -> Sequence[Array]:
+    """Return what is reduced of contiguous arrays: complex numbers as pairs of floats, others as they are."""
+    return [view.reshape(-1).view(how.dtype) for view in views] if how.pairs else views
+
+
 def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reduction) -> Steps:
     """Reduce requests of one dtype; return the outputs of each."""
     if len(requests) == 1 and len(requests[0].inputs) == 1:
         source = requests[0].inputs[0]
         given = requests[0].outputs
         target = aligned_empty(source.shape, source.dtype) if given is None else given[0]
-        if source.ndim == 1:
+        if source.ndim == 1 and not how.pairs:
             yield from exchange.allreduce((source,), (target,), how)
         else:
-            yield from exchange.allreduce((source.reshape(-1),), (target.reshape(-1),), how)
+            flat = _numbers((source.reshape(-1),), how), _numbers((target.reshape(-1),), how)
+            yield from exchange.allreduce(*flat, how)
         return [[target]]
     outputs, inputs, targets = _flatten(requests)
-    yield from exchange.allreduce(inputs, targets, how)
+    yield from exchange.allreduce(_numbers(inputs, how), _numbers(targets, how), how)
     return outputs
 
 
@@ -130,7 +136,8 @@ def _allreduce(exchange: Exchange, requests: Sequence[Request]) -> Steps:
     for dtype in dtypes:  # a group of several dtypes: one exchange for each
         how = reduction(dtype, d.operation, d.prescale, d.postscale, exchange.size)
         chosen = [i for i, name in enumerate(d.dtypes) if name == dtype]
-        yield from exchange.allreduce([inputs[i] for i in chosen], [targets[i] for i in chosen], how)
+        parts = [[views[i] for i in chosen] for views in (inputs, targets)]
+        yield from exchange.allreduce(_numbers(parts[0], how), _numbers(parts[1], how), how)
     return outputs
 
 
@@ -195,12 +202,11 @@ def _reducescatter(exchange: Exchange, request: Request) -> Steps:
     outputs = []
     for index, (view, dtype) in enumerate(zip(request.inputs, d.dtypes, strict=True)):
         rows = even_rows(view.shape[0], exchange.size)
-        width = math.prod(view.shape[1:])
         output = _output(request, index, (rows[exchange.rank], *view.shape[1:]))
         how = reduction(dtype, d.operation, d.prescale, d.postscale, exchange.size)
-        yield from exchange.reducescatter(
-            view.reshape(-1), [n * width for n in rows], output.reshape(-1), how
-        )
+        width = math.prod(view.shape[1:]) * (1 + how.pairs)
+        source, target = _numbers((view.reshape(-1), output.reshape(-1)), how)
+        yield from exchange.reducescatter(source, [n * width for n in rows], target, how)
         outputs.append(output)
     return outputs
 
@@ -235,7 +241,8 @@ def _execute_alone(work: Work) -> list[Array]:
     outputs = _outputs(request)
     for view, output, dtype in zip(request.inputs, outputs, d.dtypes, strict=True):
         if d.kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
-            reduction(dtype, d.operation, d.prescale, d.postscale, 1).alone(view, output)
+            how = reduction(dtype, d.operation, d.prescale, d.postscale, 1)
+            how.alone(*_numbers((view, output), how))
         elif output is not view:
             output[...] = view
     return outputs

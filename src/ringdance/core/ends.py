@@ -20,7 +20,7 @@ Note [Ends]
                         Engine.thread_failed, on the engine thread
     fail_by             a step or a check of the peers that raised  ``fail``: a rank is lost, or EngineError
     fail_lost           a check of the peers; fail_by               ``fail`` with RankLostError
-    disown              a forked child                              collectives raise in the child; nothing
+    disown              a child of the rank, forked or started      collectives raise in the child; nothing
                                                                     is sent, the parent's job goes on
     ==================  ==========================================  ========================================
 """
@@ -36,7 +36,7 @@ from ringdance.core.recorder import Recorder
 from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Work
 from ringdance.errors import (
-    OUT_OF_DATA,
+    UNEVEN_STEPS,
     CollectiveError,
     DeadlockError,
     EngineError,
@@ -123,7 +123,8 @@ class EngineEnd:
             self._peers.read_notes()
             time.sleep(1e-3)
         self._reason = self._reason or "Another rank has shut down"
-        advice = f" {OUT_OF_DATA}" if self.departed else ""
+        made = f"Rank {self._identity.rank} has made {self._recorder.steps_text()}."
+        advice = f" {made} {UNEVEN_STEPS}" if self.departed else ""
         error = ShutDownError(f"{self._reason} while this operation was pending.{advice}")
         registered = sorted(self._sets.registered.items(), reverse=True)
         states = [known.state for _, known in registered if known.state is not None]
@@ -209,10 +210,11 @@ class EngineEnd:
         reason = self._reason or "This rank has shut down"
         return ShutDownError(f"{reason}; nothing more can be submitted.")
 
-    def disown(self) -> None:
-        """In a forked child: refuse collectives."""
+    def disown(self, origin: str) -> None:
+        """In a child of a rank: refuse collectives. ``origin``: "was forked from", "was started by"."""
         self.broken = NotInitializedError(
-            f"This process (pid {os.getpid()}) was forked from {self._identity} and is not part of the job: "
-            "rank() and size() work, collectives only in the rank itself, not in DataLoader workers."
+            f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job: rank() "
+            "and size() work, collectives only in the rank itself, not in DataLoader workers and other child "
+            'processes. What these must not run of a script belongs under `if __name__ == "__main__":`.'
         )
         self.closed = True

@@ -33,6 +33,7 @@ from ringdance.errors import (
     ProcessSetRemovedError,
     RankLostError,
     ShutDownError,
+    StallError,
 )
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
@@ -184,7 +185,7 @@ class Engine:
         stand_in = Request(description, name=request.name, set_id=request.set_id)
         work = Work(stand_in, request.name or "", self._wait)
         work.refusal = message
-        with contextlib.suppress(ArgumentError), self._lock:
+        with contextlib.suppress(ArgumentError, ProcessSetRemovedError), self._lock:
             known.state.pending.add(work, request.name, True)
         self._wake()
 
@@ -245,31 +246,35 @@ class Engine:
         """Make a set without the other ranks: its members call this at the same time. Return its id.
 
         Args:
-            number: from 0; the same on all members, and of no other set that one of them is in.
+            number: Below ``FIRST_GROUP``; the same on all members, and not in ``group_numbers`` of any.
             ranks: the members, ascending.
 
         Raises:
-            ArgumentError: the numbers are used up.
+            CollectiveError: the engine has stopped or failed.
         """
-        set_id = FIRST_GROUP + number
-        if number >= FIRST_GROUP:  # the same on all members
-            raise ArgumentError(
-                f"This job has made {FIRST_GROUP} process groups, and no more can be numbered: make each "
-                "once, and use it again."
-            )
+        set_id, said = FIRST_GROUP + number, False
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
-        else:
-            self._exclusively(self.sets.add_group, set_id, ranks)
+            return set_id
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # its peers wait for it by now
+            if self.end.closed:
+                raise self.end.error()
+            if not said:
+                said = True
+                self.report(
+                    f"{self.identity} makes a process group of the ranks {list(ranks)}, and waits until "
+                    "another of its threads has ended a step of the engine, which has taken over 5 s."
+                )
         return set_id
+
+    def group_numbers(self) -> list[int]:
+        """Return the numbers of the sets made by ``add_group`` that this rank is in."""
+        return [set_id - FIRST_GROUP for set_id in self.sets.ranks() if set_id >= FIRST_GROUP]
 
     def leave_group(self, set_id: int) -> None:
         """Free a set made by ``add_group`` once all its members have called this; does not wait for them."""
-        known = self.sets.registered.get(set_id)
-        if known is not None and known.state is not None:
-            self.sets.leaving.add(set_id)
-            known.state.stopping = True
-            self._wake()
+        self.sets.leave(set_id)
+        self._wake()
 
     def _change_sets(self, verb: str, kind: Collective, check: Callable[[], tuple[int, ...]]) -> int:
         request = Request(Description(kind), name=f"process_set.{verb}")
@@ -310,6 +315,7 @@ class Engine:
             return
         try:
             self._peers.read_notes()
+            self.sets.check_left(self._peers.post)
             self.recorder.publish()
             self.on_check()
             for state in self.sets.states():
@@ -342,9 +348,9 @@ class Engine:
 
     # -- from any thread -----------------------------------------------------------------------
 
-    def _exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> None:
-        if self._progress_engine is not None:
-            self._progress_engine.exclusively(call, *arguments, end=end)
+    def _exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> bool:
+        engine = self._progress_engine
+        return engine is not None and engine.exclusively(call, *arguments, end=end)
 
     def post_all(self, note: Note) -> None:
         """Send a note to all other ranks, as far as they can be reached."""
@@ -359,12 +365,33 @@ class Engine:
             yield
         finally:
             for name, until in outer:
-                self._exclusively(self._peers.pause, name, max(0.0, until - time.monotonic()))
+                end = self._peers.pause, name, max(0.0, until - time.monotonic())
+                while not self._exclusively(*end) and not self.end.closed:
+                    pass  # otherwise no rank would report stalls until the pause's timeout
 
     def leave(self, message: str) -> None:
         """End this rank in an error; the others fail with RankLostError."""
         error, who = RankLostError(message), str(self.identity)
         self._exclusively(lambda: self.end.fail(error, departed=who), end=True)
+
+    def give_up(self, set_id: int, number: int, message: str) -> None:
+        """Fail what this rank no longer waits for, and all that follows, on all ranks.
+
+        The group alone if the request is pending in one made by ``add_group``, with ProcessSetRemovedError.
+        Otherwise the engine, with StallError: a request that is being executed cannot be taken back.
+
+        Args:
+            set_id: The process set.
+            number: The request's ``order``; -1 for a message between two ranks.
+            message: Text of the errors.
+        """
+
+        def fail() -> None:
+            if not self.sets.give_up(set_id, number, message, self._peers.post):
+                more = ". It was being executed: the job has failed" if set_id else ""
+                self.end.fail(StallError(message + more))
+
+        self._exclusively(fail, end=True)
 
     def shutdown(
         self,
@@ -397,12 +424,12 @@ class Engine:
         self._progress_engine.join()
         return self.end.broken is None and self._stop_work.done()
 
-    def disown(self) -> None:
-        """In a forked child: leave the parent's records alone; answer rank and size, refuse collectives."""
+    def disown(self, origin: str = "was forked from") -> None:
+        """In a child of a rank: leave the rank's records alone; answer rank and size, refuse collectives."""
         self.recorder = self.recorder.private()
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:
             return  # needs no peers
-        self.end.disown()
+        self.end.disown(origin)
         # The engine thread was not forked, and may have held locks.
         self._progress_engine = self.sets.event_count = None

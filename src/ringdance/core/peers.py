@@ -53,6 +53,7 @@ class Peers:
             "look": lambda rank, note: self.post(rank, self._watch.look(note["rank"])),
             "seen": lambda rank, note: self._watch.on_seen(note),
             "pause": self._on_pause,
+            "left": sets.on_left,
             "stacks": lambda rank, note: self._save_stacks(transport.rank, all_stacks()),
             **handlers,
         }

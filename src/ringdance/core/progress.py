@@ -217,11 +217,14 @@ class ProgressEngine:
         self._checked = now
         _alone(self._stepping, self._engine.check_peers)
 
-    def exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> None:
+    def exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> bool:
         """Call while no other thread is in a step; on any thread that is in none itself.
 
-        Where another thread's step takes more than 5 s, the call is left out; one that ends the engine
-        (``end``) is made all the same, as that step may never end.
+        If another thread's step takes more than 5 s, the call is skipped; one that ends the engine (``end``)
+        is made anyway, as that step may never end.
+
+        Returns:
+            True if the call was made.
         """
         done: list[bool] = []
 
@@ -236,6 +239,7 @@ class ProgressEngine:
             _alone(self._stepping, run)
         if end and not done:
             run()
+        return bool(done)
 
     # -- the engine thread ---------------------------------------------------------------------
 

@@ -126,8 +126,8 @@ class Work:
     # Slots, not an instance dictionary with defaults on the class: filled in by several threads in varying
     # order, such dictionaries crashed CPython 3.11.7 (dictresize of a key-sharing table).
     __slots__ = (
-        "_waiter", "announced", "complete", "error", "name", "order", "received_splits", "refusal", "request",
-        "result", "submitted", "thread", "wait_on", "waited_since",
+        "_on_done", "_waiter", "announced", "complete", "error", "name", "order", "received_splits",
+        "refusal", "request", "result", "submitted", "thread", "wait_on", "waited_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, name: str, wait_on: Callable[[Work, float | None], None]) -> None:
@@ -145,6 +145,7 @@ class Work:
         self.refusal: str | None = None
         self.complete = False
         self._waiter: threading.Event | None = None
+        self._on_done: Callable[[], None] | None = None
 
     def done(self) -> bool:
         """Return whether the request is complete or has failed. Never blocks."""
@@ -169,8 +170,20 @@ class Work:
         self.result = result
         self.error = error
         self.complete = True
+        if self._on_done is not None:
+            self._on_done()
+            self._on_done = None
         if self._waiter is not None:
             self._waiter.set()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call ``call()`` when this is done: now, or in the engine step that completes it.
+
+        It may be called twice, from two threads at once. It must neither raise nor wait for a Work.
+        """
+        self._on_done = call
+        if self.complete:
+            call()
 
     def waiter(self) -> threading.Event:
         """Return an event that is set when done (engine only)."""

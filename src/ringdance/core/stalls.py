@@ -27,6 +27,7 @@ from ringdance.core.reports.stacks import place_of, thread_locations
 from ringdance.core.reports.stall_message import Stall, stall_message
 from ringdance.core.request import Work
 from ringdance.core.ring import Word
+from ringdance.core.transfers import Transfer
 from ringdance.errors import DeadlockError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
@@ -50,7 +51,7 @@ class _Inquiry:
 
     asked: float
     state: ProcessSetState
-    work: Work
+    work: Work | Transfer
     seconds: float
     rounds: int
     count: int
@@ -117,13 +118,15 @@ class StallWatch:
         if time.monotonic() < self._status[0] + _SAME_ANSWER:
             return self._status[1]
         sets = self._sets.states()
-        works = [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
+        messages = [(one.state.set_id, one) for one in list(self._callers.transfers.values())]
+        works: list[tuple[int, Work | Transfer]] = [*messages]
+        works += [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
         status = {
             "kind": "status",
             "pending": [(number, work.name) for number, work in works],
             "labels": labels.labels_of(work.name for _, work in works),
-            "due": [s.set_id for s in sets if s.takes_part()],
-            "waiting": any(self._callers.waits_in(s.set_id) for s in sets),
+            "due": [s.set_id for s in sets if s.takes_part()] + [number for number, _ in messages],
+            "waiting": bool(messages) or any(self._callers.waits_in(s.set_id) for s in sets),
             "joined": any(s.pending.join is not None for s in sets),
             "threads": thread_locations({work.thread for _, work in works}),
             "after": self._recorder.steps_text(),
@@ -165,6 +168,7 @@ class StallWatch:
 
     def _note_pace(self, now: float) -> None:
         batches, steps, waited = (self._words[word] for word in (Word.BATCHES, Word.STEPS, Word.WAITED))
+        batches += self._callers.messages
         if batches != self._last_batch[0]:
             self._gaps.append(now - self._last_batch[1] - (waited - self._last_batch[2]) / 1e9)
             self._last_batch = batches, now, waited
@@ -188,9 +192,14 @@ class StallWatch:
             self._resumed = now
         return paused
 
-    def _oldest(self, sets: list[ProcessSetState], now: float) -> tuple[ProcessSetState, Work, float] | None:
+    def _oldest(
+        self, sets: list[ProcessSetState], now: float
+    ) -> tuple[ProcessSetState, Work | Transfer, float] | None:
         """Return what has waited longest."""
-        waiting = [
+        waiting: list[tuple[ProcessSetState, Work | Transfer, float]] = [
+            (one.state, one, now - one.waited_since) for one in list(self._callers.transfers.values())
+        ]
+        waiting += [
             (state, work, now - since)
             for state in sets
             for work in state.pending.in_flight()
@@ -208,7 +217,7 @@ class StallWatch:
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None
 
-    def _due(self, state: ProcessSetState, work: Work, age: float, now: float) -> bool:
+    def _due(self, state: ProcessSetState, work: Work | Transfer, age: float, now: float) -> bool:
         """Whether a report on a request is due."""
         counted = min(age, now - self._resumed)
         ends = 0 < self._settings.stall_shutdown_time <= counted
@@ -217,7 +226,7 @@ class StallWatch:
         limit = 0.0 if ends else self._limit(now - age)
         return now >= at and counted >= limit - min(_ANSWER_TIMEOUT, limit / 8)
 
-    def _ask(self, state: ProcessSetState, work: Work, age: float, now: float) -> None:
+    def _ask(self, state: ProcessSetState, work: Work | Transfer, age: float, now: float) -> None:
         inquiry = self._inquiry = _Inquiry(now, state, work, age, state.rounds, _count(state))
         limits = [
             limit - age
@@ -238,11 +247,11 @@ class StallWatch:
 
     def _conclude(self, inquiry: _Inquiry, now: float) -> _Report:
         state, work = inquiry.state, inquiry.work
-        if work.done() or state not in self._sets.states():
+        if work.complete or state not in self._sets.states():
             self._inquiry = None
             return None, None
         own = self._transport.rank
-        others = [rank for rank in state.members if rank != own]
+        others = [rank for rank in getattr(work, "peers", state.members) if rank != own]
         silent = [p for p in range(self._transport.size) if p != own and p not in inquiry.answers]
         busy = any(self._transport.state(rank) in ("running", "unknown") for rank in silent)
         elapsed = now - inquiry.asked
@@ -290,12 +299,13 @@ class StallWatch:
         group = state.transport.host_group
         behind = window.missing() if window is not None and state.in_round else []
         stacks: dict[int, str] = {}
+        message = isinstance(work, Transfer)
         return Stall(
             identities=transport.identities,
             rank=transport.rank,
             status=self.status(),
             seconds=inquiry.seconds,
-            waits=bool(work.waited_since and self._callers.waits_in(state.set_id)),
+            waits=message or bool(work.waited_since and self._callers.waits_in(state.set_id)),
             name=work.name,
             set_id=state.set_id,
             others=others,
@@ -306,7 +316,9 @@ class StallWatch:
             behind=[state.members[group[index]] for index in behind],
             idle=now - self._moved[state.set_id][1],
             # Within one round: rounds that follow each other and achieve nothing move no data.
-            moving=state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
+            moving=inquiry.answers.keys() >= set(others)  # if both ranks wait for it
+            if message
+            else state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
             pauses={rank: what for rank, (what, _) in self.pauses.items()},
         )
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from ringdance.cluster.detect import detect
-from ringdance.doctor import report, saved
+from ringdance.doctor import report
 from ringdance.doctor.check import SEVERITIES, Usage
 from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.examine import inspect
@@ -26,7 +26,6 @@ examples:
   ringdance doctor -H node1:4,node2:4           check these hosts, over ssh, and the network between them
   ringdance doctor --folder logs --slots 8      is this machine ready for 8 ranks that write there?
   ringdance doctor --check shm-size             one check only
-  ringdance doctor --save good.json             while all is well; later: ringdance doctor --diff good.json
   ringdance doctor --list                       all checks
 
 exit code: 0 if nothing is wrong (notes do not count), 1 if something is, 2 if the command line is wrong.
@@ -52,8 +51,6 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=120.0, metavar="S", help="limit for collecting facts (default 120)")
     add("--json", action="store_true", help="as JSON")
     add("--verbose", action="store_true", help="show also what is in order")
-    add("--save", default="", metavar="FILE", help="write facts and results to a file")
-    add("--diff", default="", metavar="FILE", help="show what has changed since --save wrote the file")
     add("--list", action="store_true", help="print all checks and exit")
     return made
 
@@ -70,7 +67,6 @@ def _main(arguments: argparse.Namespace) -> int:
     unknown = [name for name in arguments.check if name not in CHECKS]
     if unknown:
         raise LaunchError(f"there is no check {unknown[0]!r}; all names: ringdance doctor --list")
-    old = saved.load(arguments.diff) if arguments.diff else None
     slots = _slots(arguments)
     usage = Usage(
         slots={host: count for host, count in slots.items() if count},
@@ -89,13 +85,8 @@ def _main(arguments: argparse.Namespace) -> int:
             tuple(slots), usage, probes, arguments.seconds, shell, arguments.check or None,
             30.0 if measured else 0.0, lambda text: progress.update(task, description=text),
         )  # fmt: skip
-    if arguments.save:
-        saved.save(arguments.save, facts, results)
-    changed = saved.changes(old, facts, results) if old is not None else None
     if arguments.json:
-        report.print_json(facts, results, changed)
-    elif changed is not None:
-        print("\n".join(changed) or f"nothing has changed since {arguments.diff} was written")
+        report.print_json(facts, results)
     else:
         report.print_text(list(facts), results, verbose=arguments.verbose or bool(arguments.check))
     return int(any(result.severity in SEVERITIES[:2] for result in results))

@@ -242,7 +242,7 @@ def measure(
         seconds: after this time no further measurement begins.
 
     Returns:
-        For each host, by the other one's name: ``error``, or ``latency`` (s) and ``bandwidth`` (bytes/s).
+        For each host, by the other one's name: ``error``, and ``bandwidth`` (bytes/s).
     """
     token = secrets.token_hex(32)
     found: dict[str, dict[str, dict[str, Any]]] = {host: {} for host in facts}

@@ -6,14 +6,12 @@ Only a peer that proves to know the token is answered (see launch/system/tcp.py)
 from __future__ import annotations
 
 import socket
-import statistics
 import threading
 import time
 from typing import Any
 
 from ringdance.launch.system import tcp
 
-_PINGS = 40
 _CHUNK = 1 << 16
 _MOST = 512 << 20  # bytes in one measurement
 
@@ -49,10 +47,10 @@ def _serve(connection: socket.socket, token: bytes) -> None:
 
 
 def measure(addresses: list[str], port: int, token: bytes, seconds: float) -> dict[str, Any]:
-    """Connect to the first address that answers; return latency (half a round trip, s), bandwidth (bytes/s).
+    """Connect to the first address that answers; return the bandwidth in bytes/s.
 
     Returns:
-        ``error`` (else ""), ``latency``, and ``bandwidth`` if `seconds` is not 0.
+        ``error`` ("" for none), and ``bandwidth`` if `seconds` is not 0.
     """
     try:
         with tcp.connect(addresses, port, token) as connection:
@@ -66,7 +64,7 @@ def _send(connection: socket.socket, count: int) -> float:
     """Send `count` bytes and wait for the answer; return the seconds that took."""
     began = time.perf_counter()
     connection.sendall(count.to_bytes(8, "big"))
-    block = bytes(min(count, _CHUNK))
+    block = bytes(_CHUNK)
     for _ in range(count // _CHUNK):
         connection.sendall(block)
     tcp.exactly(connection, 1)
@@ -74,8 +72,7 @@ def _send(connection: socket.socket, count: int) -> float:
 
 
 def _timed(connection: socket.socket, seconds: float) -> dict[str, float]:
-    found = {"latency": statistics.median(_send(connection, 0) for _ in range(_PINGS)) / 2}
-    count = _CHUNK
+    found, count = dict[str, float](), _CHUNK
     while seconds:
         took = _send(connection, count)
         found["bandwidth"] = count / took

@@ -6,7 +6,6 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -38,12 +37,9 @@ def print_checks(as_json: bool) -> None:
     print(f"\n{len(rows)} checks")
 
 
-def print_json(
-    facts: Mapping[str, Facts], results: Sequence[Result], changed: Sequence[str] | None = None
-) -> None:
-    """Print results and facts; what has changed, if something was compared."""
-    found: dict[str, Any] = {"results": [asdict(result) for result in results], "facts": facts}
-    print(json.dumps(found if changed is None else {**found, "changed": changed}, indent=2))
+def print_json(facts: Mapping[str, Facts], results: Sequence[Result]) -> None:
+    """Print results and facts."""
+    print(json.dumps({"results": [asdict(result) for result in results], "facts": facts}, indent=2))
 
 
 def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = False) -> None:

@@ -27,7 +27,7 @@ def exact(value: Any) -> Any:
 
 
 def _is_cut(dtype: Any) -> bool:
-    return dtype.kind in "iuf" and jax.dtypes.canonicalize_dtype(dtype) != dtype
+    return dtype.kind in "iufc" and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 def array_of(value: Any) -> Array:

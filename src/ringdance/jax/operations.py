@@ -208,6 +208,8 @@ def compare_weights(
         return
 
     def take(one: Any) -> tuple[int, Any]:
+        if jnp.iscomplexobj(one):
+            one = jnp.stack([one.real, one.imag])
         if not jnp.issubdtype(one.dtype, jnp.floating):
             raise TypeError("only floats are compared")
         chosen = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)

@@ -29,6 +29,7 @@ class DistributedState(NamedTuple):
     inner: Any
     passes: jax.Array  # since the last exchange, int32
     gradients: Any  # sums of these passes, at least float32
+    owner: jax.Array  # int32: the rank whose gradients they are; -1: none's, or the mean of all ranks'
 
 
 def _cast(tree: Any, like: Any) -> Any:
@@ -46,7 +47,8 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _mean(tree: Any, name: str, process_set: ProcessSet) -> Any:
+def mean_of(tree: Any, name: str, process_set: ProcessSet) -> Any:
+    """Return a tree of arrays as the mean over the ranks, exchanged together."""
     leaves, structure = jax.tree.flatten(tree)
     done = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
     return jax.tree.unflatten(structure, done)
@@ -60,13 +62,13 @@ def _with_mean_gradient(tree: Any, name: str, process_set: ProcessSet) -> Any:
 
 _with_mean_gradient.defvjp(
     lambda tree, *_: (tree, None),
-    lambda name, process_set, _, gradient: (_mean(gradient, name, process_set),),
+    lambda name, process_set, _, gradient: (mean_of(gradient, name, process_set),),
 )
 
 
 def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
     """Return an extra argument of ``update``; what optax computes by it is the mean over the ranks."""
-    mean = functools.partial(_mean, name=f"{name}.{key}", process_set=process_set)
+    mean = functools.partial(mean_of, name=f"{name}.{key}", process_set=process_set)
     if key in ("value", "grad"):
         return mean(given)
     if not callable(given) or key not in ("value_fn", "grad_fn"):
@@ -108,7 +110,8 @@ def distributed(
         op: Average or Sum.
         compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
         backward_passes_per_step: gradients of so many calls are summed locally before they are exchanged;
-            the calls between give updates of zero.
+            the calls between give updates of zero. A checkpoint that rank 0 writes between them holds what
+            ``broadcast_parameters`` returns, which has the mean of all ranks' sums.
         average_aggregated_gradients: divides that sum by their number.
         gradient_predivide_factor: with Average, divides before and multiplies after the sum.
         process_set: the ranks that take part; on others the transformation is local.
@@ -156,7 +159,7 @@ def distributed(
             return state
         # At least float32: 16-bit floats are summed in that.
         sums = jax.tree.map(lambda one: jnp.zeros_like(one) + jnp.float32(0), params)
-        return DistributedState(state, jnp.zeros((), jnp.int32), sums)
+        return DistributedState(state, jnp.zeros((), jnp.int32), sums, jnp.full((), -1, jnp.int32))
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if passes == 1:
@@ -173,6 +176,8 @@ def distributed(
         last = state.passes + 1 == passes
         updates, after = jax.lax.cond(last, exchange, wait, total, state.inner)
         sums = jax.tree.map(lambda one: jnp.where(last, 0, one), total)
-        return updates, DistributedState(after, jnp.where(last, 0, state.passes + 1), sums)
+        owner = jnp.int32(session.engine().rank if takes_part(process_set) else -1)
+        count = jnp.where(last, 0, state.passes + 1)
+        return updates, DistributedState(after, count, sums, jnp.where(last, -1, owner))
 
     return optax.GradientTransformationExtraArgs(init, update)

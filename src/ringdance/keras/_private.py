@@ -33,8 +33,8 @@ def check_accumulation(optimizer: Any) -> None:
 def accumulators(optimizer: Any) -> list[Any]:
     """Return the variables in which an optimizer accumulates gradients.
 
-    Optimizer._accumulated_gradients: without this name they are taken for any other variables of it: on torch
-    infinities stay in them, where Keras multiplies by zero, and rank 0's replace those of others.
+    Optimizer._accumulated_gradients: without this name infinities stay in them on torch, where Keras
+    multiplies by zero.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return [one for one in getattr(inner, "_accumulated_gradients", ()) if one is not None]

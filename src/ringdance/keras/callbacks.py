@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ from ringdance.keras.library import forms, keras, number
 from ringdance.keras.rates import set_learning_rate
 from ringdance.keras.values import broadcast_variables
 from ringdance.keras.variables import is_complete, optimizers_of, variables_with
+from ringdance.settings import level_of_caller
 from ringdance.training.objects import allgather_json
 
 __all__ = [
@@ -19,13 +23,47 @@ __all__ = [
     "LearningRateWarmupCallback", "MetricAverageCallback", "ProgressBar", "on_rank_zero",
 ]
 
-_CHANGE_TRAINING = tuple([
+_CHANGE_TRAINING = tuple([  # the last is not in Keras 2
     getattr(keras.callbacks, name)
     for name in (
-        "EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "TerminateOnNaN", "BackupAndRestore",
-        "SwapEMAWeights",  # not in Keras 2
+        "EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "TerminateOnNaN", "SwapEMAWeights",
     ) if hasattr(keras.callbacks, name)
 ])
+_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # what each writes
+_PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
+
+
+def _written() -> dict[str, str]:
+    """Return the paths to which this rank's callbacks of the running ``fit`` write: path to callback."""
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None)]
+    lists = [one.callbacks for one in callers if isinstance(one, keras.callbacks.CallbackList)]
+    return {
+        os.path.abspath(getattr(one, attribute)): name
+        for one in (lists[0] if lists else ()) if not isinstance(one, BestModelCheckpoint)
+        for name, attribute in _PATHS.items() if isinstance(one, getattr(keras.callbacks, name))
+    }
+
+
+def _check_written(everywhere: list[dict[str, str]]) -> None:
+    """Raise or warn if ranks of one host write to one path."""
+    engine = session.engine()
+    users: dict[tuple[str, str, str], list[int]] = {}
+    for rank, written in enumerate(everywhere):
+        for place in written.items():
+            users.setdefault((*place, engine.hosts[rank]), []).append(rank)
+    for (path, name, host), ranks in users.items():
+        text = f"{name} writes to {path} on the ranks {ranks} of {host}, which spoil each other's files. "
+        if len(ranks) > 1 and name == "BackupAndRestore":
+            raise ArgumentError(text + _EACH_ITS_OWN)
+        if len(ranks) > 1 and engine.rank == ranks[0]:
+            text += f"Let rank 0 alone write: hvd.callbacks.on_rank_zero(keras.callbacks.{name}(...))."
+            warnings.warn(text, stacklevel=level_of_caller())
+
+
+_EACH_ITS_OWN = (
+    "BackupAndRestore has to restore all ranks: give each a directory of its own, as in "
+    'keras.callbacks.BackupAndRestore(f"backup-{hvd.rank()}").'
+)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -33,7 +71,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     That happens before the first step; after it once more, if on some rank a layer or an optimizer had no
     variables before (layers that a subclassed model has not called yet, optimizers that it holds as
-    attributes). Put it first in the list of callbacks.
+    attributes). Put it first in the list of callbacks. It warns if callbacks of several ranks of a host
+    write to one path.
 
     Args:
         root_rank: global rank.
@@ -54,12 +93,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast what all ranks have."""
+        """Broadcast what all ranks have.
+
+        Raises:
+            ArgumentError: ranks of one host have one directory for ``BackupAndRestore``; on all ranks.
+        """
         if self._done:
             return
         complete = is_complete(self.model, getattr(self.model, "optimizer", None))
         choices = [self._variables(optimizers_of(self.model)), self._variables([])]
-        every = allgather_json([complete, *map(len, choices)], "broadcast")
+        every = allgather_json([complete, *map(len, choices), _written()], "broadcast")
+        _check_written([one[-1] for one in every])
         for place, found in enumerate(choices, 1):
             if len({one[place] for one in every}) == 1:
                 broadcast_variables(found, self.root_rank)
@@ -82,7 +126,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _variables(self, optimizers: Sequence[Any]) -> list[Any]:
         local = set().union(*map(forms, self._local))
-        found = variables_with(self.model, optimizers, accumulated=False)
+        found = variables_with(self.model, optimizers)
         return [one for one in found if local.isdisjoint(forms(one))]
 
 
@@ -164,11 +208,13 @@ def on_rank_zero(callback: Any) -> Any:
 
     For what writes: ``on_rank_zero(keras.callbacks.CSVLogger("log.csv"))``, ``ModelCheckpoint``,
     ``TensorBoard``. Not for what changes training (``EarlyStopping``, ``ReduceLROnPlateau``,
-    ``BackupAndRestore``): that has to happen on all ranks alike.
+    ``BackupAndRestore``, with a directory for each rank): that has to happen on all ranks alike.
 
     Raises:
         ArgumentError: this callback changes training.
     """
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        raise ArgumentError(_EACH_ITS_OWN)
     if isinstance(callback, _CHANGE_TRAINING):
         raise ArgumentError(
             f"{type(callback).__name__} changes training, so it has to be on all ranks: give it to fit() as "

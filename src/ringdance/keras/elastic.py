@@ -5,13 +5,14 @@ See ``ringdance.training.elastic`` for what is saved and restored when.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ringdance.errors import ArgumentError
-from ringdance.keras.library import keras, read
+from ringdance.keras.library import KERAS2, keras, read
 from ringdance.keras.values import broadcast_variables
 from ringdance.keras.variables import is_complete, optimizers_of, variables_with
 from ringdance.training import elastic
@@ -59,9 +60,8 @@ class KerasState(VariablesState):
         is_complete(model, self.optimizer)  # the state has an optimizer's momentum from the beginning
         super().__init__(**kwargs)
 
-    def _variables(self, accumulated: bool = True) -> list[Any]:
-        optimizers = [self.optimizer, *optimizers_of(self.model)]
-        return variables_with(self.model, optimizers, accumulated)
+    def _variables(self) -> list[Any]:
+        return variables_with(self.model, [self.optimizer, *optimizers_of(self.model)])
 
     def _read(self) -> list[Any]:
         self._saved = self._variables()
@@ -80,17 +80,19 @@ class KerasState(VariablesState):
             one.assign(array)
         for one in made:  # momentum of an optimizer that had not been built: as it was when it was made
             one.assign(np.zeros_like(read(one)))
-        self._clear_passes()
+        self._drop_gradients()
 
     def _broadcast(self) -> None:
-        broadcast_variables(self._variables(accumulated=False))
-        self._clear_passes()
+        broadcast_variables(self._variables())
+        self._drop_gradients()
 
-    def _clear_passes(self) -> None:
-        # Of a DistributedOptimizer of Keras 2; those of Keras 3 are variables of the optimizer.
-        sums = getattr(self.optimizer, "_agg_helper", None)
-        if sums is not None:
-            sums.reset()
+    def _drop_gradients(self) -> None:
+        """Drop those of the failed step; sums of passes in Keras 3 are variables of the optimizer."""
+        if KERAS2:
+            importlib.import_module("ringdance.tensorflow.passes").reset_sums()
+        elif keras.backend.backend() == "torch":
+            for one in self.model.trainable_variables:
+                one.value.grad = None
 
 
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -137,14 +139,11 @@ class UpdateBatchStateCallback(_StateCallback):
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Keeps ``state.epoch``, the number of epochs done, also over restarts. Before CommitStateCallback."""
+    """Keeps ``state.epoch``, the number of epochs done, also over restarts. Before CommitStateCallback.
 
-    _before = 0
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Store the number of epochs before."""
-        self._before = self.state.epoch
+    Both ``fit(initial_epoch=state.epoch, epochs=n)`` and ``fit(epochs=n - state.epoch)`` make n epochs.
+    """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count the epoch."""
-        self.state.epoch = self._before + epoch + 1
+        """Count the epoch; its number is of no use, as Keras may count from 0 in each ``fit``."""
+        self.state.epoch += 1

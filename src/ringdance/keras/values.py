@@ -9,7 +9,7 @@ from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.keras.library import Compression, ops, read
 from ringdance.keras.reduction import binding
-from ringdance.training.checks import is_random_state, pick_operation
+from ringdance.training.checks import is_gradient_sum, is_random_state, pick_operation
 from ringdance.training.collectives import movement
 from ringdance.training.exports import Average, Sum
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
@@ -68,7 +68,8 @@ def broadcast_variables(
 ) -> None:
     """Overwrite variables with those of global rank ``root_rank``: ``model.variables``, an optimizer's.
 
-    Seeds of random generators stay each rank's own.
+    Seeds of random generators stay each rank's own, and sums of gradients between the passes of a step too.
+    A rank without any takes the root's, as after a checkpoint that rank 0 alone has loaded.
 
     Args:
         variables: Keras variables, of equal shapes and types and in the same order on all ranks.
@@ -80,10 +81,13 @@ def broadcast_variables(
     if not chosen or len(engine.members(set_id(process_set))) == 1:
         return
     arrays = tuple([read(one) for one in chosen])
+    pairs = list(zip(chosen, arrays, strict=True))
+    if any(array.any() for one, array in pairs if is_gradient_sum(one)):
+        pairs = [(one, array) for one, array in pairs if not is_gradient_sum(one)]
     call = movement(Collective.BROADCAST, "broadcast_variables", process_set, True, root_rank)
     call.submit(engine, arrays, arrays).wait()
     if engine.rank != root_rank:
-        for one, array in zip(chosen, arrays, strict=True):
+        for one, array in pairs:
             one.assign(array)
 
 

@@ -33,13 +33,9 @@ def is_complete(model: Any, optimizer: Any) -> bool:
     return all(map(is_built, optimizers_of(model)))
 
 
-def variables_with(model: Any, optimizers: Sequence[Any], accumulated: bool = True) -> list[Any]:
-    """Return the variables of a model, then those of optimizers, each once.
-
-    ``accumulated``: also gradients of passes that have not been exchanged, which are each rank's own.
-    """
+def variables_with(model: Any, optimizers: Sequence[Any]) -> list[Any]:
+    """Return the variables of a model, then those of optimizers, each once."""
     if hasattr(model, "jax_state_sync"):  # within fit() they are not up to date
         model.jax_state_sync()
     found = [*model.variables, *(one for optimizer in optimizers for one in variables_of(optimizer))]
-    own = [] if accumulated else [id(one) for each in optimizers for one in _private.accumulators(each)]
-    return list({id(one): one for one in found if id(one) not in own}.values())
+    return list({id(one): one for one in found}.values())

@@ -201,9 +201,10 @@ def judge(
             found[rank] = own
         elif rank in found and not found[rank].traceback and end.last_words:
             found[rank] = replace(found[rank], traceback=end.last_words)
-        if rank in found and found[rank].kind == "exit" and (end.code or 0) > 0 and not end.by_mpiexec:
-            message = f"exited with code {end.code} while other ranks waited for it{_reason(end)}"
-            found[rank] = replace(found[rank], message=message)
+        kind = found[rank].kind if rank in found else ""
+        if kind in ("code", "exit") and (end.code or 0) > 0 and not end.by_mpiexec:
+            waited = " while other ranks waited for it" if kind == "exit" else ""
+            found[rank] = replace(found[rank], message=f"exited with code {end.code}{waited}{_reason(end)}")
     if not found and all(cause.kind == "daemon" for cause in outside):  # after ranks that all ended well
         return None
     candidates = [*found.values(), *outside, *_early(found, ended)]

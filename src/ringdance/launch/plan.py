@@ -31,6 +31,7 @@ from ringdance.launch.output.merge import spans
 from ringdance.launch.remote.environment import ALL, forwarded, shown
 from ringdance.launch.spec import JobSpec
 from ringdance.launch.system.linux import MARKER
+from ringdance.settings.names import STARTED_BY
 
 _OF_A_RANK = (
     "OMPI_COMM_WORLD_",
@@ -41,6 +42,7 @@ _OF_A_RANK = (
     "MPI_LOCAL",
     "HYDI_",
     "HYDRA_",
+    STARTED_BY,
 )
 # What schedulers set for mpiexec; the plan replaces it.
 _OF_A_SCHEDULER = (

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import glob
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
 import ringdance.numpy as hvd
 from ringdance.data.files import file_crc32, why_not
 from ringdance.errors import ArgumentError
+from ringdance.job_files import unique_beside, whole_text
 
 
 def export(
@@ -35,7 +35,7 @@ def export(
         SystemExit: it could not be written; on all ranks.
     """
     final = Path(given.export).resolve()
-    partial, old = _own(final, "partial"), _own(final, "old")
+    partial, old = unique_beside(final, "partial"), unique_beside(final, "old")
     failure: Exception | None = None
     try:
         if hvd.rank() == 0:
@@ -71,11 +71,6 @@ def export(
         problem = hvd.broadcast_object(problem)
     if problem:
         raise SystemExit(problem)
-
-
-def _own(path: Path, word: str) -> Path:
-    """Return a name beside a path that no other process uses."""
-    return path.with_name(f".{path.name}.{word}-{os.uname().nodename}-{os.getpid()}")
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -164,29 +159,16 @@ def whole_model(model: Path, *needed: str) -> dict[str, Any]:
     return about
 
 
-@contextmanager
-def text_file(name: str | None) -> Iterator[TextIO]:
+def text_file(name: str | None) -> AbstractContextManager[TextIO]:
     """Open a file for a text; it has its name when it is complete.
 
     Args:
         name: of the file; a pipe or a device is written directly. None: the text is thrown away.
     """
     path = Path(os.path.realpath(name or os.devnull))
-    special = path.exists() and not path.is_file()
-    partial = path if special else _own(path, "partial")
-    try:
-        with open(str(partial), "w", encoding="utf-8", errors="surrogateescape") as file:
-            yield file
-        if not special:
-            os.replace(partial, path)
-    except BaseException as error:
-        if not special:
-            with suppress(OSError):
-                partial.unlink()
-        no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if isinstance(error, OSError) and (no_room or error.filename == str(partial)):
-            error.filename = str(path)
-        raise
+    if path.exists() and not path.is_file():
+        return open(str(path), "w", encoding="utf-8", errors="surrogateescape")
+    return whole_text(path)
 
 
 def alone() -> None:

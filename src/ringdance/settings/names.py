@@ -54,6 +54,8 @@ BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.spl
 
 # `ringdance run` passes facts to its ranks under this prefix; users do not set these.
 LAUNCH_PREFIX = "RINGDANCE_JOB"
+# And init() to the processes that a rank starts: which rank that is, as JSON.
+STARTED_BY = "RINGDANCE_JOB_RANK"
 # And `ringdance search` to its trials.
 SEARCH_PREFIX = "RINGDANCE_SEARCH_"
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.gradients import variable_of
+from ringdance.tensorflow.passes import reset_sums
 from ringdance.tensorflow.state import broadcast_variables
 from ringdance.training import elastic
 from ringdance.training.elastic import ObjectState, State, VariablesState
@@ -64,6 +65,7 @@ class TensorFlowState(VariablesState):
                 variable.load(value, self._session)
             else:
                 variable.assign(value)
+        reset_sums(self._session)
 
     def _broadcast(self) -> None:
         if self._operation is None:  # as it stays in eager execution, which broadcasts at once

@@ -171,7 +171,8 @@ class GradientReducer:
         named = [(_name_of(one), variable_of(one)) for one in variables]
         named = [
             (name, one) for name, one in named
-            if isinstance(one, tf.Variable) and one.dtype.is_floating and one.shape.is_fully_defined()
+            if isinstance(one, tf.Variable) and (one.dtype.is_floating or one.dtype.is_complex)
+            and one.shape.is_fully_defined()
         ]
         names, floats = [name for name, _ in named], [one for _, one in named]
         if not floats or in_session():  # whose order of operations is not the program's
@@ -179,6 +180,8 @@ class GradientReducer:
         call = weights.call_of(key, names, self.advice, set_id(self.process_set))
 
         def take(one: Any) -> tuple[int, Tensor]:
+            if one.dtype.is_complex:
+                one = tf.stack([tf.math.real(one), tf.math.imag(one)])
             size = math.prod(one.shape)
             return size, tf.cast(tf.reshape(one, [-1])[:: weights.step_of(size)], tf.float32)
 

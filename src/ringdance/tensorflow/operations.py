@@ -1,7 +1,7 @@
 """The collectives on TensorFlow's tensors, under Horovod's names.
 
 They work eagerly, in a ``tf.function`` and in graphs of ``tf.compat.v1``, and are differentiable. Beyond
-Horovod: bfloat16, bool and all integers everywhere.
+Horovod: bfloat16, bool, complex numbers and all integers everywhere.
 
 Arguments of ``allreduce`` mean the same for all: ``name`` is the key that matches the ranks' calls. Without
 one eager calls match by order, and those in a graph by the name of their operation, made from the

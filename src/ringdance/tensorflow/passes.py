@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ringdance.errors import ArgumentError
@@ -12,6 +14,24 @@ from ringdance.tensorflow.exchange import in_session, plain
 
 Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
 Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
+
+_NAME = "ringdance_sums"
+_eager: weakref.WeakSet[PassSums] = weakref.WeakSet()
+
+
+def reset_sums(session: Any = None) -> None:
+    """Clear all sums in the graph of a session, or with None in eager execution.
+
+    After an error ranks may be in different passes.
+    """
+    if session is not None:
+        for one in session.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES):
+            if _NAME in one.name:
+                one.load(np.zeros(one.shape, one.dtype.base_dtype.as_numpy_dtype), session)
+        return
+    for sums in list(_eager):
+        for one in (sums.counter, *[one for _, one in sums._sums.values()]):
+            one.assign(tf.zeros_like(one))
 
 
 class PassSums:
@@ -91,11 +111,6 @@ class PassSums:
         full = self._full if in_session() else tf.equal(self.counter, 0)
         return tf.cond(full, lambda: true_after(apply()), lambda: true_after(skip()))
 
-    def reset(self) -> None:
-        """Clear the sums, eagerly: after an error ranks may be in different passes."""
-        for one in () if self.counter is None else (self.counter, *[one for _, one in self._sums.values()]):
-            one.assign(tf.zeros_like(one))
-
     def _sum_of(self, variable: Any, gradient: Any) -> Any:
         """Return the sum of a variable's gradients; None: it has not had one yet."""
         if id(variable) not in self._sums:
@@ -103,6 +118,8 @@ class PassSums:
                 return None
             if self.counter is None:
                 self.counter = _variable((), tf.int32)
+                if tf.compat.v1.executing_eagerly_outside_functions():
+                    _eager.add(self)
             self._sums[id(variable)] = variable, _variable(variable.shape, gradient.dtype)
         return self._sums[id(variable)][1]
 
@@ -119,4 +136,4 @@ def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_
 
 def _variable(shape: Any, dtype: Any) -> Any:
     with tf.init_scope():  # not in a tf.function, which may make variables in its first trace only
-        return tf.Variable(lambda: tf.zeros(shape, dtype), trainable=False, name="ringdance_sums")
+        return tf.Variable(lambda: tf.zeros(shape, dtype), trainable=False, name=_NAME)

@@ -11,7 +11,7 @@ from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.gradients import variable_of
 from ringdance.tensorflow.operations import broadcast_
 from ringdance.training import objects
-from ringdance.training.checks import is_random_state
+from ringdance.training.checks import is_gradient_sum, is_random_state
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -26,13 +26,19 @@ def broadcast_variables(
 ) -> Any:
     """Assign the values of global rank ``root_rank`` to variables: TensorFlow's or Keras's, but for seeds.
 
-    All ranks give equally many. ``inplace`` is accepted and ignored: values are always assigned.
+    All ranks give equally many. Sums of gradients of Keras 3 stay each rank's own between the passes of a
+    step, unless a rank has none. ``inplace`` is accepted and ignored: values are always assigned.
 
     Returns:
         ``None``; in a graph of ``tf.compat.v1`` the operation to be run.
     """
-    listed = [variable_of(one) for one in variables if not is_random_state(one)]
-    assigned = broadcast_(listed, root_rank, "broadcast_variables", process_set)
+    chosen = [one for one in variables if not is_random_state(one)]
+    sums = [variable_of(one) for one in chosen if is_gradient_sum(one)]
+    before = [tf.identity(one) for one in sums]
+    assigned = broadcast_(list(map(variable_of, chosen)), root_rank, "broadcast_variables", process_set)
+    has_own = sums and tf.reduce_any([tf.reduce_any(value != 0) for value in before])
+    for one, value in zip(sums, before, strict=True):
+        one.assign(tf.where(has_own, value, one))
     return None if tf.compat.v1.executing_eagerly_outside_functions() else tf.group(*assigned)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -164,6 +164,13 @@ def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return plain.indices(), plain.values()
 
 
+# GradScaler._per_optimizer_states: whose gradients have been unscaled since the last update(). A restored
+# state does not replace it. Without it unscale_() raises after an error between unscale_() and update().
+def forget_unscaled(scaler: Any) -> None:
+    """Let a GradScaler (of other objects nothing) take all gradients as not unscaled yet."""
+    getattr(scaler, "_per_optimizer_states", {}).clear()
+
+
 def divided_by(tensor: Any) -> str | None:
     """Return what of torch.distributed has divided a tensor over processes, None for a plain tensor.
 
@@ -191,3 +198,19 @@ _OLDER = {
 def renamed(group: Any, name: str) -> Any:
     """Return the method of a process group, under the name that this version of torch has for it."""
     return getattr(group, name) if hasattr(group, name) else getattr(group, _OLDER[name])
+
+
+# torch._C._distributed_c10d: where torch.ops._c10d_functional.wait_tensor finds the work of a tensor. torch's
+# own groups register theirs in C++. Without these names wait_tensor of a tensor that was given to
+# dist.all_reduce(async_op=True) returns at once; functional collectives are registered by torch.
+_distributed: Any = getattr(torch._C, "_distributed_c10d", None)
+_registers_works: Callable[[], bool] = getattr(
+    _distributed, "_allow_inflight_collective_as_graph_input", lambda: False
+)
+
+
+def register_work(tensors: Sequence[torch.Tensor], work: Any) -> None:
+    """Let ``wait_tensor`` of the tensors wait for a work, if the caller has asked torch for that."""
+    if _registers_works():
+        for tensor in tensors:
+            _distributed._register_work(tensor, work)

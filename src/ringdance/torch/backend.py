@@ -11,8 +11,7 @@ replace output tensors, and a ``Work`` that has failed raises in ``wait()``.
 from __future__ import annotations
 
 import functools
-import os
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,100 +22,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request
-from ringdance.errors import ArgumentError
-from ringdance.settings.names import LAUNCH_PREFIX
-from ringdance.torch._private import renamed, sparse_entries
+from ringdance.core.transfers import Transfer
+from ringdance.errors import CollectiveError
+from ringdance.torch._private import register_work, renamed, sparse_entries
+from ringdance.torch.groups import Group, process_set
 from ringdance.torch.memory import Array, array_of, from_array, resizable_view
-from ringdance.torch.works import GroupWork, Transfer, starts_now, wait_at_end
-from ringdance.training import basics
-from ringdance.training.collectives import prepared
+from ringdance.torch.works import Finish, GroupWork, starts_now, wait_at_end
+from ringdance.training.collectives import Call, prepared
 
 Tensors = Sequence[Tensor]
-Finish = Callable[[list[Array]], None]
 
 _OPERATIONS = {
     "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX,
     "PRODUCT": ReduceOp.PRODUCT,
 }  # fmt: skip
+_SMALL_BYTES = 4096
+_TAGS = 1 << 30  # tags of messages
 _BITWISE: dict[str, Any] = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 _prefixed: Any = vars(dist)["PrefixStore"]
 
 
 def create(options: Any, _: Any = None) -> ProcessGroup:
-    """Make a process group; torch calls this on its members.
-
-    Args:
-        options: torch's ``_DistributedBackendOptions``.
-
-    Raises:
-        ArgumentError: the ranks of torch.distributed and those of the job differ.
-    """
-    ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
-    if list(ranks) != sorted(ranks):
-        raise ArgumentError(
-            f'The backend "ringdance" needs ranks in ascending order, got {list(ranks)}: leave out '
-            "sort_ranks=False of new_group()."
-        )
-    if not session.is_initialized():
-        if ranks and size < dist.get_world_size():
-            raise ArgumentError(
-                'The first group of the backend "ringdance" must have all ranks: call '
-                'init_process_group("ringdance"), or hvd.init() on all ranks before new_group().'
-            )
-        if size > 1 and _started_by_torchrun():
-            from ringdance.torch import gloo
-
-            store = _prefixed("ringdance", options.store.clone())
-            session.init(transport=(size, functools.partial(gloo.world, store, rank, size)))
-        else:
-            basics.init()
-    engine = session.engine()
-    if ranks:
-        return ProcessGroup(options, engine.add_group(_meet(engine, options), ranks))
-    if (rank, size) != (engine.rank, engine.size):
-        raise ArgumentError(
-            f"This process is rank {rank} of {size} for torch.distributed and rank {engine.rank} of "
-            f"{engine.size} in the job: start it by one launcher, torchrun or `ringdance run`, not by one "
-            "within the other; give init_process_group neither rank= nor world_size=; and leave RANK and "
-            "WORLD_SIZE as the launcher sets them."
-        )
-    return ProcessGroup(options, 0)
-
-
-def _started_by_torchrun() -> bool:
-    """Return whether MPI does not know the ranks."""
-    own = LAUNCH_PREFIX in os.environ  # `ringdance run` sets torchrun's variables too
-    return session.launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
-
-
-def _meet(engine: Engine, options: Any) -> int:
-    """Wait for the other members of a new group; return a number that no other group of the job has."""
-    store, root, size = options.store, options.store, options.group_size
-    while hasattr(root, "underlying_store"):
-        root = root.underlying_store
-    if options.group_rank == 0:
-        store.set("number", str(root.add("ringdance/groups", 1) - 1))
-    store.add("arrived", 1)
-    begun = time.monotonic()
-    until, said = begun + options.timeout.total_seconds(), False
-    while (arrived := store.add("arrived", 0)) < size:  # a blocking call would keep others from the store
-        if time.monotonic() > until:
-            raise dist.DistStoreError(
-                f"new_group({list(options.global_ranks_in_group)}): only {arrived} of {size} members have "
-                f"called it within {options.timeout}."
-            )
-        if engine.closed:
-            raise engine.end.error()
-        if not said and time.monotonic() - begun > engine.settings.stall_check_time:
-            said = True
-            engine.report(
-                f"{engine.identity} waits in new_group({list(options.global_ranks_in_group)}), which only "
-                f"{arrived} of {size} members have called: all of them call it, in one order with others."
-            )
-        time.sleep(1e-3)
-    return int(store.get("number"))
+    """Make a process group; torch calls this on its members. See ``groups.process_set``."""
+    return ProcessGroup(options, process_set(options))
 
 
 def _by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,6 +61,23 @@ def _by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave a call on GPU tensors to NCCL. An argument that is wrong here fails the call on the peers too."""
+
+    @functools.wraps(method)
+    def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        number = self._set_id
+        try:
+            return method(self, *args, **kwargs)
+        except CollectiveError:  # it was submitted, or the job has ended
+            raise
+        except Exception as error:
+            Call(Collective.ALLREDUCE, set_id=number).refuse(session.engine(), error)
+            raise
+
+    return _by_nccl(call)
+
+
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
@@ -140,10 +86,7 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-_Base: Any = dist.ProcessGroup
-
-
-class ProcessGroup(_Base):  # type: ignore[misc]
+class ProcessGroup(Group):
     """Some or all ranks; the methods are those that torch calls, with its options.
 
     Args:
@@ -152,10 +95,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     """
 
     def __init__(self, options: Any, set_id: int) -> None:
-        super().__init__(options.group_rank, options.group_size)
-        self._options, self._set_id, self._timeout = options, set_id, options.timeout
+        super().__init__(options, set_id)
+        self._options, self._timeout = options, options.timeout
         self._name = self._description = ""
         self._coalesced: list[GroupWork] | None = None  # the calls since start_coalescing
+        self._recent: deque[GroupWork] = deque(maxlen=1024)
 
     # Which torch reads to see what a group can exchange.
     _device_types = (torch.device("cpu"), torch.device("cuda"))
@@ -180,24 +124,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
-    def shutdown(self) -> None:
-        """Free what a group of some ranks has; the job ends with the process, or by hvd.shutdown()."""
-        if self._set_id and session.is_initialized():
-            session.engine().leave_group(self._set_id)
-
-    abort = shutdown
-
     def start_coalescing(self, device: Any) -> None:
         if device.type != "cpu":
             self.nccl._start_coalescing()
-        self._coalesced = []
+        else:
+            self._coalesced = []
 
     def end_coalescing(self, device: Any) -> Any:
         """Return one work for all calls since the start."""
         if device.type != "cpu":
             return self.nccl._end_coalescing()
         works, self._coalesced = self._coalesced or [], None
-        return GroupWork.of_all(session.engine(), works)
+        return GroupWork.of_all(session.engine(), self._set_id, works, self._seconds(None))
 
     @functools.cached_property
     def nccl(self) -> Any:
@@ -211,36 +149,40 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     # -- reductions ------------------------------------------------------------------------------
 
-    @_by_nccl
+    @_collective
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.AllreduceOptions()
         name = _name_of(opts.reduceOp)
         if (function := _BITWISE.get(name)) is None:
             return self._reduce(tensors, opts)
         (array,), back = _flat(tensors)  # the engine reduces by arithmetic only
+        if array.dtype.kind not in "iub":
+            raise ValueError(f"all_reduce: {name} needs integers or booleans. Received: {tensors[0].dtype}")
 
         def finish(results: list[Array]) -> None:
             array[...] = function.reduce(results[0].reshape(self.size(), -1), axis=0)
             back(results)
 
-        pattern = f"{array.size} elements by {name}"
+        pattern = f"{name} of shape {tuple(tensors[0].shape)}"
         return self._start(Collective.ALLGATHER, [array], None, tensors, opts, finish, pattern=pattern)
 
-    @_by_nccl
+    @_collective
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         return self._reduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
-    @_by_nccl
+    @_collective
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        if self.rank() != opts.rootRank:
+        root = self._root("reduce", opts)
+        if self.rank() != root:
             tensors = [one.detach().clone() for one in tensors]
-        return self._reduce(tensors, opts, opts.rootRank)
+        return self._reduce(tensors, opts, root)
 
     def _reduce(self, tensors: Tensors, opts: Any, root: int = -1) -> Any:
         if tensors[0].is_sparse:
             return self._reduce_rows(tensors[0], opts)
-        arrays, back = _flat(tensors)
-        return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, _operation(opts), root)
+        operation = _operation(opts)
+        arrays, back = _shaped(tensors)
+        return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, operation, root)
 
     def _reduce_rows(self, tensor: Tensor, opts: Any) -> Any:
         """Gather the entries of a sparse tensor, whose sum they are together."""
@@ -258,27 +200,29 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         pattern = f"a sparse tensor of shape {tuple(tensor.shape)}"
         return self._start(Collective.ALLGATHER, arrays, None, [tensor], opts, finish, pattern=pattern)
 
-    @_by_nccl
+    @_collective
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
-    @_by_nccl
+    @_collective
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         sizes = [[output.numel()] * self.size() for output in outputs]
-        return self._reduce_scatter(outputs, inputs, sizes, opts)
+        return self._reduce_scatter(outputs, inputs, sizes, opts, f"inputs of {_shapes(inputs)}")
 
-    @_by_nccl
+    @_collective
     def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any = None) -> Any:
         sizes = [[one.numel() for one in parts] for parts in input_lists]
         joined = [torch.cat([one.detach().reshape(-1) for one in parts]) for parts in input_lists]
-        return self._reduce_scatter(outputs, joined, sizes, opts)
+        pattern = f"inputs of {'; '.join(_shapes(parts) for parts in input_lists)}"
+        return self._reduce_scatter(outputs, joined, sizes, opts, pattern)
 
-    def _reduce_scatter(self, outputs: Tensors, inputs: Tensors, sizes: list[list[int]], opts: Any) -> Any:
+    def _reduce_scatter(
+        self, outputs: Tensors, inputs: Tensors, sizes: list[list[int]], opts: Any, pattern: str
+    ) -> Any:
         """Reduce inputs; ``sizes``: for each, how many elements every rank gets."""
         opts = opts or dist.ReduceScatterOptions()
         sources, (targets, back), operation = _flat(inputs)[0], _flat(outputs), _operation(opts)
-        widths = [1 + one.is_complex() for one in outputs]  # a complex number is two
-        sizes = [[n * width for n in counts] for counts, width in zip(sizes, widths, strict=True)]
+        _check_dtypes("reduce_scatter", outputs, inputs)
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
@@ -288,34 +232,40 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         equal = all(len(set(counts)) == 1 for counts in sizes)
         if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
             sources = [_apart(*pair) for pair in zip(sources, targets, strict=True)]
-            return self._start(Collective.REDUCESCATTER, sources, targets, outputs, opts, back, operation)
+            return self._start(
+                Collective.REDUCESCATTER, sources, targets, outputs, opts, back, operation, pattern=pattern
+            )
 
         def finish(results: list[Array]) -> None:
             for result, target, counts in zip(results, targets, sizes, strict=True):
                 target[...] = result[sum(counts[: self.rank()]) :][: target.size]
             back(results)
 
-        return self._start(Collective.ALLREDUCE, sources, None, outputs, opts, finish, operation)
+        return self._start(
+            Collective.ALLREDUCE, sources, None, outputs, opts, finish, operation, pattern=pattern
+        )
 
     # -- moving data -----------------------------------------------------------------------------
 
-    @_by_nccl
+    @_collective
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.BroadcastOptions()
-        members = session.engine().members(self._set_id)
-        if not 0 <= opts.rootRank < len(members):
-            raise ValueError(f"broadcast: there is no rank {opts.rootRank} in this group of {len(members)}.")
-        root = members[opts.rootRank]
-        arrays, back = _flat(tensors, moved=True)
-        return self._start(Collective.BROADCAST, arrays, arrays, tensors, opts, back, root=root)
+        own, (arrays, back) = self._root("broadcast", opts), _shaped(tensors, moved=True)
+        root, pattern = session.engine().members(self._set_id)[own], _as_bytes(tensors)
+        if own == self.rank():  # its tensors stay as they are, and may not be writable
+            back = _nothing
+        return self._start(
+            Collective.BROADCAST, arrays, arrays, tensors, opts, back, root=root, pattern=pattern
+        )
 
-    @_by_nccl
+    @_collective
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [given], opts)
 
-    @_by_nccl
+    @_collective
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         sources, (targets, back) = _flat(inputs, moved=True)[0], _flat(outputs, moved=True)
+        _check_dtypes("all_gather", outputs, inputs)
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             if target.size != source.size * self.size():
                 raise ValueError(
@@ -324,9 +274,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 )
             if source.ctypes.data != target[self.rank() * source.size :].ctypes.data:
                 sources[index] = _apart(source, target)
-        return self._start(Collective.ALLGATHER, sources, targets, outputs, opts, back)
+        pattern = f"inputs of {_shapes(inputs)}{_as_bytes(inputs)}"
+        return self._start(Collective.ALLGATHER, sources, targets, outputs, opts, back, pattern=pattern)
 
-    @_by_nccl
+    @_collective
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         sources, _ = _flat(inputs, moved=True)
         sizes = [[one.numel() for one in parts] for parts in output_lists]
@@ -338,12 +289,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             for result, outputs in zip(results, output_lists, strict=True):
                 _distribute(result, outputs)
 
-        outputs, pattern = list(_tensors_in(output_lists)), f"outputs of {sizes} elements"
+        outputs = list(_tensors_in(output_lists))
+        shapes = "; ".join(_shapes(parts) for parts in output_lists)
+        pattern = f"outputs of {shapes}{_as_bytes(inputs)}"
         return self._start(Collective.ALLGATHER, sources, None, outputs, opts, finish, pattern=pattern)
 
     allgather_coalesced = allgather
 
-    @_by_nccl
+    @_collective
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int],
         opts: Any = None,
@@ -361,47 +314,53 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
         expected = [count * wide for count in wanted]
         splits = [count * width for count in rows]
-        return self._exchange(_apart(source, target), splits, expected, [output], opts, [target], back)
+        pattern = f"all_to_all{_as_bytes([given])}"
+        source = _apart(source, target)
+        return self._exchange(source, splits, expected, [output], opts, pattern, [target], back)
 
-    @_by_nccl
+    @_collective
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         parts, _ = _flat(inputs, moved=True)
         expected = [part.size for part in _flat(outputs, moved=True)[0]]
-        return self._exchange(np.concatenate(parts), [part.size for part in parts], expected, outputs, opts)
+        pattern, splits = f"all_to_all{_as_bytes(inputs)}", [part.size for part in parts]
+        return self._exchange(np.concatenate(parts), splits, expected, outputs, opts, pattern)
 
-    @_by_nccl
+    @_collective
     def gather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
-        (source,), _ = _flat(inputs, moved=True)
-        splits = [source.size * (rank == opts.rootRank) for rank in range(self.size())]
+        (source,), root = _flat(inputs, moved=True)[0], self._root("gather", opts)
+        splits = [source.size * (rank == root) for rank in range(self.size())]
         outputs = list(_tensors_in(output_lists))
         expected = [part.size for part in _flat(outputs, moved=True)[0]] or [0] * self.size()
-        return self._exchange(source, splits, expected, outputs, opts)
+        pattern = f"gather to rank {root}{_as_bytes(inputs)}"
+        return self._exchange(source, splits, expected, outputs, opts, pattern)
 
-    @_by_nccl
+    @_collective
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Any:
         parts, _ = _flat(input_lists[0] if input_lists else outputs, moved=True)
         splits = [part.size for part in parts] if input_lists else [0] * self.size()
         source = np.concatenate(parts) if input_lists else parts[0][:0]
-        own = _flat(outputs, moved=True)[0][0].size
-        expected = [own * (rank == opts.rootRank) for rank in range(self.size())]
-        return self._exchange(source, splits, expected, outputs, opts)
+        own, root = _flat(outputs, moved=True)[0][0].size, self._root("scatter", opts)
+        expected = [own * (rank == root) for rank in range(self.size())]
+        pattern = f"scatter from rank {root}{_as_bytes(outputs)}"
+        return self._exchange(source, splits, expected, outputs, opts, pattern)
 
     def _exchange(
         self, source: Array, splits: list[int], expected: list[int], outputs: Tensors, opts: Any,
-        targets: list[Array] | None = None, finish: Finish | None = None,
+        pattern: str, targets: list[Array] | None = None, finish: Finish | None = None,
     ) -> Any:
         """Send parts of flat ``source`` to the ranks, and cut what comes, of ``expected`` sizes."""
         finish = finish or (lambda results: _distribute(results[0], outputs))
         rows = [np.array(splits, np.int64)]
         return self._start(
-            Collective.ALLTOALL, [source], targets, outputs, opts, finish, splits=rows, expected=expected
+            Collective.ALLTOALL, [source], targets, outputs, opts, finish, splits=rows, expected=expected,
+            pattern=pattern,
         )
 
     def barrier(self, opts: Any = None) -> Any:
         opts, engine = opts or dist.BarrierOptions(), session.engine()
         request = Request(Description(Collective.BARRIER), set_id=self._set_id)
         work = engine.submit(request, wake=getattr(opts, "asyncOp", True))
-        return GroupWork(engine, [work], [], [], None, self._seconds(opts))
+        return GroupWork(engine, self._set_id, [work], [], [], None, self._seconds(opts))
 
     # -- two ranks -------------------------------------------------------------------------------
 
@@ -420,15 +379,25 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _transfer(self, verb: str, rank: int | None, tag: int, tensors: Tensors) -> Any:
         engine, ((array,), back) = session.engine(), _flat(tensors, moved=True)
         state = engine.sets.find(self._set_id).state
-        if state is None or tag < 0:
-            raise ValueError(f"{verb}: this group has no other rank, or tag={tag} is negative.")
+        if state is None or not 0 <= tag < _TAGS:
+            raise ValueError(f"{verb}: this group has one rank only, or tag={tag} is not below {_TAGS}.")
+        if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
+            raise ValueError(f"{verb}: rank {rank} is not another one of the {self.size()} in this group.")
         if engine.closed:
             raise engine.end.error()
         pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)
-        work = Transfer(engine, pending, f"{verb} of {array.nbytes} bytes, rank {rank}")
-        return GroupWork(engine, [work], [], tensors, back, self._seconds(None))
+        work = Transfer(engine, pending, state, verb, array.nbytes, rank, tag)
+        finish = back if verb == "receive" else _nothing
+        return GroupWork(engine, self._set_id, [work], [], tensors, finish, self._seconds(None))
 
     # -- one path to the engine ------------------------------------------------------------------
+
+    def _root(self, name: str, opts: Any) -> int:
+        """Return the rank in this group that a call has as its root."""
+        root = int(opts.rootRank)
+        if not 0 <= root < self.size():
+            raise ValueError(f"{name}: there is no rank {root} in this group of {self.size()}.")
+        return root
 
     def _seconds(self, opts: Any) -> float:
         given = getattr(opts, "timeout", None)  # negative in torch's options for none
@@ -460,12 +429,25 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         outputs = None if targets is None else tuple(targets)
         work = call.submit(engine, tuple(arrays), outputs, splits, waits_later and starts_now(engine))
         seconds = self._seconds(opts)
-        started = GroupWork(engine, [work], list(targets or ()), tensors, finish, seconds, expected)
+        started = GroupWork(
+            engine, self._set_id, [work], list(targets or ()), tensors, finish, seconds, expected
+        )
         if self._coalesced is not None:
             self._coalesced.append(started)
         if waits_later:
             wait_at_end(started)
+            register_work(tensors, started)
+            if len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse:
+                self._keep(started, tensors[0])
         return started
+
+    def _keep(self, work: GroupWork, number: Tensor) -> None:
+        """Keep the work of one number alive, for DistributedDataParallel.join().
+
+        It leaves such a work to C++, which does not keep the Python object whose ``wait`` it calls.
+        """
+        if number.untyped_storage().nbytes() <= _SMALL_BYTES:
+            self._recent.append(work)
 
     # Names that torch calls these by as well.
     _allgather_base = all_gather_single
@@ -488,6 +470,32 @@ def _operation(opts: Any) -> ReduceOp:
     return _OPERATIONS[name]
 
 
+def _nothing(_: list[Array]) -> None:
+    pass
+
+
+def _check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
+    for output, given in zip(outputs, inputs, strict=True):
+        if output.dtype is not given.dtype:
+            raise ValueError(f"{name}: the output has the dtype {output.dtype}, and its input {given.dtype}.")
+
+
+def _shapes(tensors: Tensors) -> str:
+    return "shapes " + ", ".join(str(tuple(one.shape)) for one in tensors)
+
+
+def _as_bytes(tensors: Tensors) -> str:
+    """Return the dtypes of tensors that are sent as bytes, which the engine cannot compare."""
+    return "".join(f" {one.dtype}" for one in tensors if one.element_size() == 1)
+
+
+def _shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
+    """Return what ``_flat`` does, in the tensors' shapes, which have to be equal on all ranks."""
+    arrays, finish = _flat(tensors, moved)
+    # torch itself gives () on one rank and (1,) on another in DistributedDataParallel.join().
+    return [array.reshape(one.shape or (1,)) for array, one in zip(arrays, tensors, strict=True)], finish
+
+
 def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
     """Return flat views of tensors, and what copies results to those that are not contiguous.
 
@@ -501,7 +509,7 @@ def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
         whole = plain.resolve_conj().resolve_neg().contiguous()
         if whole.data_ptr() != plain.data_ptr() or plain.is_neg() or plain.is_conj():
             copies.append((plain, whole))
-        flat = torch.view_as_real(whole).view(-1) if whole.is_complex() else whole.view(-1)
+        flat = whole.view(-1)
         if moved and flat.element_size() == 1:
             flat = flat.view(torch.uint8)
         arrays.append(resizable_view(flat))

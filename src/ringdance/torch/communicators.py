@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -104,17 +106,24 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
     options._timeout = timeout
     # NCCL would connect an algorithm's channels in the first call that uses it, where the host waits for the
     # peers: a bucket is launched before it is known that they launch it too (Note [Direct buckets]).
-    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-    name, before = "TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    os.environ[name] = before or "2"  # abort the communicator; torch's default ends the process too
-    try:
+    # On errors abort the communicator; torch's default ends the process too.
+    with _environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
         group = dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-    with torch.cuda.device(device):
-        group.eager_connect_single_device(device)
+        with torch.cuda.device(device):
+            group.eager_connect_single_device(device)
     return group
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set variables that the user has not set, for the block alone: the user's own groups read them too."""
+    missing = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def failure_of(group: Any) -> str:
@@ -123,27 +132,56 @@ def failure_of(group: Any) -> str:
     return "" if error is None or error.name == "SUCCESS" else str(error.name)
 
 
-def serve(size: int) -> Any:
-    """Return a store of which this process is the server, at any free port."""
-    return dist.TCPStore("0.0.0.0", 0, size, True, _FIRST_CALL, wait_for_workers=False)
+def host_and(namespace: str) -> str:
+    """Return text that is equal for processes in one namespace ("pid", "net") of one host."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink(f"/proc/self/ns/{namespace}"))
+    return " ".join(parts)
+
+
+def serve(size: int, networks: Sequence[str]) -> tuple[Any, list[Any]]:
+    """Return a store that this process serves at a free port, and what ``connect`` needs of it.
+
+    It listens on the loopback if all ranks can reach that. Otherwise it listens on all addresses, and only
+    those who know a random prefix find the keys.
+
+    Args:
+        size: Number of ranks.
+        networks: Each rank's ``host_and("net")``.
+    """
+    one_host = len(set(networks)) == 1
+    both = not one_host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    place = ("127.0.0.1" if one_host else "", 0)
+    listening = socket.create_server(place, family=family, dualstack_ipv6=both)
+    port, prefix = listening.getsockname()[1], secrets.token_hex(16)
+    options = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
+    store = dist.TCPStore("127.0.0.1", port, size, True, _FIRST_CALL, **options)
+    places = [] if one_host else addresses()
+    return dist.PrefixStore(prefix, store), [socket.gethostname(), port, prefix, *places]
 
 
 def addresses() -> list[str]:
-    """Return this host's IPv4 addresses, without that of the loopback."""
-    found = [
-        one.address for rows in psutil.net_if_addrs().values() for one in rows if one.family == socket.AF_INET
-    ]
-    return [address for address in found if not address.startswith("127.")]
+    """Return this host's addresses that other hosts may reach, those of IPv4 first."""
+    rows = [one for rows in psutil.net_if_addrs().values() for one in rows]
+    found = [one.address for kind in (socket.AF_INET, socket.AF_INET6) for one in rows if one.family == kind]
+    return [address for address in found if not address.startswith(("127.", "::1", "fe80:"))]
 
 
-def connect(places: Sequence[str], port: int, size: int) -> Any:
-    """Return the store that is served at one of these addresses, or on this host."""
-    host, *places = places
-    for address in [*places, *(["127.0.0.1"] if host == socket.gethostname() else [])]:
+def connect(served: Sequence[Any], size: int) -> Any:
+    """Return the store that another process of ``serve``'s host, or of others, has made."""
+    host, port, prefix, *places = served
+    if host == socket.gethostname() or not places:
+        places = [*places, "127.0.0.1"]
+    for address in places:
         with contextlib.suppress(OSError):
             socket.create_connection((address, port), 3.0).close()
-            return dist.TCPStore(address, port, size, False, _FIRST_CALL, wait_for_workers=False)
+            store = dist.TCPStore(address, port, size, False, _FIRST_CALL, wait_for_workers=False)
+            return dist.PrefixStore(prefix, store)
     raise RankLostError(
-        f"Rank 0 of the process set cannot be reached at {', '.join(places)}, port {port}: see whether a "
-        "firewall is between the hosts."
+        f"Rank 0 of the process set, on host {host}, cannot be reached from host {socket.gethostname()} at "
+        f"{', '.join(places)}, port {port}: see whether the hosts have a network in common, and no firewall "
+        "is between them."
     )

@@ -52,7 +52,7 @@ Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
 _NAMES = (
     "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
-    "float32", "float64", "bool",
+    "float32", "float64", "complex64", "complex128", "bool",
 )  # fmt: skip
 DTYPES = {getattr(torch, name): name for name in _NAMES if hasattr(torch, name)}
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
@@ -74,7 +74,7 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
     """
     if kind not in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
         return dtype in DTYPES
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
     return dtype in _SUMMED and operation is ReduceOp.SUM and scales == (1.0, 1.0)
 
@@ -224,24 +224,26 @@ class TorchExchange:
         """Return the tensor that is reduced, scaled, and torch's operation.
 
         16-bit floats are widened for gloo, which would round each partial sum; NCCL averages them itself,
-        since the sum of many might not fit.
+        since the sum of many might not fit. Complex numbers are pairs of floats.
         """
         half = flat.dtype in _HALVES
         wire = flat.float() if half and self._streams is None else flat
+        if flat.is_complex():
+            wire = torch.view_as_real(flat).view(-1)
         if d.prescale != 1.0:
             wire.mul_(d.prescale)
         native = half and wire is flat and d.operation is ReduceOp.AVERAGE
         return wire, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM
 
     def _deliver(self, wire: Tensor, flat: Tensor, d: Description) -> None:
-        """Scale what was reduced, and copy it to ``flat`` if it is elsewhere."""
+        """Scale what was reduced, and copy it to ``flat`` if that has memory of its own."""
         native = wire.dtype in _HALVES
         divisor = self._size if d.operation is ReduceOp.AVERAGE and not native else 1
         if d.postscale == 1.0 and divisor & (divisor - 1):
             wire.div_(divisor)
         elif d.postscale != divisor:  # the reciprocal of a power of two is exact
             wire.mul_(d.postscale / divisor)
-        if wire is not flat:
+        if wire is not flat and not flat.is_complex():
             flat.copy_(wire)
 
     def _broadcast(self, pairs: Pairs, root: int) -> Started:
@@ -322,7 +324,7 @@ class TorchExchange:
                 for rank, count in enumerate(rows):
                     padded[rank, : count * width] = tensor[first[rank] : first[rank] + count].reshape(-1)
                 wire, operation = self._prepared(padded.view(-1), d)
-                total = wire.new_empty(rows[0] * width)
+                total = wire.new_empty(len(wire) // self._size)
                 if self._streams is None:  # gloo's own is complete only for one that waits for it
                     parts = wire.view(self._size, total.numel())
                     total = parts[self._rank]
@@ -332,7 +334,9 @@ class TorchExchange:
                 else:
                     options = _options(dist.ReduceScatterOptions(), reduceOp=operation)
                     calls.append(renamed(self.group, "reduce_scatter_single")(total, wire, options))
-                own = tensor.new_empty(total.shape) if total.dtype is not tensor.dtype else total
+                own = total if total.dtype is tensor.dtype else tensor.new_empty(total.shape)
+                if tensor.is_complex():
+                    own = total.view(tensor.dtype)
                 shape = (rows[self._rank], *tensor.shape[1:])
                 finishes.append((total, own, shape))
 
@@ -477,13 +481,12 @@ def make(exchange: Exchange, kind: str) -> Steps:
         device = _last.get(kind, torch.device(kind, place))  # this thread's own is the first GPU
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
-    server = communicators.serve(exchange.size) if exchange.rank == 0 else None
-    places = [socket.gethostname(), *communicators.addresses()]
-    where = json.dumps([server.port, places] if server else []).encode()
-    port, places = json.loads((yield from exchange.broadcast_bytes(where, 0)))
+    networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())
+    server, served = communicators.serve(exchange.size, networks) if exchange.rank == 0 else (None, [])
+    served = json.loads((yield from exchange.broadcast_bytes(json.dumps(served).encode(), 0)))
 
     def connect() -> TorchExchange:
-        store = server or communicators.connect(places, port, exchange.size)
+        store = server or communicators.connect(served, exchange.size)
         return TorchExchange.over(store, device, exchange)
 
     return (yield from on_thread(connect))

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from ringdance.torch import _private
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
 from ringdance.training.elastic import ElasticIndices, ObjectState, State, run
+from ringdance.training.gradients.exchange import forget_all
 from ringdance.training.objects import broadcast_object
 
 __all__ = [
@@ -175,9 +177,17 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last; modules, optimizers and samplers stay the same objects."""
+        """Go back to what was saved last; modules, optimizers and samplers stay the same objects.
+
+        The gradients are dropped: of modules, of optimizers, and sums of several passes. Commit after
+        ``optimizer.step()``: a commit between the passes of a step does not keep theirs.
+        """
+        forget_all()
         for handler in self._handlers.values():
             handler.restore()
+            if hasattr(handler.value, "zero_grad"):
+                handler.value.zero_grad()
+            _private.forget_unscaled(handler.value)
         super().restore()
 
     def sync(self) -> None:

@@ -17,7 +17,7 @@ from ringdance.errors import ArgumentError
 from ringdance.torch import device
 from ringdance.torch._private import compiler_disable, divided_by, has_run_backward, profiler_running
 from ringdance.torch.communicators import dist, supports_nccl
-from ringdance.torch.memory import Array, Compression, array_of, check_in_place, from_array
+from ringdance.torch.memory import Array, Compression, array_of, block_of, check_in_place, from_array
 from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError, know_dtypes
 from ringdance.training.collectives import Call, Keep
@@ -84,7 +84,7 @@ def _submit_device(
     if in_place:
         for tensor in tensors:
             check_in_place(tensor)
-    plain: Any = tuple([tensor.detach().contiguous() for tensor in tensors])
+    plain: Any = tuple(map(block_of, tensors))
     rows = None if splits is None else (_array_of_splits(splits),)
     outputs = plain if in_place else None
     return call.submit(engine, plain, outputs, rows, wake, tensors[0].device.type, device.submitted(plain[0]))

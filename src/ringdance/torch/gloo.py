@@ -17,7 +17,6 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 import torch.distributed
 
 from ringdance.errors import RankLostError
+from ringdance.torch.communicators import connect, host_and, serve
 from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
 from ringdance.transport.eventcount import NEEDS_FENCE, process_state
 from ringdance.transport.window import Window, window_size
@@ -36,6 +36,7 @@ _OPERATIONS = {
     "product": dist.ReduceOp.PRODUCT, "and": dist.ReduceOp.BAND,
 }  # fmt: skip
 _jobs = itertools.count()
+_LAST = timedelta(seconds=5)
 _YEAR = timedelta(days=365)  # the engine's own checks find ranks that are missing
 
 
@@ -88,12 +89,8 @@ class _Transfer:
 
 
 def _host_of_this_process() -> str:
-    """Return what is equal for processes that can share memory and see one another: host and namespaces."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)
+    """Return text that is equal for processes that can share memory and see each other."""
+    return host_and("pid")
 
 
 def world(
@@ -119,6 +116,26 @@ def world(
     identities = [Identity(number, host, pid) for number, (host, pid, _, _) in enumerate(everyone)]
     hosts = [host for _, _, host, _ in everyone]
     return GlooTransport(store, rank, identities, hosts, window_bytes, vector_bytes)
+
+
+_own: dict[tuple[int, int], Any] = {}  # by rank and size, this process's connection
+
+
+def own_store(store: Any, rank: int, size: int) -> Any:
+    """Return a store that lives as long as rank 0's process.
+
+    torchrun's own does so too. Otherwise that of torch.distributed ends with its process group.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return store
+    if (rank, size) not in _own:
+        networks = _gather(store, "networks", rank, size, host_and("net"))
+        if rank == 0:
+            _own[rank, size], served = serve(size, networks)
+            store.set("served", json.dumps(served))
+        else:
+            _own[rank, size] = connect(json.loads(store.get("served")), size)
+    return _own[rank, size]
 
 
 def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
@@ -152,6 +169,7 @@ class GlooTransport(Transport):
         self._parts, self._subsets = itertools.count(), Counter[str]()
         self._noted = 0
         self._cross: GlooTransport | None = None
+        self._parent = parent
         self._window_bytes = 0 if NEEDS_FENCE else window_bytes
         if self._window_bytes and len(self.host_group) > 1:
             self._make_window(window_bytes, parent)
@@ -260,7 +278,9 @@ class GlooTransport(Transport):
             there = self._store.add(f"notes/{self.rank}", 0)
             while self._noted < there:
                 self._noted += 1
-                sender, _, message = self._store.get(f"note/{self.rank}/{self._noted}").partition(b" ")
+                key = f"note/{self.rank}/{self._noted}"
+                sender, _, message = self._store.get(key).partition(b" ")
+                self._store.delete_key(key)
                 notes.append((int(sender), message))
         return notes
 
@@ -269,7 +289,8 @@ class GlooTransport(Transport):
         try:
             yield
         except RuntimeError as error:
-            text = f"The store of torch.distributed, by which ranks send notes, cannot be reached: {error}"
+            who = self.identities[0]
+            text = f"The store by which ranks send notes cannot be reached. Has {who} ended? {error}"
             raise RankLostError(text) from error
 
     def state(self, rank: int) -> str:
@@ -280,3 +301,12 @@ class GlooTransport(Transport):
             if self._cross is not None:
                 self._cross.close(True)
             self.window = self.event_count = None  # the memory lives as long as its views
+            if self._parent is None:
+                self._leave_store()
+
+    def _leave_store(self) -> None:
+        """Let rank 0, which may serve the store, wait for the others: this is their last use of it."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"closed/{self.rank}", "")
+            if self.rank == 0:
+                self._store.wait([f"closed/{rank}" for rank in range(self.size)], _LAST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ringdance.torch._private import sparse_entries
 from ringdance.torch.communicators import wait_on_host
 from ringdance.torch.device import Launched, TorchExchange, await_results, direct_exchange
 from ringdance.torch.exchange import any_by_torch, stays, submit
-from ringdance.torch.memory import Array, Compression, from_array, host_tensor, sample_of, view_of
+from ringdance.torch.memory import Array, Compression, block_of, from_array, host_tensor, sample_of, view_of
 from ringdance.training.gradients.source import AS_DENSE, DENSE
 from ringdance.training.gradients.sparse import Rows
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 # Compressions that treat each element alike, so that a flat tensor can be compressed at once.
 _CASTS = (Compression.none, Compression.fp16, Compression.bf16)
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # these do not count their changes
+
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return pinned CPU copies of tensors on a GPU: all copies start before the first is waited for."""
@@ -54,6 +60,9 @@ class Gradients:
         self.parameters = parameters
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
+        # What write_back left there. Weak: gradients may be dropped at any time.
+        self._left: dict[int, weakref.ref[Tensor]] = {}
+        self._versions: dict[int, int] = {}  # of those, at the end of a step
         self._copies: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # on a device
         self._direct: TorchExchange | None = None
@@ -79,16 +88,44 @@ class Gradients:
         ]
         return shown, sample_of(parameters)
 
-    def kinds(self, computed: bytearray) -> bytearray:
+    def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
         """Return what each parameter in ``computed`` has: see ``AS_DENSE`` and ``DENSE``."""
-        kinds = bytearray(len(computed))
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad if computed[index] else None
+        kinds = bytearray()
+        for index in range(len(computed)) if indices is None else indices:
+            gradient = self.parameters[index].grad if computed[index] else None
+            kind = 0 if gradient is None else DENSE
             if gradient is not None and gradient.is_sparse:
-                kinds[index] = gradient.sparse_dim() + (AS_DENSE if self.sparse_as_dense else 0)
-            elif gradient is not None:
-                kinds[index] = DENSE
+                kind = gradient.sparse_dim() + (AS_DENSE if self.sparse_as_dense else 0)
+            kinds.append(kind)
         return kinds
+
+    def unreduced(self, computed: bytearray) -> list[int]:
+        """Return which parameters have a gradient that is not ``computed`` nor what ``write_back`` left."""
+        if 0 not in computed:
+            return []
+        found, left = [], self._left
+        for index, (parameter, known) in enumerate(zip(self.parameters, computed, strict=True)):
+            if not known and (gradient := parameter.grad) is not None:
+                last = left.get(index)
+                if last is None or last() is not gradient:
+                    found.append(index)
+        return found
+
+    def forget(self) -> None:
+        """Take no gradient for the result of an exchange: all have been cleared."""
+        self._left.clear()
+
+    def settle(self) -> None:
+        """Note that a step ends: what changes the results of exchanges from now on belongs to the next."""
+        found = {index: reference() for index, reference in self._left.items()}
+        self._versions = {index: _version_of(one) for index, one in found.items() if one is not None}
+
+    def forget_changed(self) -> None:
+        """Take no gradient for the result of an exchange that has changed since ``settle``."""
+        for index, version in self._versions.items():
+            gradient = self._left[index]() if index in self._left else None
+            if gradient is not None and _version_of(gradient) != version:
+                del self._left[index]
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views of the gradients, to be reduced in place; zeros for missing ones."""
@@ -106,7 +143,7 @@ class Gradients:
             if zeros and zeros[index]:
                 gradient.zero_()
             gradients.append(gradient.detach())
-        if self.compression is Compression.none and all([g.is_cpu and g.is_contiguous() for g in gradients]):
+        if self.compression is Compression.none and all([g.is_cpu and block_of(g) is g for g in gradients]):
             return tuple([view_of(gradient) for gradient in gradients])
         return tuple(self._copied(indices, gradients))
 
@@ -164,8 +201,7 @@ class Gradients:
             gradient = None if zeros and zeros[index] else parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            found.append(dense.contiguous())
+            found.append(block_of(gradient.to_dense() if gradient.is_sparse else gradient))
         return found
 
     def _write_sent(
@@ -185,7 +221,7 @@ class Gradients:
         targets, sources = [], []
         for index, result in zip(indices, results, strict=True):
             gradient = self.parameters[index].grad
-            if gradient is None or gradient.is_sparse:
+            if gradient is None or gradient.is_sparse or gradient.is_conj() or gradient.is_neg():
                 self.parameters[index].grad = result.clone() if places else result
             elif gradient.data_ptr() != result.data_ptr():
                 targets.append(gradient.detach())
@@ -226,12 +262,14 @@ class Gradients:
                 gradient = self.parameters[index].grad
                 if copied is not None and gradient is not None:
                     gradient.detach().copy_(self.compression.decompress(*copied))
-        if union.count(DENSE) == len(union):
-            return
-        for index in indices:
+        for index in indices if union.count(DENSE) < len(union) else ():
             gradient = self.parameters[index].grad
             if union[index] < DENSE and gradient is not None:
                 self.parameters[index].grad = gradient.to_sparse(union[index] - AS_DENSE)
+        left = self._left
+        for index in indices:
+            if (gradient := self.parameters[index].grad) is not None:
+                left[index] = weakref.ref(gradient)
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
         """Return the entries of a sparse gradient; see ``training.gradients.source.GradientSource``."""
@@ -257,4 +295,5 @@ class Gradients:
             from_array(positions), from_array(rows.values), parameter.shape, check_invariants=False,
             is_coalesced=True,
         )
-        parameter.grad = joined.to(parameter.device)
+        parameter.grad = gradient = joined.to(parameter.device)
+        self._left[index] = weakref.ref(gradient)

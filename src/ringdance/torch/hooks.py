@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,36 @@ from torch import Tensor
 from ringdance.errors import ArgumentError
 from ringdance.torch import _private
 from ringdance.torch._private import compiler_disable
+from ringdance.training.gradients.exchange import GradientExchange
+
+_all: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
+
+
+def release(parameters: Sequence[Tensor], but: Hooks | None = None) -> None:
+    """Close the hooks of all optimizers, ``but`` one, that have some of the parameters: a new one takes them.
+
+    All ranks call this alike, so it does not wait for a garbage collection, whose time differs.
+    """
+    taken = set(map(id, parameters))
+    for reference in _all.valuerefs():
+        hooks = reference()
+        if hooks is not None and hooks is not but and not taken.isdisjoint(map(id, hooks.parameters)):
+            if hooks.close.alive:
+                hooks.exchange.abandon()
+                hooks.exchange.idle = False
+            hooks.close()
+
+
+def _close(handles: dict[int, Any], exchange: GradientExchange) -> None:
+    for handle in handles.values():
+        handle.remove()
+    exchange.close()
 
 
 class Hooks:
-    """Calls back for each gradient that backward has accumulated, and at the end of the pass.
+    """Tells an exchange of each gradient that backward has accumulated, and of the end of the pass.
+
+    The parameters hold it weakly: it ends with its optimizer, or by ``close`` (see ``release``).
 
     Note [Backward passes within others]
     Checkpointing with ``use_reentrant=True`` runs a backward pass inside of a node of another, to any depth;
@@ -23,57 +50,50 @@ class Hooks:
     inner pass. A pass that raises never gets there; its hook then does nothing in later passes.
 
     Args:
-        parameters: what to watch; ``late`` checks again those that need no gradient. The list may
-            grow: see ``watch_new``.
-        computed: called with the parameter's index.
-        on_backward_end: called at the end of a backward pass that computed at least one.
-        end_matters: whether ``on_backward_end`` has to be called at the end of the pass. Where torch has no
-            callback for the end: True raises, False calls ``on_backward_end`` after each gradient.
+        parameters: what to watch, as far as it needs gradients. The list may grow: see ``watch``.
+        exchange: of their gradients. Where torch has no callback for the end of a pass, the first gradient
+            raises if the end matters (``early``), else each gradient counts as a pass.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], computed: Callable[[int], None],
-        on_backward_end: Callable[[], None], end_matters: bool = True,
-    ) -> None:
-        self._parameters = parameters
-        self._computed = computed
-        self._on_backward_end = on_backward_end
-        self._end_matters = end_matters
+    def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
+        self.parameters = parameters
+        self.exchange = exchange
         self._tasks: set[int] = set()  # passes whose end will be noticed
-        self._late: list[int] = []
-        self._watched = 0
-        self.watch_new()
+        self._handles: dict[int, Any] = {}
+        self.close = weakref.finalize(self, _close, self._handles, exchange)
+        self.close.atexit = False
+        _all[id(self)] = self
+        self.watch()
 
-    def watch_new(self) -> None:
-        """Watch the parameters that the list has gained."""
-        for index in range(self._watched, len(self._parameters)):
-            if self._parameters[index].requires_grad:
-                self._watch(index)
-            else:
-                self._late.append(index)
-        self._watched = len(self._parameters)
+    def watch(self) -> None:
+        """Watch the parameters that are new in the list, or have begun to need a gradient."""
+        if len(self._handles) < len(self.parameters):
+            for index, parameter in enumerate(self.parameters):
+                if index not in self._handles and parameter.requires_grad:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    self._handles[index] = register(compiler_disable(self._hook(index)))
 
-    def _watch(self, index: int) -> None:
-        computed, tasks, graph_task = self._computed, self._tasks, _private.graph_task
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        found, tasks, graph_task = weakref.ref(self), self._tasks, _private.graph_task
 
         def hook(_: Tensor) -> None:
-            computed(index)
-            if graph_task() not in tasks:
-                self._wait_for_end()
+            if (hooks := found()) is not None:
+                hooks.exchange.on_gradient(index)
+                if graph_task() not in tasks:
+                    hooks._wait_for_end()
 
-        register: Any = self._parameters[index].register_post_accumulate_grad_hook
-        register(compiler_disable(hook))
+        return hook
 
     def _wait_for_end(self) -> None:
         """Arrange that ``_end`` is called; see Note [Backward passes within others]."""
         if not _private.has_end_callback():
-            if self._end_matters:
+            if self.exchange.early:
                 raise ArgumentError(
                     "torch has no callback for the end of this backward pass, as in compiled autograd: set "
                     "torch._dynamo.config.compiled_autograd = False, or give DistributedOptimizer "
                     "reduce_in_backward=False; gradients are then reduced in step(), after any clipping."
                 )
-            self._on_backward_end()
+            self.exchange.on_backward_end()
             return
         task = _private.graph_task()
         self._tasks.add(task)
@@ -102,14 +122,4 @@ class Hooks:
             return
         for past in [one for one in self._tasks if one <= task]:  # those of passes that raised too
             self._tasks.discard(past)
-        self._on_backward_end()
-
-    def late(self) -> list[int]:
-        """Return parameters that have begun to need a gradient, have one, and were not watched so far."""
-        if not self._late:
-            return []
-        begun = [index for index in self._late if self._parameters[index].requires_grad]
-        for index in begun:
-            self._watch(index)
-            self._late.remove(index)
-        return [index for index in begun if self._parameters[index].grad is not None]
+        self.exchange.on_backward_end()

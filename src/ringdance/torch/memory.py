@@ -26,7 +26,7 @@ Compression = compression_for(
 
 _PLAIN = frozenset({
     torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
 })  # fmt: skip
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -56,13 +56,16 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
             f"A tensor with layout {tensor.layout} ({tensor.type()}) cannot be exchanged as it is; "
             "use sparse_allreduce_async or to_dense()."
         )
-    plain = tensor.detach()
-    if not plain.is_cpu:
-        staged = torch.empty(plain.shape, dtype=plain.dtype, device="cpu", pin_memory=True)
-        return staged.copy_(plain)
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    return plain if plain.is_contiguous() else plain.contiguous()
+    if not tensor.is_cpu:
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return staged.copy_(tensor.detach())
+    return block_of(tensor)
+
+
+def block_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory is one block of these values, without gradient: itself if it is one."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    return plain.contiguous().resolve_conj().resolve_neg()
 
 
 def view_of(tensor: torch.Tensor) -> Array:
@@ -78,8 +81,8 @@ def view_of(tensor: torch.Tensor) -> Array:
     except (TypeError, RuntimeError):
         raise ArgumentError(
             f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent, as NumPy has no such type: "
-            "convert them to one that it has, as tensor.to(torch.bfloat16) for a reduction. Those of 8 bits "
-            "can be moved (not reduced) as tensor.view(torch.uint8)."
+            "convert them to one that it has, as tensor.to(torch.bfloat16), or torch.complex64, for a "
+            "reduction. Those of 8 bits can be moved (not reduced) as tensor.view(torch.uint8)."
         ) from None
 
 
@@ -130,12 +133,20 @@ def check_in_place(tensor: torch.Tensor) -> None:
             f"An operation in place needs a contiguous tensor, got strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}: use tensor.contiguous(), or the form without underscore."
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ArgumentError(
+            "An operation in place needs a tensor that has its values in memory, and this one is a view that "
+            "conjugates or negates them: use tensor.resolve_conj().resolve_neg(), or the form without "
+            "underscore."
+        )
 
 
 def sample_of(parameters: Sequence[Tensor]) -> Array:
     """Return a sample of the elements: see ``weights``."""
 
     def take(one: Tensor) -> tuple[int, Array]:
+        if one.is_complex():
+            one = torch.view_as_real(one)
         if not one.is_floating_point():
             raise TypeError("only floats are compared")
         size = one.numel()

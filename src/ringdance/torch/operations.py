@@ -1,7 +1,7 @@
 """The collective functions on torch tensors, with Horovod's names, order of arguments and results.
 
-Beyond Horovod: bfloat16, uint8, int8, int16, unsigned and bool tensors everywhere; tensors that are not
-contiguous (copied first) except in place, where they raise.
+Beyond Horovod: bfloat16, uint8, int8, int16, unsigned, complex and bool tensors everywhere; tensors that are
+not contiguous (copied first) except in place, where they raise.
 
 ``allreduce`` describes the arguments of all: ``name`` is the key that matches the ranks' calls (without
 one they match by order), ``process_set`` the ranks that take part, and errors are of the same kinds. Forms
@@ -23,7 +23,7 @@ from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable, sparse_entries
 from ringdance.torch.exchange import Tensors, run, run_in_place, start
-from ringdance.torch.memory import Compression, sample_of
+from ringdance.torch.memory import Compression, block_of, sample_of
 from ringdance.training import collectives
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import allreduce_call, movement, reducescatter_call
@@ -134,7 +134,7 @@ def reduce_gradients(
     """
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
-    reduced: list[Tensor] = run_in_place(call, [one.detach().contiguous() for one in tensors])
+    reduced: list[Tensor] = run_in_place(call, [*map(block_of, tensors)])
     session.mark_step()
     return reduced
 

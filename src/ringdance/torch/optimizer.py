@@ -8,7 +8,9 @@ described in ``ringdance.training.gradients.exchange``.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,7 +26,7 @@ from ringdance.torch._private import compiler_disable
 from ringdance.torch.adasum import AdasumOptimizer
 from ringdance.torch.communicators import nccl_built
 from ringdance.torch.gradients import Gradients
-from ringdance.torch.hooks import Hooks
+from ringdance.torch.hooks import Hooks, release
 from ringdance.torch.memory import Compression
 from ringdance.torch.wrapped import (
     Options,
@@ -39,60 +41,73 @@ from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.exchange import GradientExchange
 from ringdance.training.gradients.options import check_groups, check_passes, scales_of, wants_overlap
-from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
+from ringdance.training.process_sets import ProcessSet, bind, bound_id, global_process_set, takes_part
 
 Closure = Callable[[], Any]
+
+_log = logging.getLogger("ringdance")
 
 
 class _Distributed(Wrapped):
     """Put in front of the optimizer's own class."""
 
     # Class attributes: what a copy starts with.
-    _connected = False  # to the job
-    _exchange: GradientExchange | None = None  # None: nothing to exchange, one rank or not a member
-    _hooks: Hooks | None = None
     _skip = False
     _by_hand = False  # synchronize() was called since the last step
 
     def _connect(self) -> None:
         """Make the exchange and watch the parameters; local, in the same order on all ranks."""
         options, engine = self._options, session.engine()
-        if options.process_set.process_set_id is None:  # a copy from another job
-            bind([options.process_set])
-        number = set_id(options.process_set)
+        bind([options.process_set])  # a copy may be from another job
         self._connected = True
-        if len(engine.members(number)) == 1 or not options.process_set.included():
+        if not takes_part(options.process_set):
+            release(options.parameters)
             return
         check_whole(options.names, options.parameters)
         source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
         on_gpu = source.on_device and not options.parameters[0].is_cpu  # which leaves the cores idle
         exchange = self._exchange = GradientExchange(
             source, options.names, operation=options.operation, passes=self._passes,
-            predivide=options.predivide, groups=options.groups, set_id=number, early=options.early,
-            overlap=wants_overlap(engine, 0 if on_gpu else torch.get_num_threads()),
+            predivide=options.predivide, groups=options.groups, process_set=options.process_set,
+            early=options.early, overlap=wants_overlap(engine, 0 if on_gpu else torch.get_num_threads()),
         )
-        self._hooks = Hooks(options.parameters, exchange.on_gradient, exchange.on_backward_end, options.early)
+        self._hooks = Hooks(options.parameters, exchange)
+        release(options.parameters, self._hooks)
 
     def _prepare(self) -> None:
-        """Connect a copy at its first use in a job; find parameters added to the wrapped optimizer."""
+        """Connect a copy at its first use in a job; find parameters added to the wrapped optimizer.
+
+        Raises:
+            ArgumentError: another optimizer has been made for some of the parameters.
+        """
         if not self._connected and session.is_initialized():
             self._connect()
-            if self._exchange is not None:
-                self._exchange.extend((), self._have_gradients(range(len(self._options.parameters))))
-        if self._exchange is not None:
+        self._check_not_replaced()
+        if self._hooks is not None:
             self._add_new()
 
-    def _have_gradients(self, indices: Iterable[int]) -> list[int]:
-        parameters = self._options.parameters
-        return [index for index in indices if parameters[index].grad is not None]
+    def _check_not_replaced(self) -> None:
+        if self._hooks is not None and not self._hooks.close.alive:
+            raise ArgumentError(
+                f"This DistributedOptimizer of {self._options.names[0]} and others no longer reduces "
+                "gradients: another one was made later for some of its parameters. Use that one, or make "
+                "this one again by DistributedOptimizer(), which takes them back. Optimizers that are "
+                "used in turn need parameters of their own."
+            )
+
+    @compiler_disable
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as ``Wrapped`` does; raise ArgumentError where another optimizer replaced this."""
+        self._check_not_replaced()
+        super().add_param_group(param_group)
 
     def _add_new(self) -> list[int]:
         new = super()._add_new()
         if new and self._exchange is not None and self._hooks is not None:
             names = self._options.names[new[0] :]
             check_whole(names, self._options.parameters[new[0] :])
-            self._hooks.watch_new()
-            self._exchange.extend(names, self._have_gradients(new))
+            self._hooks.watch()
+            self._exchange.extend(names)
         return new
 
     @compiler_disable
@@ -112,15 +127,9 @@ class _Distributed(Wrapped):
         self._by_hand = True
 
     def _finish_exchange(self) -> None:
-        exchange = self._exchange
-        if exchange is None or self._hooks is None:
-            return
-        late = self._hooks.late()
-        for index in late:
-            exchange.on_gradient(index)
-        if late:
-            exchange.state.passes += 1
-        exchange.finish_exchange()
+        if self._exchange is not None and self._hooks is not None:
+            self._hooks.watch()
+            self._exchange.finish_exchange()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -138,7 +147,8 @@ class _Distributed(Wrapped):
         For LBFGS the closure's loss is averaged over the ranks, so that all search along the same line.
         """
         self._prepare()
-        exchange = self._exchange
+        if (exchange := self._exchange) is not None:
+            exchange.idle = False
         _private.note_step(self)
         if self._by_hand and not self._skip:
             warnings.warn(
@@ -167,7 +177,7 @@ class _Distributed(Wrapped):
 
         def reducing() -> Any:
             if exchange.finished:
-                exchange.state.reduced = bytearray(len(exchange.names))
+                exchange.begin()
             loss = closure()
             self._finish_exchange()
             if average_loss:
@@ -185,6 +195,7 @@ class _Distributed(Wrapped):
         self._prepare()
         if self._exchange is not None:
             self._exchange.reset()
+            self._exchange.source.forget()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     @compiler_disable
@@ -205,7 +216,8 @@ def DistributedOptimizer(
     """Return an optimizer of the same kind whose gradients are reduced over the ranks.
 
     It shares parameters, options and accumulated state with the one given, and is an instance of a
-    subclass of its class. All ranks of the set call this, in the same order if for several optimizers.
+    subclass of its class. All ranks of the set call this, in the same order if for several optimizers. It
+    replaces at once what was made before for some of the same parameters.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -225,6 +237,7 @@ def DistributedOptimizer(
     """
     engine = session.engine()
     check_optimizer(optimizer)
+    number = bound_id(process_set)
     if engine.size > 1:
         warn_of_local_batch_norm(named_parameters)
     operation = pick_operation(None, op)
@@ -238,7 +251,7 @@ def DistributedOptimizer(
         gradient_predivide_factor, _index_groups(num_groups, groups, parameters), sparse_as_dense,
         reduce_in_backward,
     )
-    if operation is ReduceOp.ADASUM and len(engine.members(set_id(process_set))) > 1:
+    if operation is ReduceOp.ADASUM and len(engine.members(number)) > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
         if nccl_built() and any(one.is_cuda for one in parameters):
@@ -246,10 +259,26 @@ def DistributedOptimizer(
                 "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL: scale "
                 "the learning rate as without NCCL, not by local_size().", stacklevel=2,
             )  # fmt: skip
+        release(parameters)
         return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
+    if takes_part(process_set):
+        check_whole(options.names, parameters)  # before the optimizer gets these options
     result = wrap(optimizer, _Distributed, options, backward_passes_per_step)
     result._connect()
+    if result._exchange is not None:
+        end = weakref.finalize(result, _warn_of_idle, result._exchange, weakref.ref(optimizer))
+        end.atexit = False
     return result
+
+
+def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None:
+    """Warn where a script goes on with the optimizer that it gave to ``DistributedOptimizer``."""
+    if exchange.idle and wrapped() is not None and not exchange.engine.closed:
+        _log.warning(
+            "ringdance: the DistributedOptimizer of %s and others was dropped before its first step, and "
+            "gradients are no longer reduced: keep the object it returns and call its step().",
+            exchange.names[0],
+        )
 
 
 def _index_groups(num_groups: int, groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:

@@ -13,6 +13,7 @@ from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.exchange import copy_back, submit
+from ringdance.torch.memory import block_of
 from ringdance.training.collectives import movement
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import global_process_set
@@ -41,8 +42,7 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
         return
     pending = []
     for name, tensor in named:
-        # Memory that is not one block (channels_last) goes through a copy.
-        wire = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+        wire = block_of(tensor)  # a copy if it is not one block (channels_last)
         call = movement(Collective.BROADCAST, name, global_process_set, root=root_rank)
         work = submit(call, (wire,), in_place=True)
         pending.append((tensor, wire, work))

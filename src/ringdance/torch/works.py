@@ -1,4 +1,4 @@
-"""What the calls of the backend "ringdance" return: torch's ``Work``, done when the engine's is.
+"""What the calls of the backend "ringdance" return: torch's ``Work``, complete when the engine's is.
 
 Note [Who waits]
 A thread that calls ``wait`` of a work or of its future steps the engine. DistributedDataParallel waits for
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,43 +26,15 @@ from torch import Tensor
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
+from ringdance.core.transfers import Transfer
 from ringdance.torch import _private
 from ringdance.torch.memory import Array
 from ringdance.training.gradients.options import wants_overlap
 
+Finish = Callable[[list[Array]], None]
+
 _NO_TIMEOUT = timedelta(0)
 _PASSES = 64  # backward passes under way, in threads and in one another
-
-
-class Transfer:
-    """A message between two ranks; used as the engine's works are."""
-
-    def __init__(self, engine: Engine, pending: Any, name: str) -> None:
-        self._engine, self._pending, self.name = engine, pending, name
-        self.result: list[Array] = []
-        self.received_splits = None
-
-    @property
-    def source(self) -> int:
-        return int(self._pending.source)
-
-    def done(self) -> bool:
-        try:
-            return bool(self._pending.test())
-        except Exception as error:
-            text = f"{self.name}, failed (is the tensor as long as what was sent?): {error}"
-            raise RuntimeError(text) from error
-
-    def wait(self, timeout: float | None = None) -> None:
-        until = None if timeout is None else time.monotonic() + timeout
-        pause = 0.0
-        while not self.done():
-            if self._engine.closed:
-                raise self._engine.end.error()
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"'{self.name}' was not complete in time; it goes on.")
-            time.sleep(pause)
-            pause = min(1e-3, pause + 1e-5)
 
 
 class _Future(torch.futures.Future[Any]):
@@ -91,92 +62,134 @@ class _Future(torch.futures.Future[Any]):
 
 
 class GroupWork(dist.Work):
-    """A call of a process group that is under way.
+    """An asynchronous call of a process group.
+
+    The engine completes it: results are in the outputs as soon as its works are done, whether or not a thread
+    waits. Until then the engine keeps it alive.
 
     Args:
-        engine: of this rank.
-        works: the engine's works, and transfers.
-        targets: where results go; a result that lies elsewhere is copied there.
-        tensors: the call's outputs.
-        finish: called once with the results.
-        timeout: seconds that ``wait`` waits.
-        expected: of an alltoall, the sizes of what must come from each rank.
+        engine: The engine of this rank.
+        set_id: The group's process set.
+        works: The engine's works, or transfers.
+        targets: Where results go. A result that lies elsewhere is copied there.
+        tensors: The call's outputs.
+        finish: Called once with the results, in a step of the engine. May raise.
+        timeout: Seconds that ``wait`` waits. After that the call fails on all ranks, and all that follow it.
+        expected: Sizes of what must come from each rank (alltoall only).
     """
 
     def __init__(
-        self, engine: Engine, works: Sequence[Any], targets: Sequence[Array], tensors: Sequence[Tensor],
-        finish: Callable[[list[Array]], None] | None = None, timeout: float | None = None,
+        self, engine: Engine, set_id: int, works: Sequence[Any], targets: Sequence[Array],
+        tensors: Sequence[Tensor], finish: Finish | None = None, timeout: float | None = None,
         expected: list[int] | None = None,
     ) -> None:
         super().__init__()
-        self._engine, self._works, self._targets = engine, works, targets
+        self._engine, self._set_id, self._works, self._targets = engine, set_id, works, targets
         self._tensors, self._finish, self._timeout = list(tensors), finish, timeout
         self._expected, self._lock = expected, threading.Lock()
         self._complete = False
+        self._seen = False  # a thread of the caller knows that it is complete
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
         self.in_pass = False  # waited for at the end of a backward pass
+        for work in works:
+            work.when_done(self._one_done)
 
     @classmethod
-    def of_all(cls, engine: Engine, calls: Sequence[GroupWork]) -> GroupWork:
-        """Return one for several."""
+    def of_all(cls, engine: Engine, set_id: int, calls: Sequence[GroupWork], timeout: float) -> GroupWork:
+        """Return one work for several calls."""
         works = [work for call in calls for work in call._works]
         tensors = [tensor for call in calls for tensor in call._tensors]
 
         def finish(_: list[Array]) -> None:
             for call in calls:
                 call._deliver()
+                if call._error is not None:
+                    raise call._error
 
-        return cls(engine, works, [], tensors, finish)
+        return cls(engine, set_id, works, [], tensors, finish, timeout)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the outputs hold the results; return True.
 
         Raises:
-            CollectiveError: the call has failed, on this rank or all.
-            DistBackendError: it took longer than the timeout of the call or of its group.
+            CollectiveError: The call failed on this rank or on all.
+            DistBackendError: It took longer than ``timeout``: wait again. Or than the timeout of the group,
+                which has failed on all ranks; the default group takes the job along.
         """
-        seconds = timeout.total_seconds() or self._timeout
+        given = timeout.total_seconds()
         try:
             for work in self._works:
-                work.wait(seconds)
-            self._deliver()
-        except TimeoutError as error:
-            name = self._works[0].name
-            raise dist.DistBackendError(
-                f"'{name}' was not complete on rank {self._engine.rank} ({self._engine.identity.host}) after "
-                f"{seconds:g} s (timeout= of init_process_group or of the call): see which ranks have not "
-                "called it with `ringdance explain`."
-            ) from error
-        except BaseException as error:
-            self._error = error
-            raise
+                work.wait(given or self._timeout)
+        except TimeoutError:
+            self._give_up(given)
+        except Exception as error:
+            self._deliver(error)
+        self._deliver()
+        self._seen = True
+        if self._error is not None:
+            raise self._error
         return True
 
-    def _deliver(self) -> None:
+    def _give_up(self, given: float) -> None:
+        """Raise DistBackendError after ``given`` seconds, or fail after the timeout of the group.
+
+        The request stays in flight and uses the caller's memory, and a peer that is late would match it with
+        a later call. So nothing after it can be trusted.
+        """
+        who = f"rank {self._engine.rank} ({self._engine.identity.host})"
+        text = (
+            f"'{self._works[0].name}' did not complete on {who} within {given or self._timeout:g} s "
+            "(timeout= of init_process_group or of the call)"
+        )
+        if given:
+            raise dist.DistBackendError(f"{text}. It is still running: wait for it again.")
+        what = "its group" if self._set_id else "the job"
+        text = f"{text}, so {what} has failed. See which ranks have not called it with `ringdance explain`."
+        error = dist.DistBackendError(text)
+        self._deliver(error)
+        if self._error is error:  # it did not complete just now
+            late = next((work for work in self._works if not work.done()), self._works[0])
+            self._engine.give_up(self._set_id, getattr(late, "order", -1), text)
+
+    def _one_done(self) -> None:
+        if all(work.done() for work in self._works):
+            self._deliver()
+
+    def _deliver(self, error: BaseException | None = None) -> None:
+        """Put results into the outputs, or keep the error; once. Any thread."""
         with self._lock:
             if self._complete:
                 return
-            results = [array for work in self._works for array in work.result or ()]
-            received = [row.tolist() for work in self._works for row in work.received_splits or ()]
-            if self._expected is not None and received != [self._expected]:
-                raise ValueError(
-                    f"{self._works[0].name}: the ranks have sent {received[0]} elements (or bytes) to rank "
-                    f"{self._engine.rank}, and its outputs are for {self._expected}."
-                )
-            for result, target in zip(results, self._targets, strict=False):
-                if result is not target:
-                    if result.size != target.size or result.dtype != target.dtype:
-                        name = self._works[0].name
-                        raise ValueError(f"{name}: ranks have sent tensors of different sizes or types.")
-                    target[...] = result.reshape(target.shape)
-            if self._finish is not None:
-                self._finish(results)
+            try:
+                failed = [work.error for work in self._works if work.error is not None]
+                if error := error or next(iter(failed), None):
+                    raise error
+                self._write_results()
+            except Exception as raised:
+                self._error = raised
             self._complete = True
 
+    def _write_results(self) -> None:
+        results = [array for work in self._works for array in work.result or ()]
+        received = [row.tolist() for work in self._works for row in work.received_splits or ()]
+        name = self._works[0].name if self._works else ""
+        if self._expected is not None and received != [self._expected]:
+            raise ValueError(
+                f"{name}: rank {self._engine.rank} received {received[0]} elements (or bytes) per source, "
+                f"but its outputs hold {self._expected}. Make the output sizes match."
+            )
+        for result, target in zip(results, self._targets, strict=False):
+            if result is not target:
+                if result.size != target.size or result.dtype != target.dtype:
+                    raise ValueError(f"{name}: the ranks sent tensors of different sizes or types.")
+                target[...] = result.reshape(target.shape)
+        if self._finish is not None:
+            self._finish(results)
+
     def settle(self) -> None:
-        """Wait, and complete the future, in an error too."""
+        """Wait, and complete the future, with the error if the call failed."""
         with contextlib.suppress(Exception):
             self.wait()
         with self._lock:
@@ -190,13 +203,15 @@ class GroupWork(dist.Work):
             future.set_exception(self._error)
 
     def is_completed(self) -> bool:
-        if not all(work.done() for work in self._works):
-            if self.in_pass:
-                self._engine.flush(self._works[0].request.set_id)
-            return False
-        with contextlib.suppress(Exception):
-            self.wait()
-        return True
+        try:
+            if not self._complete and all(work.done() for work in self._works):
+                self._deliver()  # transfers, or another thread is about to do so
+        except Exception as error:  # of a transfer
+            self._deliver(error)
+        if not self._complete and self.in_pass:
+            self._engine.flush(self._set_id)
+        self._seen |= self._complete
+        return self._complete
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -218,13 +233,17 @@ class GroupWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of the outputs; it has the error if the call has failed."""
+        """Return a future of the outputs. It has the error if the call failed."""
         if self._future is None:
             self._future = _Future(self)
-            if self._complete:
+            # Callbacks may make calls, which match by their order: it must not depend on when the engine
+            # completes this one. So they run at the end of the pass, in a thread, or now if this rank waited.
+            if self._seen:
                 self.settle()
+            elif not self._works or isinstance(self._works[0], Transfer):  # in no order
+                threading.Thread(target=self.settle, name="ringdance transfer", daemon=True).start()
             elif not self.in_pass:
-                _waiters[getattr(self._works[0].request, "set_id", 0) if self._works else 0].put(self)
+                _waiters[self._set_id].put(self)
         return self._future
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch import _private
 from ringdance.torch._private import compiler_disable
+from ringdance.torch.hooks import Hooks, release
+from ringdance.training.gradients.exchange import GradientExchange
 from ringdance.training.gradients.options import check_passes
 from ringdance.training.process_sets import ProcessSet
 
@@ -57,8 +60,14 @@ class Wrapped:
     It joins the job at its first ``zero_grad()`` or ``step()``; without a job it is a plain optimizer.
     """
 
+    # Others than in __dict__, which the wrapped optimizer shares: that one must not keep the exchange alive.
+    __slots__ = ("__dict__", "_connected", "_exchange", "_hooks")
+
     _options: Options
     _passes: int
+    _connected: bool  # to the job
+    _exchange: GradientExchange | None  # None: nothing to exchange, one rank or not a member
+    _hooks: Hooks | None
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
@@ -102,6 +111,7 @@ class Wrapped:
                     given = options.given.get(id(parameter))
                     options.names.append(given[0] if given else _number_name(i, j))
                     options.parameters.append(parameter)
+        release(options.parameters[first:], self._hooks)
         return list(range(first, len(options.parameters)))
 
 
@@ -116,9 +126,11 @@ def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: Option
     result.__dict__ = optimizer.__dict__
     result.__dict__.update(_options=options, _passes=passes)
     if wrapper is not None:
+        references = weakref.ref(result), weakref.ref(optimizer)  # which hold the function
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            return type(result).step(result, *args, **kwargs)
+            one: Any = references[0]() or references[1]()
+            return type(one).step(one, *args, **kwargs)
 
         _private.counts_steps(step)
         result.step = step
@@ -132,7 +144,9 @@ def _class_of(front: type, base: type) -> type:
 
 def _blank(front: type, base: type) -> Any:
     """Return an optimizer without any state."""
-    return object.__new__(_class_of(front, base))
+    result: Any = object.__new__(_class_of(front, base))
+    result._connected, result._exchange, result._hooks = False, None, None
+    return result
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -50,6 +50,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     session.init(comm)
     if not again:
         handles.clear()
+        if session.engine().closed:  # in a process that a rank has started, which has no part in its job
+            return
     # The first time also without sets: another rank may have given some, and has to get the error.
     # After a first init whose list was refused there are no sets yet: another list is accepted then.
     if not again or (given and len(session.engine().process_sets()) == 1):

@@ -23,7 +23,7 @@ _DTYPE_NAMES: dict[np.dtype[Any], str] = {
     np.dtype(kind): np.dtype(kind).name
     for kind in (
         "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-        "float16", "float32", "float64", "bool", ml_dtypes.bfloat16,
+        "float16", "float32", "float64", "complex64", "complex128", "bool", ml_dtypes.bfloat16,
     )
 }
 
@@ -91,8 +91,14 @@ def describe(
 
 
 def _check_operation(kind: Collective, names: tuple[str, ...], operation: ReduceOp) -> None:
-    if kind is Collective.REDUCESCATTER and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+    linear = operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
+    if kind is Collective.REDUCESCATTER and not linear:
         raise UnsupportedOperationError(f"reducescatter knows Sum and Average, not {operation.name.title()}.")
+    if not linear and any(name.startswith("complex") for name in names):
+        raise UnsupportedOperationError(
+            f"Complex tensors can be reduced by Sum and Average, not by {operation.name.title()}. Reduce "
+            "their real and imaginary parts, or gather them and reduce them on each rank."
+        )
     if operation is ReduceOp.ADASUM and not _FLOATS.issuperset(names):
         raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")
     if operation is ReduceOp.AVERAGE and "bool" in names and kind is not Collective.BROADCAST:
@@ -120,6 +126,11 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
 def is_random_state(variable: Any) -> bool:
     """Return whether a variable is a seed of Keras 3, as dropout has: that stays each rank's own."""
     return "seed_generator_state" in str(getattr(variable, "path", ""))
+
+
+def is_gradient_sum(variable: Any) -> bool:
+    """Return whether a variable is a sum of gradients in an optimizer of Keras 3: of this rank's alone."""
+    return "gradient_accumulator" in str(getattr(variable, "path", ""))
 
 
 def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: int) -> None:

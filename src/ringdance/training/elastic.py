@@ -34,6 +34,7 @@ import numpy as np
 from ringdance import session
 from ringdance.errors import ArgumentError, CollectiveError, HostsUpdatedInterrupt, NotInitializedError
 from ringdance.training import basics
+from ringdance.training.embedding import forget_lookups
 from ringdance.training.objects import broadcast_object
 
 _log = logging.getLogger("ringdance")
@@ -135,7 +136,8 @@ class ObjectState(State):
         self._saves += 1
 
     def restore(self) -> None:
-        """Set the attributes to what was saved last."""
+        """Set the attributes to what was saved last, and forget the lookups of embedding tables since."""
+        forget_lookups()
         for name, value in self._saved_state.items():
             setattr(self, name, self._copied(value))
 

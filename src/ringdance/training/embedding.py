@@ -8,6 +8,7 @@ neither memory nor time of a step depends on the size of the table. Rows are eit
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # rows that are drawn, sent, read or written at once
 _STEP = 2048  # rows that are updated at once, in the processor's cache
 _TINY = np.finfo(np.float32).tiny
+
+_tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
+
+
+def forget_lookups() -> None:
+    """Let all tables forget the lookups of a step that has failed: no ``update`` will follow them."""
+    for table in list(_tables):
+        table._lookups.clear()
 
 
 class EmbeddingTable:
@@ -73,6 +82,7 @@ class EmbeddingTable:
         self.values = np.empty((mine, columns), np.float32)
         self.accumulators = np.full((mine, columns), accumulator, np.float32)
         self._lookups: list[_Lookup] = []
+        _tables.add(self)
         for begin, end in self._chunks():
             random = np.random.Generator(np.random.SFC64([seed, begin]))
             drawn = random.standard_normal((end - begin, columns), np.float32)
@@ -129,7 +139,8 @@ class EmbeddingTable:
             raise ArgumentError(
                 f"{self.name}: gradients of the rows of each lookup since the last update are needed, of "
                 f"shapes {[(len(one.keys), self.columns) for one in lookups]}, not "
-                f"{[one.shape for one in arrays]}. A lookup without an update needs training=False."
+                f"{[one.shape for one in arrays]}. A lookup without an update needs training=False; those "
+                "before are forgotten now."
             )
         engine = session.engine()
         if self.sharded:
@@ -230,10 +241,13 @@ class EmbeddingTable:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read what ``save`` has written, with any number of ranks; a collective call, rank 0 reads.
 
+        Lookups before it are forgotten, so ``update`` takes no gradients of them.
+
         Raises:
             ArgumentError: the file has a table of another shape, or is damaged; on all ranks.
             OSError: rank 0 could not read it; on all ranks.
         """
+        self._lookups.clear()
         saved: Array = np.empty(0)
         problem: Exception | None = None
         if session.engine().rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -117,6 +118,14 @@ def set_id(process_set: ProcessSet) -> int:
     return number
 
 
+def bound_id(process_set: ProcessSet) -> int:
+    """Return the id of the registered set with these ranks, which the object gets; errors as ``set_id``."""
+    if isinstance(process_set, ProcessSet):
+        with contextlib.suppress(KeyError):
+            bind([process_set])
+    return set_id(process_set)
+
+
 def takes_part(process_set: ProcessSet) -> bool:
     """Return whether this rank exchanges data with others in a set."""
     engine = session.engine()
@@ -172,14 +181,17 @@ def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def bind(process_sets: list[ProcessSet]) -> None:
-    """Give the objects the ids of the registered sets with their ranks; local.
+    """Give the objects the ids of the registered sets with their ranks, unless theirs is one; local.
 
     Raises:
         KeyError: no set with these ranks is registered.
     """
-    known = {members: number for number, members in session.engine().process_sets().items()}
+    registered = session.engine().process_sets()
     for one in process_sets:
         ranks = ranks_of(one)
-        if ranks not in known:
+        numbers = [number for number, members in registered.items() if members == ranks]
+        if not numbers:
+            one.process_set_id = None  # of a job that has ended
             raise KeyError(f"No process set has the ranks {list(ranks)}: use add_process_set().")
-        one.process_set_id = known[ranks]
+        if one.process_set_id not in numbers:
+            one.process_set_id = min(numbers)

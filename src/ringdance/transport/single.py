@@ -1,4 +1,4 @@
-"""The transport of a job of one process: what it sends is what it receives, at once."""
+"""Transports without peers: of a job of one process, and of a process outside a job."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class _Done:
 
 
 class SingleTransport(Transport):
-    """The communicator of one process."""
+    """The communicator of one process: what it sends is what it receives, at once."""
 
-    rank, size, host_group = 0, 1, (0,)
+    rank, size = 0, 1
+    host_group: tuple[int, ...] = (0,)
 
     def __init__(self) -> None:
         self.identities = (Identity(0, socket.gethostname(), os.getpid()),)
@@ -59,3 +60,18 @@ class SingleTransport(Transport):
 
     def close(self, agreed: bool) -> None:
         pass
+
+
+class OutsideTransport(SingleTransport):
+    """What a process that is not a rank knows of a job: one of the ranks, and how many there are.
+
+    Args:
+        rank, size: of that rank's communicator.
+        pid: of that rank, which is on this host.
+    """
+
+    def __init__(self, rank: int, size: int, pid: int) -> None:
+        super().__init__()
+        self.rank, self.size, self.host_group = rank, size, tuple(range(size))
+        host = socket.gethostname()
+        self.identities = tuple(Identity(one, host, pid if one == rank else 0) for one in range(size))

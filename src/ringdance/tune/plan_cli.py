@@ -17,7 +17,6 @@ from rich.table import Table
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
-from ringdance.tune.chakra import write_step
 from ringdance.tune.planner import Options, Row, Workload, choose, from_bench, from_model, machine, predict
 from ringdance.tune.plots import lines, plot_file
 
@@ -27,7 +26,7 @@ examples:
   ringdance plan --from bench.json --instance c5.18xlarge --np 4,32,256 --samples 1281167 --epochs 90
   ringdance plan --model resnet50 --images-per-second 395 --instance p3.16xlarge --epochs 90 --deadline 4h
   ringdance plan --model resnet50 --images-per-second 5874 --of 8 --instance p3.16xlarge --to-accuracy 75.9
-  ringdance plan --from bench.json --instance mine.yaml --np 64 --chakra traces
+  ringdance plan --from bench.json --instance mine.yaml --np 64 --plot plan.svg
 
 mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU),
 rdma (true or false), price (dollars for an hour) and as_of (its date). A plan ends with what it assumes.
@@ -82,8 +81,6 @@ def _parser() -> Parser:
     text = "dollars: find the fastest for it"
     goal.add_argument("--budget", type=number, default=0.0, metavar="P", help=text)
     add("--plot", type=plot_file, metavar="FILE", help="draw it as .svg or .png")
-    text = "write the step's traces for simulators, a file for each rank; with one --np"
-    add("--chakra", type=Path, metavar="DIR", help=text)
     add("--json", action="store_true", help="as JSON")
     return parser
 
@@ -101,8 +98,6 @@ def _plan(given: argparse.Namespace) -> int:
         raise LaunchError(f"--budget: the price of {on.name} is not known; give --price")
     per_host = options.per_host(load, on)
     ranks = given.np or [per_host * 2**power for power in range(6)]
-    if given.chakra and len(ranks) != 1:
-        raise LaunchError("--chakra writes the traces of one size: give one number, such as --np 64")
     rows = [predict(load, on, one, options) for one in ranks]
     best, verdict = None, ""
     if aim:
@@ -122,10 +117,8 @@ def _plan(given: argparse.Namespace) -> int:
             console.print(verdict, style="bold")
         console.print(Panel("\n".join(f"- {line}" for line in assumed), title="Assumptions"))
     files = _plot(given.plot, rows, load) if given.plot else []
-    if given.chakra:
-        files += write_step(given.chakra, load.gradients, load.compute, rows[0].ranks)
     if files and not given.json:
-        print(f"Written: {', '.join(map(str, files[:3]))}{f' ... {files[-1]}' if len(files) > 3 else ''}")
+        print(f"Written: {', '.join(map(str, files))}")
     return 0
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.job_files import read_regular
+from ringdance.job_files import read_regular, whole_text
 
 VERSION = 1
 VALUES = {
@@ -52,16 +50,9 @@ def model_of(gradients: Mapping[str, tuple[tuple[int, ...], str, int]]) -> dict[
 def write(path: str, job: Mapping[str, Any], values: Mapping[str, float], won: str) -> None:
     """Write a result. Raises OSError."""
     content = {"ringdance_tuned": VERSION, "job": job, "values": values, "won": won}
-    beside = f"{path}.{os.getpid()}"
-    try:
-        with open(beside, "w") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-        os.replace(beside, path)
-    except OSError:  # the disk is full, for one
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
+    with whole_text(Path(path)) as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
 
 
 def read(path: str) -> dict[str, Any]:

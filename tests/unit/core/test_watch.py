@@ -99,6 +99,25 @@ def test_the_rank_that_alone_waits_for_something_is_named() -> None:
     assert "Only rank" not in message({0: answer("loss"), 2: answer("loss"), 3: answer("metric")})
 
 
+@pytest.mark.parametrize(
+    ("found", "fewer_steps"),
+    [
+        (answer("barrier"), True),
+        (answer("barrier", joined=True), False),
+        (answer(waiting=False), False),  # it sleeps, say
+        (answer("allreduce.loss", waiting=False), False),  # and has submitted something before
+    ],
+)
+def test_steps_that_a_rank_has_not_made(found: dict[str, Any], fewer_steps: bool) -> None:
+    """Of a rank that waits elsewhere two causes are named, not one, and how far the ranks are."""
+    status = OWN | {"after": "8 steps"}
+    answers = {0: answer("allreduce.grad"), 2: found}
+    said = message(answers, name="allreduce.grad", others=[0, 2], status=status)
+    made = "So far rank 1 has made 8 steps, rank 2 has made 7 steps."
+    told = re.search(rf"{made}.* skipped .*ran out of data", said)
+    assert bool(told) == ("hvd.join()" in said) == fewer_steps
+
+
 def test_what_a_rank_has_marked_is_named() -> None:
     said = message({0: answer("grad"), 2: answer("grad"), 3: answer()}, pauses={3: "evaluation"})
     assert "rank 3 on host host1 (pid 103): it is in what it has marked as 'evaluation'; it waits in" in said
@@ -204,8 +223,8 @@ def test_other_threads_are_shown_where_they_matter() -> None:
     ],
 )
 def test_what_to_do_where_a_rank_has_no_more_data(name: str, set_id: int, expected: bool) -> None:
-    idle = {**answer(waiting=False), "pending": []}
-    said = message({0: idle}, name=name, set_id=set_id, others=[0])
+    status = OWN | {"after": "8 steps"}
+    said = message({0: answer("barrier")}, name=name, set_id=set_id, others=[0], status=status)
     advised = "ends='pad'" in said and "hvd.join() after the last batch" in said
     assert advised is expected
 

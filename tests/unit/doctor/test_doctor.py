@@ -14,7 +14,6 @@ from breaking import program
 
 from ringdance import cli
 from ringdance.doctor import preflight as module
-from ringdance.doctor import saved
 from ringdance.doctor.check import Result, Usage
 from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.preflight import preflight
@@ -65,7 +64,6 @@ def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
         ["-H", "-oProxyCommand=x"],
         ["-H", "a:b"],
         ["--hostfile", "/no/file"],
-        ["--diff", "/no"],
         ["--ssh-args='-o User=me"],
     ],
 )
@@ -80,29 +78,6 @@ def test_what_cannot_be_understood_is_an_error(words: list[str], capsys: pytest.
 
 def test_a_host_s_name_is_never_an_option_of_ssh(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "-H=-oProxyCommand=touch$IFS/tmp/x:2"]) == 2
-
-
-def test_changes_since_a_good_day(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = str(tmp_path / "good.json")
-    assert cli.main(["doctor", "--quick", "--check", "unknown-settings", "--save", file]) == 0
-    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
-    capsys.readouterr()
-    assert cli.main(["doctor", "--check", "unknown-settings", "--diff", file]) == 0
-    assert "nothing has changed" in capsys.readouterr().out
-    monkeypatch.setenv("RINGDANCE_CYCEL_TIME", "1")
-    assert cli.main(["doctor", "--check", "unknown-settings", "--diff", file]) == 1
-    assert "new: unknown-settings: RINGDANCE_CYCEL_TIME" in capsys.readouterr().out
-
-
-def test_only_what_lasts_is_compared() -> None:
-    old = {"facts": {"a": {"cpu": {"cores": 8, "load": 0.1}}, "b": {}}, "wrong": ["swap: x"], "format": 2}
-    results = [Result("swap", "memory", "ok", ("a",), "no swap in use")]
-    lines = saved.changes(old, {"a": {"cpu": {"cores": 4, "load": 7.0}}, "c": {}}, results)
-    assert lines == [
-        "b: in the file only", "a: cpu.cores: 8 -> 4", "c: new", "no longer: swap: x",
-    ]  # fmt: skip
 
 
 def test_hosts_are_named_where_not_all_are_meant(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
 from ringdance.launch.system import machine
+from ringdance.settings.names import STARTED_BY
 
 OPENMPI = Mpi("openmpi", "/env/bin/mpiexec", "test", 5)
 
@@ -74,8 +75,9 @@ def test_the_users_own_mpi_parameters_win() -> None:
 
 def test_variables_of_a_job_around_this_one_are_removed() -> None:
     own = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_FD": "9", "OMPI_MCA_btl": "tcp", "HOME": "/h"}
+    own[STARTED_BY] = "{}"
     environ = plan(environ=own).environ(own)
-    assert {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_FD"}.isdisjoint(environ)
+    assert {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_FD", STARTED_BY}.isdisjoint(environ)
     assert environ["OMPI_MCA_btl"] == "tcp"
     assert environ["HOME"] == "/h"
 

@@ -1,4 +1,4 @@
-"""``ringdance k8s`` as a person types it: the real kubectl against a server that keeps what it is given."""
+"""``ringdance k8s`` as a person types it, and its page's kubectl, with a server that keeps what it gets."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from doc_blocks import ROOT, blocks, environment
 from kubernetes_api import KINDS, Api
 
-from ringdance.errors import LaunchError
-from ringdance.submit.kubernetes import kubectl
 from ringdance.submit.kubernetes.cli import main
-from ringdance.submit.kubernetes.kubectl import Kubectl
 
 yaml = pytest.importorskip("yaml")
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-WANTED = ["--image", "train:1", "--name", "pi", "--workers", "2", "--", "python", "train.py"]
-LAUNCHER = {"training.kubeflow.org/job-name": "pi", "training.kubeflow.org/job-role": "launcher"}
+WANTED = ["--image", "train:1", "--workers", "2", "--", "python", "train.py"]
+LAUNCHER = {"training.kubeflow.org/job-name": "resnet", "training.kubeflow.org/job-role": "launcher"}
 
 
 def k8s(*words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
@@ -38,19 +34,6 @@ def api() -> Iterator[Api]:
     api = Api(dict(KINDS))
     yield api
     api.close()
-
-
-@pytest.fixture
-def run(api: Api, tmp_path: Path) -> Run:
-    if not shutil.which("kubectl"):
-        pytest.skip("there is no kubectl")
-    environ = {"KUBECONFIG": str(api.config(tmp_path)), "HOME": str(tmp_path)}
-    return lambda *words, stdin="": k8s(*words, stdin=stdin, **environ)
-
-
-def ended(code: int) -> dict[str, Any]:
-    return {"phase": "Failed" if code else "Succeeded",
-            "containerStatuses": [{"state": {"terminated": {"exitCode": code}}}]}  # fmt: skip
 
 
 def test_manifest_as_yaml_and_json() -> None:
@@ -75,8 +58,8 @@ def test_slots_are_the_gpus_unless_given() -> None:
         (["manifest", "-x", "NO_SUCH_VARIABLE_HERE", *WANTED], "not set here"),
         (["manifest", "--secret-env", "A=b", *WANTED], "A=SECRET/KEY"),
         (["manifest", "--node-selector", "gpu", *WANTED], "NAME=VALUE"),
-        (["submit", "--", "python", "train.py"], "--image"),
-        (["submit", "-f", "no-such-file.yaml"], "No such file"),
+        (["manifest", "--", "python", "train.py"], "--image"),
+        (["convert", "no-such-file.yaml"], "No such file"),
         (["convert", "-"], "empty"),
     ],
 )
@@ -111,122 +94,25 @@ def test_what_is_no_utf8_is_not_altered(tmp_path: Path, capsys: pytest.CaptureFi
     assert "job.yaml: byte 0xe9 at position 26 (line 2) is no UTF-8; convert" in shown.err
 
 
-def test_submit_logs_and_delete(run: Run, api: Api) -> None:
-    done = run("submit", *WANTED)
-    assert (done.returncode, done.stdout) == (0, "mpijob.kubeflow.org/pi created\n"), done.stderr
-    kept = api.objects["mpijobs", "lab", "pi"]
-    assert kept["spec"] == yaml.safe_load(k8s("manifest", *WANTED).stdout)["spec"]
-    again = run("submit", *WANTED)
-    assert again.returncode == 2
-    assert "ringdance k8s delete pi" in again.stderr
-    api.add_pod("pi-launcher-x1", LAUNCHER, ended(0), "[0] hello\n[1] hello\n")
-    assert run("logs", "pi").stdout == "[0] hello\n[1] hello\n"
-    done = run("delete", "pi")
-    assert done.returncode == 0, done.stderr
-    assert ("mpijobs", "lab", "pi") not in api.objects
-
-
-def test_follow_ends_with_the_exit_code_of_the_job(run: Run, api: Api) -> None:
-    api.add_pod("pi-launcher-x1", LAUNCHER, ended(7), "[1] failed\n")
-    done = run("submit", "--follow", *WANTED)
-    assert done.stdout == "mpijob.kubeflow.org/pi created\n[1] failed\n"
-    assert done.returncode == 7
-
-
-def test_a_trainjob_goes_with_its_runtime(run: Run, api: Api) -> None:
-    assert run("submit", "--kind", "TrainJob", *WANTED).returncode == 0
-    assert set(api.objects) == {("trainingruntimes", "lab", "pi"), ("trainjobs", "lab", "pi")}
-    labels = {"jobset.sigs.k8s.io/jobset-name": "pi", "jobset.sigs.k8s.io/replicatedjob-name": "launcher"}
-    api.add_pod("pi-launcher-0-0-x", labels, ended(0), "done\n")
-    assert run("logs", "--follow", "pi").stdout == "done\n"
-    assert run("delete", "pi").returncode == 0
-    assert set(api.objects) == {("pods", "lab", "pi-launcher-0-0-x")}
-
-
-def test_a_job_that_cannot_start_is_reported_with_the_reason(run: Run, api: Api) -> None:
-    assert run("submit", *WANTED).returncode == 0
-    waiting = {"reason": "InvalidImageName", "message": "couldn't parse image reference"}
-    status = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": waiting}}]}
-    api.add_pod("pi-worker-0", LAUNCHER | {"training.kubeflow.org/job-role": "worker"}, status)
-    done = run("logs", "--follow", "pi")
-    assert done.returncode == 2
-    assert "pi-worker-0: InvalidImageName, couldn't parse image reference" in done.stderr
-
-
-class Pulling(Kubectl):
-    """A worker whose image is pulled in vain until a moment of a clock that stands still but for sleeps."""
-
-    now, until = 0.0, 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def pods(self, resource: str, name: str, workers: bool) -> list[dict[str, Any]]:
-        if self.now >= self.until:
-            return [{"metadata": {"name": "pi-launcher"}, "status": {"phase": "Running"}}]
-        reason = "ErrImagePull" if self.now % 20 < 4 else "ImagePullBackOff"
-        status = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": reason}}}]}
-        return [{"metadata": {"name": "pi-worker-0"}, "status": status}]
-
-
-def test_an_image_may_come_at_a_later_try(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The kubelet tries again after 10, 20, 40, ... seconds: a registry may have been busy."""
-    cluster = Pulling()
-    monkeypatch.setattr(kubectl, "time", cluster)
-    cluster.until = 75.0
-    kubectl._wait_for_start("mpijobs", "pi", cluster, 600.0)
-    assert "pi has not started: pi-worker-0: ErrImagePull" in capsys.readouterr().err
-    cluster.until = 1000.0
-    with pytest.raises(LaunchError, match="pi cannot start: pi-worker-0: "):
-        kubectl._wait_for_start("mpijobs", "pi", cluster, 600.0)
-    assert 150.0 < cluster.now - 75.0 < 160.0
-
-
-def test_what_was_created_before_a_failure_is_deleted(run: Run, api: Api) -> None:
-    api.objects["trainjobs", "lab", "pi"] = {"metadata": {"name": "pi"}}
-    done = run("submit", "--kind", "TrainJob", *WANTED)
-    assert (done.returncode, "ringdance k8s delete pi" in done.stderr) == (2, True), done.stderr
-    assert set(api.objects) == {("trainjobs", "lab", "pi")}
-
-
-def test_what_was_created_without_an_answer_is_deleted(run: Run, api: Api) -> None:
-    api.lost = {"mpijobs", "trainjobs"}
-    for kind in ("MPIJob", "TrainJob"):
-        done = run("submit", "--kind", kind, *WANTED)
-        assert (done.returncode, "(Timeout)" in done.stderr) == (2, True), done.stderr
-        assert "may still be there" not in done.stderr
-        assert not api.objects
-
-
-def test_a_job_that_waits_for_nodes_says_so(run: Run, api: Api) -> None:
-    assert run("submit", *WANTED).returncode == 0
-    condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes have 8 GPUs"}
-    api.add_pod("pi-launcher-x1", LAUNCHER, {"phase": "Pending", "conditions": [condition]})
-    done = run("logs", "--follow", "--wait", "0", "pi")
-    assert done.returncode == 2
-    assert "0/3 nodes have 8 GPUs" in done.stderr
-
-
-def test_what_is_not_there(run: Run, api: Api) -> None:
-    done = run("delete", "nothing")
-    assert (done.returncode, "no job 'nothing'" in done.stderr) == (2, True)
-
-
-def test_a_cluster_without_the_operators(run: Run, api: Api) -> None:
-    api.kinds = {}
-    done = run("submit", *WANTED)
-    assert done.returncode == 2
-    assert "must install the MPI operator" in done.stderr
-    done = run("logs", "pi")
-    assert "neither MPIJobs nor TrainJobs" in done.stderr
-
-
-def test_without_kubectl(tmp_path: Path) -> None:
-    done = k8s("submit", *WANTED, PATH=str(tmp_path))
-    assert done.returncode == 2
-    assert "kubectl was not found" in done.stderr
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl")
+@pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
+def test_kubectl_takes_the_manifest_and_the_commands_of_the_page(api: Api, tmp_path: Path, kind: str) -> None:
+    page = ROOT / "docs" / "howto" / "kubernetes.md"
+    words = ["--kind", kind, "--name", "resnet", *WANTED]
+    (tmp_path / "job.yaml").write_text(k8s("manifest", *words).stdout)
+    (block,) = [one for one in blocks(page) if Path(__file__).name in one.marks.get("in", "")]
+    environ = environment() | {"KUBECONFIG": str(api.config(tmp_path)), "HOME": str(tmp_path)}
+    ended = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 7}}}]}
+    said = []
+    for command, _ in block.commands():
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=55
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+        api.add_pod("resnet-launcher-x1", LAUNCHER, ended, "[0] hello\n[1] hello\n")
+    created, pods, output, code, deleted = said
+    assert created.count(" created\n") == deleted.count(" deleted") == 1 + (kind == "TrainJob")
+    assert "resnet-launcher-x1" in pods
+    assert (output, code) == ("[0] hello\n[1] hello\n", "7")
+    assert {resource for resource, *_ in api.objects} == {"pods"}

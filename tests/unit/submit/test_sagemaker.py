@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from ringdance.submit.sagemaker import Estimator, Input, worker_channel
 from ringdance.submit.sagemaker import aws as client
 from ringdance.submit.sagemaker.cli import hyperparameters
 from ringdance.submit.sagemaker.job import job_name
-from ringdance.submit.sagemaker.local import mpirun_script
 from ringdance.submit.sagemaker.request import mpi_options
 
 EXPECTED = json.loads(RECORDED.read_text())
@@ -79,69 +77,25 @@ def test_the_service_accepts_it(case: str, aws: Any, source: Path) -> None:
         assert archive.getnames() == ["package", "package/module.py", "train.py"]
 
 
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses between calls, which take no time here."""
-    made: list[float] = []
-    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=made.append))
-    return made
-
-
-def test_wait_shows_the_hosts_output_and_the_end(
-    aws: Any, capsys: pytest.CaptureFixture[str], pauses: list[float]
+def test_wait_says_how_the_job_ends_and_how_to_see_its_output(
+    aws: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logs = aws.client("logs")
-    group, now = "/aws/sagemaker/TrainingJobs", int(time.time()) * 1000
-    logs.create_log_group(logGroupName=group)
-    for host in ("algo-1", "algo-2"):
-        stream = {"logGroupName": group, "logStreamName": f"{NAME}/{host}-1700000000"}
-        logs.create_log_stream(**stream)
-        events = [{"timestamp": now + i, "message": f"line {i} of {host}"} for i in range(3)]
-        logs.put_log_events(**stream, logEvents=events)
     started = estimator()
     assert started.fit(f"{S3}/data", job_name=NAME) == NAME
     message = capsys.readouterr().out
-    for host in ("algo-1", "algo-2"):
-        assert [f"[{host}] line {i} of {host}" for i in range(3)] == [
-            line for line in message.splitlines() if line.startswith(f"[{host}]")
-        ]
-    assert "Completed" in message
+    tail = f"aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {NAME}/ --follow"
+    assert ("Completed" in message, tail in message) == (True, True)
     assert started.model_data.startswith("s3://")
+    running, failed = {"TrainingJobStatus": "InProgress"}, {"TrainingJobStatus": "Failed"}
+    ends = iter([running, running, failed | {"FailureReason": "as asked"}])
+    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=lambda seconds: None))
+    service = SimpleNamespace(describe_training_job=lambda TrainingJobName: next(ends))
+    with pytest.raises(LaunchError, match=f"training job {NAME}: Failed: as asked"):
+        client.wait(service, NAME)
+    assert capsys.readouterr().out.count(NAME) == 2
 
 
-class Late:
-    """CloudWatch, with lines that arrive up to 8 s after the job's end; the pauses are the clock."""
-
-    lines = ((0.0, "first"), (4.0, "Traceback"), (8.0, "ValueError: as asked"))
-
-    def __init__(self, pauses: list[float]) -> None:
-        self.pauses = pauses
-
-    def get_paginator(self, name: str) -> Any:
-        stream = {"logStreamName": f"{NAME}/algo-1-1700000000"}
-        return SimpleNamespace(paginate=lambda **_: [{"logStreams": [stream]}])
-
-    def get_log_events(self, nextToken: str = "0", **_: Any) -> dict[str, Any]:
-        there = [{"message": text} for moment, text in self.lines if moment <= sum(self.pauses)]
-        return {"events": there[int(nextToken) :], "nextForwardToken": str(len(there))}
-
-    def describe_training_job(self, TrainingJobName: str) -> dict[str, str]:
-        return {"TrainingJobStatus": "Failed", "FailureReason": "exit code 1"}
-
-
-def test_lines_that_come_after_the_end_are_shown(
-    capsys: pytest.CaptureFixture[str], pauses: list[float]
-) -> None:
-    pytest.importorskip("botocore")
-    service = Late(pauses)
-    with pytest.raises(LaunchError, match="exit code 1"):
-        client.follow(service, service, NAME, pause=5.0)
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[algo-1]")]
-    assert shown == ["[algo-1] first", "[algo-1] Traceback", "[algo-1] ValueError: as asked"]
-    assert 10.0 <= sum(pauses) <= 40.0
-
-
-def test_following_goes_on_when_aws_throttles(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_goes_on_when_aws_throttles(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After more refusals than boto3's own four tries again."""
     import botocore.endpoint
     from botocore.awsrequest import AWSResponse
@@ -199,9 +153,8 @@ def test_lost_keys_are_reported_in_one_line() -> None:
 
     with pytest.raises(LaunchError, match="AWS: Unable to locate credentials"):
         client.make_bucket(SimpleNamespace(head_bucket=lost), BUCKET, "us-east-1", "1")
-    job = SimpleNamespace(describe_training_job=lambda **_: {"TrainingJobStatus": "Completed"})
     with pytest.raises(LaunchError, match="AWS: Unable to locate credentials"):
-        client.follow(SimpleNamespace(get_paginator=lost), job, NAME, 0.0)
+        client.wait(SimpleNamespace(describe_training_job=lost), NAME)
 
 
 def test_old_names_are_accepted_with_a_warning() -> None:
@@ -309,6 +262,7 @@ def test_logs_go_into_the_output_that_is_uploaded() -> None:
         ({"role": ""}, "role is missing"),
         ({"image_uri": ""}, "image_uri is missing"),
         ({"instance_type": ""}, "instance_type is missing"),
+        ({"instance_type": "local_gpu"}, "ringdance run -np 8 python train.py"),
         ({"image_uri": "", "framework_version": "1.6.0"}, "framework_version='1.6.0' names no image here"),
         ({"entry_point": "other.py"}, "other.py"),
         ({"instance_count": 0}, "instance_count 0"),
@@ -385,7 +339,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
 
 def test_secrets_are_not_put_into_the_request() -> None:
     common = ["--dry-run", "--role", COMMON["role"], "--image", COMMON["image_uri"]]
-    service, here = [*common, "--instance-type", "ml.c5.xlarge"], [*common, "--instance-type", "local"]
+    service = [*common, "--instance-type", "ml.c5.xlarge"]
     for name, words in (
         ("HF_TOKEN", ["-x", "HF_TOKEN=hunter2", "train.py"]),
         ("hf-token", ["-x", "MAX_TOKENS=4096", "train.py", "--hf-token", "hunter2"]),
@@ -396,27 +350,15 @@ def test_secrets_are_not_put_into_the_request() -> None:
         assert "secretsmanager" in done.stderr
         assert f"If it is no secret: --plain {name}" in done.stderr
         assert "hunter2" not in done.stderr
-        for way in (here, [*service, "--plain", name]):
-            done = sagemaker(*way, *words)
-            assert (done.returncode, f'"{name}": "(not shown)"' in done.stdout) == (0, True), done.stderr
-            assert "hunter2" not in done.stdout
+        done = sagemaker(*service, "--plain", name, *words)
+        assert (done.returncode, f'"{name}": "(not shown)"' in done.stdout) == (0, True), done.stderr
+        assert "hunter2" not in done.stdout
     with pytest.warns(UserWarning, match="hf-token holds what looks like a secret"):
         estimator(hyperparameters={"hf-token": "hunter2"})
     with pytest.warns(UserWarning, match="HF_TOKEN holds what looks like a secret"):
         estimator(environment={"HF_TOKEN": "hunter2"})
     with pytest.warns(UserWarning, match="custom_mpi_options holds what looks like a secret"):
         estimator(custom_mpi_options="-x HF_TOKEN=hunter2")
-
-
-def test_local_mode_runs_an_interpreter_of_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / 'a "b" $(c)' / "python"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\nprintf "%s," "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    (tmp_path / "mpirun").write_text(mpirun_script())
-    done = subprocess.run(["/bin/sh", tmp_path / "mpirun", "-np", "a b"], capture_output=True, text=True)
-    assert done.stdout == "-m,ringdance.submit.sagemaker.container,-np,a b,", done.stderr
 
 
 def test_the_command_line_reports_mistakes() -> None:

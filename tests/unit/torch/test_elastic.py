@@ -245,3 +245,55 @@ def test_handlers_of_ones_own() -> None:
         assert counter.count == 0
     finally:
         set_handler_registry(registry)
+
+
+@pytest.mark.parametrize("given", ["both", "model", "optimizer", "plain optimizer"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_restore_drops_the_gradients_of_the_failed_step(given: str, passes: int) -> None:
+    """The loop clears gradients after each step, and Sum would not allow a second pass after the exchange."""
+
+    def program(engine: Engine) -> list[float]:
+        net = net_of(1.0)
+        plain = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            plain, net.named_parameters(), op=hvd.Sum, backward_passes_per_step=passes
+        )
+        kept: dict[str, Any] = {"model": net, "optimizer": optimizer, "plain optimizer": plain}
+        state = TorchState(net, optimizer, step=0)
+        if given != "both":
+            state = TorchState(**{given.split()[-1]: kept[given]}, step=0)
+        failures = [1]
+
+        def train(state: TorchState) -> None:
+            while state.step < 2:
+                for number in range(passes):
+                    net(torch.full((1, 2), engine.rank + 1.0)).sum().backward()
+                    if failures and state.step == 1 and number == 0:
+                        failures.clear()
+                        raise CollectiveError("planted")
+                optimizer.step()
+                optimizer.zero_grad()
+                state.step += 1
+                state.commit()
+
+        run_fn(train, lambda: None)(state)
+        assert not failures
+        return net.weight.flatten().tolist()
+
+    right = 1.0 - 0.1 * 2 * 3 * passes  # two steps, ranks 1 and 2, as many passes
+    for weights in job(2, program):
+        assert weights == pytest.approx([right, right], abs=1e-6)
+
+
+def test_a_restore_lets_a_scaler_unscale_again() -> None:
+    net = net_of(1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = TorchState(net, optimizer, scaler=scaler)
+    for _ in range(2):
+        scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+        assert net.weight.grad is not None
+        assert net.weight.grad.tolist() == [[1.0, 1.0]]
+        state.restore()
+        assert net.weight.grad is None

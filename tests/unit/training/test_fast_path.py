@@ -38,8 +38,17 @@ class Gradients:
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
         return list(names), np.empty(0, np.float32)
 
-    def kinds(self, computed: bytearray) -> bytearray:
-        return bytearray(DENSE * one for one in computed)
+    def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
+        chosen = range(len(computed)) if indices is None else indices
+        return bytearray(DENSE * computed[index] for index in chosen)
+
+    def unreduced(self, computed: bytearray) -> list[int]:
+        return []
+
+    def forget(self) -> None:
+        pass
+
+    settle = forget_changed = forget
 
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...]:
         return (self.view,) * len(indices)
@@ -221,10 +230,39 @@ def test_a_tuner_leaves_the_overlap_of_other_sets() -> None:
         some = add_process_set([0, 1])
         ours = [GradientExchange(Gradients("float32"), [name]) for name in "ab"]
         if engine.rank < 2:
-            ours.append(GradientExchange(Gradients("float32"), ["c"], set_id=some.process_set_id))
+            ours.append(GradientExchange(Gradients("float32"), ["c"], process_set=some))
         assert tunables["overlap"].get() == 0
         tunables["overlap"].set(1)
         assert tunables["overlap"].get() == 1
         return tuple(one.wants_overlap for one in ours)
 
     assert job(3, program) == [(True, True, False)] * 2 + [(True, True)]
+
+
+def test_a_process_set_has_another_number_after_a_restart() -> None:
+    """The exchange goes on with the same ranks."""
+    exchanges: dict[int, GradientExchange] = {}
+
+    def step(rank: int) -> None:
+        exchange = exchanges[rank]
+        exchange.source.view[:] = rank
+        exchange.on_gradient(0)
+        exchange.on_backward_end()
+        assert exchange.source.view.tolist() == [0.5] * 3
+        exchange.on_step_end()
+
+    def before(engine: Engine) -> None:
+        pair = [add_process_set([0, 1]), add_process_set([1, 2])][0]
+        if engine.rank < 2:
+            exchanges[engine.rank] = GradientExchange(Gradients("float32"), ["a"], process_set=pair)
+            step(engine.rank)
+
+    def after(engine: Engine) -> None:
+        for ranks in ([1, 2], [0, 1]):
+            add_process_set(ranks)
+        if engine.rank < 2:
+            step(engine.rank)
+            assert exchanges[engine.rank].set_id == 2
+
+    job(3, before)
+    job(3, after)

@@ -69,8 +69,11 @@ def test_descriptions_are_made_once_and_leave_out_what_may_differ() -> None:
     assert made.shapes == ((3,), ())
     assert checks.describe(Collective.ALLREDUCE, dtypes, ((2, 3), (4,))).shapes == ((2, 3), (4,))
     assert checks.describe(Collective.ALLTOALL, dtypes[:1], ((),)).detail == (-1,)
-    with pytest.raises(ArgumentError, match="complex64"):
-        checks.describe(Collective.ALLREDUCE, (np.dtype(np.complex64),), ((2,),))
+    numbers = (np.dtype(np.complex64),)
+    assert checks.describe(Collective.ALLREDUCE, numbers, ((2,),)).dtypes == ("complex64",)
+    for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.ADASUM):
+        with pytest.raises(checks.UnsupportedOperationError, match=f"not by {op.name.title()}"):
+            checks.describe(Collective.ALLREDUCE, numbers, ((2,),), op)
 
 
 def test_unknown_handles() -> None:

@@ -210,7 +210,6 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--batch", "8"), "is of 32"),
         (("--from", "{other}", "--instance", "c5.9xlarge"), "no measurement"),
         (("--from", "nowhere.json", "--instance", "c5.9xlarge"), "No such file"),
-        ((*KNOWN, "--np", "1,2", "--chakra", "x"), "one number"),
         ((*KNOWN, "--np", "99999999999"), "100,000,000,000 ranks: up to 1,000,000"),
         ((*KNOWN[:4], "--instance", "nowhere.yaml"), "No such file"),
     ],

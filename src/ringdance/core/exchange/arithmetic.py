@@ -7,6 +7,7 @@
   one rank reduces all parts of an element at once, since partial sums would not fit either. Sums and products
   wrap, as in NumPy. Other scales of integers are computed in double and truncated toward zero.
 - An average of float32 or float64 is the sum divided by the number of ranks, as NumPy does.
+- Complex numbers are summed, averaged and scaled as pairs of floats, which MPI and all exchanges know.
 """
 
 from __future__ import annotations
@@ -97,9 +98,11 @@ class Reduction:
 
     Args:
         dtype, operation, prescale, postscale, size: as in the request; ``size`` is what averages divide by.
+            A complex dtype becomes that of its parts.
         weights: of each part, for a weighted sum of 16-bit floats; empty for none.
 
     Attributes:
+        pairs: the request's numbers are complex: each is two of ``dtype``.
         identity: the exchange need not touch inputs before the sum: there is no prescale, or ``combine``
             applies it (16-bit floats: in float32, so that they are rounded once).
         deliver: copies what ``combine`` made to the caller's memory, scaling if ``late``.
@@ -121,6 +124,9 @@ class Reduction:
         size: int,
         weights: Sequence[float] = (),
     ):
+        self.pairs = dtype.kind == "c"
+        if self.pairs:
+            dtype = np.dtype(f"f{dtype.itemsize // 2}")
         self.dtype, self.operation = dtype, operation
         self.wide = dtype.itemsize == 2 and not np.issubdtype(dtype, np.integer)
         self.prescale, self.postscale, self.size = prescale, postscale, size

@@ -22,7 +22,7 @@ from ringdance.core.process_sets.pending import PendingRequests
 from ringdance.core.recorder import BatchRecord, Recorder
 from ringdance.core.reports.mismatch import mismatch_message
 from ringdance.core.request import Collective, ReduceOp
-from ringdance.errors import MismatchError
+from ringdance.errors import MismatchError, StallError
 from ringdance.transport.base import Transport
 
 _MAX_PLANS = 256
@@ -116,6 +116,8 @@ class Executor:
         """Execute the first ``count`` unnamed requests; if 0, the first one is a mismatch."""
         pending = self.pending
         with self.lock:
+            if len(pending.unnamed) < max(1, count):  # given up since this rank's vector was sent
+                raise StallError(pending.removal)
             works = pending.running = [pending.unnamed.popleft() for _ in range(max(1, count))]
         items = [AgreedRequest(work.name, work.request.description, work) for work in works]
         if count:

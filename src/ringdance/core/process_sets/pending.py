@@ -5,11 +5,12 @@ Submitting threads add requests; the rounds of ``state`` take them out. Callers 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from ringdance.core.process_sets.agreement import ResponseCache
 from ringdance.core.request import TUNE_NAME, Collective, Description, Work
-from ringdance.errors import DuplicateNameError
+from ringdance.errors import DuplicateNameError, ProcessSetRemovedError
 
 
 class PendingRequests:
@@ -29,6 +30,9 @@ class PendingRequests:
         eager_last: when the latest such request was submitted.
         not_before: no round starts before this time (monotonic), since the last ones achieved nothing.
         backoff: seconds by which rounds are put off.
+        submitted: How many unnamed requests this rank has submitted.
+        limit: Unnamed requests from this number on are refused, since a member never submits them.
+        removal: Why they are refused.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -46,15 +50,19 @@ class PendingRequests:
         self.backoff = 0.0
         self.cache = ResponseCache(capacity)
         self.held: dict[str, list[Work]] = {}
-        self._next_unnamed = 0
+        self.limit: float = math.inf
+        self.removal = ""
+        self.submitted = 0
 
     def add(self, work: Work, name: str | None, eager: bool) -> None:
-        """Take a request in. Raises DuplicateNameError."""
+        """Take a request in. Raises DuplicateNameError, ProcessSetRemovedError."""
         if work.request.description.kind == Collective.JOIN:
             if self.join is not None:
                 raise DuplicateNameError("join() is already pending on this rank.")
             self.join = work
         elif name is None:
+            if self.submitted >= self.limit:
+                raise ProcessSetRemovedError(self.removal)
             self._number(work)
             self.unnamed.append(work)
         else:
@@ -76,8 +84,8 @@ class PendingRequests:
         self.not_before = 0.0
 
     def _number(self, work: Work) -> None:
-        work.order = self._next_unnamed
-        self._next_unnamed += 1  # before a call, in which a signal's handler may submit
+        work.order = self.submitted
+        self.submitted += 1  # before a call, in which a signal's handler may submit
         work.name = f"{work.request.description.kind.name.lower()}.noname.{work.order}"
 
     def _add_named(self, name: str, work: Work) -> None:
@@ -87,6 +95,20 @@ class PendingRequests:
             self.misses[name] = work
         else:
             self.ready |= 1 << slot
+
+    def end_at(self, number: int, removal: str) -> list[Work]:
+        """Refuse unnamed requests from a number on; return those that are pending, and forget them.
+
+        A vector that a round has already sent may contain them. The member that never submits them has sent
+        none in their place, so they are not executed: see Note [Complements].
+        """
+        if number >= self.limit:
+            return []
+        self.limit, self.removal = number, removal
+        late = [work for work in self.unnamed if work.order >= number]
+        for _ in late:
+            self.unnamed.pop()
+        return late
 
     def release_held(self) -> None:
         """Take in what waited for refused requests that the peers know of now."""
@@ -140,7 +162,7 @@ class PendingRequests:
             if self.misses.pop(unnamed.name, None) is None:
                 self.ready &= ~(1 << self.cache.slots[unnamed.name])
         self.unnamed.extendleft(reversed(again))
-        self._next_unnamed = 0  # members that joined early have counted fewer
+        self.submitted = 0  # members that joined early have counted fewer
         for unnamed in self.unnamed:
             self._number(unnamed)
         return work

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ from ringdance.transport.eventcount import EventCount
 FIRST_GROUP = 1 << 15  # numbers of sets that only their members know; records have 16 bits for them
 TUNED_CHUNK_BYTES = 2 << 20  # the largest chunk that may be chosen while the job runs
 _MIN_BUFFER = 1 << 16  # some cache lines for each of hundreds of members, however small the chunks
+
+
+_Post = Callable[[int, dict[str, Any]], None]
 
 
 @dataclass(slots=True)
@@ -63,7 +67,6 @@ class ProcessSets:
 
     Attributes:
         registered: all sets by id.
-        leaving: the groups that this rank has left.
         machines: the state machines of the sets that this rank is in, with their generators.
         event_count: wakes this rank; None if not all peers can reach it (other hosts).
         on_tune: computes new values of the set of all ranks from what each of them has measured (b"" of one
@@ -74,6 +77,14 @@ class ProcessSets:
         in the agreed order. What the ranks have measured is gathered in it, and each computes the new values
         by the same code from the same bytes. Only the set of all ranks changes: others have another order.
         What ranks were given apart (environments differ) must not decide: rank 0 sends what does.
+
+    Note [Groups that are destroyed]
+        A rank that leaves a group sends its members a note with how many requests it has submitted. Requests
+        match by their order. So the members know at once which of theirs it never will submit: these fail
+        with an error that names it, in the next check of the peers. The others are executed, since the rank
+        takes part in the group's rounds until all members have left and none has such a request. Only then
+        do all agree to stop, and free the group together. What was sent to a member can be received
+        meanwhile.
     """
 
     def __init__(
@@ -86,7 +97,6 @@ class ProcessSets:
         recorder: Recorder,
     ) -> None:
         self.registered: dict[int, RegisteredSet] = {}
-        self.leaving: set[int] = set()
         self.machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
         self.event_count: EventCount | None = None
         self.on_tune: Callable[[list[bytes]], EngineValues | None] | None = None
@@ -188,16 +198,69 @@ class ProcessSets:
         self.register(set_id, ranks, transport)
         self._find_event_count()
 
+    def leave(self, set_id: int) -> None:
+        """Leave a group. On any thread, and in a signal's handler: see Note [Groups that are destroyed]."""
+        known = self.registered.get(set_id)
+        if known is None or known.state is None:
+            self.registered.pop(set_id, None)
+        else:
+            known.state.urgent = known.state.leaving = True
+
+    def check_left(self, post: _Post) -> None:
+        """Send notes of groups that this rank has left; stop those that all have left. Called in steps."""
+        own = self._transport.rank
+        for state in self.states():
+            if state.leaving and own not in state.left:
+                self._send_left(state, state.pending.submitted, "", post)
+            if len(state.left) == len(state.members) and not state.pending.has_work():
+                state.stopping = True
+
+    def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
+        """Leave a group before a request that is pending in it; False if it is not. Called in steps.
+
+        A message, ``number`` -1, is not a request: the group is left after all that were submitted. If a
+        member has submitted the same request and has not read the note yet, both may have agreed to execute
+        it: then the engine fails (``Executor.run_unnamed``).
+        """
+        known = self.registered.get(set_id) if set_id >= FIRST_GROUP else None
+        state = known.state if known is not None else None
+        if state is None:
+            return False
+        if number < 0:
+            number = state.pending.submitted
+        elif number not in [work.order for work in state.pending.unnamed]:
+            return False
+        state.urgent = state.leaving = True
+        self._send_left(state, number, why, post)
+        return True
+
+    def _send_left(self, state: ProcessSetState, submitted: int, why: str, post: _Post) -> None:
+        note = {"kind": "left", "set": state.set_id, "submitted": submitted, "why": why}
+        for rank in state.members:
+            if rank != self._transport.rank:
+                post(rank, note)
+        self.on_left(self._transport.rank, note)
+
+    def on_left(self, rank: int, note: dict[str, Any]) -> None:
+        """Fail what can never be done after a rank has left a group. Called in steps."""
+        known = self.registered.get(note["set"])
+        if known is None or (state := known.state) is None:
+            return
+        state.left[rank] = time.monotonic()
+        state.why = state.why or note["why"]
+        with self._lock:
+            late = state.pending.end_at(note["submitted"], state.removal())
+        for work in late:
+            work.finish(error=ProcessSetRemovedError(f"'{work.name}': {state.removal()}"))
+
     def _steps_of_group(self, set_id: int, state: ProcessSetState) -> Steps:
         """Run until all members have left, and free the set."""
         yield from state.steps()
-        if set_id not in self.leaving:  # the job ends
+        if not state.leaving:  # the job ends
             return
-        text = f"Process group {set_id} was destroyed while this operation was pending in it."
-        self.fail_pending(state, ProcessSetRemovedError(text))
+        self.fail_pending(state, ProcessSetRemovedError(state.removal()))
         yield from self._on_thread(state.close)
         del self.registered[set_id]
-        self.leaving.discard(set_id)
         self._find_event_count()
 
     def _change(self, item: AgreedRequest) -> Steps:

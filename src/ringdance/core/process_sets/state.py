@@ -8,7 +8,9 @@ facts only.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +77,9 @@ class ProcessSetState:
         urgent: start what is pending now.
         stopping: this rank wants to stop; ``stopped``: all members have agreed.
         no_waiter: after the stop, whether no thread was left waiting.
+        leaving: This rank has left the group.
+        left: The global ranks that have left it, as far as this rank knows, and since when (monotonic).
+        why: Why a rank has left it, if that was not by destroying the group.
     """
 
     def __init__(self, executor: Executor, callers: Callers, cycle_seconds: float) -> None:
@@ -90,6 +95,9 @@ class ProcessSetState:
         self.stopping = False
         self.stopped = False
         self.no_waiter = True
+        self.leaving = False
+        self.left: dict[int, float] = {}
+        self.why = ""
         self._context = exchange.context
         self._layout = VectorLayout(transport.size)
         self._last_joined = -1
@@ -105,6 +113,22 @@ class ProcessSetState:
         for device in self.exchange.devices.values():
             device.close(True)
         self.transport.close(True)
+
+    def left_since(self, ranks: Iterable[int]) -> float:
+        """Return since when all these ranks have left the group (monotonic); infinity if not."""
+        return max(self.left.get(rank, math.inf) for rank in ranks)
+
+    def removal(self) -> str:
+        """Return the text of the errors of what can never be done in this set."""
+        if self.why:
+            return self.why
+        others = {rank: who for rank, who in enumerate(self.transport.identities) if who.rank in self.left}
+        own = others.pop(self.transport.rank, None)
+        who = ", ".join(map(str, others.values())) or str(own or "this rank")
+        return (
+            f"{who} has destroyed process group {self.set_id} of the ranks {list(self.members)} without this "
+            "call: make the same calls on all members before destroy_process_group()."
+        )
 
     def values(self) -> EngineValues:
         """Return the values that hold now."""
@@ -266,6 +290,8 @@ class ProcessSetState:
         if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES or slot >= PIGGYBACK_ENTRIES:
             return None
         how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
+        if how.pairs:
+            return None
         shape = d.shapes[0]
         buffers = [
             [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks

@@ -9,7 +9,7 @@ from typing import Any
 
 from ringdance.core.labels import quoted
 from ringdance.core.reports.stacks import place_of
-from ringdance.errors import OUT_OF_DATA
+from ringdance.errors import UNEVEN_STEPS
 from ringdance.transport.base import Identity
 
 _MOST_NAMES = 6
@@ -110,7 +110,8 @@ def stall_message(stall: Stall) -> str:
     parts = []
     if stall.missing:
         late = [f"{who[rank]}: {_late(stall, rank, own)}" for rank in stall.missing]
-        parts.append(f"Not submitted by {'; by '.join(late)}.")
+        what = "waited for" if stall.name.startswith("message of") else "submitted"
+        parts.append(f"Not {what} by {'; by '.join(late)}.")
     if stall.unstarted:
         late = [f"{who[rank]}: {_locations(stall.answers[rank], own)}" for rank in stall.unstarted]
         parts.append(f"Submitted but not yet waited for by {'; by '.join(late)}.")
@@ -121,10 +122,16 @@ def stall_message(stall: Stall) -> str:
         if stall.culprits == [stall.rank]:
             parts.append(f"Only rank {stall.rank} has submitted {quoted(stall.name)}.")
         alone = _alone(stall, own)
-        parts.append(alone or "All ranks must make the same calls.")
+        calls = "All ranks must make the same calls."
+        pair = "Each message needs a send and a receive, of the same size and tag."
+        parts.append(alone or (calls if what == "submitted" else pair))
         # Ranks that have no more batches can join, which helps with the reductions of all ranks.
-        if not alone and stall.set_id == 0 and "allreduce." in stall.name:
-            parts.append(OUT_OF_DATA)
+        # One that waits for nothing may compute, sleep or load.
+        status = {stall.rank: stall.status, **stall.answers}
+        behind = [rank for rank in stall.missing if status[rank]["waiting"] and not status[rank]["joined"]]
+        if not alone and stall.set_id == 0 and "allreduce." in stall.name and behind:
+            made = [f"rank {rank} has made {status[rank]['after']}" for rank in (stall.rank, *behind)]
+            parts.append(f"So far {', '.join(made)}. {UNEVEN_STEPS}")
     elif stall.unstarted:
         parts.append("A rank takes part in the exchange once it waits for a result.")
     elif stall.moving or not stall.unknown:

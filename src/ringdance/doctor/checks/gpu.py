@@ -60,11 +60,6 @@ def _differs(field: str) -> Callable[[Host, Mapping[str, Any]], bool]:
     return lambda host, gpu: bool(gpu[field] != mode(other[field] for other in host["gpu"]["gpus"]))
 
 
-def _throttled(bits: int) -> Callable[[Host, Mapping[str, Any]], bool]:
-    """Return whether one of the reasons of nvml.h is active."""
-    return lambda host, gpu: bool(gpu["throttled"].startswith("0x") and int(gpu["throttled"], 16) & bits)
-
-
 def _refuses(host: Host, gpu: Mapping[str, Any]) -> bool:
     shared = host.slots > host["gpu"]["count"] or host["gpu"]["processes"]
     return gpu["mode"] == "Prohibited" or bool(gpu["mode"].startswith("Exclusive") and shared)
@@ -142,40 +137,14 @@ CHECKS = (
           _each(_refuses, "GPU {index} is in compute mode {mode}", "sudo nvidia-smi -i {index} -c DEFAULT")),
     Check("gpu-memory", "gpu", WARNING,
           "memory of GPUs that is in use: often by processes of an earlier job", _memory),
-    Check("gpu-errors", "gpu", ERROR,
-          "memory errors that a GPU could not correct: results are wrong or ranks die",
-          _each(lambda host, gpu: gpu["errors"].isdigit() and int(gpu["errors"]) > 0,
-                "GPU {index} has had {errors} memory errors that it could not correct",
-                "leave this host out, and have the GPU replaced: nvidia-smi -i {index} -q -d ECC")),
     Check("gpu-remap-failed", "gpu", ERROR, "faulty memory of a GPU that has no spare rows left",
           _each(lambda host, gpu: gpu["remap_failure"] in ("Yes", "1"),
                 "GPU {index} cannot remap faulty memory any more",
                 "leave this host out, and have the GPU replaced: nvidia-smi -i {index} -q -d ROW_REMAPPER")),
     Check("gpu-remap-pending", "gpu", WARNING, "faulty memory that is in use until the GPU is reset",
-          _each(lambda host, gpu: bool({"Yes", "1"} & {gpu["remapping"], gpu["retiring"]}),
+          _each(lambda host, gpu: gpu["remapping"] in ("Yes", "1"),
                 "GPU {index} has faulty memory, to be taken out of use at its next reset",
                 "end what runs there, then: sudo nvidia-smi -i {index} -r (or reboot)")),
-    Check("gpu-ecc", "gpu", NOTE, "ECC that is off: wrong bits in memory go unnoticed",
-          _each(lambda host, gpu: gpu["ecc"] == "Disabled", "ECC is off on GPU {index}",
-                "sudo nvidia-smi -i {index} -e 1, then reboot")),
-    Check("gpu-persistence", "gpu", NOTE,
-          "persistence mode: without it the driver is loaded at each start, and forgets clocks and limits",
-          _each(lambda host, gpu: gpu["persistence"] == "Disabled",
-                "persistence mode is off on GPU {index}", "sudo nvidia-smi -i {index} -pm 1")),
-    Check("gpu-throttled", "gpu", WARNING,
-          "GPUs that slow down because they are hot, or the machine short of power",
-          _each(_throttled(0xE0), "GPU {index} is slowed down: it is hot, or the machine short of power",
-                "check fans, room and power supplies; which it is: nvidia-smi -i {index} -q -d PERFORMANCE")),
-    Check("gpu-power-cap", "gpu", NOTE, "GPUs that are at their power limit: usual under load",
-          _each(_throttled(0x04), "GPU {index} is slowed down by its power limit",
-                "raise it, if nvidia-smi -q -d POWER shows more: sudo nvidia-smi -i {index} -pl WATTS")),
-    Check("gpu-clocks", "gpu", WARNING, "application clocks below the default",
-          _each(lambda host, gpu: gpu["clock"].zfill(5) < gpu["default_clock"].zfill(5),
-                "GPU {index} is set to {clock} MHz, the default is {default_clock}",
-                "sudo nvidia-smi -i {index} -rac")),
-    Check("gpu-same-clocks", "gpu", WARNING, "GPUs of a host with other clocks: all wait for the slowest",
-          _each(_differs("max_clock"), "GPU {index} runs at {max_clock} MHz at most, most GPUs here do not",
-                "leave the slower GPUs out: export CUDA_VISIBLE_DEVICES=NUMBERS; fewer slots here (-H)")),
     Check("gpu-nvlink", "gpu", WARNING, "GPUs of a host with another number of active NVLinks",
           _each(_differs("nvlinks"), "GPU {index} has {nvlinks} active NVLinks, most GPUs here do not",
                 "reseat the bridge or the GPU; errors: nvidia-smi nvlink -e -i {index}")),

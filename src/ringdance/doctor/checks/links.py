@@ -9,7 +9,6 @@ from typing import Any
 from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Hosts
 
 _SLOW = 100e6 / 8  # bytes/s: less is no network for training
-_FAR_S = 0.002
 
 
 def _measured(hosts: Hosts, value: str) -> Iterator[tuple[str, str, Any]]:
@@ -54,20 +53,6 @@ def _gigabits(speed: float) -> str:
     return f"{speed * 8 / 1e9:.3g} Gbit/s"
 
 
-def _latency(hosts: Hosts) -> Iterator[Finding]:
-    times: dict[tuple[str, ...], float] = {}
-    for one, other, seconds in _measured(hosts, "latency"):
-        pair = tuple(sorted((one, other)))
-        times[pair] = min(seconds, times.get(pair, seconds))
-    far = {pair: seconds for pair, seconds in times.items() if seconds > _FAR_S}
-    for pair, seconds in far.items():
-        text = f"{seconds * 1e3:.3g} ms from {pair[0]} to {pair[1]}"
-        yield Finding(text, "choose hosts of one site (one zone, one placement group)", hosts=pair)
-    if times and not far:
-        low, high = (f"{seconds * 1e6:.0f} µs" for seconds in (min(times.values()), max(times.values())))
-        yield Finding(f"{low} from host to host" if low == high else f"{low} to {high} from host to host")
-
-
 CHECKS = (
     Check("hosts-connect", "network", ERROR,
           "whether hosts can connect to each other on any port: firewalls and security groups often let "
@@ -75,7 +60,4 @@ CHECKS = (
     Check("link-bandwidth", "network", WARNING,
           "bandwidth between each two hosts: one slow link slows every exchange",
           _bandwidth, ("links",), compares=True),
-    Check("link-latency", "network", WARNING,
-          "time from one host to another: some milliseconds mean different sites or zones",
-          _latency, ("links",), compares=True),
 )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from collections.abc import Sequence
 
 from ringdance.launch.system import linux
+
+run = linux.run
 
 
 def write_error(directory: str) -> str:
@@ -18,22 +19,6 @@ def write_error(directory: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def run(
-    words: Sequence[str], seconds: float = 20.0, environ: dict[str, str] | None = None
-) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of a program; -1 and the reason if it did not end by itself."""
-    try:
-        done = subprocess.run(
-            list(words), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            check=False, timeout=seconds, env=environ,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return -1, "", f"no answer within {seconds:g} s"
-    except OSError as error:
-        return -1, "", error.strerror or str(error)
-    return done.returncode, done.stdout, done.stderr
 
 
 def last_line(output: str) -> str:

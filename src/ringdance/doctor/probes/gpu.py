@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -18,15 +17,9 @@ _FIELDS = {
     "uuid": "uuid", "index": "index", "name": "name", "driver": "driver_version", "total": "memory.total",
     "used": "memory.used", "mode": "compute_mode",
 }  # fmt: skip
-# A driver that does not know one of a query's fields answers none of it.
-_MORE = (
-    {"uuid": "uuid", "errors": "ecc.errors.uncorrected.volatile.total", "ecc": "ecc.mode.current",
-     "retiring": "retired_pages.pending", "persistence": "persistence_mode", "max_clock": "clocks.max.sm",
-     "clock": "clocks.applications.graphics", "default_clock": "clocks.default_applications.graphics"},
-    {"uuid": "uuid", "throttled": "clocks_throttle_reasons.active"},
-    {"uuid": "uuid", "throttled": "clocks_event_reasons.active"},  # since driver 535
-    {"uuid": "gpu_uuid", "remapping": "remapped_rows.pending", "remap_failure": "remapped_rows.failure"},
-)  # fmt: skip
+_REMAPPED = {
+    "uuid": "gpu_uuid", "remapping": "remapped_rows.pending", "remap_failure": "remapped_rows.failure",
+}  # fmt: skip
 _OTHER = {
     "processes": ["--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"],
     "peers": ["topo", "-p2p", "r"], "links": ["nvlink", "--status"], "cuda": [],
@@ -44,7 +37,7 @@ def collect(usage: Usage) -> dict[str, Any]:
     found: dict[str, Any] = {
         "on_bus": len(on_bus),
         "devices": len(glob.glob("/dev/nvidia[0-9]*")),
-        "gpus": [dict.fromkeys(itertools.chain(*_MORE), "") | gpu for gpu in gpus],
+        "gpus": [dict.fromkeys(_REMAPPED, "") | gpu for gpu in gpus],
         "count": len(gpus),
         "smi": {
             "code": code, "output": files.last_line(errors or output), "missing": errors == os.strerror(2)
@@ -70,12 +63,12 @@ def _table(fields: Mapping[str, str]) -> tuple[tuple[int, str, str], list[dict[s
 
 def _add_details(found: dict[str, Any]) -> None:
     """Ask for the rest, all at once: without persistence mode each program loads the driver anew."""
-    with ThreadPoolExecutor(len(_MORE) + len(_OTHER)) as pool:
-        tables = pool.map(_table, _MORE)
+    with ThreadPoolExecutor(1 + len(_OTHER)) as pool:
+        remapped = pool.submit(_table, _REMAPPED)
         outputs = pool.map(lambda words: files.run(["nvidia-smi", *words])[1], _OTHER.values())
     other = dict(zip(_OTHER, outputs, strict=True))
     gpus = {gpu["uuid"]: gpu for gpu in found["gpus"]}
-    for row in itertools.chain.from_iterable(rows for _, rows in tables):
+    for row in remapped.result()[1]:
         gpus.get(row["uuid"], {}).update(row)
     links = re.split(r"^GPU (\d+):.*$", other["links"], flags=re.MULTILINE)[1:]
     for gpu in found["gpus"]:

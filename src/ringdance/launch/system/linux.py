@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 LINUX = sys.platform.startswith("linux")
@@ -121,16 +121,38 @@ def _processes() -> dict[int, tuple[int, bytes]]:
             if fields := _stat(pid):
                 found[int(pid)] = int(fields[1]), _read(f"/proc/{pid}/environ")
     else:
-        for line in _ps("-axEwwo", "pid=,ppid=,command=").splitlines():
+        for line in run(["ps", "-axEwwo", "pid=,ppid=,command="])[1].splitlines():
             pid, parent, *words = line.split()
             found[int(pid)] = int(parent), "\0".join(words).encode()
     return found
 
 
-def _ps(*options: str) -> str:
+def run(
+    words: Sequence[str], seconds: float = 20.0, environ: dict[str, str] | None = None
+) -> tuple[int, str, str]:
+    """Run a program without input; end it with its children after that time.
+
+    Returns:
+        Exit code, stdout and stderr; -1, "" and the reason if it did not end by itself.
+    """
     import subprocess
 
-    return subprocess.run(["ps", *options], capture_output=True, text=True, check=False).stdout
+    try:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", env=environ, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return -1, "", error.strerror or str(error)
+    with process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # children too hold the pipes open
+            if isinstance(error, subprocess.TimeoutExpired):
+                return -1, "", f"no answer within {seconds:g} s"
+            raise
+    return process.returncode, output, errors
 
 
 def job_processes(job: str, root: int | None = None) -> set[int]:
@@ -173,7 +195,7 @@ def start_of(pid: int) -> str:
     """Return what distinguishes a process from a later one with the same pid; "" if there is none."""
     if LINUX:
         return b"".join(_stat(pid)[19:20]).decode()
-    return _ps("-o", "lstart=", "-p", str(pid)).strip()
+    return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
 
 
 def began(pid: int) -> float:

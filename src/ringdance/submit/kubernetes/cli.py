@@ -17,19 +17,15 @@ from ringdance.subcommands import Subcommand
 from ringdance.submit.kubernetes.convert import convert
 from ringdance.submit.kubernetes.job import Document, JobRequest
 from ringdance.submit.kubernetes.katib import experiment
-from ringdance.submit.kubernetes.kubectl import Kubectl, delete, logs, submit
 from ringdance.submit.kubernetes.manifest import manifest
 from ringdance.submit.options import add_options, from_arguments
 
-_DESCRIPTION = "Training on Kubernetes, with the MPI operator or Kubeflow Trainer."
+_DESCRIPTION = "Manifests for Kubernetes, with the MPI operator or Kubeflow Trainer. kubectl submits them."
 _EXAMPLES = """\
 examples:
   ringdance k8s manifest --image registry/train:1 --workers 4 --gpus 8 -- python train.py > job.yaml
-  ringdance k8s submit --name resnet --image registry/train:1 --workers 4 --follow -- python train.py
-  ringdance k8s submit -f job.yaml
+  kubectl create -f job.yaml
   ringdance k8s convert old-mpijob.yaml > job.yaml
-  ringdance k8s logs resnet --follow
-  ringdance k8s delete resnet
 """
 
 
@@ -45,18 +41,6 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON (default: YAML)")
 
 
-def _add_kubectl(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--context", default="", help="kubectl's context, default: its current one")
-    add("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the start (default 600)")
-
-
-def _add_name(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME")
-    parser.add_argument("-n", "--namespace", default="", help="default: that of kubectl's context")
-    _add_kubectl(parser)
-
-
 def _add_manifest(parser: argparse.ArgumentParser) -> None:
     add_options(parser, JobRequest)
     _add_json(parser)
@@ -66,24 +50,9 @@ def _add_manifest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parallel", type=positive, default=2, metavar="N", help=text)
 
 
-def _add_submit(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("-f", "--file", metavar="FILE", help="submit this manifest (- for standard input)")
-    add("--follow", action="store_true", help="then show the job's output until its end")
-    add_options(parser, JobRequest)
-    _add_kubectl(parser)
-
-
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="- for standard input")
     _add_json(parser)
-
-
-def _add_logs(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("-f", "--follow", action="store_true", help="wait for the start, and show the output until the end")
-    add("--workers", action="store_true", help="of the workers' ssh daemons instead")
-    _add_name(parser)
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -142,22 +111,6 @@ def _manifest(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _submit(arguments: argparse.Namespace) -> int:
-    if bool(arguments.file) == bool(arguments.image):
-        raise LaunchError("give either -f FILE, or --image IMAGE and a command")
-    if arguments.file and arguments.command:
-        raise LaunchError("-f FILE: the command is in the file; change it there")
-    kubectl = Kubectl(arguments.namespace, arguments.context)
-    if arguments.file:
-        documents = _read(arguments.file)
-    else:
-        documents = manifest(from_arguments(JobRequest, arguments))
-    print(submit(documents, kubectl), end="", flush=True)
-    if arguments.follow:
-        return logs(documents[-1]["metadata"]["name"], kubectl, follow=True, timeout=arguments.wait)
-    return 0
-
-
 def _convert(arguments: argparse.Namespace) -> int:
     documents = []
     for document in _read(arguments.file):
@@ -174,22 +127,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _logs(arguments: argparse.Namespace) -> int:
-    kubectl = Kubectl(arguments.namespace, arguments.context)
-    return logs(arguments.name, kubectl, arguments.follow, arguments.workers, arguments.wait)
-
-
-def _delete(arguments: argparse.Namespace) -> int:
-    print(delete(arguments.name, Kubectl(arguments.namespace, arguments.context)), end="")
-    return 0
-
-
 _SUBCOMMANDS = {
     "manifest": Subcommand(_manifest, "write the manifest of a job", _add_manifest),
-    "submit": Subcommand(_submit, "write a manifest and submit it", _add_submit),
     "convert": Subcommand(
         _convert, "convert an old MPIJob (v1alpha1, v1alpha2, v1) to v2beta1", _add_convert
     ),
-    "logs": Subcommand(_logs, "show a job's output", _add_logs),
-    "delete": Subcommand(_delete, "end a job and delete it with its pods", _add_name),
 }

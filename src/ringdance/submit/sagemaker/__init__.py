@@ -1,4 +1,4 @@
-"""Training jobs on Amazon SageMaker, by boto3 alone; ``instance_type="local"`` runs them on this machine."""
+"""Training jobs on Amazon SageMaker, by boto3 alone."""
 
 from ringdance.submit.sagemaker.estimator import Estimator, worker_channel
 from ringdance.submit.sagemaker.request import Input

@@ -1,4 +1,4 @@
-"""Calls to AWS by clients of boto3: upload code, follow a job."""
+"""Calls to AWS by clients of boto3: upload code, wait for a job."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 from ringdance.errors import LaunchError, optional
 from ringdance.submit.sagemaker.job import NOT_UPLOADED, account_of
 
-_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-_LATE_READS = 2
 _ENDED = ("Completed", "Failed", "Stopped")
 
 
@@ -42,7 +40,7 @@ def boto3() -> Any:
 
 
 def client(session: Any, service: str, region: str | None = None) -> Any:
-    """Make a client that tries again for minutes where AWS throttles it: following a job makes many calls."""
+    """Make a client that tries again for minutes if AWS throttles it: to wait for a job takes many calls."""
     from botocore.config import Config
 
     patient = Config(retries={"mode": "standard", "max_attempts": 20})
@@ -92,13 +90,12 @@ def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:
         call(s3.create_bucket, Bucket=bucket, **where)
 
 
-def follow(logs: Any, sagemaker: Any, name: str, pause: float = 5.0) -> None:
-    """Wait for the job's end; show its hosts' output if `logs` (a client) is given.
+def wait(sagemaker: Any, name: str, pause: float = 5.0) -> None:
+    """Wait for the job's end and print its status whenever it changes.
 
     Raises:
         LaunchError: the job failed or was stopped.
     """
-    seen: dict[str, str | None] = {}
     shown = status = ""
     while status not in _ENDED:
         time.sleep(pause if shown else 0.0)
@@ -108,40 +105,6 @@ def follow(logs: Any, sagemaker: Any, name: str, pause: float = 5.0) -> None:
         if now != shown:
             print(f"ringdance: {name}: {now}", flush=True)
             shown = now
-        if logs is not None:
-            _show(logs, name, seen)
-    # The last lines come to CloudWatch some seconds after the end.
-    for _ in range(_LATE_READS if logs is not None else 0):
-        time.sleep(pause)
-        _show(logs, name, seen)
     if status != "Completed":
         reason = found.get("FailureReason") or "no reason given"
         raise LaunchError(f"training job {name}: {status}: {reason}")
-
-
-def _show(logs: Any, name: str, seen: dict[str, str | None]) -> None:
-    """Print new events; `seen` keeps each host's position in its stream."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        pages = logs.get_paginator("describe_log_streams").paginate(
-            logGroupName=_LOG_GROUP, logStreamNamePrefix=f"{name}/"
-        )
-        for page in pages:
-            for stream in page["logStreams"]:
-                seen.setdefault(stream["logStreamName"], None)
-    except BotoCoreError as error:
-        raise LaunchError(f"AWS: {error}") from None
-    except ClientError:  # there is no group before an account's first job prints
-        return
-    for stream_name, token in list(seen.items()):
-        host = stream_name.rpartition("/")[2].rpartition("-")[0]  # <job>/algo-1-<time>
-        while True:
-            start = {"nextToken": token} if token else {"startFromHead": True}
-            page = call(logs.get_log_events, logGroupName=_LOG_GROUP, logStreamName=stream_name, **start)
-            for event in page["events"]:
-                print(f"[{host}] {event['message'].rstrip()}", flush=True)
-            if page["nextForwardToken"] == token:
-                break
-            token = page["nextForwardToken"]
-        seen[stream_name] = token

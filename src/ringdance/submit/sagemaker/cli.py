@@ -16,7 +16,6 @@ from ringdance.launch.remote.environment import is_secret, shown, shown_text
 from ringdance.launch.spec import parse_exports
 from ringdance.submit.options import add_options, from_arguments, pairs
 from ringdance.submit.sagemaker.estimator import KEPT_IN_CLEAR, Estimator
-from ringdance.submit.sagemaker.job import LOCAL
 from ringdance.submit.sagemaker.request import Input
 
 _EPILOG = """\
@@ -27,7 +26,6 @@ examples:
   ringdance sagemaker submit ... --processes-per-host 4 \\
       --input train=s3://bucket/clicks/{worker}/,distribution=s3shardbykey,input_mode=Pipe train.py
   ringdance sagemaker submit --dry-run ...            print the request, send nothing
-  ringdance sagemaker submit --instance-type local --processes-per-host 2 train.py --epochs 1
 
 The words after the script are its arguments: they are sent as hyperparameters, so they have the form
 --name value.
@@ -53,7 +51,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--metric", action="append", default=[], metavar="NAME=REGEX", help="a metric to find in the output")
     add("--name", help="of the job (default: the script's name and the time)")
     add("--no-wait", action="store_true", help="do not wait for the end")
-    add("--quiet", action="store_true", help="do not show the job's output")
     add("--dry-run", action="store_true", help="print the request as JSON, and send nothing")
     add("script", metavar="SCRIPT", help="within --source-dir, if that is given")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the script")
@@ -65,8 +62,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     metrics = [{"Name": name, "Regex": regex} for name, regex in pairs("--metric", arguments.metric).items()]
     environment = parse_exports(arguments.env, os.environ)
     parameters = hyperparameters(arguments.arguments)
-    sent = () if arguments.instance_type in LOCAL else (*environment.items(), *parameters.items())
-    for name, value in sent:
+    for name, value in (*environment.items(), *parameters.items()):
         if is_secret(name, str(value)) and name not in arguments.plain:
             raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is no secret: --plain {name}")
     given = pairs("--input", arguments.input)
@@ -85,7 +81,7 @@ def _submit(arguments: argparse.Namespace) -> int:
             request[part] = {name: shown(name, shown_text(text)) for name, text in request[part].items()}
         print(json.dumps(request, indent=2))
     else:
-        estimator.fit(inputs, not arguments.no_wait, not arguments.quiet, arguments.name)
+        estimator.fit(inputs, not arguments.no_wait, job_name=arguments.name)
     return 0
 
 

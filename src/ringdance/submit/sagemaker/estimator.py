@@ -26,7 +26,7 @@ from typing import Any
 
 from ringdance.errors import ArgumentError, LaunchError
 from ringdance.launch.remote.environment import is_secret, shown_text
-from ringdance.submit.sagemaker import aws, local
+from ringdance.submit.sagemaker import aws
 from ringdance.submit.sagemaker.job import TrainingJob, account_of, job_name
 from ringdance.submit.sagemaker.request import Inputs, create_request, mpi_options
 
@@ -56,6 +56,14 @@ embeddings only the rows that were touched. Change the line to
 and in the script replace ParameterServerStrategy by hvd.DistributedOptimizer. Tables that do not fit one
 rank: hvd.EmbeddingTable(..., sharded=True). benchmarks/strategies of a clone measures both ways."""
 
+_NOT_LOCAL = (
+    "instance_type {where!r}: jobs run on SageMaker only. Run the script itself on this machine, with its "
+    "arguments and the variables it reads (SM_CHANNEL_TRAIN, ...): ringdance run -np {ranks} python {script}"
+)
+_TAIL = (
+    "aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {name}/ --follow --since 1d "
+    "--region {region}"
+)
 _NO_IMAGE = (
     "framework_version={version!r} names no image here: the SDK looked one up. Give "
     "image_uri='ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG', an image with the script's framework and "
@@ -74,8 +82,7 @@ def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by their current names, without those that have no effect here."""
     known = {item.name for item in fields(TrainingJob) if item.init}
     found: dict[str, Any] = {}
-    where = str(given.get("instance_type") or given.get("train_instance_type"))
-    image = given.get("image_uri") or given.get("image_name") or where.startswith("local")
+    image = given.get("image_uri") or given.get("image_name")
     for name, value in given.items():
         new = _RENAMED.get(name, name.removeprefix("train_"))
         if new == "framework_version" and not image:
@@ -157,12 +164,16 @@ class Estimator(TrainingJob):
             warnings.warn(f"custom_mpi_options: {note}", stacklevel=3)
 
     def _check_options(self) -> None:
+        if self.instance_type.startswith("local"):
+            ranks = self.processes_per_host or 1
+            text = _NOT_LOCAL.format(where=self.instance_type, ranks=ranks, script=self.entry_point)
+            raise ArgumentError(text)
         uploaded = not self.files.startswith("s3://")
         if uploaded and not os.path.isfile(os.path.join(self.source_dir or "", self.entry_point)):
             where = f"source_dir {self.source_dir!r}" if self.source_dir else os.getcwd()
             raise ArgumentError(f"entry_point {self.entry_point!r}: no such file in {where}")
         for name, example in _EXAMPLES.items():
-            if not getattr(self, name) and not (self.local and name != "instance_type"):
+            if not getattr(self, name):
                 raise ArgumentError(f"{name} is missing, for example {example!r}")
         for name in ("instance_count", "processes_per_host"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
@@ -187,7 +198,7 @@ class Estimator(TrainingJob):
         in_clear = [name for name, value in given if is_secret(name, str(value))]
         if shown_text(self.custom_mpi_options) != self.custom_mpi_options:
             in_clear.append("custom_mpi_options")
-        for name in in_clear if not self.local else ():
+        for name in in_clear:
             warnings.warn(f"{name} {KEPT_IN_CLEAR}", stacklevel=3)
         if bool(self.subnets) != bool(self.security_group_ids):
             raise ArgumentError("subnets and security_group_ids belong together: give both or neither")
@@ -204,7 +215,7 @@ class Estimator(TrainingJob):
         """
         region, account = self._find_region(), account_of(self.role)
         bucket = f"sagemaker-{region}-{account}"
-        if not (account or self.code_location or self.local):
+        if not (account or self.code_location):
             raise LaunchError(f"role {self.role!r}: give its ARN, arn:aws:iam::ACCOUNT:role/NAME")
         if self.code_location:
             bucket = self.code_location.removeprefix("s3://").partition("/")[0]
@@ -213,7 +224,7 @@ class Estimator(TrainingJob):
     def _find_region(self) -> str:
         given = self.region or getattr(self.boto_session, "region_name", None)
         given = given or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        region = given or ("local" if self.local else self._session().region_name)
+        region = given or self._session().region_name
         if not region:
             raise ArgumentError("the region is unknown: give region=, or set AWS_REGION")
         return str(region)
@@ -226,12 +237,12 @@ class Estimator(TrainingJob):
     def fit(
         self, inputs: Inputs = None, wait: bool = True, logs: bool = True, job_name: str | None = None
     ) -> str:
-        """Start a job; with `wait` wait for its end, with `logs` show its output meanwhile.
+        """Start a job; with `wait` wait for its end.
 
         Args:
             inputs: channels: a name for each S3 URI or :class:`Input`; a single one is called "training".
             wait: whether to wait for the end.
-            logs: whether to show the job's output, with the host before each line.
+            logs: whether to print the command that shows the job's output.
             job_name: default: made of `base_job_name` and the time.
 
         Returns:
@@ -242,10 +253,6 @@ class Estimator(TrainingJob):
             LaunchError: AWS refuses, or the job failed: with the service's reason.
         """
         name = job_name or self._new_name()
-        if self.local:
-            self.latest_job = name
-            local.run(self, name, inputs, self._find_region())
-            return name
         session, region = self._session(), self._find_region()
         self.role = aws.role_arn(session, self.role)
         request = self.request(inputs, name)
@@ -254,8 +261,10 @@ class Estimator(TrainingJob):
         aws.call(sagemaker.create_training_job, **request)
         self.latest_job = name
         print(f"ringdance: training job {name} in {region}", flush=True)
+        if logs:
+            print(f"ringdance: its output: {_TAIL.format(name=name, region=region)}", flush=True)
         if wait:
-            aws.follow(aws.client(session, "logs", region) if logs else None, sagemaker, name)
+            aws.wait(sagemaker, name)
         return name
 
     def _upload(self, request: Mapping[str, Any], s3: Any, region: str) -> None:
@@ -275,7 +284,7 @@ class Estimator(TrainingJob):
         Raises:
             LaunchError: there is no job, or AWS refuses.
         """
-        if self.latest_job is None or self.local:
+        if self.latest_job is None:
             raise LaunchError("there is no job on SageMaker: call fit() first")
         sagemaker = aws.client(self._session(), "sagemaker", self._find_region())
         found = aws.call(sagemaker.describe_training_job, TrainingJobName=self.latest_job)

@@ -10,7 +10,6 @@ from typing import Any
 
 from ringdance.submit.options import option
 
-LOCAL = ("local", "local_gpu")  # types of instances that mean this machine
 NOT_UPLOADED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
 
@@ -26,9 +25,7 @@ class TrainingJob:
     entry_point: str
     source_dir: str | None = option("directory to upload (default: the script alone)", metavar="DIR")
     role: str = option("ARN of the role that the job has", "", key="RoleArn")
-    instance_type: str = option(
-        "such as ml.p3.16xlarge; local for this machine", "", key="ResourceConfig.InstanceType"
-    )
+    instance_type: str = option("such as ml.p3.16xlarge", "", key="ResourceConfig.InstanceType")
     instance_count: int = option("machines", 1, key="ResourceConfig.InstanceCount")
     processes_per_host: int | None = option("ranks on each (default: %(default)s)", type=int)
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
@@ -77,11 +74,6 @@ class TrainingJob:
     debugger_hook: bool = True
     disable_profiler: bool = False
     mpi: bool | None = field(init=False, default=None)
-
-    @property
-    def local(self) -> bool:
-        """Whether jobs run on this machine."""
-        return self.instance_type in LOCAL
 
     @property
     def files(self) -> str:

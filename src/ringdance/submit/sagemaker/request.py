@@ -29,8 +29,8 @@ class Input:
     """A channel: data in S3 that the script finds in ``/opt/ml/input/data/<channel>``.
 
     Attributes:
-        s3_data: ``s3://bucket/prefix`` (or, in local mode, ``file://`` and a directory). ``{worker}`` is the
-            local rank, where each worker of a host has a channel of its own (Pipe mode).
+        s3_data: ``s3://bucket/prefix``. ``{worker}`` is the local rank, where each worker of a host has a
+            channel of its own (Pipe mode).
         distribution: "FullyReplicated": each host gets all; "ShardedByS3Key" (or "s3shardbykey"): each a part
             of the objects.
         input_mode: "File", "Pipe" or "FastFile"; None for the job's.

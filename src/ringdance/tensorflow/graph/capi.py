@@ -59,7 +59,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     kind.as_datatype_enum: np.dtype(kind.as_numpy_dtype)
     for kind in (
         tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8,
-        tf.uint16, tf.uint32, tf.uint64, tf.bool,
+        tf.uint16, tf.uint32, tf.uint64, tf.bool, tf.complex64, tf.complex128,
     )
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
@@ -92,7 +92,7 @@ def _dtype(number: int) -> np.dtype[Any]:
         return _DTYPES[number]
     except KeyError:
         name = tf.as_dtype(number).name
-        text = f"Elements of type {name} cannot be exchanged: numbers and booleans can, but no complex ones."
+        text = f"Elements of type {name} cannot be exchanged: numbers and booleans can."
         raise ArgumentError(text) from None
 
 

@@ -24,6 +24,13 @@ ranks raise the same error.
 A gradient may be computed again after it was reduced (two losses, one optimizer). With Average the result is
 right: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
 
+A gradient that no backward pass has computed counts as computed all the same, unless it is the tensor that
+an earlier exchange has left there: it was set by hand (``torch.autograd.grad``, master weights). It is
+reduced with those of the pass, or before it is used; all ranks set such gradients between the same exchanges.
+Values that change in place cannot be told from clipping, unless there was no backward pass in the step. With
+Average, all gradients count in an exchange before they are used: to average equal ones changes nothing, and
+the ranks stay on their fast path.
+
 Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
 (agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
 and their order are fixed by the order of the parameters, never by time.
@@ -58,8 +65,9 @@ from ringdance.training.collectives import Call, on_join, prepared
 from ringdance.training.gradients import weights
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.options import check_passes, parts_of, scales_of
-from ringdance.training.gradients.source import AS_DENSE, Bucket, GradientSource, State
+from ringdance.training.gradients.source import AS_DENSE, DENSE, Bucket, GradientSource, State
 from ringdance.training.gradients.sparse import SparseExchange
+from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
 from ringdance.tune.tunables import Tunable, tunables
 
 if TYPE_CHECKING:
@@ -81,6 +89,14 @@ _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 def _of_all_ranks() -> list[GradientExchange]:
     engine = session.engine()
     return [one for one in list(_exchanges) if one.engine is engine and one.set_id == 0]
+
+
+def forget_all() -> None:
+    """Make all exchanges of this rank forget a step that has failed, whose gradients are dropped."""
+    engine = session.engine() if session.is_initialized() else None
+    for one in list(_exchanges):
+        if one.engine is engine and (one.state.passes or 1 in one.state.computed):
+            one.abandon()
 
 
 def _overlaps() -> int | None:
@@ -115,15 +131,15 @@ class GradientExchange:
         passes: backward passes per exchange; the framework sums their gradients.
         predivide: divides before and multiplies after the sum (Average only).
         groups: parameter indices to be reduced together.
-        set_id: process set.
+        process_set: the ranks; after ``shutdown()`` and ``init()`` the set that has them then.
         early: exchange at the end of a backward pass; False: only in ``finish_exchange()``.
         overlap: whether this rank can exchange while it computes; done if all can.
     """
 
     def __init__(
         self, source: GradientSource, names: Sequence[str], *, operation: ReduceOp = ReduceOp.AVERAGE,
-        passes: int = 1, predivide: float = 1.0, groups: Sequence[tuple[int, ...]] = (), set_id: int = 0,
-        early: bool = True, overlap: bool = False,
+        passes: int = 1, predivide: float = 1.0, groups: Sequence[tuple[int, ...]] = (),
+        process_set: ProcessSet = global_process_set, early: bool = True, overlap: bool = False,
     ) -> None:
         check_passes(passes)
         self.source = source
@@ -131,12 +147,13 @@ class GradientExchange:
         self.operation = operation
         self.prescale, self.postscale = scales_of(operation, predivide)
         self.passes = passes
-        self.set_id = set_id
+        self.process_set = process_set
         self.early = early
         self.wants_overlap, self._chosen = overlap and early, False
         self.groups = [tuple(group) for group in groups]
         self.state = State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
         self.direct = self._spoiled = self._broken = False
+        self.idle = True  # no step has been begun, and no other exchange has taken the gradients
         _exchanges.add(self)
         self._digest = _digest_of(names, 4).hex()  # stays when names are added: see extend
         self._join(session.engine())
@@ -144,6 +161,8 @@ class GradientExchange:
     def _join(self, engine: Engine) -> None:
         """Take part in a job, without what was agreed on in earlier steps."""
         self.engine = engine
+        bind([self.process_set])
+        self.set_id = set_id(self.process_set)
         counter = _seen.setdefault(engine, Counter())
         key = self._digest, engine.members(self.set_id)
         self.name = f"gradients.{self._digest}.{counter[key]}"
@@ -160,6 +179,7 @@ class GradientExchange:
         self.buckets: list[Bucket] = []
         self.source.close_direct()
         self._bucket_of: list[Bucket] = []
+        self._expected: set[int] = set()  # those of all buckets
         self._leave_direct()
         self._fast_path = FastPath(
             self.engine, self.set_id, self.source, self.name, (self.prescale, self.postscale)
@@ -182,8 +202,7 @@ class GradientExchange:
             parts += parts_of(rest, self.source.nbytes, self.source.on_device)
         elif rest:
             parts.append(rest)
-        expected = {index for bucket in self.buckets for index in bucket.expected}
-        first = not self.buckets
+        first, expected = not self.buckets, self._expected
         self.buckets = [
             Bucket(
                 f"{self.name}.{number}", tuple(part),
@@ -197,6 +216,7 @@ class GradientExchange:
         labels.note(f"allreduce.{self.name}.mask", self.name, "list of the gradients", self.names)
         by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
         self._bucket_of = [by_index[index] for index in range(len(self.names))]
+        self._expected = {index for bucket in self.buckets for index in bucket.expected}
 
     def _note(self, name: str, indices: Sequence[int]) -> None:
         if not labels.known(f"grouped_allreduce.{name}", len(indices)):
@@ -208,24 +228,20 @@ class GradientExchange:
         self._forget()
         self.reset()
 
-    def extend(self, names: Sequence[str], computed: Sequence[int] = ()) -> None:
+    def extend(self, names: Sequence[str]) -> None:
         """Add the gradients that the source has gained; all ranks of the set, between the same steps.
 
         The exchange keeps its name, so that all ranks get an error in the next one if one has not done it.
 
         Args:
             names: as those given at first.
-            computed: indices of the gradients that exist already and are to be reduced with the next ones.
         """
         if any(bucket.work is not None for bucket in self.buckets):
-            self._abandon()
+            self.abandon()
         self._fast_path.leave()
         self.names += names
         self.state.computed += bytes(len(names))
         self.state.reduced += bytes(len(names))
-        for index in computed:
-            self.state.computed[index] = 1
-            self.state.exchanged_at = -1
         self._forget()
 
     def choose_overlap(self, overlap: bool) -> None:
@@ -259,9 +275,11 @@ class GradientExchange:
         state = self.state
         if state.reduced[index] and self.operation is not ReduceOp.AVERAGE:
             raise AssertionError(
-                f"The gradient of {self.names[index]} was computed again after it had been reduced; only "
-                "op=Average can add up. Call optimizer.step() or optimizer.zero_grad() after each "
-                f"{self.passes} backward passes, or set backward_passes_per_step to the number you make."
+                f"The gradient of {self.names[index]} was computed again, or replaced, after it had been "
+                "reduced; only op=Average can add up. Call optimizer.step() or optimizer.zero_grad() after "
+                f"each {self.passes} backward passes, or set backward_passes_per_step to the number you "
+                "make. Change reduced gradients in place, or call step() within skip_synchronize(); to "
+                "replace local ones, set reduce_in_backward=False."
             )
         if not state.computed[index]:
             state.computed[index] = 1
@@ -276,7 +294,7 @@ class GradientExchange:
 
     def _count(self, index: int) -> None:
         bucket = self._bucket_of[index]
-        if index in bucket.expected:
+        if index in self._expected:
             bucket.missing -= 1
         else:
             bucket.unexpected += 1
@@ -287,8 +305,8 @@ class GradientExchange:
         elif bucket.missing == 0 and bucket.unexpected == 0 and bucket.work is None:
             if self._rejoin():
                 return
-            kinds = self.source.kinds(self.state.computed)
-            if all(kinds[member] >= AS_DENSE for member in bucket.expected):
+            kinds = self.source.kinds(self.state.computed, bucket.expected)
+            if min(kinds, default=DENSE) >= AS_DENSE:
                 bucket.kinds = bytes(kinds)
                 bucket.work = self._send(bucket, bucket.expected, wake=True)
 
@@ -298,7 +316,8 @@ class GradientExchange:
             return
         if self.engine.closed:
             raise self.engine.end.error()
-        for bucket in self.buckets[self._launched :]:
+        while self._launched < len(self.buckets):
+            bucket = self.buckets[self._launched]
             if not rest and (bucket.missing or bucket.unexpected):
                 return
             self._launched += 1
@@ -323,13 +342,23 @@ class GradientExchange:
             self._exchange()
 
     def finish_exchange(self) -> None:
-        """Exchange before the gradients are used, unless that was done since the last pass."""
-        if not self.finished:
+        """Exchange before the gradients are used, unless that was done: see Note [Exchange of gradients]."""
+        if not self.finished or self.source.unreduced(self.state.computed):
+            if self.operation is ReduceOp.AVERAGE:
+                self.source.forget()
+            elif not self.finished and not self.state.passes:
+                self.source.forget_changed()
             self._exchange()
 
     def on_step_end(self) -> None:
         """Begin the next step."""
         self.step = (self.step + 1) % STEPS
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was computed and reduced; what changes gradients from now on comes after that."""
+        if self.operation is not ReduceOp.AVERAGE:
+            self.source.settle()
         self.reset()
 
     @property
@@ -339,6 +368,8 @@ class GradientExchange:
 
     def _exchange(self) -> None:
         self._rejoin()
+        for index in self.source.unreduced(self.state.computed):
+            self.on_gradient(index)
         known = len(self._trained)
         try:
             path = self._fast_path
@@ -350,10 +381,10 @@ class GradientExchange:
             else:
                 self._exchange_by_mask()
         except DifferentStepsError as error:
-            self._abandon()
+            self.abandon()
             raise self._different_steps(str(error)) from None
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         # A parameter that is never reduced, as a frozen one, may be each rank's own.
         if weights.due(self.engine, self.set_id, self.name, 2, anew=len(self._trained) > known):
@@ -369,8 +400,8 @@ class GradientExchange:
         kinds = self.source.kinds(state.computed)
         for bucket in self.buckets:
             if bucket.work is not None and not self.direct:
-                for index in bucket.expected:
-                    kinds[index] = bucket.kinds[index]
+                for index, kind in zip(bucket.expected, bucket.kinds, strict=True):
+                    kinds[index] = kind
         as_expected = kinds == self._fast_path.expected_kinds and not self._spoiled
         # Who has joined adds zeros to all of this.
         members = self.engine.members(self.set_id) if self.source.on_device else ()
@@ -449,6 +480,7 @@ class GradientExchange:
             if extra:
                 works.append((self._send(bucket, extra, zeros), extra))
             bucket.expected = dense
+        self._expected = {index for index, kind in enumerate(union) if kind >= AS_DENSE}
         sparse = [index for index, kind in enumerate(union) if 0 < kind < AS_DENSE]
         rows = self._send_sparse(sparse, union) if sparse else None
         for work, indices in works:
@@ -481,7 +513,12 @@ class GradientExchange:
             set_id=self.set_id,
         )
 
-    def _abandon(self) -> None:
+    def close(self) -> None:
+        """Free what belongs to the device: the optimizer has gone, or another has taken its parameters."""
+        _exchanges.discard(self)
+        self.source.close_direct()
+
+    def abandon(self) -> None:
         """Wait after an error for requests in flight, which use the gradients' memory; reset."""
         if self.direct:
             self._leave_direct(abort=True)
@@ -515,6 +552,6 @@ class GradientExchange:
         return MismatchError(
             f"Gradients of different steps were exchanged together: rank {self.engine.rank} is "
             f"in {self.step}, {others}. Some made more backward passes than others before optimizer.step(). "
-            "Make the same number on all ranks (a pass may leave parameters out), "
-            "or set reduce_in_backward=False, which exchanges once, in step()."
+            "Make the same number on all ranks (a pass may leave parameters out), replace gradients after "
+            "a pass on all ranks or none, or set reduce_in_backward=False, which exchanges once, in step()."
         )

@@ -37,8 +37,20 @@ class GradientSource(Protocol):
     def on_device(self) -> bool:
         """Whether gradients are exchanged on their device: see ``core.exchange.device``."""
 
-    def kinds(self, computed: bytearray) -> bytearray:
-        """Return for each parameter that is set in ``computed`` the kind of gradient this rank has."""
+    def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
+        """Return for each parameter, or those of ``indices``, its kind of gradient; 0 if not ``computed``."""
+
+    def unreduced(self, computed: bytearray) -> list[int]:
+        """Return which parameters have a gradient that is not ``computed`` nor the result of an exchange."""
+
+    def forget(self) -> None:
+        """Take no gradient for the result of an exchange: all have been cleared."""
+
+    def settle(self) -> None:
+        """Note that a step ends: what changes the results of exchanges from now on belongs to the next."""
+
+    def forget_changed(self) -> None:
+        """Take no gradient for the result of an exchange that has changed since ``settle``."""
 
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
         """Return views of gradients, to be reduced in place; ``None`` unless all are dense and contiguous."""
@@ -96,7 +108,7 @@ class Bucket:
     missing: int = 0  # of the expected ones, not computed yet
     unexpected: int = 0  # computed, though not expected
     work: Work | None = None
-    kinds: bytes = b""  # when it was sent during the pass; sending makes sparse gradients dense
+    kinds: bytes = b""  # of the expected ones, when sent during the pass; sending makes sparse ones dense
 
 
 @dataclass

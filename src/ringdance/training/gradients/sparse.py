@@ -120,8 +120,9 @@ def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
             values = _widened(values[order])
             values = np.add.reduceat(values, np.flatnonzero(first), axis=0, dtype=values.dtype)
     if divisor != 1:
-        values = _widened(values)
-        values = values / values.dtype.type(divisor)
+        values = np.ascontiguousarray(_widened(values))
+        parts = values.view(values.real.dtype)  # as the engine divides: complex numbers are pairs of floats
+        values = (parts / parts.dtype.type(divisor)).view(values.dtype)
     return keys, values.astype(dtype, copy=False)
 
 

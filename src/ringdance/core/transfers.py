@@ -1,0 +1,101 @@
+"""Messages between two ranks, which no agreement of a process set knows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ringdance.errors import ProcessSetRemovedError
+
+_LAST_S = 1.0  # for what a rank has sent before it left its group
+
+
+class Transfer:
+    """A message between two ranks; used as the engine's works are.
+
+    Args:
+        engine: This rank's ``Engine``.
+        pending: The transport's request.
+        state: The process set's ``ProcessSetState``.
+        verb: "send" or "receive".
+        nbytes: Size of the message.
+        rank: The other rank, in the set; None for any.
+        tag: Tag of the message.
+
+    Attributes:
+        name: The same on both ranks, unless this one receives from any.
+        peers: The global ranks that it waits for.
+        complete: True once no thread waits for it any more.
+    """
+
+    def __init__(
+        self, engine: Any, pending: Any, state: Any, verb: str, nbytes: int, rank: int | None, tag: int
+    ) -> None:
+        self._engine, self._pending, self.state = engine, pending, state
+        others = tuple(member for member in state.members if member != engine.rank)
+        self.peers = others if rank is None else (state.members[rank],)
+        ends = ["any rank" if rank is None else f"rank {self.peers[0]}", f"rank {engine.rank}"]
+        source, target = ends if verb == "receive" else ends[::-1]
+        self.name = f"message of {nbytes} bytes from {source} to {target}" + (f", tag {tag}" if tag else "")
+        self.result: list[Any] = []
+        self.received_splits = self.error = None
+        self.complete, self.waited_since, self.thread = False, 0.0, 0
+        self._begun, self._is_done = time.monotonic(), False
+        self._testing = threading.Lock()  # two threads that test one request of MPI would free it twice
+
+    @property
+    def source(self) -> int:
+        return int(self._pending.source)
+
+    def done(self) -> bool:
+        """Return True if the message was sent or received. Never blocks.
+
+        Raises:
+            RuntimeError: It failed, the other rank has left the group without it, or the engine has ended.
+        """
+        if self._is_done or not self._testing.acquire(blocking=False):
+            return self._is_done
+        try:
+            self._is_done = bool(self._pending.test())
+        except Exception as error:
+            text = f"'{self.name}' failed (is the tensor as long as what was sent?): {error}"
+            raise RuntimeError(text) from error
+        finally:
+            self._testing.release()
+        if not self._is_done:
+            if self._engine.closed:
+                raise self._engine.end.error()
+            left = self.state.left_since(self.peers) if self.state.left else time.monotonic()
+            if max(left, self._begun) < time.monotonic() - _LAST_S:
+                raise ProcessSetRemovedError(f"'{self.name}': {self.state.removal()}")
+        return self._is_done
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Do nothing: a message is complete when its state is asked for."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the message is sent or received; seen by the stall check.
+
+        Raises:
+            ProcessSetRemovedError: the other rank has destroyed the group without such a message.
+        """
+        began, waits, me = time.monotonic(), self._engine.callers.transfers, object()
+        self.complete, self.waited_since, self.thread = False, began, threading.get_ident()
+        try:
+            waits[me] = self
+            self._poll(None if timeout is None else began + timeout)
+        finally:
+            self.complete = True
+            waits.pop(me, None)
+            self._engine.callers.messages += 1
+            self._engine.recorder.waited += time.monotonic() - began
+
+    def _poll(self, until: float | None) -> None:
+        pause = 0.0
+        while not self.done():
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"'{self.name}' was not complete in time; it goes on.")
+            time.sleep(pause)
+            pause = min(1e-3, pause + 1e-5)

@@ -1,0 +1,129 @@
+"""Complex tensors: through the engine, and through gloo as those on GPUs go; conjugated views, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from other_settings import other_settings
+
+import ringdance.torch as hvd
+from ringdance.errors import MismatchError
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["mpi", "gloo"])
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    with other_settings({"RINGDANCE_CPU_OPERATIONS": request.param, "RINGDANCE_OVERLAP": "on"}):
+        yield
+
+
+def mine(rank: int = RANK, rows: int = 5, dtype: torch.dtype = torch.complex64) -> torch.Tensor:
+    made = torch.Generator("cpu").manual_seed(rank + 1)
+    return torch.randn(rows, 3, dtype=dtype, generator=made, device="cpu").to(torch.empty(0).device)
+
+
+def everyone(**options: Any) -> list[torch.Tensor]:
+    return [mine(rank, **options) for rank in range(SIZE)]
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found.resolve_conj().resolve_neg(), wanted.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_collectives(dtype: torch.dtype) -> None:
+    given, every = mine(dtype=dtype), everyone(dtype=dtype)
+    total: Any = sum(every)
+    near(hvd.allreduce(given), total / SIZE)
+    near(hvd.allreduce(given, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), 1.5 * total)
+    near(hvd.synchronize(hvd.allreduce_async(given, op=hvd.Sum)), total)
+    mixed = hvd.grouped_allreduce([given, torch.ones(2), given.sum(), given[:0]], op=hvd.Sum)
+    sums = [total, torch.full((2,), float(SIZE)), total.sum(), total[:0]]
+    for found, wanted in zip(mixed, sums, strict=True):
+        near(found, wanted)
+    near(hvd.allreduce_(given.clone(), op=hvd.Sum), total)
+    near(hvd.allgather(given[: RANK + 1]), torch.cat([one[: rank + 1] for rank, one in enumerate(every)]))
+    near(hvd.broadcast(given, 1), every[1])
+    parts = [one[RANK : RANK + 1] for one in every]
+    near(hvd.alltoall(given, splits=[1] * SIZE)[0], torch.cat(parts))
+    near(hvd.reducescatter(given), torch.tensor_split(total / SIZE, SIZE)[RANK])
+    near(hvd.reducescatter(given[:, 0], op=hvd.Sum), torch.tensor_split(total[:, 0], SIZE)[RANK])
+    near(hvd.broadcast_object(given, 0), every[0])
+    sparse = torch.sparse_coo_tensor([[RANK, 2]], given[:2], (5, 3), check_invariants=False)
+    dense = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)().to_dense()
+    near(dense, hvd.allreduce(sparse.to_dense(), op=hvd.Sum))
+
+
+def test_views_that_conjugate_negate_or_stride() -> None:
+    for view in (torch.conj, torch.t, torch.imag, torch._neg_view, lambda one: one.conj().imag):
+        near(hvd.allreduce(view(mine()), op=hvd.Sum), view(sum(everyone())))
+        near(hvd.grouped_allreduce([view(mine())])[0], view(sum(everyone())) / SIZE)
+        state = {"weight": view(mine())}
+        hvd.broadcast_parameters(state, 0)
+        near(state["weight"], view(mine(0)))
+    for view in (torch.conj, torch._neg_view):
+        with pytest.raises(ValueError, match="conjugates or negates"):
+            hvd.allreduce_(view(mine()))
+        with pytest.raises(ValueError, match="conjugates or negates"):
+            hvd.broadcast_(view(mine()), 0)
+
+
+def test_what_is_refused() -> None:
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        with pytest.raises(NotImplementedError, match=r"Complex tensors .* Sum and Average, not"):
+            hvd.allreduce(mine(), op=op)
+    for call in (hvd.allreduce, hvd.allgather):
+        with pytest.raises(ValueError, match="complex32"):
+            call(mine().to(torch.complex32))
+
+
+def test_gradients_of_collectives() -> None:
+    given, total = mine().requires_grad_(), sum(everyone())
+    hvd.allreduce(given, op=hvd.Sum).abs().square().sum().backward()
+    near(given.grad, 2 * SIZE * total)
+    given.grad = None
+    (hvd.allgather(given).conj() * torch.cat(everyone())).real.sum().backward()
+    near(given.grad, mine())
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+def test_optimizer(compression: Any) -> None:
+    """The gradient of ``a.conj()`` is a conjugated view; casts to 16 bits leave complex numbers alone."""
+    a, b = (torch.nn.Parameter(mine(0, dtype=dtype)) for dtype in (torch.complex64, torch.complex128))
+    real = torch.nn.Parameter(torch.zeros(3))
+    assert torch.autograd.grad((a.conj() * mine()).real.sum(), a)[0].is_conj()
+    optimizer = torch.optim.SGD([a, b, real], lr=0.1, momentum=0.9)
+    named = [("a", a), ("b", b), ("c", real)]
+    optimizer = hvd.DistributedOptimizer(optimizer, named, compression=compression)
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        given = mine(RANK + step)
+        ((a.conj() * given).real.sum() + (b * given).imag.sum() + RANK * real.sum()).backward()
+        mean = sum(mine(rank + step) for rank in range(SIZE)) / SIZE
+        near(a.grad, mean)
+        near(b.grad, (1j * mean.conj()).to(b.dtype))
+        near(real.grad, torch.full((3,), (SIZE - 1) / 2))
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert len(set(hvd.allgather_object((a.sum().item(), b.sum().item())))) == 1
+
+
+def test_weights_that_differ_are_seen() -> None:
+    with other_settings({"RINGDANCE_CHECK_WEIGHTS": "error"}):
+        weight = torch.nn.Parameter(1 + 1j * mine().real)  # only the imaginary parts differ
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)])
+
+        def train() -> None:
+            for _ in range(12):
+                optimizer.zero_grad()
+                weight.abs().sum().backward()
+                optimizer.step()
+
+        with pytest.raises(MismatchError, match="'weight'"):
+            train()

@@ -1,0 +1,360 @@
+"""DistributedOptimizers made, replaced, deleted, copied, in threads: one exchange a pass, all is freed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from steps import counting_exchanges
+from torch import Tensor, nn
+from torch_nets import assert_equal_weights
+
+import ringdance.torch as hvd
+from ringdance import session
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.ranks(2, 3, 4)
+FAST, SEEDS = 12, 80
+REPLACED = r"no longer reduces gradients: another one was made later.*make this one again"
+
+
+def make_net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return net.double()
+
+
+def loss_of(net: nn.Module, step: int, rank: int) -> Tensor:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    return net(torch.randn(5, 3, generator=made, dtype=torch.float64)).square().mean()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters), lr=0.05, momentum=0.9)
+
+
+def layers_of(net: nn.Module, layers: slice) -> list[nn.Module]:
+    return [net[0], net[2]][layers]
+
+
+@dataclass
+class Trained:
+    """A net with its optimizer, or two of them for one layer each, beside the same in one process."""
+
+    net: nn.Module
+    optimizers: list[Any]
+    base: torch.optim.Optimizer | None
+    reference: nn.Module
+    plain: list[torch.optim.Optimizer]
+    op: int
+    old: list[Any] = field(default_factory=list)  # replaced, and still there
+    steps: int = 0
+
+
+class Program:
+    """Random calls, the same on all ranks, each checked."""
+
+    def __init__(self, seed: int) -> None:
+        self.luck = random.Random(seed)
+        self.made = 0
+        self.trained: list[Trained] = []
+
+    def run(self, calls: int) -> None:
+        for _ in range(calls):
+            kinds = ["train"] * 3 + ["make", "again", "same", "halves", "delete", "copy", "threads", "drop"]
+            kind = self.luck.choice(kinds) if self.trained else "make"
+            getattr(self, kind)()
+        while self.trained:
+            self.train()
+            self.drop()
+
+    def one(self) -> Trained:
+        return self.luck.choice(self.trained)
+
+    def optimizer_of(self, net: nn.Module, op: int, layers: slice = slice(None)) -> tuple[Any, Any]:
+        base = sgd(p for layer in layers_of(net, layers) for p in layer.parameters())
+        return hvd.DistributedOptimizer(base, net.named_parameters(), op=op), base
+
+    def make(self) -> None:
+        if len(self.trained) == 3:
+            return self.train()
+        self.made += 1
+        net, reference = make_net(self.made), make_net(self.made)
+        op = self.luck.choice([hvd.Average, hvd.Average, hvd.Sum])
+        optimizer, base = self.optimizer_of(net, op)
+        plain = [sgd(reference.parameters())]
+        self.trained.append(Trained(net, [optimizer], base, reference, plain, op))
+
+    def again(self, one: Trained | None = None) -> None:
+        """Another optimizer for the same parameters; the old one is kept or not, and cannot be used."""
+        one = one or self.one()
+        one.old = one.optimizers if self.luck.random() < 0.5 else []
+        optimizer, one.base = self.optimizer_of(one.net, one.op)
+        one.optimizers, one.plain = [optimizer], [sgd(one.reference.parameters())]
+        for old in one.old:
+            with pytest.raises(ValueError, match=REPLACED):
+                self.luck.choice([old.step, old.zero_grad, old.synchronize])()
+
+    def same(self) -> None:
+        """Wrap the same optimizer of torch again, whose state goes on."""
+        one = self.one()
+        if one.base is not None:
+            one.old = one.optimizers if self.luck.random() < 0.5 else []
+            one.optimizers = [hvd.DistributedOptimizer(one.base, one.net.named_parameters(), op=one.op)]
+
+    def halves(self) -> None:
+        """Two optimizers for a layer each, of which the first alone has replaced the old one."""
+        one = self.one()
+        one.base, parts = None, (slice(0, 1), slice(1, 2))
+        one.optimizers = [self.optimizer_of(one.net, one.op, part)[0] for part in parts]
+        one.plain = [
+            sgd(p for layer in layers_of(one.reference, part) for p in layer.parameters()) for part in parts
+        ]
+
+    def delete(self) -> None:
+        """Without its optimizer a net is a plain one: one rank alone may run a backward pass."""
+        one = self.one()
+        dead = [weakref.ref(optimizer) for optimizer in one.optimizers]
+        one.optimizers, one.old = [], []
+        assert not any(reference() for reference in dead)
+        if self.luck.randrange(SIZE) == RANK:
+            with counting_exchanges() as count:
+                loss_of(one.net, 0, RANK).backward()
+            assert count() == 0
+        self.again(one)
+
+    def copy(self) -> None:
+        """A copy replaces nothing, and the original goes on beside it."""
+        one = self.one()
+        if len(self.trained) == 3 or len(one.optimizers) > 1:
+            return
+        if self.luck.random() < 0.5:
+            net, optimizer = copy.deepcopy((one.net, one.optimizers[0]))
+        else:
+            file = io.BytesIO()
+            torch.save((one.net, one.optimizers[0]), file)
+            file.seek(0)
+            net, optimizer = torch.load(file, weights_only=False)
+        reference, plain = copy.deepcopy((one.reference, one.plain))
+        optimizer.zero_grad()  # joins the job, in one order on all ranks
+        self.trained.append(Trained(net, [optimizer], None, reference, plain, one.op, steps=one.steps))
+
+    def drop(self) -> None:
+        """Everything that belongs to a net is free again at once."""
+        number = self.luck.randrange(len(self.trained))
+        one = self.trained.pop(number)
+        dead = [weakref.ref(thing) for thing in (one.net, *one.optimizers, *one.old, *one.net.parameters())]
+        exchanges = [weakref.ref(optimizer._exchange) for optimizer in one.optimizers]
+        assert all(reference() for reference in exchanges)
+        del one
+        assert not [reference() for reference in (*dead, *exchanges) if reference() is not None]
+
+    def train(self) -> None:
+        self.train_one(self.one(), self.luck.random())
+
+    def threads(self) -> None:
+        """Two nets are trained side by side, or one in another thread than before."""
+        chosen = self.luck.sample(self.trained, min(2, len(self.trained)))
+        seeds = [self.luck.random() for _ in chosen]
+        errors: list[BaseException] = []
+
+        def train(one: Trained, seed: float) -> None:
+            try:
+                self.train_one(one, seed, counted=False)
+            except BaseException as error:
+                errors.append(error)
+
+        with counting_exchanges() as count:
+            before = [one.steps for one in chosen]
+            threads = [threading.Thread(target=train, args=pair) for pair in zip(chosen, seeds, strict=True)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise errors[0]
+        made = [(one.steps - first) * len(one.optimizers) for one, first in zip(chosen, before, strict=True)]
+        assert count() == sum(made)
+
+    def train_one(self, one: Trained, seed: float, counted: bool = True) -> None:
+        luck = random.Random(seed)
+        with counting_exchanges() if counted else _nothing() as count:
+            steps = luck.randint(1, 7)
+            for _ in range(steps):
+                self.step(one, luck)
+        assert not counted or count() == steps * len(one.optimizers)
+        assert_equal_weights(one.net, one.reference)
+
+    def step(self, one: Trained, luck: random.Random) -> None:
+        one.steps += 1
+        to_none, by_hand = luck.random() < 0.5, luck.random() < 0.3
+        for optimizer in one.optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
+        loss = loss_of(one.net, one.steps, RANK)
+        if by_hand:
+            parameters = list(one.net.parameters())
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+        else:
+            loss.backward()
+        if luck.random() < 0.3 and not by_hand:
+            nn.utils.clip_grad_norm_(one.net.parameters(), 1e9)
+        for optimizer in one.optimizers:
+            optimizer.step()
+        one.reference.zero_grad()
+        joined: Any = sum(loss_of(one.reference, one.steps, rank) for rank in range(SIZE))
+        (joined if one.op == hvd.Sum else joined / SIZE).backward()
+        for plain in one.plain:
+            plain.step()
+
+
+class _nothing:
+    def __enter__(self) -> Callable[[], int]:
+        return lambda: 0
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@several
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= FAST else []) for s in range(SEEDS)]
+)
+def test_random_programs(seed: int) -> None:
+    Program(seed).run(25)
+
+
+@several
+def test_models_are_freed() -> None:
+    """With everything that knew them, also where the wrapped optimizer and a scheduler live on."""
+    left = []
+    for number in range(8):
+        net = make_net(number)
+        base = sgd(net.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(base, 1)
+        optimizer = hvd.DistributedOptimizer(base, net.named_parameters())
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(net, step, RANK).backward()
+            optimizer.step()
+            scheduler.step()
+        found = [weakref.ref(optimizer), weakref.ref(optimizer._exchange), weakref.ref(optimizer._hooks)]
+        del optimizer
+        assert [one() for one in found] == [None] * 3
+        if RANK == 0:
+            with counting_exchanges() as count:
+                loss_of(net, 0, RANK).backward()
+                base.step()  # a plain one again
+            assert count() == 0
+        left.append(weakref.ref(net))
+        del net, base, scheduler
+    gc.collect()
+    assert [one() for one in left] == [None] * 8
+
+
+@several
+def test_an_optimizer_that_gains_parameters_of_another() -> None:
+    """It takes them, and the other one is replaced."""
+    net = make_net(0)
+    first, second = [hvd.DistributedOptimizer(sgd(layer.parameters())) for layer in (net[0], net[2])]
+    loss_of(net, 0, RANK).backward()
+    second.add_param_group({"params": net[0].parameters()})
+    with counting_exchanges() as count:
+        for step in range(3):
+            second.zero_grad()
+            loss_of(net, step, RANK).backward()
+            second.step()
+    assert count() == 3
+    with pytest.raises(ValueError, match=REPLACED):
+        first.step()
+
+
+@several
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_adasum_replaces_and_is_replaced(op: int) -> None:
+    if SIZE == 3:
+        pytest.skip("Adasum is for 2, 4, 8 ranks")
+    net = make_net(0)
+    first = hvd.DistributedOptimizer(sgd(net.parameters()), op=hvd.Average + hvd.Adasum - op)
+    loss_of(net, 0, RANK).backward()
+    first.zero_grad()
+    second = hvd.DistributedOptimizer(sgd(net.parameters()), op=op)
+    with counting_exchanges() as count:
+        loss_of(net, 0, RANK).backward()
+        second.step()
+    assert count() == (op == hvd.Average)
+
+
+@several
+def test_a_group_of_the_same_ranks() -> None:
+    """A set keeps its number where torch.distributed has made a group of its ranks."""
+    engine, net = session.engine(), make_net(0)
+    group = engine.add_group(9000, tuple(range(SIZE)))
+    optimizer = hvd.DistributedOptimizer(sgd(net.parameters()))
+    assert optimizer._exchange.set_id == hvd.global_process_set.process_set_id == 0
+    hvd.barrier()
+    engine.leave_group(group)
+
+
+@several
+def test_a_replaced_optimizer_takes_no_parameters() -> None:
+    """It raises before it takes them from the one that has them."""
+    net = make_net(0)
+    first, second = [hvd.DistributedOptimizer(sgd(layer.parameters())) for layer in (net[0], net[2])]
+    third = hvd.DistributedOptimizer(sgd(net[0].parameters()))
+    with pytest.raises(ValueError, match=REPLACED):
+        first.add_param_group({"params": net[2].parameters()})
+    assert len(first.param_groups) == 1
+    with counting_exchanges() as count:
+        loss_of(net, 0, RANK).backward()
+        second.step(), third.step()
+    assert count() == 2
+
+
+@several
+def test_a_construction_that_fails_replaces_nothing() -> None:
+    net = make_net(0)
+    base = sgd(net.parameters())
+    optimizer = hvd.DistributedOptimizer(base, net.named_parameters())
+    for given, wrong, text in (
+        (sgd(net.parameters()), hvd.ProcessSet([0]), "is not registered"),
+        (base, hvd.ProcessSet([0]), "is not registered"), (base, [0, 1], "must be a ProcessSet, got"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            hvd.DistributedOptimizer(given, net.named_parameters(), process_set=wrong)
+    assert optimizer._options.process_set is hvd.global_process_set
+    with counting_exchanges() as count:
+        loss_of(net, 0, RANK).backward()
+        optimizer.step()
+    assert count() == 1
+
+
+@several
+def test_a_dropped_result_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the script goes on with the optimizer that it gave, and nowhere else."""
+    net = make_net(0)
+    base = sgd(net.parameters())
+    hvd.DistributedOptimizer(base, net.named_parameters())
+    assert len(caplog.records) == 1
+    assert "of 0.weight and others was dropped before its first step" in caplog.text
+    assert "keep the object it returns and call its step()" in caplog.text
+    caplog.clear()
+    used = hvd.DistributedOptimizer(base, net.named_parameters())
+    loss_of(net, 0, RANK).backward()
+    used.step()
+    replaced = hvd.DistributedOptimizer(base, net.named_parameters())
+    again = hvd.DistributedOptimizer(base, net.named_parameters())
+    again.step()
+    unused = hvd.DistributedOptimizer(sgd(net.parameters()))  # whose optimizer is gone
+    del used, replaced, again, unused
+    assert not caplog.records

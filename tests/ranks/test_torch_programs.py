@@ -1,0 +1,62 @@
+"""Random programs of torch.distributed calls, beside gloo: see ``torch_programs``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_programs import GLOO_DTYPES, Interpreter, Step, differences, program
+
+import ringdance.torch as hvd
+from ringdance.torch_backend import register
+
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")]
+
+
+@pytest.fixture(scope="module")
+def gloo() -> dict[tuple[int, ...], Any]:
+    """Groups of gloo by their ranks."""
+    register()
+    hvd.init()
+    if not dist.is_initialized():
+        path = hvd.broadcast_object(os.path.join(tempfile.mkdtemp(), "store") if hvd.rank() == 0 else None)
+        store = dist.FileStore(path, hvd.size())
+        dist.init_process_group("ringdance", store=store, rank=hvd.rank(), world_size=hvd.size())
+    sizes = range(1, hvd.size() + 1)
+    subsets = [one for size in sizes for one in itertools.combinations(range(hvd.size()), size)]
+    return {members: dist.new_group(list(members), backend="gloo") for members in subsets}
+
+
+def _known_to_gloo(step: Step) -> bool:
+    valid = step.fault in ("", "late") and step.kind not in ("functional", "coalesced", "destroy")
+    known = step.dtype in GLOO_DTYPES and step.operation in ("SUM", "MIN", "MAX", "PRODUCT")
+    return valid and known and step.layout == "plain"
+
+
+def _run(seed: int, gloo: dict[tuple[int, ...], Any]) -> list[str]:
+    steps = program(seed, hvd.size())
+    ours = Interpreter(dist.group.WORLD, lambda members: dist.new_group(list(members)))
+    results = ours.run(steps)
+    found = differences(steps, results, hvd.rank())
+    ours.close()
+    theirs = Interpreter(gloo[tuple(range(hvd.size()))], gloo.__getitem__)
+    valid = [step for step in steps if step.kind == "make" or _known_to_gloo(step)]
+    found += [f"gloo: {one}" for one in differences(valid, theirs.run(valid), hvd.rank())]
+    everyone: list[Any] = [None] * hvd.size()
+    dist.all_gather_object(everyone, found, group=theirs.groups[0])
+    return [f"seed {seed}: {one}" for found in everyone for one in found]
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
+def test_random_programs(first: int, gloo: dict[tuple[int, ...], Any]) -> None:
+    """Results are gloo's. What is wrong on one rank is an error on all, and the calls after it match."""
+    found = [one for seed in range(15 * first, 15 * first + 15) for one in _run(seed, gloo)]
+    assert not found, "\n".join(found[:5])
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    assert one.item() == hvd.size()
