@@ -390,13 +390,15 @@ def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
         with pytest.raises(ProcessSetRemovedError, match="on rank 0"):
             dist.all_reduce(one, group=group)
     assert one.tolist() == [RANK + 1.0] * 2
-    if RANK == 0:
+    by_gloo = "TORCHELASTIC_RUN_ID" in os.environ  # whose thread would wait in C++ at the end of the process
+    if RANK == 0 and not by_gloo:
         with pytest.raises(dist.DistBackendError, match=r"message of 8 bytes .* its group has failed"):
             dist.recv(one, SIZE - 1, group=message)
     dist.all_reduce(one)  # the job goes on
     assert one[0].item() == sum(range(1, SIZE + 1))
-    with pytest.raises(ProcessSetRemovedError, match="message of 8 bytes"):
-        dist.all_reduce(one, group=message)
+    if not by_gloo:
+        with pytest.raises(ProcessSetRemovedError, match="message of 8 bytes"):
+            dist.all_reduce(one, group=message)
     if RANK:
         dist.destroy_process_group(group)
     else:

@@ -348,7 +348,7 @@ def test_mismatches_raise_on_all_ranks() -> None:
 
 
 @several
-@pytest.mark.parametrize("wrong", ["text", torch.ones(4) * 1j, torch.eye(4).to_sparse()])
+@pytest.mark.parametrize("wrong", ["text", torch.ones(4).to(torch.float8_e4m3fn), torch.eye(4).to_sparse()])
 def test_a_wrong_tensor_on_one_rank(wrong: Any) -> None:
     odd = SIZE - 1 == RANK
     for name in ("wrong.tensor", None):

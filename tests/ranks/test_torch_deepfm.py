@@ -19,7 +19,7 @@ import ringdance.torch as hvd
 from ringdance import recipes
 from ringdance.data import planted
 from ringdance.data.tables.writing import TableWriter, write_index
-from ringdance.recipes import files
+from ringdance.job_files import unique_beside
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -91,7 +91,7 @@ def test_an_export_that_cannot_begin_ends_all_ranks(
     """Rank 0 makes the directory; the others do not wait for it in the exchange of the table."""
     shared = Path(hvd.broadcast_object(str(data)))
     if RANK == 0:
-        files._own(shared / "model", "partial").write_text("a file is in the way")
+        unique_beside(shared / "model", "partial").write_text("a file is in the way")
     hvd.broadcast_object(None)
     with pytest.raises(SystemExit, match=r"--export .*File exists"):
         trained(recipe, data, monkeypatch, f"--sharded --steps 2 --export {shared / 'model'}")
