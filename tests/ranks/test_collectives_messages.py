@@ -59,3 +59,32 @@ def test_a_large_message_on_one_side(large: int, monkeypatch: pytest.MonkeyPatch
     hvd.barrier()
     if RANK == 1 and not large:
         del message  # no rank receives its parts
+
+
+def test_a_message_that_is_longer_than_the_buffer() -> None:
+    """Nothing is written behind the buffer, and the next message arrives; in the order of the receives."""
+    transport, after = session.engine().transport, 4096
+    if RANK == 1:
+        wait_for([transport.send(np.full(nbytes, 7, np.uint8), 0, 6) for nbytes in (9000, 16, 16)])
+    elif RANK == 0:
+        whole = np.zeros(8000 + after, np.uint8)
+        short = transport.receive(whole[:8000], 1, 6)
+        rest = [np.zeros(16, np.uint8) for _ in range(2)]
+        later = [transport.receive(one, source, 6) for one, source in zip(rest, (None, 1), strict=True)]
+        wait_for(later[::-1])
+        with pytest.raises(RuntimeError, match="rank 1 has sent 9000 bytes, and the buffer has 8000"):
+            wait_for([short])
+        assert not whole.any()
+        assert [one.tolist() for one in rest] == [[7] * 16] * 2
+    hvd.barrier()
+
+
+def test_a_large_message_while_the_receiver_waits_for_something_else() -> None:
+    transport = session.engine().transport
+    if RANK == 1:
+        wait_for([transport.send(np.full(1 << 20, 3, np.uint8), 0, 7)])
+    posted = transport.receive(buffer := np.zeros(1 << 20, np.uint8), 1, 7) if RANK == 0 else None
+    hvd.barrier()
+    if posted is not None:
+        wait_for([posted])
+        assert buffer.min() == 3

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -75,6 +76,72 @@ class _MpiTransfer(_MpiPending):
         if not self._parts:
             _in_flight.discard(self)
         return not self._parts
+
+
+class _Incoming:
+    """A receive that is posted when its message is there, and its size is known.
+
+    Open MPI copies all of a message between two processes of a host, also into memory behind a buffer that is
+    too small, before it raises an error.
+
+    Args:
+        transport: The receiver's.
+        buffer: Where the message goes.
+        source: A rank, or ``MPI.ANY_SOURCE``.
+        tag: Tag of the message.
+    """
+
+    def __init__(self, transport: MpiTransport, buffer: Array, source: int, tag: int) -> None:
+        self.comm, self._mpi, self._buffer = transport._notes, transport._mpi, buffer
+        self._source, self._tag, self._request, self._error = source, tag, None, ""
+        _unmatched.append(self)
+
+    def match(self) -> None:
+        """Post the first receive that a message of this one's source and tag is for, if it is there.
+
+        The caller holds ``_matching``. A message that arrives now may be for one that was asked before.
+        """
+        status = self._mpi.Status()
+        if self.comm.Iprobe(source=self._source, tag=self._tag, status=status):
+            sender, anyone = status.Get_source(), self._mpi.ANY_SOURCE
+            first = next(
+                one for one in _unmatched
+                if one.comm is self.comm and one._tag == self._tag and one._source in (sender, anyone)
+            )  # fmt: skip
+            first._post(sender)
+            _unmatched.remove(first)
+
+    def _post(self, sender: int) -> None:
+        status = self._mpi.Status()
+        message = self.comm.Improbe(source=sender, tag=self._tag, status=status)
+        sent, room = status.Get_count(self._mpi.BYTE), self._buffer.size
+        if sent > room:
+            self._error = f"rank {sender} has sent {sent} bytes, and the buffer has {room}"
+            self._buffer = np.empty(sent, np.uint8)
+        self._request = message.Irecv([self._buffer, self._mpi.BYTE])
+
+    def Test(self, status: Any) -> bool:
+        _match_incoming()
+        if self._request is None or not self._request.Test(status):
+            return False
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+
+_unmatched: list[_Incoming] = []  # in the order of their calls, by which MPI matches messages
+_matching = threading.Lock()
+
+
+def _match_incoming() -> None:
+    """Post the receives whose messages have arrived; of all communicators, unless another thread does so."""
+    if _unmatched and _matching.acquire(blocking=False):
+        try:
+            for one in list(_unmatched):
+                if one in _unmatched:  # not posted in this pass
+                    one.match()
+        finally:
+            _matching.release()
 
 
 _in_flight: set[_MpiPending] = set()
@@ -217,7 +284,7 @@ class MpiTransport(Transport):
         mpi, parts = self._mpi, _parts_of(buffer) if buffer.size > _PART else []
         first = np.zeros(16, np.uint8) if parts else buffer
         source = mpi.ANY_SOURCE if rank is None else rank
-        request = self._notes.Irecv([first, mpi.BYTE], source=source, tag=tag + _FIRST_TAG)
+        request = _Incoming(self, first, source, tag + _FIRST_TAG)
 
         def following(sender: int) -> list[Any]:
             start = first[:16].tobytes()
@@ -268,6 +335,7 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
+                _match_incoming()  # a sender may wait for it while this rank waits for something else
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
@@ -317,6 +385,9 @@ class MpiTransport(Transport):
             self.window = self.event_count = None
             self._memory.Free()
         self.messages()
+        with _matching:
+            for one in [one for one in _unmatched if one.comm is self._notes]:
+                _unmatched.remove(one)
         for comm in (self._node, self._notes, self._comm):
             comm.Free()
 
