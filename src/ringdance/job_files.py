@@ -52,7 +52,7 @@ def read_regular(path: Path) -> str:
 
 
 def unique_beside(path: Path, word: str) -> Path:
-    """Return a name beside a path that no other process uses."""
+    """Return a name next to a path that no other process uses."""
     return path.with_name(f".{path.name}.{word}-{os.uname().nodename}-{os.getpid()}")
 
 

@@ -36,7 +36,7 @@ _COMMON = (
     "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "tuned", "window", "window_bytes",
 )  # fmt: skip
 
-# They tell a rank from those of other jobs, and from other ranks.
+# They distinguish a rank from other ranks and from other jobs' ranks.
 _OF_A_LAUNCH = (*RANK_NAMES, *SIZE_NAMES, "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 _process = Process()

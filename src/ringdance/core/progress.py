@@ -293,4 +293,4 @@ class ProgressEngine:
 
 
 def _timeout(work: Work) -> TimeoutError:
-    return TimeoutError(f"'{work.name}' was not complete in time; it goes on.")
+    return TimeoutError(f"'{work.name}' did not complete within the timeout. It is still running.")

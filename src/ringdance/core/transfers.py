@@ -96,6 +96,6 @@ class Transfer:
         pause = 0.0
         while not self.done():
             if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"'{self.name}' was not complete in time; it goes on.")
+                raise TimeoutError(f"'{self.name}' did not complete within the timeout. It is still running.")
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)

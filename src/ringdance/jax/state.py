@@ -27,7 +27,7 @@ def _is_key(leaf: Any) -> bool:
 
 def _has_sums(node: Any) -> bool:
     if isinstance(node, DistributedState):
-        return np.ndim(node.passes) == 0  # otherwise those of several models in one, as by jax.vmap
+        return np.ndim(node.passes) == 0  # otherwise several models' sums in one, as by jax.vmap
     return type(node).__name__ == "MultiStepsState" and np.ndim(node.mini_step) == 0
 
 
@@ -35,7 +35,7 @@ def _mark_of(node: Any) -> tuple[int, int]:
     """Return the passes in a node's sums, and whose gradients they are: see ``DistributedState.owner``."""
     if isinstance(node, DistributedState):
         return int(node.passes), int(node.owner)
-    # MultiSteps does not say whose they are: those of ranks in the same pass count as their own.
+    # MultiSteps does not say whose they are: if all ranks are in the same pass, each has its own.
     return int(node.mini_step), session.engine().rank if node.mini_step else -1
 
 

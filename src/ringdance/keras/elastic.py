@@ -87,7 +87,7 @@ class KerasState(VariablesState):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Drop those of the failed step; sums of passes in Keras 3 are variables of the optimizer."""
+        """Drop the failed step's sums; sums of passes in Keras 3 are variables of the optimizer."""
         if KERAS2:
             importlib.import_module("ringdance.tensorflow.passes").reset_sums()
         elif keras.backend.backend() == "torch":

@@ -34,7 +34,7 @@ def is_complete(model: Any, optimizer: Any) -> bool:
 
 
 def variables_with(model: Any, optimizers: Sequence[Any]) -> list[Any]:
-    """Return the variables of a model, then those of optimizers, each once."""
+    """Return the variables of a model, then of its optimizers, each once."""
     if hasattr(model, "jax_state_sync"):  # within fit() they are not up to date
         model.jax_state_sync()
     found = [*model.variables, *(one for optimizer in optimizers for one in variables_of(optimizer))]

@@ -164,7 +164,7 @@ def serve(size: int, networks: Sequence[str]) -> tuple[Any, list[Any]]:
 
 
 def addresses() -> list[str]:
-    """Return this host's addresses that other hosts may reach, those of IPv4 first."""
+    """Return this host's addresses that other hosts may reach, IPv4 first."""
     rows = [one for rows in psutil.net_if_addrs().values() for one in rows]
     found = [one.address for kind in (socket.AF_INET, socket.AF_INET6) for one in rows if one.family == kind]
     return [address for address in found if not address.startswith(("127.", "::1", "fe80:"))]

@@ -124,7 +124,7 @@ _own: dict[tuple[int, int], Any] = {}  # by rank and size, this process's connec
 def own_store(store: Any, rank: int, size: int) -> Any:
     """Return a store that lives as long as rank 0's process.
 
-    torchrun's own does so too. Otherwise that of torch.distributed ends with its process group.
+    torchrun's own does so too. Otherwise torch.distributed's store ends with its process group.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store

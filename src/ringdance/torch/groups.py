@@ -1,4 +1,4 @@
-"""Join the job that a process group of torch.distributed needs, and number the groups.
+"""Join the job that a torch.distributed process group needs, and number the groups.
 
 torch makes a group on its members alone. They meet by torch's store, agree on a number that none of them
 uses, and make a process set of the engine.
@@ -75,7 +75,7 @@ def process_set(options: Any) -> int:
         options: torch's ``_DistributedBackendOptions``.
 
     Raises:
-        ArgumentError: the ranks of torch.distributed and those of the job differ.
+        ArgumentError: torch.distributed and the job number the ranks differently.
     """
     ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
     if list(ranks) != sorted(ranks):

@@ -272,7 +272,7 @@ def DistributedOptimizer(
 
 
 def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None:
-    """Warn where a script goes on with the optimizer that it gave to ``DistributedOptimizer``."""
+    """Warn if a script continues with the optimizer that it gave to ``DistributedOptimizer``."""
     if exchange.idle and wrapped() is not None and not exchange.engine.closed:
         _log.warning(
             "ringdance: the DistributedOptimizer of %s and others was dropped before its first step, and "

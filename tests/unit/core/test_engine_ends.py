@@ -43,7 +43,7 @@ def test_timeout_of_a_wait(settings: Settings) -> None:
     def program(engine: Engine) -> None:
         if engine.rank == 0:
             work = engine.submit(request_of("late"))
-            with pytest.raises(TimeoutError, match="'late' was not complete in time"):
+            with pytest.raises(TimeoutError, match="'late' did not complete within the timeout"):
                 work.wait(0.05)
             assert not work.done()
             engine.submit(request_of("go")).wait()

@@ -98,7 +98,7 @@ class Reduction:
 
     Args:
         dtype, operation, prescale, postscale, size: as in the request; ``size`` is what averages divide by.
-            A complex dtype becomes that of its parts.
+            A complex dtype becomes its parts' dtype.
         weights: of each part, for a weighted sum of 16-bit floats; empty for none.
 
     Attributes:

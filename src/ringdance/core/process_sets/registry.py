@@ -80,7 +80,7 @@ class ProcessSets:
 
     Note [Groups that are destroyed]
         A rank that leaves a group sends its members a note with how many requests it has submitted. Requests
-        match by their order. So the members know at once which of theirs it never will submit: these fail
+        match by their order. So the members know at once which requests it will never submit: these fail
         with an error that names it, in the next check of the peers. The others are executed, since the rank
         takes part in the group's rounds until all members have left and none has such a request. Only then
         do all agree to stop, and free the group together. What was sent to a member can be received

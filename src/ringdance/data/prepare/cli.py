@@ -83,7 +83,7 @@ for WebDataset (KEY.jpg with KEY.json) and their index instead. The recipe `dete
 
 Left out, and listed in DST/SPLIT.problems.tsv with the reason: images that are missing, cannot be decoded,
 or have another size than it says, with all that is on them; boxes without area or outside of the image;
-polygons that are not three or more pairs of numbers (one of fewer points beside others goes alone), or far
+polygons that are not three or more pairs of numbers (one of fewer points next to others is dropped), or far
 outside; run lengths of another number of pixels; unknown categories or images; what has the id of an earlier
 entry. An outline that is empty is as none. The rotation that an image's EXIF tells is not applied, as in
 COCO's own tools. What DST has of an earlier call is replaced.

@@ -214,7 +214,7 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
 
 
 def _drop_slivers(found: Checked, one: Fields) -> None:
-    """Drop an empty outline, and of several polygons those of fewer than three points, which are noted."""
+    """Drop an empty outline, and of several polygons the ones with under three points, which are noted."""
     outline = one.get("segmentation")
     if outline is None or outline == []:
         one.pop("segmentation", None)

@@ -51,7 +51,7 @@ class Source:
         ends: shape (images,), int64: where the next name begins.
         changed: a hash of the times of their files' last changes.
         places: of the images, in the same order; dtype PLACE.
-        left_out: names of other files beside them, by their endings.
+        left_out: names of other files next to them, by their endings.
     """
 
     split: str
@@ -99,7 +99,7 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     if not source.is_dir():
         raise ArgumentError(f"{source}: no such directory. SRC is the directory that has the images or tars")
     there = {split: place for split in SPLITS if (place := _place(source, split))}
-    # A class may be called train: then it has images of its own, and so have those beside it.
+    # A class may be called train: then it has images of its own, and so have its neighbors.
     if any(map(_own_images, there.values())) and any(_own_images(one) for one in _beside(there.values())):
         there = {}
     if others := [one.name for one in _beside(there.values()) if _is_data(one)]:
@@ -334,7 +334,7 @@ def _check_end(tar: tarfile.TarFile) -> None:
     file.seek(tar.offset)
     while rest := file.read(1 << 20):
         if rest.strip(b"\0"):
-            raise tarfile.ReadError(f"it goes on behind its end, byte {tar.offset}: damaged, or tars joined")
+            raise tarfile.ReadError(f"it continues after its end, byte {tar.offset}: damaged, or tars joined")
 
 
 def _members(tar: tarfile.TarFile, left_out: LeftOut) -> Iterator[tuple[str, int, int]]:

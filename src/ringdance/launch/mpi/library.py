@@ -29,7 +29,7 @@ _PROGRAMS = {
     "mpich": ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"),
     "intel": ("mpiexec", "mpirun"),
 }
-_ANSWER_S = 20.0  # of an mpiexec; three times that of Python with mpi4py
+_ANSWER_S = 20.0  # of an mpiexec; three times what Python with mpi4py gets
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -132,7 +132,7 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     problem = f"mpi4py loads {version!r}{where}, but no mpiexec of {family} {major or ''} was found"
     if refused:
         others = "; ".join(f"{path}: {why}" for path, why in refused.items())
-        problem += f", and others cannot start its ranks ({others}). Put that of its own first in PATH"
+        problem += f", and others cannot start its ranks ({others}). Put its own mpiexec first in PATH"
     raise _missing(problem, wheel_of(family))
 
 

@@ -26,7 +26,8 @@ right: the mean of (reduced + new) is reduced + mean of new. With other operatio
 
 A gradient that no backward pass has computed counts as computed all the same, unless it is the tensor that
 an earlier exchange has left there: it was set by hand (``torch.autograd.grad``, master weights). It is
-reduced with those of the pass, or before it is used; all ranks set such gradients between the same exchanges.
+reduced with the pass's gradients, or before it is used. All ranks set such gradients between the same two
+exchanges.
 Values that change in place cannot be told from clipping, unless there was no backward pass in the step. With
 Average, all gradients count in an exchange before they are used: to average equal ones changes nothing, and
 the ranks stay on their fast path.
@@ -179,7 +180,7 @@ class GradientExchange:
         self.buckets: list[Bucket] = []
         self.source.close_direct()
         self._bucket_of: list[Bucket] = []
-        self._expected: set[int] = set()  # those of all buckets
+        self._expected: set[int] = set()  # the expected gradients of all buckets
         self._leave_direct()
         self._fast_path = FastPath(
             self.engine, self.set_id, self.source, self.name, (self.prescale, self.postscale)

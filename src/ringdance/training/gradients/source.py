@@ -38,7 +38,7 @@ class GradientSource(Protocol):
         """Whether gradients are exchanged on their device: see ``core.exchange.device``."""
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
-        """Return for each parameter, or those of ``indices``, its kind of gradient; 0 if not ``computed``."""
+        """Return for each parameter, or for ``indices``, its kind of gradient; 0 if not ``computed``."""
 
     def unreduced(self, computed: bytearray) -> list[int]:
         """Return which parameters have a gradient that is not ``computed`` nor the result of an exchange."""
