@@ -465,3 +465,27 @@ def test_a_wrong_static_shape() -> None:
 
     for length in (5, 2, 3, 0):
         np.testing.assert_array_equal(told(tf.ones(length)).numpy(), np.full(length, MEAN, np.float32))
+
+
+@pytest.mark.ranks(2, 3)
+def test_later_calls_come_after_those_within_a_condition() -> None:
+    """As the comparison of weights: with one thread, ranks would wait for different calls."""
+    weight = tf.Variable([1.0])
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * 2.0)
+        hvd.DistributedGradientTape(tape).gradient(loss, [weight])
+        return hvd.allreduce(tf.ones(2), name="later")
+
+    every = step.get_concrete_function().graph.get_operations()
+    before, left = set(), [[one for one in every if one.type.startswith("Ringdance")][-1]]
+    while left:
+        one = left.pop()
+        if one.name not in before:
+            before.add(one.name)
+            left += [*one.control_inputs, *(tensor.op for tensor in one.inputs)]
+    conditions = {one.name for one in every if one.type in ("If", "StatelessIf")}
+    assert conditions
+    assert conditions <= before

@@ -258,6 +258,17 @@ def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
     return result
 
 
+def order_after(results: Sequence[Tensor]) -> None:
+    """Run the calls that a function makes from here on after these results of ``tf.cond``.
+
+    TensorFlow runs the stateful operations of a function in their order, but orders nothing after those
+    within ``tf.cond``. Ranks with one thread for operations would wait for different calls, forever.
+    """
+    if not tf.executing_eagerly() and not in_session():
+        with tf.control_dependencies(results):
+            number("rank")
+
+
 kernels.register_all()
 tf.no_gradient("RingdanceNumber")
 

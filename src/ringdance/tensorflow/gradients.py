@@ -30,6 +30,7 @@ from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import (
     in_session,
     number,
+    order_after,
     perform,
     perform_all,
     plain,
@@ -189,7 +190,8 @@ class GradientReducer:
             parts = [*weights.rows_of(floats, take)]
             return tf.size(perform(call, [tf.stop_gradient(tf.concat(parts, 0))])[0])
 
-        tf.cond(tf.cast(number("weights", f"{call.set_id}:{key}"), tf.bool), compare, lambda: 0)
+        due = tf.cast(number("weights", f"{call.set_id}:{key}"), tf.bool)
+        order_after([tf.cond(due, compare, lambda: 0)])
 
     def _key(self, variables: Sequence[Any]) -> str:
         # Shapes that differ by mistake meet under one name, for an error that shows them; but they separate

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.exchange import in_session, plain
+from ringdance.tensorflow.exchange import in_session, order_after, plain
 
 Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
 Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
@@ -94,7 +94,9 @@ class PassSums:
         with tf.control_dependencies([self._full]):
             chosen = tf.cond(self._full, reduced, lambda: [tf.zeros_like(one) for one in sums])
         results: list[Any] = [None] * len(gradients)
-        for index, one in zip(there, chosen if isinstance(chosen, (list, tuple)) else [chosen], strict=True):
+        chosen = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
+        order_after(chosen)
+        for index, one in zip(there, chosen, strict=True):
             results[index] = one
         return results
 
