@@ -111,6 +111,8 @@ def _call(draw: random.Random, group: int, members: tuple[int, ...], seed: int) 
         step = replace(step, fault=fault, culprit=draw.randrange(len(members)))
         if fault == "operation":
             step = replace(step, operation="SUM", dtype="float32")
+        elif fault == "dtype" and dtype == "complex64":  # of which torch makes float32 in some calls
+            step = replace(step, dtype="float64")
     return step
 
 
@@ -425,7 +427,7 @@ def _equal(got: Any, wanted: Any, rounded: bool) -> bool:
         else:
             if one.shape != other.shape or one.dtype != other.dtype:
                 return False
-            if not torch.allclose(one, other, rtol=1e-2 * rounded, atol=0.0):
+            if not torch.allclose(one, other, rtol=1e-2 * rounded, atol=1e-6 * rounded):
                 return False
     return True
 
