@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ringdance import session
+from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
@@ -181,17 +182,17 @@ def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def bind(process_sets: list[ProcessSet]) -> None:
-    """Give the objects the ids of the registered sets with their ranks, unless theirs is one; local.
+    """Give the objects the ids of the registered sets with their ranks; local.
+
+    A group of torch.distributed is not such a set: its members only know it.
 
     Raises:
         KeyError: no set with these ranks is registered.
     """
     registered = session.engine().process_sets()
+    known = {members: number for number, members in registered.items() if number < FIRST_GROUP}
     for one in process_sets:
         ranks = ranks_of(one)
-        numbers = [number for number, members in registered.items() if members == ranks]
-        if not numbers:
-            one.process_set_id = None  # of a job that has ended
+        one.process_set_id = known.get(ranks)
+        if one.process_set_id is None:  # or of a job that has ended
             raise KeyError(f"No process set has the ranks {list(ranks)}: use add_process_set().")
-        if one.process_set_id not in numbers:
-            one.process_set_id = min(numbers)
