@@ -26,12 +26,11 @@ from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.core.transfers import Transfer
 from ringdance.errors import CollectiveError
 from ringdance.torch._private import register_work, renamed, sparse_entries
+from ringdance.torch.flat import Tensors, apart, bytes_note, check_dtypes, distribute, flat, shaped, shapes_of
 from ringdance.torch.groups import Group, process_set
-from ringdance.torch.memory import Array, array_of, from_array, resizable_view
+from ringdance.torch.memory import Array, array_of, from_array
 from ringdance.torch.works import Finish, GroupWork, starts_now, wait_at_end
 from ringdance.training.collectives import Call, prepared
-
-Tensors = Sequence[Tensor]
 
 _OPERATIONS = {
     "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX,
@@ -155,7 +154,7 @@ class ProcessGroup(Group):
         name = _name_of(opts.reduceOp)
         if (function := _BITWISE.get(name)) is None:
             return self._reduce(tensors, opts)
-        (array,), back = _flat(tensors)  # the engine reduces by arithmetic only
+        (array,), back = flat(tensors)  # the engine reduces by arithmetic only
         if array.dtype.kind not in "iub":
             raise ValueError(f"all_reduce: {name} needs integers or booleans. Received: {tensors[0].dtype}")
 
@@ -181,7 +180,7 @@ class ProcessGroup(Group):
         if tensors[0].is_sparse:
             return self._reduce_rows(tensors[0], opts)
         operation = _operation(opts)
-        arrays, back = _shaped(tensors)
+        arrays, back = shaped(tensors)
         return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, operation, root)
 
     def _reduce_rows(self, tensor: Tensor, opts: Any) -> Any:
@@ -207,13 +206,13 @@ class ProcessGroup(Group):
     @_collective
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         sizes = [[output.numel()] * self.size() for output in outputs]
-        return self._reduce_scatter(outputs, inputs, sizes, opts, f"inputs of {_shapes(inputs)}")
+        return self._reduce_scatter(outputs, inputs, sizes, opts, f"inputs of {shapes_of(inputs)}")
 
     @_collective
     def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any = None) -> Any:
         sizes = [[one.numel() for one in parts] for parts in input_lists]
         joined = [torch.cat([one.detach().reshape(-1) for one in parts]) for parts in input_lists]
-        pattern = f"inputs of {'; '.join(_shapes(parts) for parts in input_lists)}"
+        pattern = f"inputs of {'; '.join(shapes_of(parts) for parts in input_lists)}"
         return self._reduce_scatter(outputs, joined, sizes, opts, pattern)
 
     def _reduce_scatter(
@@ -221,8 +220,8 @@ class ProcessGroup(Group):
     ) -> Any:
         """Reduce inputs; ``sizes``: for each, how many elements every rank gets."""
         opts = opts or dist.ReduceScatterOptions()
-        sources, (targets, back), operation = _flat(inputs)[0], _flat(outputs), _operation(opts)
-        _check_dtypes("reduce_scatter", outputs, inputs)
+        sources, (targets, back), operation = flat(inputs)[0], flat(outputs), _operation(opts)
+        check_dtypes("reduce_scatter", outputs, inputs)
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
@@ -231,7 +230,7 @@ class ProcessGroup(Group):
                 )
         equal = all(len(set(counts)) == 1 for counts in sizes)
         if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            sources = [_apart(*pair) for pair in zip(sources, targets, strict=True)]
+            sources = [apart(*pair) for pair in zip(sources, targets, strict=True)]
             return self._start(
                 Collective.REDUCESCATTER, sources, targets, outputs, opts, back, operation, pattern=pattern
             )
@@ -250,8 +249,8 @@ class ProcessGroup(Group):
     @_collective
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.BroadcastOptions()
-        own, (arrays, back) = self._root("broadcast", opts), _shaped(tensors, moved=True)
-        root, pattern = session.engine().members(self._set_id)[own], _as_bytes(tensors)
+        own, (arrays, back) = self._root("broadcast", opts), shaped(tensors, moved=True)
+        root, pattern = session.engine().members(self._set_id)[own], bytes_note(tensors)
         if own == self.rank():  # its tensors stay as they are, and may not be writable
             back = _nothing
         return self._start(
@@ -264,8 +263,8 @@ class ProcessGroup(Group):
 
     @_collective
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        sources, (targets, back) = _flat(inputs, moved=True)[0], _flat(outputs, moved=True)
-        _check_dtypes("all_gather", outputs, inputs)
+        sources, (targets, back) = flat(inputs, moved=True)[0], flat(outputs, moved=True)
+        check_dtypes("all_gather", outputs, inputs)
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             if target.size != source.size * self.size():
                 raise ValueError(
@@ -273,13 +272,13 @@ class ProcessGroup(Group):
                     f"{source.nbytes}, those of the input."
                 )
             if source.ctypes.data != target[self.rank() * source.size :].ctypes.data:
-                sources[index] = _apart(source, target)
-        pattern = f"inputs of {_shapes(inputs)}{_as_bytes(inputs)}"
+                sources[index] = apart(source, target)
+        pattern = f"inputs of {shapes_of(inputs)}{bytes_note(inputs)}"
         return self._start(Collective.ALLGATHER, sources, targets, outputs, opts, back, pattern=pattern)
 
     @_collective
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        sources, _ = _flat(inputs, moved=True)
+        sources, _ = flat(inputs, moved=True)
         sizes = [[one.numel() for one in parts] for parts in output_lists]
         for given, counts in zip(inputs, sizes, strict=True):
             if counts[self.rank()] != given.numel():
@@ -287,11 +286,11 @@ class ProcessGroup(Group):
 
         def finish(results: list[Array]) -> None:
             for result, outputs in zip(results, output_lists, strict=True):
-                _distribute(result, outputs)
+                distribute(result, outputs)
 
         outputs = list(_tensors_in(output_lists))
-        shapes = "; ".join(_shapes(parts) for parts in output_lists)
-        pattern = f"outputs of {shapes}{_as_bytes(inputs)}"
+        shapes = "; ".join(shapes_of(parts) for parts in output_lists)
+        pattern = f"outputs of {shapes}{bytes_note(inputs)}"
         return self._start(Collective.ALLGATHER, sources, None, outputs, opts, finish, pattern=pattern)
 
     allgather_coalesced = allgather
@@ -301,7 +300,7 @@ class ProcessGroup(Group):
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:  # fmt: skip
-        (source,), ((target,), back) = _flat([given], moved=True)[0], _flat([output], moved=True)
+        (source,), ((target,), back) = flat([given], moved=True)[0], flat([output], moved=True)
         rows, wanted = (
             list(splits) or [len(one) // self.size()] * self.size()
             for one, splits in ((given, input_splits), (output, output_splits))
@@ -314,34 +313,34 @@ class ProcessGroup(Group):
         width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
         expected = [count * wide for count in wanted]
         splits = [count * width for count in rows]
-        pattern = f"all_to_all{_as_bytes([given])}"
-        source = _apart(source, target)
+        pattern = f"all_to_all{bytes_note([given])}"
+        source = apart(source, target)
         return self._exchange(source, splits, expected, [output], opts, pattern, [target], back)
 
     @_collective
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        parts, _ = _flat(inputs, moved=True)
-        expected = [part.size for part in _flat(outputs, moved=True)[0]]
-        pattern, splits = f"all_to_all{_as_bytes(inputs)}", [part.size for part in parts]
+        parts, _ = flat(inputs, moved=True)
+        expected = [part.size for part in flat(outputs, moved=True)[0]]
+        pattern, splits = f"all_to_all{bytes_note(inputs)}", [part.size for part in parts]
         return self._exchange(np.concatenate(parts), splits, expected, outputs, opts, pattern)
 
     @_collective
     def gather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
-        (source,), root = _flat(inputs, moved=True)[0], self._root("gather", opts)
+        (source,), root = flat(inputs, moved=True)[0], self._root("gather", opts)
         splits = [source.size * (rank == root) for rank in range(self.size())]
         outputs = list(_tensors_in(output_lists))
-        expected = [part.size for part in _flat(outputs, moved=True)[0]] or [0] * self.size()
-        pattern = f"gather to rank {root}{_as_bytes(inputs)}"
+        expected = [part.size for part in flat(outputs, moved=True)[0]] or [0] * self.size()
+        pattern = f"gather to rank {root}{bytes_note(inputs)}"
         return self._exchange(source, splits, expected, outputs, opts, pattern)
 
     @_collective
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Any:
-        parts, _ = _flat(input_lists[0] if input_lists else outputs, moved=True)
+        parts, _ = flat(input_lists[0] if input_lists else outputs, moved=True)
         splits = [part.size for part in parts] if input_lists else [0] * self.size()
         source = np.concatenate(parts) if input_lists else parts[0][:0]
-        own, root = _flat(outputs, moved=True)[0][0].size, self._root("scatter", opts)
+        own, root = flat(outputs, moved=True)[0][0].size, self._root("scatter", opts)
         expected = [own * (rank == root) for rank in range(self.size())]
-        pattern = f"scatter from rank {root}{_as_bytes(outputs)}"
+        pattern = f"scatter from rank {root}{bytes_note(outputs)}"
         return self._exchange(source, splits, expected, outputs, opts, pattern)
 
     def _exchange(
@@ -349,7 +348,7 @@ class ProcessGroup(Group):
         pattern: str, targets: list[Array] | None = None, finish: Finish | None = None,
     ) -> Any:
         """Send parts of flat ``source`` to the ranks, and cut what comes, of ``expected`` sizes."""
-        finish = finish or (lambda results: _distribute(results[0], outputs))
+        finish = finish or (lambda results: distribute(results[0], outputs))
         rows = [np.array(splits, np.int64)]
         return self._start(
             Collective.ALLTOALL, [source], targets, outputs, opts, finish, splits=rows, expected=expected,
@@ -377,7 +376,7 @@ class ProcessGroup(Group):
         return self._transfer("receive", None, tag, tensors)
 
     def _transfer(self, verb: str, rank: int | None, tag: int, tensors: Tensors) -> Any:
-        engine, ((array,), back) = session.engine(), _flat(tensors, moved=True)
+        engine, ((array,), back) = session.engine(), flat(tensors, moved=True)
         state = engine.sets.find(self._set_id).state
         if state is None or not 0 <= tag < _TAGS:
             raise ValueError(f"{verb}: this group has one rank only, or tag={tag} is not below {_TAGS}.")
@@ -472,67 +471,3 @@ def _operation(opts: Any) -> ReduceOp:
 
 def _nothing(_: list[Array]) -> None:
     pass
-
-
-def _check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
-    for output, given in zip(outputs, inputs, strict=True):
-        if output.dtype is not given.dtype:
-            raise ValueError(f"{name}: the output has the dtype {output.dtype}, and its input {given.dtype}.")
-
-
-def _shapes(tensors: Tensors) -> str:
-    return "shapes " + ", ".join(str(tuple(one.shape)) for one in tensors)
-
-
-def _as_bytes(tensors: Tensors) -> str:
-    """Return the dtypes of tensors that are sent as bytes, which the engine cannot compare."""
-    return "".join(f" {one.dtype}" for one in tensors if one.element_size() == 1)
-
-
-def _shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
-    """Return what ``_flat`` does, in the tensors' shapes, which have to be equal on all ranks."""
-    arrays, finish = _flat(tensors, moved)
-    # torch itself gives () on one rank and (1,) on another in DistributedDataParallel.join().
-    return [array.reshape(one.shape or (1,)) for array, one in zip(arrays, tensors, strict=True)], finish
-
-
-def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
-    """Return flat views of tensors, and what copies results to those that are not contiguous.
-
-    Args:
-        tensors: of any shape.
-        moved: not reduced: elements that NumPy does not know are sent as bytes.
-    """
-    arrays, copies = [], []
-    for tensor in tensors:
-        plain = tensor.detach()
-        whole = plain.resolve_conj().resolve_neg().contiguous()
-        if whole.data_ptr() != plain.data_ptr() or plain.is_neg() or plain.is_conj():
-            copies.append((plain, whole))
-        flat = whole.view(-1)
-        if moved and flat.element_size() == 1:
-            flat = flat.view(torch.uint8)
-        arrays.append(resizable_view(flat))
-
-    def finish(_: list[Array]) -> None:
-        for plain, whole in copies:
-            plain.copy_(whole)
-
-    return arrays, finish
-
-
-def _distribute(result: Array, outputs: Tensors) -> None:
-    """Cut a flat result into outputs, if there are any."""
-    targets, finish = _flat(outputs, moved=True)
-    if sum(target.size for target in targets) != result.size:
-        raise ValueError("Ranks have sent tensors of other sizes than the outputs have.")
-    start = 0
-    for target in targets:
-        target[...] = result[start : start + target.size]
-        start += target.size
-    finish([])
-
-
-def _apart(source: Array, target: Array) -> Array:
-    """Return an input, or a copy if results would be written over it."""
-    return source.copy() if np.may_share_memory(source, target) else source

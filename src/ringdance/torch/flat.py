@@ -1,0 +1,80 @@
+"""Flat NumPy views of the tensors in one call of torch.distributed, and their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringdance.torch.memory import Array, resizable_view
+from ringdance.torch.works import Finish
+
+Tensors = Sequence[Tensor]
+
+
+def check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
+    """Raise ValueError for an output of another dtype than its input."""
+    for output, given in zip(outputs, inputs, strict=True):
+        if output.dtype is not given.dtype:
+            raise ValueError(f"{name}: the output has the dtype {output.dtype}, and its input {given.dtype}.")
+
+
+def shapes_of(tensors: Tensors) -> str:
+    """Return the shapes of tensors, for a pattern that must be equal on all ranks."""
+    return "shapes " + ", ".join(str(tuple(one.shape)) for one in tensors)
+
+
+def bytes_note(tensors: Tensors) -> str:
+    """Return the dtypes of tensors that are sent as bytes, which the engine cannot compare."""
+    return "".join(f" {one.dtype}" for one in tensors if one.element_size() == 1)
+
+
+def shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
+    """Return what ``flat`` does, in the tensors' shapes, which have to be equal on all ranks."""
+    arrays, finish = flat(tensors, moved)
+    # torch itself gives () on one rank and (1,) on another in DistributedDataParallel.join().
+    return [array.reshape(one.shape or (1,)) for array, one in zip(arrays, tensors, strict=True)], finish
+
+
+def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
+    """Return flat views of tensors, and what copies results to those that are not contiguous.
+
+    Args:
+        tensors: of any shape.
+        moved: not reduced: elements that NumPy does not know are sent as bytes.
+    """
+    arrays, copies = [], []
+    for tensor in tensors:
+        plain = tensor.detach()
+        whole = plain.resolve_conj().resolve_neg().contiguous()
+        if whole.data_ptr() != plain.data_ptr() or plain.is_neg() or plain.is_conj():
+            copies.append((plain, whole))
+        row = whole.view(-1)
+        if moved and row.element_size() == 1:
+            row = row.view(torch.uint8)
+        arrays.append(resizable_view(row))
+
+    def finish(_: list[Array]) -> None:
+        for plain, whole in copies:
+            plain.copy_(whole)
+
+    return arrays, finish
+
+
+def distribute(result: Array, outputs: Tensors) -> None:
+    """Cut a flat result into outputs, if there are any."""
+    targets, finish = flat(outputs, moved=True)
+    if sum(target.size for target in targets) != result.size:
+        raise ValueError("Ranks have sent tensors of other sizes than the outputs have.")
+    start = 0
+    for target in targets:
+        target[...] = result[start : start + target.size]
+        start += target.size
+    finish([])
+
+
+def apart(source: Array, target: Array) -> Array:
+    """Return an input, or a copy if results would be written over it."""
+    return source.copy() if np.may_share_memory(source, target) else source
