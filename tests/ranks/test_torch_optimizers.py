@@ -358,3 +358,49 @@ def test_a_dropped_result_is_reported_at_once(caplog: pytest.LogCaptureFixture) 
     unused = hvd.DistributedOptimizer(sgd(net.parameters()))  # whose optimizer is gone
     del used, replaced, again, unused
     assert not caplog.records
+
+
+@several
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("apart", [True, False], ids=["each", "both"])
+def test_a_step_within_a_backward_pass(apart: bool, passes: int) -> None:
+    """Gradients that a pass computes before a step in one of its hooks, and after it, are all reduced."""
+    first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    parts = [[first], [second]] if apart else [[first, second]]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(part, lr=1.0), backward_passes_per_step=passes)
+        for part in parts
+    ]
+    for optimizer, part in zip(optimizers, parts, strict=True):
+        seen = []
+
+        def hook(_: Any, optimizer: Any = optimizer, seen: list[int] = seen) -> None:
+            seen.append(1)
+            if len(seen) % passes == 0:
+                optimizer.step(), optimizer.zero_grad()
+
+        part[0].register_post_accumulate_grad_hook(hook)
+    for count in range(1, 5):
+        for _ in range(passes):
+            (first * (RANK + 1) + second * (RANK + 1) * 10).sum().backward()
+        mean = passes * (SIZE + 1) / 2
+        assert first.item() == pytest.approx(-mean * count)
+        assert hvd.allgather(second.detach()).unique().numel() == 1
+
+
+@several
+def test_an_optimizer_is_closed() -> None:
+    net = make_net(0)
+    optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters())
+    optimizer.close()
+    with counting_exchanges() as count:
+        loss_of(net, 0, RANK).backward()
+    assert count() == 0
+    with pytest.raises(ValueError, match="or it was closed"):
+        optimizer.step()
+    later = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters())
+    optimizer.close()
+    with counting_exchanges() as count:
+        loss_of(net, 0, RANK).backward()
+        later.step()
+    assert count() == 1

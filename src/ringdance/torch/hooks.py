@@ -58,7 +58,7 @@ class Hooks:
     def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
         self.parameters = parameters
         self.exchange = exchange
-        self._tasks: set[int] = set()  # passes whose end will be noticed
+        self._tasks: dict[int, int] = {}  # passes whose end will be noticed, with the steps they began in
         self._handles: dict[int, Any] = {}
         self.close = weakref.finalize(self, _close, self._handles, exchange)
         self.close.atexit = False
@@ -96,7 +96,7 @@ class Hooks:
             self.exchange.on_backward_end()
             return
         task = _private.graph_task()
-        self._tasks.add(task)
+        self._tasks[task] = self.exchange.step
         node = _private.outermost_function_node()
         if node is None:
             _private.queue_callback(self._end)
@@ -107,7 +107,7 @@ class Hooks:
 
         def in_outermost(_: Any) -> None:
             handle.remove()
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
             outer = _private.graph_task()
             # Numbers rise: in a pass that began later, this is the hook of one that has raised.
             if 0 <= outer < task and outer not in self._tasks:
@@ -120,6 +120,7 @@ class Hooks:
         task = _private.graph_task()
         if task not in self._tasks:  # two threads have asked for the same
             return
+        began_in = self._tasks[task]
         for past in [one for one in self._tasks if one <= task]:  # those of passes that raised too
-            self._tasks.discard(past)
-        self.exchange.on_backward_end()
+            del self._tasks[past]
+        self.exchange.on_backward_end(began_in)

@@ -90,10 +90,19 @@ class _Distributed(Wrapped):
         if self._hooks is not None and not self._hooks.close.alive:
             raise ArgumentError(
                 f"This DistributedOptimizer of {self._options.names[0]} and others no longer reduces "
-                "gradients: another one was made later for some of its parameters. Use that one, or make "
-                "this one again by DistributedOptimizer(), which takes them back. Optimizers that are "
+                "gradients: another one was made later for some of its parameters, or it was closed. Use the "
+                "other, or make this one again by DistributedOptimizer(), which takes them back. Optimizers that are "
                 "used in turn need parameters of their own."
             )
+
+    def close(self) -> None:
+        """Reduce no gradients from now on; all ranks call this alike.
+
+        An optimizer that is no longer referred to ends by itself, but in a cycle of references only with a
+        garbage collection, whose time differs by rank.
+        """
+        if self._hooks is not None and self._hooks.close.alive:
+            release(self._options.parameters)
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:

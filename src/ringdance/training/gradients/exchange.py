@@ -336,15 +336,22 @@ class GradientExchange:
         if abort:
             self.source.close_direct()
 
-    def on_backward_end(self) -> None:
-        """Count a backward pass that computed some of the gradients; exchange after every ``passes``-th."""
-        self.state.passes += 1
-        if self.early and self.state.passes % self.passes == 0:
+    def on_backward_end(self, began_in: int | None = None) -> None:
+        """Count a backward pass that computed some of the gradients; exchange after every ``passes``-th.
+
+        Args:
+            began_in: the step in which it began, if that can be an earlier one: ``step()`` was called in a
+                hook. What the pass has computed since is exchanged, but the pass is not one of this step's.
+        """
+        own = began_in is None or began_in == self.step
+        self.state.passes += own
+        if self.early and (not own or self.state.passes % self.passes == 0):
             self._exchange()
 
     def finish_exchange(self) -> None:
         """Exchange before the gradients are used, unless that was done: see Note [Exchange of gradients]."""
-        if not self.finished or self.source.unreduced(self.state.computed):
+        computed = self.state.computed
+        if not self.finished or 1 in computed or self.source.unreduced(computed):
             if self.operation is ReduceOp.AVERAGE:
                 self.source.forget()
             elif not self.finished and not self.state.passes:
