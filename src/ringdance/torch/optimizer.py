@@ -91,8 +91,8 @@ class _Distributed(Wrapped):
             raise ArgumentError(
                 f"This DistributedOptimizer of {self._options.names[0]} and others no longer reduces "
                 "gradients: another one was made later for some of its parameters, or it was closed. Use the "
-                "other, or make this one again by DistributedOptimizer(), which takes them back. Optimizers that are "
-                "used in turn need parameters of their own."
+                "other, or make this one again by DistributedOptimizer(), which takes them back. Optimizers "
+                "that are used in turn need parameters of their own."
             )
 
     def close(self) -> None:
