@@ -93,6 +93,21 @@ def test_a_timeout_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit(LIMIT)
+def test_a_receive_that_stays_pending_aborts_no_rank(tmp_path: Path) -> None:
+    script = tmp_path / "pending.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('ringdance')\n"
+        "if dist.get_rank() == 1:\n"
+        "    work = dist.irecv(torch.ones(4), 0)  # which nobody sends\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = started(*torchrun(2), str(script))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.limit(LIMIT)
 def test_ranks_started_by_hand_that_begin_again(tmp_path: Path) -> None:
     """torch's store ends with its process group; the job and a later group do not need it."""
     script = tmp_path / "again.py"

@@ -6,6 +6,7 @@ ranks of a host open through /proc, so that no name is left behind.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import os
 import socket
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -37,6 +39,7 @@ _OPERATIONS = {
 }  # fmt: skip
 _jobs = itertools.count()
 _LAST = timedelta(seconds=5)
+_NO_TAG = 1 << 30  # of no message: see backend.py
 _YEAR = timedelta(days=365)  # the engine's own checks find ranks that are missing
 
 
@@ -66,11 +69,13 @@ class _Started:
 class _Transfer:
     """A message between two ranks: gloo tells that it is complete only to who waits."""
 
-    def __init__(self, work: Any, buffer: Array, received: bool) -> None:
+    def __init__(self, group: Any, rank: int | None, work: Any, buffer: Array, received: bool) -> None:
+        self._group, self._rank = group, rank
         self._work, self._buffer, self._received, self.source = work, buffer, received, -1
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._wait, name="ringdance transfer", daemon=True)
         self._thread.start()
+        _transfers.add(self)
 
     def _wait(self) -> None:
         try:
@@ -80,12 +85,29 @@ class _Transfer:
         except BaseException as error:
             self._error = error
 
+    def give_up(self) -> None:
+        """End the thread: gloo closes a connection on which a call has timed out, and wakes its waiters."""
+        if self._rank is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], self._rank, _NO_TAG).wait(timedelta(milliseconds=1))
+            self._thread.join(1.0)
+
     def test(self) -> bool:
         if self._thread.is_alive():
             return False
         if self._error is not None:
             raise self._error
         return True
+
+
+_transfers: weakref.WeakSet[_Transfer] = weakref.WeakSet()
+
+
+@atexit.register  # before the job is joined: runs after the job has been left
+def _give_up() -> None:
+    """Leave no thread in gloo: one that woke while Python ends would abort the process."""
+    for one in list(_transfers):
+        one.give_up()
 
 
 def _host_of_this_process() -> str:
@@ -140,10 +162,16 @@ def own_store(store: Any, rank: int, size: int) -> Any:
 
 def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
     """Return every rank's value, which JSON can hold."""
-    store.set(f"{key}/{rank}", json.dumps(value))
     keys = [f"{key}/{number}" for number in range(size)]
-    store.wait(keys)
-    return [json.loads(one) for one in store.multi_get(keys)]
+    try:
+        store.set(f"{key}/{rank}", json.dumps(value))
+        store.wait(keys)
+        return [json.loads(one) for one in store.multi_get(keys)]
+    except RuntimeError as error:
+        raise RankLostError(
+            f"Rank {rank} of {size} on host {socket.gethostname()} does not meet the others in torch's store: "
+            f"has rank 0, or torchrun's agent, ended, or has a rank not been started? {error}"
+        ) from error
 
 
 class GlooTransport(Transport):
@@ -259,13 +287,14 @@ class GlooTransport(Transport):
         return Hierarchy(sizes, self._window_bytes, self._cross)
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
-        return _Transfer(self._group.send([_tensor(buffer)], rank, tag), buffer, False)
+        work = self._group.send([_tensor(buffer)], rank, tag)
+        return _Transfer(self._group, rank, work, buffer, False)
 
     def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
         tensors = [torch.from_numpy(buffer)]
-        if rank is None:
-            return _Transfer(self._group.recv_anysource(tensors, tag), buffer, True)
-        return _Transfer(self._group.recv(tensors, rank, tag), buffer, True)
+        group = self._group
+        work = group.recv_anysource(tensors, tag) if rank is None else group.recv(tensors, rank, tag)
+        return _Transfer(group, rank, work, buffer, True)
 
     def post(self, rank: int, message: bytes) -> None:
         with self._store_is_there():
