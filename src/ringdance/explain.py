@@ -10,16 +10,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
+from ringdance.core.reports.dump import main_frames, own_lines, stacks_of, worker_lines
 from ringdance.core.reports.procfs import activity, sample_cpu
-from ringdance.core.reports.stacks import place_of
+from ringdance.core.reports.stacks import doing_in, place_of
 from ringdance.core.ring import RingReader, Word, steps_text
 from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
@@ -47,6 +47,7 @@ exit code: 0, also where damaged files are left out, which is said on stderr; 2 
 directory
 """
 _SAMPLE_S = 0.2
+_MOST_WORKERS = 2
 _BEFORE = " without init()"  # what a rank's progress ends with until then
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 _ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
@@ -67,6 +68,7 @@ class _Rank:
     doing: str = ""
     stacks: str = ""
     operation: str = ""  # the whole name of what it waits for
+    workers: list[str] = field(default_factory=list)  # what processes forked from it do
 
     @property
     def who(self) -> str:
@@ -84,8 +86,10 @@ class _Rank:
 
     @property
     def action(self) -> str:
-        """What its main thread does and where."""
-        return f"its main thread {self.doing or 'runs'}{self.place}"
+        """What its main thread does and where, and its worker processes."""
+        more = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
+        own = f"its main thread {self.doing or 'runs'}{self.place}"
+        return "; ".join([own, *self.workers[:_MOST_WORKERS], *more])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -225,11 +229,26 @@ def _look(ranks: list[_Rank]) -> list[_Rank]:
     samples = {rank.pid: sample_cpu(rank.pid) for rank in ranks}
     time.sleep(_SAMPLE_S if ranks else 0.0)
     for rank in ranks:
-        rank.doing = activity(rank.pid, before=samples[rank.pid])
         rank.stacks = stacks_of(rank.pid)
+        frames = main_frames(rank.stacks)
+        inside = frames[: frames.index(rank.frames[0])] if frames else []
+        rank.doing = doing_in(inside, activity(rank.pid, before=samples[rank.pid]))
         if rank.stacks and not _WAITS.search(rank.stacks):
             rank.waits_for = ""
+        if not rank.waits_for and rank.doing.startswith("waits"):
+            _look_at_workers(rank)
     return ranks
+
+
+def _look_at_workers(rank: _Rank) -> None:
+    """Add what processes that were forked from a rank do in the user's code, such as a data loader's."""
+    with suppress(psutil.Error):  # it has just ended
+        for child in psutil.Process(rank.pid).children():
+            stacks = stacks_of(child.pid)
+            if lines := worker_lines(main_frames(stacks)):
+                doing = activity(child.pid) or "runs"
+                rank.workers.append(f"its worker process {child.pid} {doing}, at {place_of(lines)}")
+                rank.stacks += f"Worker process {child.pid}:\n{stacks.partition(chr(10))[2]}"
 
 
 def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
@@ -257,14 +276,18 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
         others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"
         return f"{others} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
+    alike = len({label for _, label in names}) < len(names)  # then their whole names tell them apart
+
+    def said(name: tuple[str, str]) -> str:
+        return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])
+
     if len(names) == 1:
         cause = "ranks that were not seen" if missing else "an exchange that is under way"
         return f"All ranks here wait for '{waiting[0].waits_for}': for {cause}."
     usual = names.most_common(1)[0][0]
     odd = [rank for rank in waiting if (rank.operation, rank.waits_for) != usual]
-    shown = 1 if len({label for _, label in names}) == len(names) else 0  # by labels, if these differ
-    parts = [f"{rank.who} for '{(rank.operation, rank.waits_for)[shown]}'{rank.place}" for rank in odd]
-    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for '{usual[shown]}'."
+    parts = [f"{rank.who} for {said((rank.operation, rank.waits_for))}{rank.place}" for rank in odd]
+    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for {said(usual)}."
 
 
 # -- what a job has left --------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,32 @@ import ringdance.numpy as hvd
 while not (here / f"init.{rank}").exists():
     time.sleep(0.1)
 hvd.init()
+"""
+LOADER = """
+import multiprocessing
+def iterate(load):
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=lambda: theirs.send(load()), daemon=True).start()
+    while True:
+        if ours.poll(60):
+            yield ours.recv()
+"""
+LOADING = """
+import pathlib, sys, time
+import numpy as np
+import ringdance.numpy as hvd
+here = pathlib.Path(__file__).parent
+sys.path.insert(0, str(here / "site-packages/torch/utils/data"))
+from dataloader import iterate
+def load():
+    if hvd.rank() == 1:
+        (here / "began").touch()
+        time.sleep(600)
+    return 1
+hvd.init()
+for batch in iterate(load):
+    hvd.allreduce(np.ones(3), name="loss")
+    break
 """
 PLANTED = Path(__file__).with_name("planted_job.py")
 
@@ -66,6 +93,30 @@ def test_a_job_that_hangs_is_explained_while_it_runs_and_afterwards(tmp_path: Pa
         assert "failed first: killed by SIGKILL" in explain(str(out)).splitlines()[-1]
     finally:
         job.end()
+
+
+def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
+    """The rank's main thread is in PyTorch's file, as far as can be seen; importing torch takes long."""
+    library, program = tmp_path / "site-packages/torch/utils/data/dataloader.py", tmp_path / "job.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(LOADER)
+    program.write_text(LOADING)
+    job = start(tmp_path, "-np", "2", sys.executable, str(program))
+    try:
+        assert wait_until((tmp_path / "began").exists, 30.0) is not None
+        found: list[str] = []
+        assert wait_until(lambda: _says(found, job, "Rank 0 waits for rank 1"), 20.0) is not None, found
+        last = found[-1].splitlines()[-1]
+        assert f"its main thread waits for its data loader, at {program}:14 in <module>; its worker " in last
+        assert re.search(rf"; its worker process \d+ sleeps, at {program}:11 in load\.$", last), last
+        assert 'job.py", line 11 in load' in explain(str(job.process.pid), "--stacks")
+    finally:
+        job.end()
+
+
+def _says(found: list[str], job: Job, words: str) -> bool:
+    found[:] = [explain(str(job.process.pid))]
+    return words in found[0]
 
 
 def test_the_line_of_an_exception_is_named(tmp_path: Path) -> None:
