@@ -26,7 +26,7 @@ from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import Run
 from ringdance.job_files import NO_FORMAT, read_regular
 from ringdance.launch.background import records
-from ringdance.launch.cause import CAUSE_FILE, OF_OTHERS, Cause
+from ringdance.launch.cause import OF_OTHERS, OUTCOME_FILE, Cause, signal_name
 from ringdance.launch.parser import Parser, as_program, seconds
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
@@ -48,6 +48,8 @@ directory
 """
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
+_STOPPED = "The job was ended by "
+_CAUGHT = "How the job ended is not known. An error was printed, and perhaps caught, by "
 _BEFORE = " without init()"  # what a rank's progress ends with until then
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 _ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
@@ -296,16 +298,15 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
 def _explain_files(directory: Path) -> Iterator[str]:
     stalls, flights = _load(directory, "stall", _stalled), _load(directory, "flight", _pending)
     yield from map(_pending, flights)
-    for path in sorted(directory.glob("ringdance-stacks-*.txt")):
+    for path in sorted(directory.glob("ringdance-stacks-*.txt"), key=_numbers):
         yield f"stacks: {path}"
-    stall = max(stalls, key=lambda stall: float(stall["time"]), default=None)
-    failure = _failure(directory, flights)
-    if failure:
-        yield failure
-    if stall and not (failure and not any(error in failure for error in OF_OTHERS)):
-        yield _stalled(stall)
-    elif not failure:
-        yield f"There is no sign of a failure or stall in {directory}."
+    said = [_stalled(max(stalls, key=lambda stall: float(stall["time"])))] if stalls else []
+    code, end = _end(directory, flights)
+    if not code:
+        yield from [*said, *filter(None, [end])] or [f"There is no sign of a failure or stall in {directory}"]
+    else:
+        follows = end.startswith((_STOPPED, _CAUGHT)) or any(error in end for error in OF_OTHERS)
+        yield from [end, *said * follows]
 
 
 def _who(known: dict[str, Any]) -> str:
@@ -318,8 +319,13 @@ def _clock(seconds: float) -> str:
 
 def _load(directory: Path, kind: str, describe: Callable[[dict[str, Any]], str]) -> list[dict[str, Any]]:
     """Return the files of a kind that can be described; others are named on stderr and left out."""
-    paths = sorted(directory.glob(f"ringdance-{kind}-rank*.json"))
+    paths = sorted(directory.glob(f"ringdance-{kind}-rank*.json"), key=_numbers)
     return [content for path in paths if (content := _content(path, describe)) is not None]
+
+
+def _numbers(path: Path) -> list[int]:
+    """Return the numbers in a file's name and its directory's, by which rank 10 comes after rank 2."""
+    return list(map(int, re.findall(r"\d+", f"{path.parent.name} {path.name}")))
 
 
 def _content(path: Path, describe: Callable[[dict[str, Any]], str]) -> dict[str, Any] | None:
@@ -348,27 +354,32 @@ def _pending(flight: dict[str, Any]) -> str:
     return text
 
 
-def _failed(content: dict[str, Any]) -> str:
-    """Return a sentence about the cause of a job's failure."""
-    cause = Cause(**content)
-    text = (f"{_who(content)} failed first: " if cause.rank is not None else "") + cause.message
+def _outcome(content: dict[str, Any]) -> str:
+    """Return a sentence about how a job ended, as its launcher has written it."""
+    code, when = int(content["code"]), _clock(content["time"])
+    if content["cause"] is None:
+        how = f"{_STOPPED}{signal_name(code - 128)} to its launcher" if code else "The job ended well"
+        return f"{how} at {when}."
+    cause = Cause(**content["cause"])
+    text = (f"{_who(content['cause'])} failed first: " if cause.rank is not None else "") + cause.message
     lines = re.findall(r'File "(.*)", line (\d+),? in (\S+)', cause.traceback)
     own = own_lines([f"{file}:{line} in {name}" for file, line, name in lines])
     innermost = -1 if "most recent call last" in cause.traceback else 0
     return f"{text}, at {own[innermost]}" if own else text
 
 
-def _failure(directory: Path, flights: list[dict[str, Any]]) -> str:
-    """Return a sentence about the first failure, "" if there was none."""
-    path = directory / CAUSE_FILE
-    if path.exists() and (cause := _content(path, _failed)) is not None:
-        return _failed(cause)
-    for path in sorted(directory.glob("rank.*/stderr")):
+def _end(directory: Path, flights: list[dict[str, Any]]) -> tuple[int, str]:
+    """Return an exit code and a sentence: how a job ended, or its first failure; 0 and "" if unknown."""
+    path = directory / OUTCOME_FILE
+    if path.exists() and (outcome := _content(path, _outcome)) is not None:
+        return outcome["code"], _outcome(outcome)
+    if flights:  # the reason of a rank about itself, if there is one
+        return 1, str(min((not one["reason"].startswith(_who(one)), one["reason"]) for one in flights)[1])
+    for path in sorted(directory.glob("rank.*/stderr"), key=_numbers):
         errors = _ERROR.findall(path.read_text(errors="replace"))
         if errors and not any(error in errors[-1] for error in OF_OTHERS):
-            return f"{path.parent.name.replace('.', ' ')} failed: {errors[-1]}"
-    reasons = sorted((not one["reason"].startswith(_who(one)), one["reason"]) for one in flights)
-    return str(reasons[0][1]) if reasons else ""  # of a rank about itself, if there is one
+            return 1, f"{_CAUGHT}rank {_numbers(path)[0]}: {errors[-1]}"
+    return 0, ""
 
 
 def _stalled(stall: dict[str, Any]) -> str:

@@ -128,8 +128,18 @@ def test_the_line_of_an_exception_is_named(tmp_path: Path) -> None:
     assert words in said[-1]
     assert said[-1].endswith(f"planted_job.py:{line_of('exception')} in exception")
     assert "): pending 'allreduce.loss'; last batch at " in said[0]
-    (tmp_path / "out" / "ringdance-cause.json").unlink()  # as under another launcher
+    (tmp_path / "out" / "ringdance-outcome.json").unlink()  # as under another launcher
     assert "ValueError: image 17 cannot be read" in explain(str(tmp_path / "out")).splitlines()[-1]
+    for left in ("metrics-2.jsonl", "rank.03/stderr", "mine.json", "rank.1/mine"):
+        (tmp_path / "out" / left).parent.mkdir(exist_ok=True)
+        (tmp_path / "out" / left).touch()
+    caught = "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()"
+    options = ("-np", "1", "--output-filename", str(tmp_path / "out"))
+    again = start(tmp_path, *options, sys.executable, "-c", caught)
+    assert again.process.wait(30.0) == 0
+    assert re.fullmatch(r"The job ended well at \d\d:\d\d:\d\d\.\n", explain(str(tmp_path / "out")))
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "out")) for path in files} == {"mine.json", "rank.1/mine", "rank.0/stdout", "rank.0/stderr", "ringdance-outcome.json"}
 
 
 def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
