@@ -139,7 +139,9 @@ def test_the_line_of_an_exception_is_named(tmp_path: Path) -> None:
     assert again.process.wait(30.0) == 0
     assert re.fullmatch(r"The job ended well at \d\d:\d\d:\d\d\.\n", explain(str(tmp_path / "out")))
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert {str(path.relative_to(tmp_path / "out")) for path in files} == {"mine.json", "rank.1/mine", "rank.0/stdout", "rank.0/stderr", "ringdance-outcome.json"}
+    assert {str(path.relative_to(tmp_path / "out")) for path in files} == {
+        "mine.json", "rank.1/mine", "rank.0/stdout", "rank.0/stderr", "ringdance-outcome.json"
+    }  # fmt: skip
 
 
 def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
