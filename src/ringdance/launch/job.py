@@ -293,6 +293,7 @@ class Job:
                 self._fail(f"{self._plan.mpi.mpiexec} {wrong}")
         elif rank and "pid" in message:
             rank.pid = message["pid"]
+            link.remote.time_here(message["time"])
             self.on_note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
             if self._state is State.STOPPING:  # it was about to start when the others got theirs
                 link.send(self._shutdown.sigterm())
@@ -304,7 +305,8 @@ class Job:
             name = signal_name(message["stopped"])
             self._err(f"ringdance: {who} was stopped by {name}: {hint}\n".encode())
         elif rank and "ended" in message:
-            end = message["ended"], message["time"], message["by_mpiexec"], message["why"]
+            when = link.remote.time_here(message["time"])
+            end = message["ended"], when, message["by_mpiexec"], message["why"]
             self._on_rank_exit(rank, *end)
 
     def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
