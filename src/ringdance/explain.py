@@ -49,10 +49,8 @@ directory
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
 _STOPPED = "The job was ended by "
-_CAUGHT = "How the job ended is not known. An error was printed, and perhaps caught, by "
 _BEFORE = " without init()"  # what a rank's progress ends with until then
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
-_ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
 
 
 @dataclass
@@ -305,8 +303,8 @@ def _explain_files(directory: Path) -> Iterator[str]:
     if not code:
         yield from [*said, *filter(None, [end])] or [f"There is no sign of a failure or stall in {directory}"]
     else:
-        follows = end.startswith((_STOPPED, _CAUGHT)) or any(error in end for error in OF_OTHERS)
-        yield from [end, *said * follows]
+        yield end
+        yield from said if any(words in end for words in (_STOPPED, *OF_OTHERS)) else ()
 
 
 def _who(known: dict[str, Any]) -> str:
@@ -324,8 +322,8 @@ def _load(directory: Path, kind: str, describe: Callable[[dict[str, Any]], str])
 
 
 def _numbers(path: Path) -> list[int]:
-    """Return the numbers in a file's name and its directory's, by which rank 10 comes after rank 2."""
-    return list(map(int, re.findall(r"\d+", f"{path.parent.name} {path.name}")))
+    """Return the numbers in a file's name, by which rank 10 comes after rank 2."""
+    return list(map(int, re.findall(r"\d+", path.name)))
 
 
 def _content(path: Path, describe: Callable[[dict[str, Any]], str]) -> dict[str, Any] | None:
@@ -373,13 +371,8 @@ def _end(directory: Path, flights: list[dict[str, Any]]) -> tuple[int, str]:
     path = directory / OUTCOME_FILE
     if path.exists() and (outcome := _content(path, _outcome)) is not None:
         return outcome["code"], _outcome(outcome)
-    if flights:  # the reason of a rank about itself, if there is one
-        return 1, str(min((not one["reason"].startswith(_who(one)), one["reason"]) for one in flights)[1])
-    for path in sorted(directory.glob("rank.*/stderr"), key=_numbers):
-        errors = _ERROR.findall(path.read_text(errors="replace"))
-        if errors and not any(error in errors[-1] for error in OF_OTHERS):
-            return 1, f"{_CAUGHT}rank {_numbers(path)[0]}: {errors[-1]}"
-    return 0, ""
+    reasons = [(not one["reason"].startswith(_who(one)), one["reason"]) for one in flights]
+    return len(reasons), min(reasons, default=(False, ""))[1]  # of a rank about itself, if there is one
 
 
 def _stalled(stall: dict[str, Any]) -> str:
