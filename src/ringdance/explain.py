@@ -10,23 +10,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
+from ringdance.core.reports.dump import main_frames, own_lines, stacks_of, worker_lines
 from ringdance.core.reports.procfs import activity, sample_cpu
-from ringdance.core.reports.stacks import place_of
+from ringdance.core.reports.stacks import doing_in, place_of
 from ringdance.core.ring import RingReader, Word, steps_text
 from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import Run
 from ringdance.job_files import NO_FORMAT, read_regular
 from ringdance.launch.background import records
-from ringdance.launch.cause import CAUSE_FILE, OF_OTHERS, Cause
+from ringdance.launch.cause import OF_OTHERS, OUTCOME_FILE, Cause, signal_name
 from ringdance.launch.parser import Parser, as_program, seconds
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
@@ -47,9 +47,10 @@ exit code: 0, also where damaged files are left out, which is said on stderr; 2 
 directory
 """
 _SAMPLE_S = 0.2
+_MOST_WORKERS = 2
+_STOPPED = "The job was ended by "
 _BEFORE = " without init()"  # what a rank's progress ends with until then
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
-_ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
 
 
 @dataclass
@@ -67,6 +68,7 @@ class _Rank:
     doing: str = ""
     stacks: str = ""
     operation: str = ""  # the whole name of what it waits for
+    workers: list[str] = field(default_factory=list)  # what processes forked from it do
 
     @property
     def who(self) -> str:
@@ -84,8 +86,10 @@ class _Rank:
 
     @property
     def action(self) -> str:
-        """What its main thread does and where."""
-        return f"its main thread {self.doing or 'runs'}{self.place}"
+        """What its main thread does and where, and its worker processes."""
+        more = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
+        own = f"its main thread {self.doing or 'runs'}{self.place}"
+        return "; ".join([own, *self.workers[:_MOST_WORKERS], *more])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -225,11 +229,26 @@ def _look(ranks: list[_Rank]) -> list[_Rank]:
     samples = {rank.pid: sample_cpu(rank.pid) for rank in ranks}
     time.sleep(_SAMPLE_S if ranks else 0.0)
     for rank in ranks:
-        rank.doing = activity(rank.pid, before=samples[rank.pid])
         rank.stacks = stacks_of(rank.pid)
+        frames = main_frames(rank.stacks)
+        inside = frames[: frames.index(rank.frames[0])] if frames else []
+        rank.doing = doing_in(inside, activity(rank.pid, before=samples[rank.pid]))
         if rank.stacks and not _WAITS.search(rank.stacks):
             rank.waits_for = ""
+        if not rank.waits_for and rank.doing.startswith("waits"):
+            _look_at_workers(rank)
     return ranks
+
+
+def _look_at_workers(rank: _Rank) -> None:
+    """Add what processes that were forked from a rank do in the user's code, such as a data loader's."""
+    with suppress(psutil.Error):  # it has just ended
+        for child in psutil.Process(rank.pid).children():
+            stacks = stacks_of(child.pid)
+            if lines := worker_lines(main_frames(stacks)):
+                doing = activity(child.pid) or "runs"
+                rank.workers.append(f"its worker process {child.pid} {doing}, at {place_of(lines)}")
+                rank.stacks += f"Worker process {child.pid}:\n{stacks.partition(chr(10))[2]}"
 
 
 def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
@@ -257,14 +276,18 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
         others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"
         return f"{others} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
+    alike = len({label for _, label in names}) < len(names)  # then their whole names tell them apart
+
+    def said(name: tuple[str, str]) -> str:
+        return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])
+
     if len(names) == 1:
         cause = "ranks that were not seen" if missing else "an exchange that is under way"
         return f"All ranks here wait for '{waiting[0].waits_for}': for {cause}."
     usual = names.most_common(1)[0][0]
     odd = [rank for rank in waiting if (rank.operation, rank.waits_for) != usual]
-    shown = 1 if len({label for _, label in names}) == len(names) else 0  # by labels, if these differ
-    parts = [f"{rank.who} for '{(rank.operation, rank.waits_for)[shown]}'{rank.place}" for rank in odd]
-    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for '{usual[shown]}'."
+    parts = [f"{rank.who} for {said((rank.operation, rank.waits_for))}{rank.place}" for rank in odd]
+    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for {said(usual)}."
 
 
 # -- what a job has left --------------------------------------------------------------------
@@ -273,16 +296,15 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
 def _explain_files(directory: Path) -> Iterator[str]:
     stalls, flights = _load(directory, "stall", _stalled), _load(directory, "flight", _pending)
     yield from map(_pending, flights)
-    for path in sorted(directory.glob("ringdance-stacks-*.txt")):
+    for path in sorted(directory.glob("ringdance-stacks-*.txt"), key=_numbers):
         yield f"stacks: {path}"
-    stall = max(stalls, key=lambda stall: float(stall["time"]), default=None)
-    failure = _failure(directory, flights)
-    if failure:
-        yield failure
-    if stall and not (failure and not any(error in failure for error in OF_OTHERS)):
-        yield _stalled(stall)
-    elif not failure:
-        yield f"There is no sign of a failure or stall in {directory}."
+    said = [_stalled(max(stalls, key=lambda stall: float(stall["time"])))] if stalls else []
+    code, end = _end(directory, flights)
+    if not code:
+        yield from [*said, *filter(None, [end])] or [f"There is no sign of a failure or stall in {directory}"]
+    else:
+        yield end
+        yield from said if any(words in end for words in (_STOPPED, *OF_OTHERS)) else ()
 
 
 def _who(known: dict[str, Any]) -> str:
@@ -295,8 +317,13 @@ def _clock(seconds: float) -> str:
 
 def _load(directory: Path, kind: str, describe: Callable[[dict[str, Any]], str]) -> list[dict[str, Any]]:
     """Return the files of a kind that can be described; others are named on stderr and left out."""
-    paths = sorted(directory.glob(f"ringdance-{kind}-rank*.json"))
+    paths = sorted(directory.glob(f"ringdance-{kind}-rank*.json"), key=_numbers)
     return [content for path in paths if (content := _content(path, describe)) is not None]
+
+
+def _numbers(path: Path) -> list[int]:
+    """Return the numbers in a file's name, by which rank 10 comes after rank 2."""
+    return list(map(int, re.findall(r"\d+", path.name)))
 
 
 def _content(path: Path, describe: Callable[[dict[str, Any]], str]) -> dict[str, Any] | None:
@@ -325,27 +352,27 @@ def _pending(flight: dict[str, Any]) -> str:
     return text
 
 
-def _failed(content: dict[str, Any]) -> str:
-    """Return a sentence about the cause of a job's failure."""
-    cause = Cause(**content)
-    text = (f"{_who(content)} failed first: " if cause.rank is not None else "") + cause.message
+def _outcome(content: dict[str, Any]) -> str:
+    """Return a sentence about how a job ended, as its launcher has written it."""
+    code, when = int(content["code"]), _clock(content["time"])
+    if content["cause"] is None:
+        how = f"{_STOPPED}{signal_name(code - 128)} to its launcher" if code else "The job ended well"
+        return f"{how} at {when}."
+    cause = Cause(**content["cause"])
+    text = (f"{_who(content['cause'])} failed first: " if cause.rank is not None else "") + cause.message
     lines = re.findall(r'File "(.*)", line (\d+),? in (\S+)', cause.traceback)
     own = own_lines([f"{file}:{line} in {name}" for file, line, name in lines])
     innermost = -1 if "most recent call last" in cause.traceback else 0
     return f"{text}, at {own[innermost]}" if own else text
 
 
-def _failure(directory: Path, flights: list[dict[str, Any]]) -> str:
-    """Return a sentence about the first failure, "" if there was none."""
-    path = directory / CAUSE_FILE
-    if path.exists() and (cause := _content(path, _failed)) is not None:
-        return _failed(cause)
-    for path in sorted(directory.glob("rank.*/stderr")):
-        errors = _ERROR.findall(path.read_text(errors="replace"))
-        if errors and not any(error in errors[-1] for error in OF_OTHERS):
-            return f"{path.parent.name.replace('.', ' ')} failed: {errors[-1]}"
-    reasons = sorted((not one["reason"].startswith(_who(one)), one["reason"]) for one in flights)
-    return str(reasons[0][1]) if reasons else ""  # of a rank about itself, if there is one
+def _end(directory: Path, flights: list[dict[str, Any]]) -> tuple[int, str]:
+    """Return an exit code and a sentence: how a job ended, or its first failure; 0 and "" if unknown."""
+    path = directory / OUTCOME_FILE
+    if path.exists() and (outcome := _content(path, _outcome)) is not None:
+        return outcome["code"], _outcome(outcome)
+    reasons = [(not one["reason"].startswith(_who(one)), one["reason"]) for one in flights]
+    return len(reasons), min(reasons, default=(False, ""))[1]  # of a rank about itself, if there is one
 
 
 def _stalled(stall: dict[str, Any]) -> str:

@@ -23,6 +23,9 @@ PLOTS = """[...document.querySelectorAll('svg')].map(svg => [
   svg.getBoundingClientRect().width > 100 && svg.getBoundingClientRect().height > 30,
   [...svg.querySelectorAll('.line, rect')].some(e => e.getBoundingClientRect().width > 1),
   svg.querySelector('title').textContent.length > 3])"""
+# Headings that stand vertically, or in columns so narrow that they break into letters.
+HEADINGS = """[...document.querySelectorAll('thead th')].filter(th => getComputedStyle(th).writingMode
+  !== 'horizontal-tb' || th.getBoundingClientRect().height > 60).map(th => th.textContent)"""
 LETTERS = """Math.min(...[...document.querySelectorAll('svg text')]
   .map(text => text.getBoundingClientRect().height))"""
 
@@ -78,6 +81,7 @@ def test_the_page_can_be_read_everywhere(browser: Any, page: Path, width: int, l
     assert len(plots) >= 6
     assert all(all(one) for one in plots), plots
     assert tab.evaluate(LETTERS) >= 9
+    assert tab.evaluate(HEADINGS) == []
     back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (back == "rgb(255, 255, 255)") == (look != "dark")
     assert "bound by skew" in tab.inner_text("h1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,32 @@ import ringdance.numpy as hvd
 while not (here / f"init.{rank}").exists():
     time.sleep(0.1)
 hvd.init()
+"""
+LOADER = """
+import multiprocessing
+def iterate(load):
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=lambda: theirs.send(load()), daemon=True).start()
+    while True:
+        if ours.poll(60):
+            yield ours.recv()
+"""
+LOADING = """
+import pathlib, sys, time
+import numpy as np
+import ringdance.numpy as hvd
+here = pathlib.Path(__file__).parent
+sys.path.insert(0, str(here / "site-packages/torch/utils/data"))
+from dataloader import iterate
+def load():
+    if hvd.rank() == 1:
+        (here / "began").touch()
+        time.sleep(600)
+    return 1
+hvd.init()
+for batch in iterate(load):
+    hvd.allreduce(np.ones(3), name="loss")
+    break
 """
 PLANTED = Path(__file__).with_name("planted_job.py")
 
@@ -68,6 +95,30 @@ def test_a_job_that_hangs_is_explained_while_it_runs_and_afterwards(tmp_path: Pa
         job.end()
 
 
+def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
+    """The rank's main thread is in PyTorch's file, as far as can be seen; importing torch takes long."""
+    library, program = tmp_path / "site-packages/torch/utils/data/dataloader.py", tmp_path / "job.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(LOADER)
+    program.write_text(LOADING)
+    job = start(tmp_path, "-np", "2", sys.executable, str(program))
+    try:
+        assert wait_until((tmp_path / "began").exists, 30.0) is not None
+        found: list[str] = []
+        assert wait_until(lambda: _says(found, job, "Rank 0 waits for rank 1"), 20.0) is not None, found
+        last = found[-1].splitlines()[-1]
+        assert f"its main thread waits for its data loader, at {program}:14 in <module>; its worker " in last
+        assert re.search(rf"; its worker process \d+ sleeps, at {program}:11 in load\.$", last), last
+        assert 'job.py", line 11 in load' in explain(str(job.process.pid), "--stacks")
+    finally:
+        job.end()
+
+
+def _says(found: list[str], job: Job, words: str) -> bool:
+    found[:] = [explain(str(job.process.pid))]
+    return words in found[0]
+
+
 def test_the_line_of_an_exception_is_named(tmp_path: Path) -> None:
     job = begin(tmp_path, "exception")
     assert job.process.wait(30.0) != 0
@@ -77,8 +128,20 @@ def test_the_line_of_an_exception_is_named(tmp_path: Path) -> None:
     assert words in said[-1]
     assert said[-1].endswith(f"planted_job.py:{line_of('exception')} in exception")
     assert "): pending 'allreduce.loss'; last batch at " in said[0]
-    (tmp_path / "out" / "ringdance-cause.json").unlink()  # as under another launcher
+    (tmp_path / "out" / "ringdance-outcome.json").unlink()  # as under another launcher
     assert "ValueError: image 17 cannot be read" in explain(str(tmp_path / "out")).splitlines()[-1]
+    for left in ("metrics-2.jsonl", "rank.03/stderr", "mine.json", "rank.1/mine"):
+        (tmp_path / "out" / left).parent.mkdir(exist_ok=True)
+        (tmp_path / "out" / left).touch()
+    caught = "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()"
+    options = ("-np", "1", "--output-filename", str(tmp_path / "out"))
+    again = start(tmp_path, *options, sys.executable, "-c", caught)
+    assert again.process.wait(30.0) == 0
+    assert re.fullmatch(r"The job ended well at \d\d:\d\d:\d\d\.\n", explain(str(tmp_path / "out")))
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "out")) for path in files} == {
+        "mine.json", "rank.1/mine", "rank.0/stdout", "rank.0/stderr", "ringdance-outcome.json"
+    }  # fmt: skip
 
 
 def test_several_jobs_are_told_apart(tmp_path: Path) -> None:

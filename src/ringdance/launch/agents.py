@@ -323,7 +323,8 @@ class Agents:
         elif "note" in message:
             listener.on_note(message["note"])
         elif "exited" in message:
-            self._programs[message["exited"]](message["pid"], message["code"], message["time"])
+            when = agent.time_here(message["time"])
+            self._programs[message["exited"]](message["pid"], message["code"], when)
         elif "died" in message:
             name = signal_name(message["signal"])
             why = f"{message['name']} (pid {message['died']}), which is no rank, was killed by {name}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 MARK = b"::ringdance-cause::"
 """Marks the line on stderr in which a failing rank reports why, as JSON; see :func:`parse_mark`."""
 
-CAUSE_FILE = "ringdance-cause.json"
-"""File in the output directory of a failed job: the :class:`Cause`."""
+OUTCOME_FILE = "ringdance-outcome.json"
+"""File in the output directory of a job that has ended; see :func:`write_outcome`."""
 
 # Errors by which a rank reports another's end; never the first failure if there is another.
 OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
@@ -250,6 +253,14 @@ def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> 
         if end and end.code != 0 and not end.by_launcher and not end.by_mpiexec:
             return exit_code(end.code)
     return 0
+
+
+def write_outcome(outcome: Verdict | int, directory: str) -> None:
+    """Write how a job ended into its output directory, if that can be: code, time, and the cause or None."""
+    cause = asdict(outcome.cause) if isinstance(outcome, Verdict) else None
+    code = outcome.code if isinstance(outcome, Verdict) else outcome
+    with contextlib.suppress(OSError), open(os.path.join(directory, OUTCOME_FILE), "w") as file:
+        json.dump({"code": code, "time": time.time(), "cause": cause}, file)
 
 
 _WIDTH = 78

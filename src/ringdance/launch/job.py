@@ -10,11 +10,12 @@ import signal
 import time
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
-from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
+from ringdance.launch.cause import Cause, Ended, Verdict, signal_name, write_outcome
 from ringdance.launch.directories import (
     OUTPUT,
     OWN_DIRECTORY,
@@ -30,7 +31,7 @@ from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
 from ringdance.launch.output.merge import spans
 from ringdance.launch.output.results import CollectedFile, Results
 from ringdance.launch.output.screen import Screen
-from ringdance.launch.output.stream import MpiexecOutput
+from ringdance.launch.output.stream import MpiexecOutput, remove_left
 from ringdance.launch.prepare import PreparedJob
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, close_all, folded, start_local, together
@@ -79,6 +80,7 @@ class Job:
             if directory:
                 os.makedirs(directory, exist_ok=True)
                 self._lock = _locked(directory)
+                remove_left(Path(directory))
         except OSError as error:
             raise LaunchError(f"--output-filename {directory}: {error.strerror}") from None
         self._prepared, self._screen, self._err = prepared, screen, screen.of(1)
@@ -126,7 +128,10 @@ class Job:
             self._deadline = time.monotonic() + self._spec.start_timeout
             while self._state is not State.DONE:
                 self._step()
-            return self._result()
+            outcome = self._result()
+            if output:
+                write_outcome(outcome, output)
+            return outcome
         finally:
             self._close(local)
 
@@ -288,6 +293,7 @@ class Job:
                 self._fail(f"{self._plan.mpi.mpiexec} {wrong}")
         elif rank and "pid" in message:
             rank.pid = message["pid"]
+            link.remote.time_here(message["time"])
             self.on_note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
             if self._state is State.STOPPING:  # it was about to start when the others got theirs
                 link.send(self._shutdown.sigterm())
@@ -299,7 +305,8 @@ class Job:
             name = signal_name(message["stopped"])
             self._err(f"ringdance: {who} was stopped by {name}: {hint}\n".encode())
         elif rank and "ended" in message:
-            end = message["ended"], message["time"], message["by_mpiexec"], message["why"]
+            when = link.remote.time_here(message["time"])
+            end = message["ended"], when, message["by_mpiexec"], message["why"]
             self._on_rank_exit(rank, *end)
 
     def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:

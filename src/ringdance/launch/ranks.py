@@ -108,6 +108,8 @@ class RankTable:
         rank = self.of(link)
         if rank and data:
             rank.streams[which].feed(data)
+            for mark in rank.streams[which].marks:
+                link.remote.time_here(mark.time)
         elif rank:
             rank.streams[which].end()
 
@@ -232,7 +234,7 @@ class RankTable:
         lost = {n for host in self._plan.hosts if host.name in self.lost_hosts for n in host.ranks}
         for rank in self._ranks.values():
             err = rank.streams[1]
-            marks += err.marks
+            marks += [replace(mark, time=rank.link.remote.time_here(mark.time)) for mark in err.marks]
             if rank.ended:
                 if rank.ended.code is None and rank.rank in lost:
                     rank.ended = replace(rank.ended, why="not reachable: its host is lost")

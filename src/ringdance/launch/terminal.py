@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
-from dataclasses import asdict
 
-from ringdance.launch.cause import CAUSE_FILE, Verdict, render
+from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import write_all
@@ -36,10 +33,6 @@ def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) 
     """Show the verdict on a failed job; return the exit code."""
     if isinstance(outcome, int):
         return outcome
-    directory = prepared.spec.output_directory
-    text = render(outcome, prepared.plan.ranks, directory)
-    if directory:
-        with contextlib.suppress(OSError), open(os.path.join(directory, CAUSE_FILE), "w") as file:
-            json.dump(asdict(outcome.cause), file)
+    text = render(outcome, prepared.plan.ranks, prepared.spec.output_directory)
     screen.of(1)(text.encode(errors="surrogateescape") + b"\n")
     return outcome.code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -64,13 +65,15 @@ class Rank:
         self.gpu = fmean(gpu) if gpu else None
 
     def rates(self) -> list[tuple[float, float]]:
-        """Return steps per second at times since the epoch."""
-        found = []
-        for before, after in zip(self.rows, self.rows[1:], strict=False):
-            seconds = after.get("last_step_time", 0) - before.get("last_step_time", before["time"])
-            if seconds > 0:
-                found.append((after["last_step_time"], (after["steps"] - before["steps"]) / seconds))
-        return found
+        """Return steps per second at times since the epoch; short intervals, as at the end, join others."""
+        points = [(float(row.get("last_step_time") or row["time"]), row["steps"]) for row in self.rows]
+        lengths = [b - a for (a, _), (b, _) in itertools.pairwise(points) if b > a]
+        chosen = points[:1]
+        for point in points[1:]:
+            if point[0] - chosen[-1][0] >= median(lengths or [0.0]) / 2 > 0:
+                chosen.append(point)
+        chosen[1:] = chosen[1:-1] + [points[-1]] * (len(chosen) > 1)
+        return [(b, (done - before) / (b - a)) for (a, before), (b, done) in itertools.pairwise(chosen)]
 
 
 @dataclass

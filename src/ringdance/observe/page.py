@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -32,12 +32,12 @@ def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch
         batch: samples of a rank and step; 0 if not known.
     """
     run = runs[-1]
+    speed = speed_of(run, batch)
     evidence = "".join(f"<li>{_code(text)}</li>" for text in limit.evidence)
     parts = [
         f"<h1>{escape(run.directory.resolve().name)}: bound by {limit.bound}</h1>",
         f"<p>{run.size} ranks on {len(run.hosts)} host{'s' * (len(run.hosts) != 1)}, {run.seconds:.0f} s, "
-        f"{run.ranks[0].rows[-1]['steps']} steps, {run.steps_per_second:.4g} steps/s"
-        + (f", {run.steps_per_second * run.size * batch:.4g} samples/s" if batch else "") + "</p>",
+        f"{run.ranks[0].rows[-1]['steps']} steps, {_code(speed)}</p>",
         f'<section class="verdict"><p><strong>{escape(limit.sentence)}</strong></p><ul>{evidence}</ul>'
         f"<p><b>Try next:</b> {_code(limit.next_step)}</p></section>",
         f'<h2>The run</h2><div class="plots">{"".join(_plots(run, batch))}</div>',
@@ -57,6 +57,13 @@ def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch
         f'<link rel="icon" href="data:,"><style>{_STYLE.read_text()}</style></head>'
         f"<body>{''.join(parts)}</body></html>\n"
     )
+
+
+def speed_of(run: Run, batch: int) -> str:
+    """Return how fast a run was, or how to see it in samples."""
+    samples = f"{run.steps_per_second * run.size * batch:,.4g} samples/s of all ranks"
+    hint = "with `--batch-size N`, samples of a rank and step, also samples/s (images/s, rows/s)"
+    return f"{run.steps_per_second:.4g} steps/s; {samples if batch else hint}"
 
 
 def _code(text: str) -> str:
@@ -152,18 +159,17 @@ def _excerpt(trace: Sequence[RankTimes]) -> str:
 def _scaling(runs: Sequence[Run], batch: int) -> str:
     ordered = sorted(runs, key=lambda run: run.size)
     smallest = ordered[0]
-    rates = {run.size: run.steps_per_second * (run.size * batch if batch else 1) for run in ordered}
+    rates = [(run.size, run.steps_per_second * (run.size * batch if batch else 1)) for run in ordered]
     unit = "samples/s" if batch else "steps/s"
-    series: Mapping[str, Sequence[tuple[float, float]]] = {"measured": sorted(rates.items())}
     ideal = smallest.steps_per_second * (batch or 1)
-    series = {**series, "without loss": [(n, ideal * (n if batch else 1)) for n in sorted(rates)]}
+    series = {"measured": rates, "without loss": [(n, ideal * (n if batch else 1)) for n, _ in rates]}
     rows = [
-        [run.directory.name, str(run.size), str(len(run.hosts)), f"{run.steps_per_second:.4g}",
+        [run.directory.name, str(run.size), str(len(run.hosts)), f"{rate:.4g}",
          f"{run.steps_per_second / smallest.steps_per_second:.0%}", f"{run.communication:.0%}",
          f"{run.skew:.0%}", f"{fmean([one.cores for one in run.ranks]):.2f}"]
-        for run in ordered
+        for run, (_, rate) in zip(ordered, rates, strict=True)
     ]  # fmt: skip
-    names = ("run", "ranks", "hosts", "steps/s", "efficiency", "communication", "skew", "cores per rank")
+    names = ("run", "ranks", "hosts", unit, "efficiency", "communication", "skew", "cores per rank")
     note = "<p>Efficiency is steps/s against the smallest run, for the same batch on each rank.</p>"
     plot = svg.lines("Speed by ranks", series, "ranks", unit, first=_OTHER)
     return f'<div class="plots">{plot}</div>{_table(names, rows)}{note}'

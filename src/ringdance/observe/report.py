@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
 from ringdance.observe.figures import Run, read_run
 from ringdance.observe.limits import RunLimit, judge
-from ringdance.observe.page import page
+from ringdance.observe.page import page, speed_of
 from ringdance.observe.summary import RankTimes, notes, ranks_of
 from ringdance.observe.trace import load
 
@@ -56,16 +57,26 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json:
             print(json.dumps({**asdict(limit), "page": str(target)}, indent=1))
         else:
-            print(f"{_words(limit)}\nThe page is {target}")
+            print(f"{_words(limit)}\n{speed_of(runs[-1], arguments.batch_size)}\nThe page is {target}")
         return 0
 
     return as_program("ringdance report", action)
 
 
 def trace_of(run: Run, file: Path | None) -> list[RankTimes]:
-    """Return a run's timeline, or that of a file; empty without one."""
-    found = [file] if file else [path for name in _TIMELINES for path in sorted(run.directory.glob(name))]
-    return [one for one in ranks_of(load(found[0])) if one.steps.sum() > 0] if found else []
+    """Return a run's timeline, or that of a file; empty without one of its processes.
+
+    Raises:
+        LaunchError: the file is another run's.
+    """
+    processes = {(one.rank, one.host, one.rows[0]["pid"]) for one in run.ranks}
+    for path in [file] if file else [path for name in _TIMELINES for path in run.directory.glob(name)]:
+        ranks = ranks_of(load(path))
+        if own := [one for one in ranks if (one.rank, one.host, one.pid) in processes]:
+            return [one for one in own if one.steps.sum() > 0]
+        if file and ranks:
+            raise LaunchError(f"{file} is the timeline of another run: it has no process of {run.directory}")
+    return []
 
 
 def uneven_share(trace: Sequence[RankTimes]) -> float:

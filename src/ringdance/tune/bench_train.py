@@ -198,12 +198,15 @@ def draw(target: Path, content: Mapping[str, Any]) -> list[Path]:
     one = rows[0]["images_per_second"]
     lines = {"ringdance": "images_per_second"} | {peer: peer for peer in _peers(content)}
     speeds = {name: [(row["ranks"], row[key]) for row in rows] for name, key in lines.items()}
-    shares = {name: [(n, speed / n / one) for n, speed in line] for name, line in speeds.items()}
+    shares = {name: [(n, 100 * speed / n / one) for n, speed in line] for name, line in speeds.items()}
     speeds["linear"] = [(row["ranks"], row["ranks"] * one) for row in rows]
-    shares["bound"] = [(size["ranks"], size["bound"] / size["ranks"] / one) for size in content["sizes"]]
-    titles = {"Speed": "images_per_second", "Efficiency": "efficiency"}
-    noise = {title: {"ringdance": [row["noise"] * row[key] for row in rows]} for title, key in titles.items()}
-    labels = [f"{unit}/s of all ranks", "speed of a rank, by that of one alone"]
+    bounds = [(size["ranks"], size["bound"]) for size in content["sizes"]]
+    shares["bound"] = [(n, 100 * speed / n / one) for n, speed in bounds]
+    noise = {
+        title: {"ringdance": [row["noise"] * y for row, (_, y) in zip(rows, panel["ringdance"], strict=True)]}
+        for title, panel in (("Speed", speeds), ("Efficiency", shares))
+    }
+    labels = [f"{unit}/s of all ranks", "speed of a rank in % of one alone"]
     panels = {"Speed": speeds, "Efficiency": shares}
     return plots.lines(target, panels, "ranks", labels, noise, rows[-1]["ranks"] > 8)
 

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             _show(Console(), rows)
         if arguments.plot:
-            lines(arguments.plot, _panels(rows), "hosts", "efficiency", logarithmic=True)
+            lines(arguments.plot, _panels(rows), "hosts", "efficiency, %", logarithmic=True)
         return 0
 
     return as_program("ringdance simulate", action)
@@ -144,10 +144,10 @@ def _show(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _panels(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Return the efficiency over the number of hosts, for each type and bandwidth."""
+    """Return the efficiency in % over the number of hosts, for each type and bandwidth."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         panel = panels.setdefault(f"{row['gbits']:g} Gbit/s, {row['wire']}", {})
         for name, key in _LINES.items():
-            panel.setdefault(name, []).append((row["hosts"], row[key]))
+            panel.setdefault(name, []).append((row["hosts"], 100 * row[key]))
     return panels

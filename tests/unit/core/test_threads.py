@@ -20,6 +20,8 @@ from ringdance.core.reports import procfs, stacks
 from ringdance.core.reports.procfs import activity
 from ringdance.core.reports.stacks import place_of, thread_locations
 
+SERIALIZATION = "/x/site-packages/torch/serialization.py"
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -60,8 +62,8 @@ def test_a_library_that_reads_a_fifo_waits_for_its_writer(tmp_path: Path, opened
     """As torch.load of a FIFO: that a model is loaded is not what takes time."""
     path = tmp_path / "model"
     os.mkfifo(path)
-    space: dict[str, Any] = {"__name__": "torch.serialization"}
-    exec(compile("def load(path):\n    open(path).read()", "/x/site-packages/torch/s.py", "exec"), space)
+    space: dict[str, Any] = {}
+    exec(compile("def load(path):\n    open(path).read()", SERIALIZATION, "exec"), space)
     with running(lambda: space["load"](path)) as entries:
         if opened:
             with open(path, "wb"):
@@ -75,11 +77,26 @@ def test_a_library_that_reads_a_fifo_waits_for_its_writer(tmp_path: Path, opened
 def test_a_library_that_reads_a_file_is_named() -> None:
     lock = threading.Lock()
     lock.acquire()
-    space: dict[str, Any] = {"__name__": "torch.serialization"}
-    exec(compile("def save(lock):\n    lock.acquire()", "/x/site-packages/torch/s.py", "exec"), space)
+    space: dict[str, Any] = {}
+    exec(compile("def save(lock):\n    lock.acquire()", SERIALIZATION, "exec"), space)
     with running(lambda: space["save"](lock)) as entries:
         entries("saves or loads a model")
         lock.release()
+
+
+def test_a_loader_is_waited_for_by_a_thread_that_waits() -> None:
+    """One without workers reads and computes itself; outside of libraries they do not count."""
+    loader = ["/x/queue.py", "/x/site-packages/torch/utils/data/dataloader.py"]
+    said = ["waits for a socket or a pipe", "waits for data from 1.2.3.4:5", "reads /x", "computes", ""]
+    assert [stacks.doing_in(loader, one) for one in said] == [
+        "waits for its data loader", *said[1:4], "waits for its data loader"
+    ]  # fmt: skip
+    space: dict[str, Any] = {"lock": threading.Lock()}
+    space["lock"].acquire()
+    exec(compile("def __next__(item):\n    item()", loader[1], "exec"), space)
+    with running(lambda: space["__next__"](lambda: space["lock"].acquire())) as entries:
+        entries(procfs._LOCKED)  # in the user's code, below the loader
+        space["lock"].release()
 
 
 def test_tasks_of_asyncio_are_at_the_lines_that_await() -> None:

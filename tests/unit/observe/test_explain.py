@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from ringdance.launch.system import linux
 FLIGHT = {"rank": 1, "host": "node2", "pid": 7, "pending": ["a"], "records": [], "reason": "an error"}
 
 
-@pytest.mark.parametrize("name", ["stall-rank0-1", "flight-rank0-1", "cause"])
+@pytest.mark.parametrize("name", ["stall-rank0-1", "flight-rank0-1", "outcome"])
 @pytest.mark.parametrize(
     ("text", "place"),
     [
@@ -57,6 +58,45 @@ def test_files_that_cannot_be_read_are_left_out_with_the_reason(
     assert "pending 'a'" in said.out
 
 
+STALL = {"ranks": [], "culprits": [], "time": 0.0, "seconds": 4.0, "name": "loss"}
+CAUSE = {"rank": 10, "host": "n", "pid": 7, "time": 0.0, "kind": "exception", "message": "ValueError: b"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        ({"code": 0, "cause": None}, ["waited", "The job ended well at "]),
+        ({"code": 130, "cause": None}, ["The job was ended by SIGINT to its launcher at ", "waited"]),
+        ({"code": 1, "cause": CAUSE}, ["rank 10 on host n (pid 7) failed first: ValueError: b"]),
+        ({"code": 1, "cause": CAUSE | {"message": "StallError: b"}}, ["failed first: StallError", "waited"]),
+        (None, ["waited"]),
+    ],
+)
+def test_an_error_that_may_have_been_caught_is_no_verdict(
+    tmp_path: Path, outcome: dict[str, object] | None, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (2, 10):
+        (tmp_path / f"rank.{rank}").mkdir()
+        (tmp_path / f"rank.{rank}/stderr").write_text(f"Traceback\nKeyError: {rank}\nnone: went on\n")
+    (tmp_path / "ringdance-stall-rank0-1.json").write_text(json.dumps(STALL))
+    if outcome:
+        (tmp_path / "ringdance-outcome.json").write_text(json.dumps(outcome | {"time": 3.0}))
+    assert explain.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(said), lines
+    assert all(words in line for words, line in zip(said, lines, strict=True)), lines
+
+
+def test_rank_10_comes_after_rank_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (10, 2, 1):
+        (tmp_path / f"ringdance-flight-rank{rank}-7.json").write_text(json.dumps(FLIGHT | {"rank": rank}))
+        (tmp_path / f"ringdance-stacks-rank{rank}-7.txt").touch()
+    assert explain.main([str(tmp_path)]) == 0
+    assert re.findall(r"^rank (\d+)|rank(\d+)-", capsys.readouterr().out, re.MULTILINE) == [
+        *((rank, "") for rank in ("1", "2", "10")), *(("", rank) for rank in ("1", "2", "10"))
+    ]  # fmt: skip
+
+
 def test_how_long_other_hosts_may_take_is_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["-H", "localhost", "--timeout", "0.01"]) == 2
     assert "localhost: ended after 0.01 s (--timeout)" in capsys.readouterr().err
@@ -70,8 +110,8 @@ def test_operations_of_one_label_are_told_apart() -> None:
     ]
     assert explain._culprit(ranks[:2], []).startswith("All ranks here wait for 'gradients of w'")
     assert explain._culprit(ranks, []) == (
-        "The ranks wait for different operations, rank 2 on host node1 (pid 9) for 'tape.2a.0'; the others "
-        "for 'tape.1f.0'."
+        "The ranks wait for different operations, rank 2 on host node1 (pid 9) for 'gradients of w' "
+        "(tape.2a.0); the others for 'gradients of w' (tape.1f.0)."
     )
 
 

@@ -146,6 +146,51 @@ def test_a_gap_in_the_timeline_is_not_drawn_as_computing_and_a_colour_has_one_me
     assert 'class="b0"' not in picture
 
 
+@pytest.mark.parametrize("pid", [100, 7])
+def test_the_timeline_of_an_earlier_run_is_told_apart(
+    tmp_path: Path, pid: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rank waits all the time for others to submit: the run would be bound by skew."""
+    run = write(tmp_path / "run", [0.3, 0.3])
+    writer = ChromeWriter(str(run / "timeline.json"), 0, 0.0)
+    writer.process(1_000_000, f"rank 0 on node0 (pid {pid})", 0)
+    for tid, name in ((2, "waits"), (3, "steps")):
+        writer.thread(1_000_000, tid, name)
+    writer.span(1_000_000, 2, "WAIT", 0, 100_000_000)
+    writer.close()
+    assert report.main([str(run)]) == 0
+    assert capsys.readouterr().out.startswith(f"Bound by {'skew' if pid == 100 else 'communication'}. ")
+    assert ("The last steps" in (run / "report.html").read_text()) is (pid == 100)
+    assert report.main([str(run), "--timeline", str(run / "timeline.json")]) == (0 if pid == 100 else 2)
+    assert ("timeline.json is the timeline of another run" in capsys.readouterr().err) is (pid == 7)
+
+
+def test_a_last_interval_of_milliseconds_is_no_spike(tmp_path: Path) -> None:
+    """The monitor writes a sample when the ranks leave; a step may have ended between two of its numbers."""
+    write_rank(tmp_path / "metrics-0.jsonl", 0, "A", 1, 100.0, 0.5, 1)
+    rows = (tmp_path / "metrics-0.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1])
+    last |= {"time": last["time"] + 0.01, "last_step_time": last["time"] + 0.002, "steps": last["steps"] + 1}
+    (tmp_path / "metrics-0.jsonl").write_text("\n".join([*rows, json.dumps(last)]))
+    (one,) = read_run(tmp_path).ranks
+    assert [rate for _, rate in one.rates()] == pytest.approx([2.0, 2.0, 2.0, 11 / 5.002])
+    assert one.rates()[-1][0] == last["last_step_time"]
+
+
+def test_samples_are_shown_once_the_batch_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"one": 1, "four": 4, "same": 4}
+    runs = [str(write(tmp_path / name, [0.1] * size)) for name, size in sizes.items()]
+    assert report.main(runs) == 0
+    assert "\n10 steps/s; with `--batch-size N`, " in capsys.readouterr().out
+    assert report.main([*runs, "--batch-size", "32"]) == 0
+    assert "\n10 steps/s; 1,280 samples/s of all ranks\n" in capsys.readouterr().out
+    text = (tmp_path / "same/report.html").read_text()
+    assert '<th scope="col">samples/s</th><th scope="col">efficiency</th>' in text
+    assert [text.count(f"<td>{rate}</td><td>100%</td>") for rate in ("320", "1280")] == [1, 2]
+
+
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert report.main([str(tmp_path / "empty")]) == 2

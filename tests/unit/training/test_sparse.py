@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from loopback_job import job
 
+from ringdance.core import labels
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.settings import Settings
 from ringdance.training import collectives
@@ -135,6 +136,15 @@ def test_ranks_without_rows_and_rows_that_cancel() -> None:
 
     for route in ("rows", "dense", "auto"):
         assert job(3, program, Settings(sparse=route)) == [[[3, 0.0, 0.0]] * 2] * 3
+
+
+def test_a_stall_names_the_tables() -> None:
+    def program(engine: Any) -> None:
+        part = Rows(np.array([0]), np.ones((1, 8)), 4)
+        SparseExchange(engine, [part] * 2, ["users", "items"], name="036c.sparse.0").wait()
+
+    job(2, program)
+    assert labels.label_of("grouped_allreduce.036c.sparse.0") == "rows of the gradients of users and 1 more"
 
 
 def test_a_process_set() -> None:

@@ -96,6 +96,14 @@ def test_the_table_has_peers_and_multiples_of_them() -> None:
     assert "160.0 (x 1.60)" in shown[2]
 
 
+def test_the_plot_shows_efficiency_in_percent_as_the_table_does(tmp_path, monkeypatch) -> None:
+    panels = {}
+    monkeypatch.setattr(bench_train.plots, "lines", lambda file, drawn, *rest: panels.update(drawn))
+    bench_train.draw(tmp_path / "plot.svg", content())
+    ours = [y for _, y in panels["Efficiency"]["ringdance"]]
+    assert ours == pytest.approx([100 * row["efficiency"] for row in bench_train.table(content())])
+
+
 def test_the_plot_has_all_lines(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     light, _ = bench_train.draw(tmp_path / "plot.svg", content())

@@ -92,3 +92,13 @@ def test_settings_count(capsys, monkeypatch):
     monkeypatch.setenv("RINGDANCE_CHUNK_BYTES", "x")
     assert main(words) == 2
     assert "RINGDANCE_CHUNK_BYTES='x' cannot be used" in capsys.readouterr().err
+
+
+def test_the_plot_shows_efficiency_in_percent_as_the_table_does(tmp_path, monkeypatch, capsys):
+    from ringdance.tune import efficiency
+
+    panels = {}
+    monkeypatch.setattr(efficiency, "lines", lambda file, drawn, *rest, **more: panels.update(drawn))
+    assert main([*SMALL, "--plot", str(tmp_path / "plot.svg"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.partition("\n]")[0] + "]")
+    assert panels["10 Gbit/s, float32"]["ringdance"][0][1] == pytest.approx(100 * rows[0]["engine"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import re
 import shutil
@@ -70,6 +71,12 @@ def own_lines(frames: list[str]) -> list[str]:
     return [frame for frame in frames if not _OWN.search(frame)] or frames
 
 
+def worker_lines(frames: list[str]) -> list[str]:
+    """Return the user's frames in what a process does that was forked from another, [] if it is none."""
+    inside = list(itertools.takewhile(lambda frame: not frame.endswith(" in _bootstrap"), frames))
+    return [frame for frame in inside if not _OWN.search(frame)] if len(inside) < len(frames) else []
+
+
 def main_frames(text: str) -> list[str]:
     """Return the main thread's frames in what ``stacks_of`` returns, innermost first; [] if not known.
 
@@ -79,11 +86,11 @@ def main_frames(text: str) -> list[str]:
         thread = text.partition('"MainThread"')[2].partition("\nThread")[0]
         return [f"{file}:{line} in {name}" for name, file, line in _PY_SPY.findall(thread)]
     main, *blocks = re.split(r"thread:? 0x0*", text, flags=re.IGNORECASE)[1:] or [""]
-    number = main.strip()
-    for block in blocks:
-        if re.match(rf"{number}\b", block):
-            return [f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(block)]
-    return []
+    known = [block for block in blocks if re.match(rf"{main.strip()}\b", block)]
+    # A child forked by another thread has that one alone.
+    known = known or (blocks if len(blocks) == 1 else [""])
+    found = _FRAME.findall(known[0])
+    return [f"{file}:{line} in {name}" for file, line, name in found]
 
 
 def _handles(pid: int) -> bool:

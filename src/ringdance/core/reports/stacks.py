@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -24,16 +25,19 @@ _MOST_FRAMES = 8
 _MOST_THREADS = 4
 _SAMPLE_S = 0.02
 _WRITE = ("flush", "fsync", "fdatasync", "pwrite", "write", "writelines")  # functions that do
-# What a thread does, by the modules that it is in.
-_BY_MODULE = (
-    ("torch.cuda", "waits for the GPU"),
-    ("torch._inductor", "compiles"),
-    ("torch._dynamo.convert_frame", "compiles"),
-    ("jax._src.compiler", "compiles"),
-    ("torch.serialization", "saves or loads a model"),
-    ("keras.src.saving", "saves or loads a model"),
-    ("tensorflow.python.saved_model", "saves or loads a model"),
-    ("torch.utils.data.dataloader", "waits for its data loader"),
+_LOADS = "waits for its data loader"
+# What a thread does, by the files of libraries that it is in.
+_BY_FILE = (
+    ("/torch/cuda/", "waits for the GPU"),
+    ("/torch/_inductor/", "compiles"),
+    ("/torch/_dynamo/convert_frame.py", "compiles"),
+    ("/jax/_src/compiler.py", "compiles"),
+    ("/torch/serialization.py", "saves or loads a model"),
+    ("/keras/src/saving/", "saves or loads a model"),
+    ("/tensorflow/python/saved_model/", "saves or loads a model"),
+    ("/torch/utils/data/dataloader.py", _LOADS),
+    ("/tensorflow/python/data/ops/iterator_ops.py", _LOADS),
+    ("/ringdance/data/", _LOADS),
 )
 
 
@@ -106,10 +110,16 @@ def _doing(inner: FrameType, said: str) -> str:
         return f"waits in MPI's {name}()"
     if name in _WRITE and said.startswith(("computes", "waits in")):  # between two waits for its disk
         return "writes a file" + said.removeprefix("computes").removeprefix("waits")
-    modules = [f"{frame.f_globals.get('__name__')}." for frame, _ in traceback.walk_stack(inner)]
-    known = [doing for module in modules for prefix, doing in _BY_MODULE if module.startswith(prefix + ".")]
-    # That it waits for another process says more.
-    return known[0] if known and not said.startswith("waits for data") else said
+    inside = itertools.takewhile(lambda one: not _is_users(one[0]), traceback.walk_stack(inner))
+    return doing_in([frame.f_code.co_filename for frame, _ in inside], said)
+
+
+def doing_in(files: Sequence[str], said: str) -> str:
+    """Return what a thread does, by the libraries' files that it is in, innermost first, or as ``said``."""
+    known = [doing for file in files for part, doing in _BY_FILE if part in file]
+    # That it waits for another process says more, and a loader without workers is the thread itself.
+    loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
+    return said if not known or loads or said.startswith("waits for data") else known[0]
 
 
 def _called(frame: FrameType) -> tuple[str, str]:

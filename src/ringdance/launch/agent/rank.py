@@ -6,8 +6,8 @@ outlives it long enough to end the rank and to report. The rank's stdout and std
 ends are sent over that socket, so output has a rank under every MPI library. Standard library only; 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
-``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
-seconds since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
+``{"pid", "time"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal,
+"time": since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
 reads; then ``{"signal": n}`` for the rank, with ``"after"``, seconds until then, and ``"stay"``, seconds in
 which mpiexec shall not learn of the rank's end; ``{"over"}`` when all ranks have ended; closing the
@@ -157,7 +157,7 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         for descriptor in (stdin, *out, *err):
             os.close(descriptor)
-        self._channel.send({"pid": self._child})
+        self._channel.send({"pid": self._child, "time": time.time()})
         code = self._wait()
         if code is None:
             return 1

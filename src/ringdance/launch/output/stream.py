@@ -7,6 +7,7 @@ line too, so that progress bars stay readable.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from ringdance.launch.cause import MARK, Cause, parse_mark
+from ringdance.launch.cause import MARK, OUTCOME_FILE, Cause, parse_mark
 
 Sink = Callable[[bytes], None]
 
@@ -28,6 +29,10 @@ _LOST_PEER = re.compile(rb"NBC_Progress: an error -?\d+ was found|Error in NBC_S
 """Printed by Open MPI, sometimes with an empty line after it, when a peer has died; the error says more."""
 _HELD_S = 3.0
 """How long a traceback is held back: if the rank ends with it, it is shown once, as the cause."""
+_LEFT = (
+    "rank.*/stdout", "rank.*/stderr", "metrics-*.jsonl", OUTCOME_FILE, "ringdance-flight-rank*.json",
+    "ringdance-stall-rank*.json", "ringdance-stacks-rank*.txt",
+)  # fmt: skip
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
@@ -253,6 +258,21 @@ def open_files(directory: Path, rank: int, ranks: int) -> tuple[BinaryIO, Binary
     own.mkdir(parents=True, exist_ok=True)
     # Unbuffered: the files must be complete even if the launcher is killed.
     return open(own / "stdout", "wb", buffering=0), open(own / "stderr", "wb", buffering=0)
+
+
+def remove_left(directory: Path) -> None:
+    """Remove what an earlier job has left in a directory for output: it would be taken for this one's.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    for left in _LEFT:
+        for path in directory.glob(left):
+            if path.is_file():
+                path.unlink()
+    for path in directory.glob("rank.*"):
+        with contextlib.suppress(OSError):  # TensorBoard's files are there too
+            path.rmdir()
 
 
 _RULE = re.compile(rb"[-=]{40,}\s*$")

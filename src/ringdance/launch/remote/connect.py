@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import select
@@ -55,6 +56,7 @@ class Remote:
         port: one that it keeps free.
         clean: whether it has cleaned up after the job.
         lost: whether it has ended, or does not answer.
+        behind: seconds by which its clock is behind this host's, at most.
     """
 
     host: str
@@ -72,6 +74,15 @@ class Remote:
     port: int = 0
     clean: bool = False
     lost: bool = False
+    behind: float = math.inf
+
+    def time_here(self, when: float) -> float:
+        """Return by this host's clock what a message that has come says by its host's: clocks differ.
+
+        The message that was quickest to come tells how much.
+        """
+        self.behind = min(self.behind, 0.0 if self.local else time.time() - when)
+        return when + self.behind
 
     @property
     def there(self) -> bool:

@@ -26,6 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
 from ringdance.training.collectives import Call
@@ -174,6 +175,8 @@ class SparseExchange:
         self.parts = [Rows(*merge(part.keys, part.values), part.table) for part in parts]
         # Rows of each table, and how many ranks take part: those that have joined add zeros.
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
+        if name and not labels.known(f"grouped_allreduce.{name}", len(names)):
+            labels.note(f"grouped_allreduce.{name}", name, "rows of the gradients", self.names)
         self._first = self.first_call(name, set_id, pattern)
         self._check()
         self._agreed = self._first.submit(engine, (self._counts,), (self._counts,))
