@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, TextIO, get_args, get_origin
 
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, optional
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading a file raises whose content is not as expected."""
 _LARGEST = {float: 1e16, int: 2.0**64}  # seconds that are a date, or microseconds; counters
+# Plain words of YAML 1.2 that are no texts.
+_YAML = {
+    "null": r"~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}  # fmt: skip
 
 
 def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
@@ -49,6 +57,29 @@ def read_regular(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror or error}") from None
+
+
+@cache
+def _yaml_loader() -> Any:
+    """Return PyYAML's loader for YAML 1.2: it reads 1.1, where 1e-4 is a text, 1:2 is 62, and 010 is 8."""
+    yaml: Any = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or write JSON or TOML)")
+    loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
+    for name, words in _YAML.items():
+        loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{words})$"), None)
+    bases = {"0o": 8, "0x": 16}
+    whole: Any = lambda _, node: int(node.value, bases.get(node.value[:2], 10))  # noqa: E731
+    loader.add_constructor("tag:yaml.org,2002:int", whole)
+    return loader
+
+
+def read_yaml(text: str, old: bool = False) -> list[Any]:
+    """Return the documents of a text in YAML 1.2, or in 1.1 if it is `old`. Raises ValueError for another."""
+    loader = _yaml_loader()
+    yaml: Any = optional("yaml", LaunchError)
+    try:
+        return list(yaml.load_all(text, yaml.SafeLoader if old else loader))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def unique_beside(path: Path, word: str) -> Path:
