@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -87,22 +86,38 @@ def unique_beside(path: Path, word: str) -> Path:
     return path.with_name(f".{path.name}.{word}-{os.uname().nodename}-{os.getpid()}")
 
 
+def sync_path(path: Path) -> None:
+    """Wait until a file, or a directory's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def whole_text(path: Path) -> AbstractContextManager[TextIO]:
+    """Open a file for a text, like ``whole_file``."""
+    return whole_file(path, "w", encoding="utf-8", errors="surrogateescape")
+
+
 @contextmanager
-def whole_text(path: Path) -> Iterator[TextIO]:
-    """Open a file for a text. The file gets its name when it is complete; after an error nothing is left.
+def whole_file(path: Path, mode: str, synced: bool = False, **options: Any) -> Iterator[Any]:
+    """Open a file that gets its name when it is complete, `synced` on disk; after an error nothing is left.
 
     Raises:
         OSError: The file cannot be written. ``filename`` is ``path``.
     """
     partial = unique_beside(path, "partial")
     try:
-        with open(str(partial), "w", encoding="utf-8", errors="surrogateescape") as file:
+        with open(str(partial), mode, **options) as file:
             yield file
+        if synced:
+            sync_path(partial)
         os.replace(partial, path)
+        if synced:
+            sync_path(path.parent)
     except BaseException as error:
-        with suppress(OSError):
-            partial.unlink()
-        no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if isinstance(error, OSError) and (no_room or error.filename == str(partial)):
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(partial), partial):
             error.filename = str(path)
         raise

@@ -18,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -51,13 +50,12 @@ scripts, numbers that --metric finds in their output (larger is better).
 
 examples:
   ringdance tune threads --global-batch 256 -- python train.py --batch {batch}
-  ringdance tune threads -H h1,h2 --global-batch 512 --grid -- python train.py --batch {batch}
+  ringdance tune threads -H h1,h2 --global-batch 512 -- python train.py --batch {batch}
   ringdance tune threads --metric 'images/s: (\\S+)' -- python train.py
 
 exit code: 0 if a trial was measured, 1 if none was, 2 for a wrong argument, 130 after Ctrl-C"""
 _POLL, _WORTH = 0.2, 0.02  # seconds; a gain below which there is none
 _TURNS = 5  # runs of each: without a difference all of one are faster than all of the other once in 252 times
-_LOOKS = 3  # candidates at most that are compared, the fastest ones
 _OTHERS = 0.1  # share of the cores that other programs use, from which on speeds may be theirs
 _THOUSANDS = re.compile(r"(?!0)\d{1,3}(,\d{3})+(\.\d*)?")
 _NUMBER = re.compile(r"[\d,]*\.?\d+(e[+-]?\d{1,2})?|[\d,]+\.", re.IGNORECASE)
@@ -227,14 +225,13 @@ def _used_by_others() -> float:
 
 
 def search(
-    space: Mapping[str, Sequence[int]], cores: int, grid: bool, run: Callable[[Setting], Result]
+    space: Mapping[str, Sequence[int]], cores: int, run: Callable[[Setting], Result]
 ) -> tuple[Setting, dict[Setting, list[Result]]]:
     """Try settings; return the best one, and the results in their order.
 
     Args:
         space: candidates by the name of a setting's field, in their order; may become less by trials.
         cores: of a host, shared out to its ranks.
-        grid: whether all combinations are tried, not one field after the other.
         run: runs a trial.
     """
     shared = {n: min(space["intra"], key=lambda threads: abs(threads - cores // n)) for n in space["ranks"]}
@@ -259,16 +256,11 @@ def search(
                 found[one].append(run(one))
         if not _speed_of(found[best]):
             best = next((one for one in candidates if _speed_of(found[one])), best)
-        for one in sorted(candidates, key=lambda one: -_speed_of(found[one]))[:_LOOKS]:
+        for one in sorted(candidates, key=lambda one: -_speed_of(found[one])):
             if _speed_of(found[one]) > _speed_of(found[best]) * (1 + _WORTH) and is_faster(one, best):
                 best = one
 
     look(starts)
-    if grid:
-        look([Setting(*values) for values in product(*space.values())])
-        for name, value in starts[0]._asdict().items():  # luck may have had a part in it
-            plain = best._replace(**{name: value})
-            best = best if plain == best or is_faster(best, plain) else plain
     for name in ("intra", "inter", "bind"):
         look([best._replace(**{name: value}) for value in space[name]])
     return best, found
@@ -315,7 +307,7 @@ def _threads(given: argparse.Namespace) -> int:
                 space["inter"] = space["inter"][:1]
             return speed, reason
 
-        best, found = search(space, trials.cores, given.grid, run)
+        best, found = search(space, trials.cores, run)
     Console(highlight=False).print(trials.table(best, found))
     for one, results in found.items():
         for reason in dict.fromkeys(reason for _, reason in results if reason):
@@ -346,7 +338,6 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     text = "inter-op threads of TensorFlow (default: as it chooses, 1, 2)"
     add("--inter", type=counts, default=[0, 1, 2], metavar="A,B", help=text)
     add("--bind", choices=_BINDS, default="both", help="ranks bound to cores (default: both)")
-    add("--grid", action="store_true", help="try all combinations")
     add("--metric", type=_regex, metavar="REGEX", help="finds the speed in the output, as its one group")
     add("--seconds", type=seconds, default=20.0, metavar="S", help="of steady steps in a trial (default 20)")
     add("--limit", type=seconds, default=300.0, metavar="S", help="for the start of a trial (default 300)")
