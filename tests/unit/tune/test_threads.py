@@ -93,9 +93,9 @@ def test_noise_is_not_recommended(noise: float) -> None:
 
 def test_tensorflow_is_seen_in_the_memory_of_a_rank(tmp_path: Path) -> None:
     (library := tmp_path / "libtensorflow_framework.so.2").write_bytes(b"x")
-    code = f"import mmap; f = open({str(library)!r}); x = mmap.mmap(f.fileno(), 1, prot=1); print(); input()"
+    maps = f"import mmap; f = open({str(library)!r}); m = mmap.mmap(f.fileno(), 1, prot=1); print(); input()"
     pipe = subprocess.PIPE
-    for code, seen in ((code, True), ("print(); input()", False)):
+    for code, seen in ((maps, True), ("print(); input()", False)):
         line = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code]
         job = subprocess.Popen(line, stdin=pipe, stdout=pipe)
         assert job.stdout
