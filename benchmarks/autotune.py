@@ -12,8 +12,8 @@ to be won.
 
 How to read: "of best" is the time of a step with the grid's best settings divided by that of the row's, the
 median over pairs of neighbouring blocks: 1 is as good as the grid. "after" is the step at which the search
-ended. "cost" is what the first 200 steps take longer with autotune on, from the grid's best settings, against
-200 without it, half of them before and half after.
+ended. "cost" is what the first 290 steps take longer with autotune on, from the grid's best settings, against
+290 without it, half of them before and half after.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from common import (
 
 KB, MB = 1 << 10, 1 << 20
 BATCHES = {"mlp": 64, "convnet": 32}
-STEPS = 200  # in which a search has to end
+STEPS = 290  # in which a search has to end
 SETTLE = 5  # steps after a change of the overlap: the fast path of the gradients is open again
 BLOCK_SECONDS = 0.1
 FINALISTS = 4

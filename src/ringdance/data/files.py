@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.errors import ArgumentError, optional
+from ringdance.job_files import whole_file
 
 
 @cache
@@ -78,9 +79,8 @@ class ShardWriter:
 
     def __init__(self, path: Path) -> None:
         self._extend = needed("google_crc32c").extend
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-        self._file = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115
+        self._whole = whole_file(path, "wb", synced=True, buffering=1 << 20)
+        self._file = self._whole.__enter__()
         self.size = self.crc32c = 0
 
     def write(self, data: bytes) -> None:
@@ -97,35 +97,13 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Wait until the file is on disk and give it its name; after an error remove it.
 
         Raises:
             OSError: the disk is full, for one; names the file.
         """
-        try:
-            if error is None:
-                self.sync()
-                os.replace(self._temporary, self._path)
-                sync_path(self._path.parent)
-        except OSError as failure:
-            error = failure
-            raise
-        finally:
-            with contextlib.suppress(OSError):  # it writes what is buffered
-                self._file.close()
-            self._temporary.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = str(self._path)
-
-
-def sync_path(path: Path) -> None:
-    """Wait until a file, or a directory's names, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        self._whole.__exit__(kind, error, trace)
 
 
 def npy(array: np.ndarray[Any, Any]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -99,10 +100,15 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _best(study: Study) -> str:
-    """Return the command of the best trial, for a shell."""
+    """Return the command of the best trial, for a shell, in a directory with nothing of that trial."""
     if (best := study.best()) is None:
         raise LaunchError(f"{study.directory}: no trial has finished yet")
-    return shlex.join(best.user_attrs["command"])
+    old, new = ((study.directory / name / f"{best.number:04}").resolve() for name in ("trials", "best"))
+    words: list[str] = best.user_attrs["command"]
+    if any(str(old) in word for word in words):
+        new.mkdir(parents=True, exist_ok=True)
+        (new / "params.json").write_text(json.dumps(best.params) + "\n")
+    return shlex.join([word.replace(str(old), str(new)) for word in words])
 
 
 def _study(arguments: argparse.Namespace) -> Study:

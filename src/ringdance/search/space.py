@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringdance.errors import LaunchError, optional
-from ringdance.job_files import check_regular
+from ringdance.job_files import read_regular, read_yaml
 
 OWN = ("trial", "dir", "params", "slots")
 """Placeholders of every trial: its number and directory, a JSON file with all parameters, and its slots."""
@@ -87,13 +87,10 @@ class Space:
 
 def read_space(path: Path) -> Space:
     """Read a file of a search. Raises LaunchError if something in it is wrong."""
-    check_regular(path)
-    yaml = optional("yaml", LaunchError, f"{path} is YAML, which needs PyYAML", "pyyaml")
     try:
-        # As JSON: a date, say, becomes a text.
-        return parse_space(json.loads(json.dumps(yaml.safe_load(path.read_bytes()), default=str)))
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise LaunchError(f"{path}: {' '.join(str(error).split())}") from None
+        return parse_space((read_yaml(read_regular(path)) or [None])[0])
+    except ValueError as error:
+        raise LaunchError(f"{path}: {error}") from None
 
 
 def parse_space(found: Any) -> Space:
@@ -132,15 +129,16 @@ def _parameter(name: Any, found: Any) -> Parameter:
     distributions = optional("optuna", LaunchError, "`ringdance search` needs Optuna").distributions
     if not re.fullmatch(_NAME, str(name), re.ASCII) or name in OWN:
         raise ValueError(f"{name!r} is no name: use letters, digits and _, and none of {', '.join(OWN)}")
-    found = {"choices": found} if isinstance(found, list) else _checked(name, found)
-    try:  # YAML takes 1e-4 for a text: it wants 1.0e-4
-        options: dict[str, Any] = {
-            key: float(one) if isinstance(one, str) else one for key, one in found.items()
-        }
-        kind = "float" if any(isinstance(one, float) for one in options.values()) else "int"
-        if any(isinstance(one, float) and not math.isfinite(one) for one in options.values()):
-            raise ValueError("low, high and step must be finite")
-        kind = "categorical" if "choices" in options else kind
+    found = {"choices": found} if isinstance(found, list) else found
+    choices = isinstance(found, Mapping) and "choices" in found
+    options = _checked(name, found, ["choices"] if choices else ["low", "high", "step", "log"])
+    try:
+        numbers: list[Any] = [options.get(key) for key in ("low", "high", *options.keys() & {"step"})]
+        if not choices and not all(type(one) in (int, float) and math.isfinite(one) for one in numbers):
+            raise ValueError("low, high and step must be finite numbers")
+        if choices and not isinstance(options["choices"], list):
+            raise ValueError("choices must be a list")
+        kind = "categorical" if choices else "float" if float in map(type, numbers) else "int"
         # Optuna writes down the first of equal ones, whichever was tried.
         same = [one for one in options.get("choices", ()) if options["choices"].count(one) > 1]
         if same:

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ringdance.data.files import file_crc32, sync_path
+from ringdance.data.files import file_crc32
 from ringdance.errors import RingdanceError
+from ringdance.job_files import sync_path
 
 _log = logging.getLogger("ringdance")
 _MOST_BYTES = 1 << 16  # of a manifest

@@ -38,7 +38,7 @@ from ringdance.tune.tunables import tunables
 _log = logging.getLogger("ringdance")
 
 Values = dict[str, float]
-_LIMIT = 195  # steps after which the search ends, warm-up included
+_LIMIT = 150  # steps after which the search ends, warm-up included; the comparison with the start follows
 _FEWEST = 6  # of them before anything changes: until then the ranks know all requests of a step
 _COLUMNS = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
@@ -206,8 +206,8 @@ class Autotuner:
             return None
         if not all(payloads):
             if self._search is not None:
-                self._take(self._search.best)
-            self._stop(f"a rank has joined, which ends the search: {_text(self.values)}")
+                self._take(self._search.start)
+            self._stop("a rank has joined, which ends the search: the settings stay")
         else:
             answers = [json.loads(payload) for payload in payloads]
             if self._run is None:
@@ -277,17 +277,16 @@ class Autotuner:
     def _end(self, outcome: Outcome) -> None:
         search = self._search
         assert search is not None
-        start = tuple(one.start for one in search.dimensions)
         self._take(outcome.point)
         changed = {
             one.name: one.values[index]
             for one, index in zip(search.dimensions, outcome.point, strict=True) if index != one.start
         }
         after = f"after {self._warm_up + search.used} steps"
-        if outcome.point == start:
+        if outcome.point == search.start:
             self._stop(f"nothing was to be won {after}: the settings stay")
         else:
-            won = f"{100 * outcome.gain:.1f} ± {200 * outcome.error:.1f}% of a step's time won"
+            won = f"{100 * outcome.gain:.1f} ± {100 * outcome.error:.1f}% of a step's time won"
             self._stop(f"{_text(changed)}: {won} {after}")
         _kept.append({"job": self._job, "values": self.values})
         self._written = True
@@ -327,12 +326,8 @@ class Autotuner:
         """The job ends: write what is known so far."""
         if self.engine.on_step is None:
             return
-        if not self.done and self._search is not None:
-            self._take(self._search.best)
-            steps = self._warm_up + self._search.used
-            self._said = f"the job ended after {steps} steps of the search; best so far: {_text(self.values)}"
-        elif not self.done and self.settings.autotune:
-            self._said = "the job ended before all ranks had made enough steps: nothing was tuned"
+        if not self.done and self.settings.autotune:
+            self._said = "the job ended before the search, of up to 280 steps: nothing was tuned"
         self._finish()
 
     @staticmethod
@@ -344,14 +339,13 @@ class Autotuner:
         search, settings = self._search, self.settings
         if search is None:
             return
-        base, number = {**self._state.values()._asdict(), **self.values}, self._warm_up
-        last = tuple(one.start for one in search.dimensions)
+        base, number, last = {**self._state.values()._asdict(), **self.values}, self._warm_up, search.start
         nbytes, exchange = fmean(self._bytes), self._state.exchange
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "w", newline="", opener=_without_waiting) as file:
             rows = csv.writer(file)
             rows.writerow(_COLUMNS)
-            history = [*search.history, (search.best, [], "final")]
+            history = [*search.history, (search.best if self._written else last, [], "final")]
             for point, times, what in history:
                 seconds = fmean(times) if times else 0.0
                 values = base | {d.name: d.values[i] for d, i in zip(search.dimensions, point, strict=True)}

@@ -12,8 +12,8 @@ from math import log
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ringdance.errors import LaunchError, optional
-from ringdance.job_files import NO_FORMAT, read_regular, typed
+from ringdance.errors import LaunchError
+from ringdance.job_files import NO_FORMAT, read_regular, read_yaml, typed
 from ringdance.tune.gradient_sizes import FORWARD, gradients
 
 _HERE = Path(__file__).parent
@@ -81,16 +81,11 @@ def instances() -> dict[str, Instance]:
 
 def _parsed(path: Path) -> dict[str, Any]:
     """Read a YAML or TOML file. Raises LaunchError if it is none."""
-    text, parse = read_regular(path), tomllib.loads
-    failures: tuple[type[Exception], ...] = (ValueError, RecursionError)
-    if path.suffix != ".toml":
-        yaml = optional("yaml", LaunchError, f"{path}: YAML needs PyYAML", "pyyaml", " (or write a .toml)")
-        parse, failures = yaml.safe_load, (*failures, yaml.YAMLError)
+    text, what = read_regular(path), "TOML" if path.suffix == ".toml" else "YAML"
     try:
-        found = parse(text)
-    except failures as error:
-        what = "TOML" if path.suffix == ".toml" else "YAML"
-        raise LaunchError(f"{path} is no {what}: {' '.join(str(error).split())}") from None
+        found = tomllib.loads(text) if what == "TOML" else (read_yaml(text) or [None])[0]
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(f"{path} is no {what}: {error}") from None
     if not isinstance(found, dict):
         raise LaunchError(f"{path} has no fields; expected lines such as `cores: 32`")
     return found

@@ -22,8 +22,9 @@ _RECENT = 12  # steps of a point that count, the latest ones: the machine's spee
 _LEAST_NOISE = 0.01  # of a step's time, whatever few steps show
 _WORTH = 0.02  # a gain below this is none
 _CLEAR = 0.25  # a gain that needs no second look
-_VERIFICATIONS = 6  # times at most that the best point and the start take turns at the end
-_FAR = 0.6  # a gain for which it would take too long to go back to the start and compare
+# Turns that decide: so many without a contradiction, or with a single one. By chance that is 1% of all cases.
+_PAIRS = 8, 11
+_TURN = 3  # steps of the start, and of the best point, in a turn at the end
 _EXPOSED = 0.03  # share of a step in which training waits, from which on an exchange is worth tuning
 
 
@@ -79,16 +80,51 @@ class Outcome:
     Attributes:
         point: the values to go on with.
         gain: share of a step's time that they save, against those at the start; 0.0 for the same ones.
-        error: its standard error.
+        error: half the width of its interval.
         steps: how many the search has taken.
-        complete: whether it has come to its end, not only to the limit of its steps.
     """
 
     point: Point
     gain: float = 0.0
     error: float = 0.0
     steps: int = 0
-    complete: bool = True
+
+
+class Judgment(NamedTuple):
+    """What turns of two settings have shown.
+
+    Attributes:
+        gained: True if the second is surely quicker, False if that cannot be said, None for more turns.
+        gain: share of the first one's time that it saves; median of the turns.
+        error: half the width of the interval in which it is.
+    """
+
+    gained: bool | None
+    gain: float = 0.0
+    error: float = 0.0
+
+
+def order(turn: int) -> tuple[int, int]:
+    """Return which of two comes first in a turn: nothing that repeats itself always meets the same one.
+
+    It is the sequence of Thue and Morse.
+    """
+    return (1, 0) if turn.bit_count() % 2 else (0, 1)
+
+
+def judge(turns: Sequence[Sequence[float]]) -> Judgment:
+    """Tell whether the second is quicker, by the times of the first and the second in turns.
+
+    Their signs decide, since no distribution fits other programs, which take cores for seconds.
+    """
+    gains = sorted((first - second) / max(first, second) for first, second in turns)
+    against = sum(gain <= 0 for gain in gains)
+    if against > 1:
+        return Judgment(False)
+    if len(gains) < _PAIRS[against]:
+        return Judgment(None)
+    gain = median(gains)
+    return Judgment(gain > _WORTH, gain, (gains[-1 - against] - gains[against]) / 2)
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -108,7 +144,7 @@ class Search:
     Args:
         dimensions: in the order in which they are tried.
         steps: that are measured of a point at a time, but for the first look.
-        limit: of all steps.
+        limit: of the steps before the comparison at the end.
 
     Attributes:
         best: the best point so far.
@@ -118,7 +154,7 @@ class Search:
 
     dimensions: Sequence[Dimension]
     steps: int = 4
-    limit: int = 185
+    limit: int = 140
     best: Point = ()
     used: int = 0
     exposed: float = 1.0
@@ -130,7 +166,7 @@ class Search:
 
     def run(self) -> Generator[Trial, Measured, Outcome]:
         """Yield what to run, take what was measured; return what is best."""
-        start = self.best = tuple(one.start for one in self.dimensions)
+        start = self.best = self.start
         yield from self._measure(start, "start", 2 * self.steps)
         # From bad values all usual ones together win what noise does not hide, each by itself little.
         usual = tuple(one.start if one.usual is None else one.usual for one in self.dimensions)
@@ -146,18 +182,19 @@ class Search:
                 moved |= yield from self._descend(number, strides)
             if not moved and (len(strides) > 1 or self.best == start):
                 break  # two values on it is no quicker either way: what lies between wins little
-        complete = not self._spent()
-        outcome = yield from self._verify(start)
-        outcome.steps, outcome.complete = self.used, complete
+        outcome = yield from self._verify()
+        outcome.steps = self.used
         return outcome
 
-    def _spent(self) -> bool:
-        return self._left() < 3  # one for what is under way, two for the comparison with the start
+    @property
+    def start(self) -> Point:
+        """The values that the job began with."""
+        return tuple(one.start for one in self.dimensions)
 
-    def _left(self) -> int:
-        """Return how many times there is room for a change and a sample."""
+    def _spent(self) -> bool:
+        """Return True once there is no room for a change and a sample."""
         longest = self.steps + max((one.skip for one in self.dimensions), default=0)
-        return (self.limit - self.used) // longest
+        return self.limit - self.used < longest
 
     def _measure(self, point: Point, what: str, steps: int) -> Generator[Trial, Measured, None]:
         last = self.history[-1][0] if self.history else point
@@ -240,23 +277,15 @@ class Search:
             return "same"
         return ""
 
-    def _verify(self, start: Point) -> Generator[Trial, Measured, Outcome]:
-        """Compare the best point with the start; what has won nothing is undone."""
-        if self.best == start:
-            return Outcome(start)
-        if len(self._times[self.best]) < self.steps:
-            yield from self._measure(self.best, "best", self.steps)
-        found = compare(self._recent(start), self._recent(self.best))
-        if found.difference > -_FAR:  # close: what was measured long ago does not count
-            times: dict[Point, list[float]] = {start: [], self.best: []}
-            for pair in range(1, min(_VERIFICATIONS, self._left() // 2) + 1):
-                for point in (start, self.best):
-                    yield from self._measure(point, "verified", self.steps)
-                    times[point] += self.history[-1][1]
-                found = compare(times[start], times[self.best])
-                if pair > 1 and not -3 * found.error < found.difference < 0:
-                    break
-            if found.difference > -max(_WORTH, 2 * found.error):
-                self.best = start
-                return Outcome(start)
-        return Outcome(self.best, -found.difference, found.error)
+    def _verify(self) -> Generator[Trial, Measured, Outcome]:
+        """Compare the best point with the start anew, whose first steps may have been slow by themselves."""
+        turns: list[list[float]] = []
+        while (found := judge(turns)).gained is None and self.best != self.start:
+            turns.append([0.0, 0.0])
+            for which in order(len(turns) - 1):
+                yield from self._measure((self.start, self.best)[which], "verified", _TURN)
+                turns[-1][which] = median(self.history[-1][1])
+        if found.gained:
+            return Outcome(self.best, found.gain, found.error)
+        self.best = self.start
+        return Outcome(self.start)

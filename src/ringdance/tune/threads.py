@@ -7,18 +7,22 @@ import contextlib
 import io
 import os
 import re
+import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import psutil
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -26,15 +30,19 @@ from rich.table import Table
 from ringdance import subcommands
 from ringdance.cluster.hostfile import HostList, parse_hosts
 from ringdance.errors import LaunchError
+from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import counts, positive, seconds
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.linux import die_with_parent, usable_cores
 from ringdance.observe.figures import read_run
+from ringdance.tune.search import order
 
 _EPILOG = """\
 The command runs again and again, for --seconds of steady steps or until it ends. Ranks per host vary first,
-each with its share of the cores as threads; then intra-op threads (TF_NUM_INTRAOP_THREADS, OMP_NUM_THREADS,
-MKL_NUM_THREADS), inter-op threads (TF_NUM_INTEROP_THREADS), and binding, each with the best so far.
+each with its share of the cores as threads; then intra-op threads (OMP_NUM_THREADS, MKL_NUM_THREADS, and in
+TensorFlow TF_NUM_INTRAOP_THREADS), inter-op threads (TensorFlow only: TF_NUM_INTEROP_THREADS), and binding,
+each with the best so far. What looks faster takes five turns with the best so far, and becomes the best only
+if each of these runs is faster than all runs of the other.
 
 The number of ranks varies only if the command takes the batch of a rank, as {batch}: the batch of all ranks
 stays --global-batch. Measured are the steps that DistributedOptimizer or hvd.mark_step() counts; for other
@@ -42,17 +50,23 @@ scripts, numbers that --metric finds in their output (larger is better).
 
 examples:
   ringdance tune threads --global-batch 256 -- python train.py --batch {batch}
-  ringdance tune threads -H h1,h2 --global-batch 512 --grid -- python train.py --batch {batch}
+  ringdance tune threads -H h1,h2 --global-batch 512 -- python train.py --batch {batch}
   ringdance tune threads --metric 'images/s: (\\S+)' -- python train.py
 
 exit code: 0 if a trial was measured, 1 if none was, 2 for a wrong argument, 130 after Ctrl-C"""
 _POLL, _WORTH = 0.2, 0.02  # seconds; a gain below which there is none
-_NUMBER = re.compile(r"\d*\.?\d+(e[+-]?\d{1,2})?|\d+\.", re.IGNORECASE)
+_TURNS = 5  # runs of each: without a difference all of one are faster than all of the other once in 252 times
+_OTHERS = 0.1  # share of the cores that other programs use, from which on speeds may be theirs
+_THOUSANDS = re.compile(r"(?!0)\d{1,3}(,\d{3})+(\.\d*)?")
+_NUMBER = re.compile(r"[\d,]*\.?\d+(e[+-]?\d{1,2})?|[\d,]+\.", re.IGNORECASE)
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 
 
 class Setting(NamedTuple):
-    """What a trial runs with: ranks on each host, threads of each rank, whether ranks are bound to cores."""
+    """What a trial runs with: ranks on each host, threads of each rank, whether ranks are bound to cores.
+
+    Inter-op threads are 0 where the framework chooses.
+    """
 
     ranks: int
     intra: int
@@ -60,20 +74,34 @@ class Setting(NamedTuple):
     bind: int
 
     def __str__(self) -> str:
+        inter = f" inter-op {self.inter}," if self.inter else ""
         bound = "bound to cores" if self.bind else "not bound"
-        return f"ranks per host {self.ranks}, intra-op {self.intra}, inter-op {self.inter}, {bound}"
+        return f"ranks per host {self.ranks}, intra-op {self.intra},{inter} {bound}"
 
 
 Result = tuple[float, str]
 """Steps, or what the metric counts, a second; 0.0 and the reason where there is no such number."""
 
 
-class Trials(NamedTuple):
-    """What all trials have in common: the arguments, the hosts (none for this one alone), their cores."""
+@dataclass
+class Trials:
+    """What all trials have in common.
+
+    Attributes:
+        given: the arguments.
+        hosts: none for this one alone.
+        cores: of a host.
+        visible: True if a rank runs on this host.
+        tensorflow: False once a trial has shown that its ranks do not import it.
+        others: largest share of this host's cores that other programs have used in a trial.
+    """
 
     given: argparse.Namespace
     hosts: HostList
     cores: int
+    visible: bool = True
+    tensorflow: bool = True
+    others: float = 0.0
 
     def line(self, one: Setting) -> list[str]:
         """Return the words after ``ringdance`` that run the command with a setting."""
@@ -83,50 +111,67 @@ class Trials(NamedTuple):
             words += ["-H", ",".join(f"{name}:{one.ranks}" for name, _ in self.hosts)]
         if one.bind:
             words += ["-bind-to", "core", "-map-by", f"slot:PE={max(1, self.cores // one.ranks)}"]
-        names = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-        threads = dict.fromkeys(names, one.intra) | {"TF_NUM_INTEROP_THREADS": one.inter}
-        words += [word for name, count in threads.items() for word in ("-x", f"{name}={count}")]
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), one.intra)
+        if self.tensorflow:
+            threads |= {"TF_NUM_INTRAOP_THREADS": one.intra, "TF_NUM_INTEROP_THREADS": one.inter}
+        words += [word for name, count in threads.items() if count for word in ("-x", f"{name}={count}")]
         batch = str(self.given.global_batch // total)
         return words + [word.replace("{batch}", batch) for word in self.given.command]
 
     def run(self, one: Setting, directory: Path) -> Result:
         """Run the command until it is measured; nothing of it is left, whatever happens."""
+        shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         kind, *words = self.line(one)
         line = [sys.executable, "-m", "ringdance", kind, "--output-filename", str(directory / "out"), *words]
         environ = os.environ | {"RINGDANCE_METRICS_INTERVAL": "0.2", "PYTHONUNBUFFERED": "1"}
-        began = first = time.monotonic()
+        began, before = time.monotonic(), _used_by_others()
         with open(directory / "log", "wb") as log:
             job = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
                 preexec_fn=die_with_parent,  # after SIGKILL of this process: the job then ends as well
             )  # fmt: skip
         try:
-            while (code := job.poll()) is None:
-                time.sleep(_POLL)
-                speed, steady = self._speed(directory)
-                first = first if speed else time.monotonic()
-                if (time.monotonic() - first if self.given.metric else steady) >= self.given.seconds:
-                    return speed, ""
-                if time.monotonic() - (first if speed else began) > self.given.limit + self.given.seconds:
-                    return 0.0, f"too few steps within {self.given.limit:g} s (--limit)"
-            speed = self._speed(directory)[0] if not code else 0.0
-            said = (directory / "log").read_text(errors="replace").strip().splitlines()
-            last = next((text for text in said if text.startswith("first failure: ")), (said or [""])[-1])
-            none = "no number matches --metric" if self.given.metric else "no steps counted; see --metric"
-            return speed, "" if speed else f"exit code {code}: {last}" if code else none
+            return self._measure(job, directory)
+        except ValueError as error:
+            return 0.0, str(error)
         finally:  # by signals as from a person: the launcher then leaves nothing
             for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGINT, 10.0), (signal.SIGKILL, None)):
                 with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                     job.send_signal(number)
                     job.wait(patience)
+            used = (_used_by_others() - before) / (time.monotonic() - began) / len(os.sched_getaffinity(0))
+            self.others = max(self.others, used)
 
-    def _speed(self, directory: Path) -> tuple[float, float]:
+    def _measure(self, job: subprocess.Popen[bytes], directory: Path) -> Result:
+        """Wait until a trial has a speed. Raises ValueError for numbers that may mean two things."""
+        began = first = time.monotonic()
+        speed, imported = 0.0, False
+        while (code := job.poll()) is None:
+            time.sleep(_POLL)
+            imported = imported or (not speed and _imports_tensorflow(job.pid))
+            speed, steady = self._speed(directory)
+            first = first if speed else time.monotonic()
+            if (time.monotonic() - first if self.given.metric else steady) >= self.given.seconds:
+                break
+            if time.monotonic() - (first if speed else began) > self.given.limit + self.given.seconds:
+                return 0.0, f"too few steps within {self.given.limit:g} s (--limit)"
+        else:
+            speed = self._speed(directory, ended=True)[0] if not code else 0.0
+        if speed and self.visible:
+            self.tensorflow = imported
+        said = (directory / "log").read_text(errors="replace").strip().splitlines()
+        last = next((text for text in said if text.startswith("first failure: ")), (said or [""])[-1])
+        none = "no number matches --metric" if self.given.metric else "no steps counted; see --metric"
+        return speed, "" if speed else f"exit code {code}: {last}" if code else none
+
+    def _speed(self, directory: Path, ended: bool = False) -> tuple[float, float]:
         """Return the speed so far, 0.0 for none, and the seconds of steps that it rests on."""
         if self.given.metric:
             text = (directory / "log").read_text(errors="replace")
-            words = [(one[1] or "").replace(",", "") for one in self.given.metric.finditer(text)]
-            found = [float(word) for word in words if _NUMBER.fullmatch(word)]  # not nan, which nothing beats
+            matches = self.given.metric.finditer(text)  # of the last word there may be more to come
+            words = [(one[1] or "").rstrip(",") for one in matches if ended or one.end() < len(text)]
+            found = [_number(word) for word in words if _NUMBER.fullmatch(word)]  # nothing beats nan
             return median(found[1:] or found or [0.0]), 0.0  # the first one has the start in it
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # a line that is being written
@@ -136,44 +181,86 @@ class Trials(NamedTuple):
         times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
         return run.steps_per_second, times[-1] - times[0]
 
-    def table(self, best: Setting, found: Mapping[Setting, Result]) -> Table:
+    def table(self, best: Setting, found: Mapping[Setting, list[Result]]) -> Table:
         """Return all trials, the fastest first."""
         names = ("ranks per host", "intra-op", "inter-op", "bound", "batch of a rank")
-        table = Table(*names, "metric" if self.given.metric else "steps/s", "of best", box=SIMPLE_HEAD)
-        for one, (speed, _) in sorted(found.items(), key=lambda item: -item[1][0]):
+        what = "metric" if self.given.metric else "steps/s"
+        table = Table(*names, what, "from", "to", "runs", box=SIMPLE_HEAD)
+        for one, results in sorted(found.items(), key=lambda item: -_speed_of(item[1])):
             batch = self.given.global_batch // (one.ranks * max(1, len(self.hosts)))
-            cells = (*map(str, one[:3]), "yes" if one.bind else "no", str(batch or ""))
-            figures = (f"{speed:.4g}", f"{speed / found[best][0]:.0%}") if speed else ("failed", "")
-            table.add_row(*cells, *figures, style="bold" if one == best else "")
+            cells = (*(str(count or "") for count in one[:3]), "yes" if one.bind else "no", str(batch or ""))
+            speeds = [speed for speed, _ in results]
+            figures = [f"{speed:.4g}" for speed in (_speed_of(results), min(speeds), max(speeds))]
+            figures = figures if _speed_of(results) else ["failed", "", ""]
+            table.add_row(*cells, *figures, str(len(results)), style="bold" if one == best else "")
         return table
 
 
+def _speed_of(results: Sequence[Result]) -> float:
+    return median(speed for speed, _ in results)
+
+
+def _number(word: str) -> float:
+    """Return a number that may have commas between its thousands."""
+    if "," in word and not _THOUSANDS.fullmatch(word):
+        raise ValueError(f"{word!r} is not a number for --metric: print it with a decimal point")
+    return float(word.replace(",", ""))
+
+
+def _imports_tensorflow(pid: int) -> bool:
+    """Return True if a descendant of a process on this host has TensorFlow's library in its memory."""
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(OSError):
+                if b"libtensorflow" in Path(f"/proc/{one.pid}/maps").read_bytes():
+                    return True
+    return False
+
+
+def _used_by_others() -> float:
+    """Return seconds that this process's cores have worked, but not for its children that have ended."""
+    every, own = psutil.cpu_times(percpu=True), resource.getrusage(resource.RUSAGE_CHILDREN)
+    times = [every[core] for core in os.sched_getaffinity(0)]
+    return sum(sum(one[:8]) - one.idle - one.iowait for one in times) - own.ru_utime - own.ru_stime
+
+
 def search(
-    space: Mapping[str, Sequence[int]], cores: int, grid: bool, run: Callable[[Setting], Result]
-) -> tuple[Setting, dict[Setting, Result]]:
+    space: Mapping[str, Sequence[int]], cores: int, run: Callable[[Setting], Result]
+) -> tuple[Setting, dict[Setting, list[Result]]]:
     """Try settings; return the best one, and the results in their order.
 
     Args:
-        space: candidates by the name of a setting's field, in their order.
+        space: candidates by the name of a setting's field, in their order; may become less by trials.
         cores: of a host, shared out to its ranks.
-        grid: whether all combinations are tried, not one field after the other.
         run: runs a trial.
     """
     shared = {n: min(space["intra"], key=lambda threads: abs(threads - cores // n)) for n in space["ranks"]}
     starts = [Setting(n, shared[n], space["inter"][0], space["bind"][0]) for n in reversed(space["ranks"])]
-    best, found = starts[0], dict[Setting, Result]()
+    best, found = starts[0], defaultdict[Setting, list[Result]](list)
 
-    def look(candidates: Iterable[Setting]) -> None:
+    def is_faster(one: Setting, than: Setting) -> bool:
+        """Compare in turns, for speeds change with what else runs; ends when it cannot be sure any more."""
+        speeds: tuple[list[float], list[float]] = [], []
+        for turn in range(_TURNS):
+            for which in order(turn):
+                found[(than, one)[which]].append(run((than, one)[which]))
+                speeds[which].append(found[(than, one)[which]][-1][0])
+            if min(speeds[1]) <= max(speeds[0]):
+                return False
+        return median(speeds[1]) > median(speeds[0]) * (1 + _WORTH)
+
+    def look(candidates: Sequence[Setting]) -> None:
         nonlocal best
         for one in candidates:
             if one not in found:
-                found[one] = run(one)
-            if found[one][0] > found[best][0] * (1 + _WORTH):
+                found[one].append(run(one))
+        if not _speed_of(found[best]):
+            best = next((one for one in candidates if _speed_of(found[one])), best)
+        for one in sorted(candidates, key=lambda one: -_speed_of(found[one])):
+            if _speed_of(found[one]) > _speed_of(found[best]) * (1 + _WORTH) and is_faster(one, best):
                 best = one
 
     look(starts)
-    if grid:
-        look(Setting(*values) for values in product(*space.values()))
     for name in ("intra", "inter", "bind"):
         look([best._replace(**{name: value}) for value in space[name]])
     return best, found
@@ -202,7 +289,10 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
 
 def _threads(given: argparse.Namespace) -> int:
     resolve_command(given.command[:1])
-    trials = Trials(given, parse_hosts(given.hosts) if given.hosts else [], usable_cores())
+    hosts = parse_hosts(given.hosts) if given.hosts else []
+    trials = Trials(given, hosts, usable_cores())
+    if hosts and not local_names(name for name, _ in hosts):
+        trials.visible = False
     space = _space(given, trials.cores, max(1, len(trials.hosts)))
     for number in (signal.SIGTERM, signal.SIGHUP):  # leave as little behind as Ctrl-C
         if signal.getsignal(number) != signal.SIG_IGN:  # as after nohup
@@ -211,17 +301,26 @@ def _threads(given: argparse.Namespace) -> int:
 
         def run(one: Setting) -> Result:
             print(f"{one}: ", end="", file=sys.stderr, flush=True)
-            speed, reason = trials.run(one, Path(directory, "-".join(map(str, one))))
+            speed, reason = trials.run(one, Path(directory, "trial"))
             print(f"{speed:.4g}" if speed else f"failed: {reason}", file=sys.stderr)
+            if not trials.tensorflow:  # nothing else has inter-op threads
+                space["inter"] = space["inter"][:1]
             return speed, reason
 
-        best, found = search(space, trials.cores, given.grid, run)
+        best, found = search(space, trials.cores, run)
     Console(highlight=False).print(trials.table(best, found))
-    for one in [one for one in found if not found[one][0]]:
-        print(f"failed: {one}: {found[one][1]}")
-    if found[best][0]:
-        print(f"Best: {best}; ready to run:\n{shlex.join(['ringdance', *trials.line(best)])}")
-    return 0 if found[best][0] else 1
+    for one, results in found.items():
+        for reason in dict.fromkeys(reason for _, reason in results if reason):
+            print(f"failed: {one}: {reason}")
+    if trials.others > _OTHERS:
+        share = f"{trials.others:.0%} of the cores here"
+        print(f"WARNING: other programs used up to {share} while a trial ran: measure again without them.")
+    if not _speed_of(found[best]):
+        return 1
+    first = next(one for one, results in found.items() if _speed_of(results))
+    print("Best" if best != first else "Nothing was surely faster than the first", end="")
+    print(f": {best}; ready to run:\n{shlex.join(['ringdance', *trials.line(best)])}")
+    return 0
 
 
 def _regex(text: str) -> re.Pattern[str]:
@@ -236,9 +335,9 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--global-batch", type=positive, default=0, metavar="N", help="of all ranks")
     add("--ranks", type=counts, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
     add("--intra", type=counts, metavar="A,B", help="intra-op threads to try (default: the same)")
-    add("--inter", type=counts, default=[1, 2], metavar="A,B", help="inter-op threads (default: 1,2)")
+    text = "inter-op threads of TensorFlow (default: as it chooses, 1, 2)"
+    add("--inter", type=counts, default=[0, 1, 2], metavar="A,B", help=text)
     add("--bind", choices=_BINDS, default="both", help="ranks bound to cores (default: both)")
-    add("--grid", action="store_true", help="try all combinations")
     add("--metric", type=_regex, metavar="REGEX", help="finds the speed in the output, as its one group")
     add("--seconds", type=seconds, default=20.0, metavar="S", help="of steady steps in a trial (default 20)")
     add("--limit", type=seconds, default=300.0, metavar="S", help="for the start of a trial (default 300)")

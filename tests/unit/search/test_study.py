@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import math
 import os
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from ringdance.cli import main
 from ringdance.errors import LaunchError
 from ringdance.search import REPORT, STOP
-from ringdance.search.space import Space, parse_space
+from ringdance.search.space import Space, fill, parse_space
 from ringdance.search.study import Study
 
 pytest.importorskip("optuna")
@@ -99,6 +101,23 @@ def test_what_a_kill_in_the_middle_of_a_record_leaves_is_removed(tmp_path: Path)
     again = Study(tmp_path, space())
     assert [trial.number for trial in again.trials("RUNNING")] == [number]
     assert set(again.trial(number).params) == {"x", "y"}
+
+
+def test_the_best_command_has_a_directory_without_the_trials_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that goes on with what it finds there would have nothing left to do."""
+    study = Study(tmp_path, space())
+    trial, own = study.trial(), tmp_path / "trials" / "0000"
+    trial.set_user_attr("command", fill(["train", "--out={dir}/run", "{params}", "{x}"], trial.params, own))
+    study.tell(trial, "COMPLETE", 1.0)
+    study._lock.close()
+    assert main(["search", "best", str(tmp_path)]) == 0
+    _, out, params, x = shlex.split(capsys.readouterr().out)
+    assert out == f"--out={tmp_path}/best/0000/run"
+    assert Path(out.removeprefix("--out=")).parent.is_dir()
+    assert json.loads(Path(params).read_text()) == trial.params
+    assert float(x) == trial.params["x"]
 
 
 def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:

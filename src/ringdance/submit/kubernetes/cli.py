@@ -7,10 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ringdance import subcommands
 from ringdance.errors import LaunchError, optional
+from ringdance.job_files import read_yaml
 from ringdance.launch.parser import positive
 from ringdance.search.space import read_space
 from ringdance.subcommands import Subcommand
@@ -58,10 +58,6 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 # --- files -----------------------------------------------------------------------------------------
 
 
-def _yaml() -> Any:
-    return optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or use --json)")
-
-
 def _print(documents: Sequence[Document], as_json: bool) -> None:
     if as_json:
         # Several documents as the list that kubectl takes.
@@ -69,7 +65,8 @@ def _print(documents: Sequence[Document], as_json: bool) -> None:
         print(json.dumps(documents[0] if len(documents) == 1 else several, indent=2))
         return
     copies = json.loads(json.dumps(documents, default=str))  # else what they share becomes an anchor
-    print(_yaml().safe_dump_all(copies, sort_keys=False, width=110), end="")
+    yaml = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or use --json)")
+    print(yaml.safe_dump_all(copies, sort_keys=False, width=110), end="")
 
 
 def _read(file: str) -> list[Document]:
@@ -86,10 +83,9 @@ def _read(file: str) -> list[Document]:
     try:
         found = [json.loads(text)]
     except ValueError:
-        yaml = _yaml()
-        try:
-            found = [document for document in yaml.safe_load_all(text) if document is not None]
-        except yaml.YAMLError as error:
+        try:  # Kubernetes too reads YAML 1.1: 0644 is a mode
+            found = [document for document in read_yaml(text, old=True) if document is not None]
+        except ValueError as error:
             raise LaunchError(f"{file}: neither YAML nor JSON: {error}") from None
     documents: list[Document] = []
     for document in found:
