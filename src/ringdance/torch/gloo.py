@@ -169,8 +169,8 @@ def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]
         return [json.loads(one) for one in store.multi_get(keys)]
     except RuntimeError as error:
         raise RankLostError(
-            f"Rank {rank} of {size} on host {socket.gethostname()} does not meet the others in torch's store: "
-            f"has rank 0, or torchrun's agent, ended, or has a rank not been started? {error}"
+            f"Rank {rank} of {size} on host {socket.gethostname()} does not meet the others in torch's "
+            f"store: has rank 0, or torchrun's agent, ended, or has a rank not been started? {error}"
         ) from error
 
 
