@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -106,15 +107,15 @@ def _plan(given: argparse.Namespace) -> int:
         raise LaunchError(f"--budget: the price of {on.name} is not known; give --price")
     per_host = options.per_host(load, on)
     ranks = given.np or [per_host * 2**power for power in range(6)]
-    whole = predict(load, on, per_host, options).step_seconds
-    rows = [predict(load, on, one, options) for one in ranks]
+    of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
+    whole, rows = of_ranks(per_host).step_seconds, [of_ranks(one) for one in ranks]
     for place, row in enumerate(rows):
         if row.ranks >= per_host:
             rows[place] = replace(row, host_efficiency=whole / row.step_seconds)
     best, verdict = None, ""
     if aim:
         best, tried = choose(
-            lambda hosts: predict(load, on, hosts * per_host, options), _MOST, given.deadline, given.budget
+            lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget
         )
         verdict = _verdict(best, list(tried.values()), given)
     rounded = [(one, row) for one, row in zip(ranks, rows, strict=True) if one != row.ranks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -155,13 +156,14 @@ def reached(load: Workload, seconds: float, on: Instance, options: Options) -> W
         LaunchError: the exchanges alone take longer.
     """
     load = load.slower(seconds / load.compute)
-    for _ in range(20):
+    for _ in range(8):
         found = predict(load, on, load.ranks, options)
-        if found.ranks == 1 or abs(found.step_seconds / seconds - 1) < 1e-4:
-            return load
-        if found.exposed_seconds >= seconds:
+        factor = seconds / found.step_seconds
+        if abs(factor - 1) < 1e-4 or found.exposed_seconds >= seconds:
             break
-        load = load.slower(seconds / found.step_seconds)
+        load = load.slower(factor)
+    if abs(factor - 1) < 0.02:  # a round of agreement more or less lets it jump
+        return load
     raise LaunchError(
         f"{load.batch * load.ranks / seconds:,.5g} samples/s of {load.ranks} ranks are a step of {seconds:.3g} "
         f"s, and on {on.name} its exchanges alone take {found.exposed_seconds:.3g} s. Give the rate of fewer "
@@ -287,7 +289,8 @@ def choose(
 
     grid = [hosts for power in range(12) for hosts in (2**power, 3 * 2**power // 2) if hosts <= most]
     grid = sorted(set(grid))
-    good = [hosts for hosts in grid if fits(hosts)]
+    fitting = (hosts for hosts in grid if fits(hosts))
+    good = list(islice(fitting, 1) if deadline else fitting)
     if not good:
         return None, rows
     if deadline:  # more hosts cost more: as few as keep it
