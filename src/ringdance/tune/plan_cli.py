@@ -114,9 +114,7 @@ def _plan(given: argparse.Namespace) -> int:
             rows[place] = replace(row, host_efficiency=whole / row.step_seconds)
     best, verdict = None, ""
     if aim:
-        best, tried = choose(
-            lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget
-        )
+        best, tried = choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
         verdict = _verdict(best, list(tried.values()), given)
     rounded = [(one, row) for one, row in zip(ranks, rows, strict=True) if one != row.ranks]
     assumed = assumptions(load, on, options, rounded)
