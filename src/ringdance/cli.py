@@ -43,12 +43,11 @@ _COMMANDS = {
         "timeline": ("ringdance.observe.timeline", "show where the time of a step goes"),
         "report": ("ringdance.observe.report", "write a page about what limits runs, and what to try next"),
         "advise": ("ringdance.tune.advise", "say whether to scale a run up, out or not at all"),
-        "plan": ("ringdance.tune.plan_cli", "predict speed, hours and money on other machines"),
         "bench": ("ringdance.observe.bench", "measure what limits a training, and how it scales over ranks"),
     },
     "tune and predict": {
+        "plan": ("ringdance.tune.plan_cli", "predict speed, hours and money on other machines"),
         "tune": ("ringdance.tune.threads", "find the best threads and ranks per host of a training on CPUs"),
-        "simulate": ("ringdance.tune.efficiency", "predict the efficiency of a step on many hosts"),
     },
     "data and hosts": {
         "data": ("ringdance.data.prepare.cli", "prepare images for training, check and describe data sets"),

@@ -18,10 +18,6 @@ from ringdance.tune.gradient_sizes import FORWARD, gradients
 
 _HERE = Path(__file__).parent
 _FILES = (".yaml", ".yml", ".toml")
-SYNTHETIC, FROM_FILES = 0.06, 0.17
-"""Standard deviation of a rank's step on a GPU, as a share of it, without and with input from files.
-
-Fitted to published runs: see docs/howto/plan.md."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,8 @@ class Instance:
         gpu: their name.
         nvlink: GB/s that a GPU can send to the others of its machine; 0 where they have PCI Express only.
         rdma: whether GPUs use the network without TCP.
+        tcp_gbits: what NCCL gets over TCP at most, Gbit/s. It has one socket and one thread for a connection,
+            unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say more; fitted, see docs/howto/plan.md.
         price: dollars for an hour; None if not known.
         as_of: when it was so.
     """
@@ -46,6 +44,7 @@ class Instance:
     gpu: str = ""
     nvlink: float = 0.0
     rdma: bool = False
+    tcp_gbits: float = 11.0
     price: float | None = None
     as_of: str = ""
 
@@ -122,14 +121,12 @@ class Model:
         batch: samples of a rank and step that its published rates have.
         samples: of the data set that it is usually trained on; 0 if there is none.
         forward: share of a step before the backward pass.
-        spread: standard deviation of a rank's step, as a share of the step.
     """
 
     name: str
     batch: int
     samples: int = 0
     forward: float = FORWARD
-    spread: float = FROM_FILES
 
     def gradients(self, step_seconds: float) -> list[tuple[int, float]]:
         """Return bytes of each gradient, and seconds after the step's begin at which it is ready."""

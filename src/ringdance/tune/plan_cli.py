@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
+from ringdance.tune import planner
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
 from ringdance.tune.planner import Options, Row, Workload, choose, from_bench, from_model, machine, predict
 from ringdance.tune.plots import lines, plot_file
@@ -29,14 +31,15 @@ examples:
   ringdance plan --from bench.json --instance mine.yaml --np 64 --plot plan.svg
 
 mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU),
-rdma (true or false), price (dollars for an hour) and as_of (its date). A plan ends with what it assumes.
+rdma (true or false), tcp_gbits (what NCCL gets over TCP at most), price (dollars for an hour) and as_of (its
+date). A plan ends with what it assumes.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
 _MOST = 512  # hosts
 _COLUMNS = {
-    "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "efficiency": "efficiency",
-    "step": "step_seconds", "exposed": "exposed_seconds", "skew": "skew_seconds", "batch": "batch",
-    "epochs": "epochs", "hours": "hours", "$": "money",
+    "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "by rank": "efficiency",
+    "by host": "host_efficiency", "step": "step_seconds", "exposed": "exposed_seconds",
+    "skew": "skew_seconds", "batch": "batch", "epochs": "epochs", "hours": "hours", "$": "money",
 }  # fmt: skip
 
 
@@ -60,8 +63,10 @@ def _parser() -> Parser:
     add("--images-per-second", type=number, metavar="R", help=text)
     add("--of", type=positive, default=1, metavar="N", help="the rate is of N ranks together (default 1)")
     add("--batch", type=positive, metavar="N", help="samples of a rank and step (default: that of the model)")
-    text = "standard deviation of a rank's step, as a share (default: as measured; with --model 0.17)"
-    add("--spread", type=number, metavar="SHARE", help=text)
+    text = "standard deviation of a rank's step, as a share (default: as measured; with --model "
+    add("--spread", type=number, metavar="SHARE", help=f"{text}{planner.RANK_SPREAD})")
+    text = f"input from memory; from files it lets hosts with GPUs deviate by {planner.HOST_SPREAD}"
+    add("--synthetic", action="store_true", help=text)
     text = f"the machines, a .yaml or .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
     add("--np", type=counts, metavar="N,N", help="numbers of ranks (default: of 1, 2, 4, ... 32 machines)")
@@ -90,20 +95,26 @@ def _plan(given: argparse.Namespace) -> int:
     changed = {"gbits": given.gbits} if given.gbits else {}
     on = replace(on, **changed, **({"price": given.price, "as_of": "--price"} if given.price else {}))
     options = Options(given.ranks_per_host, given.wire, given.samples, given.epochs)
+    if on.gpus and not given.synthetic:
+        options = replace(options, host_spread=planner.HOST_SPREAD)
     load, options = _load(given, on, options)
-    aim = bool(given.deadline or given.budget)
-    if aim and not (options.samples and (options.epochs or options.curve)):
-        raise LaunchError("--deadline and --budget need --samples N, and --epochs N or --to-accuracy A")
+    aim, work = bool(given.deadline or given.budget), bool(options.epochs or options.curve)
+    if not work and (aim or given.samples or given.price):
+        raise LaunchError("--deadline, --budget, --samples and --price need --epochs N or --to-accuracy A")
+    if work and not options.samples:
+        raise LaunchError(f"hours need an epoch's samples, and {load.model} has no usual ones: --samples N")
     if given.budget and on.price is None:
         raise LaunchError(f"--budget: the price of {on.name} is not known; give --price")
     per_host = options.per_host(load, on)
     ranks = given.np or [per_host * 2**power for power in range(6)]
-    rows = [predict(load, on, one, options) for one in ranks]
+    of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
+    whole, rows = of_ranks(per_host).step_seconds, [of_ranks(one) for one in ranks]
+    for place, row in enumerate(rows):
+        if row.ranks >= per_host:
+            rows[place] = replace(row, host_efficiency=whole / row.step_seconds)
     best, verdict = None, ""
     if aim:
-        best, tried = choose(
-            lambda hosts: predict(load, on, hosts * per_host, options), _MOST, given.deadline, given.budget
-        )
+        best, tried = choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
         verdict = _verdict(best, list(tried.values()), given)
     rounded = [(one, row) for one, row in zip(ranks, rows, strict=True) if one != row.ranks]
     assumed = assumptions(load, on, options, rounded)
@@ -128,48 +139,54 @@ def _load(given: argparse.Namespace, on: Instance, options: Options) -> tuple[Wo
         raise LaunchError("say what is trained: --from bench.json, or --model NAME --images-per-second R")
     known = models()
     if given.bench is not None:
-        load = _measured(given, on)
+        load = _measured(given, on, options)
     elif given.model not in known:
         raise LaunchError(
             f"--model {given.model} is not known; known are {', '.join(known)}. Measure it: `ringdance bench "
             "train --output bench.json`, then --from bench.json"
         )
-    elif not given.images_per_second:
+    if given.of > 1 and not given.images_per_second:
+        raise LaunchError(f"--of {given.of}: give the rate of these ranks together, --images-per-second R")
+    if given.bench is None and not given.images_per_second:
         raise LaunchError("--model needs its rate: --images-per-second R, of one rank or of --of N together")
     model = known.get(load.model if given.bench else given.model)
     if model is not None:
         options = replace(options, samples=options.samples or model.samples)
     if given.bench is None and model is not None:
-        model = replace(model, spread=given.spread or model.spread)
-        batch = given.batch or model.batch
-        load = from_model(model, given.images_per_second, batch, on, options, given.of)
+        batch, spread = given.batch or model.batch, given.spread or planner.RANK_SPREAD
+        load = from_model(model, given.images_per_second, batch, on, options, given.of, spread)
     if given.to_accuracy:
         options = replace(options, curve=curve(load.model, given.to_accuracy))
     return load, options
 
 
-def _measured(given: argparse.Namespace, on: Instance) -> Workload:
+def _measured(given: argparse.Namespace, on: Instance, options: Options) -> Workload:
     load, rate = from_bench(given.bench), given.images_per_second
+    load = replace(load, spread=given.spread * load.compute) if given.spread else load
     if given.batch and given.batch != load.batch:
         raise LaunchError(f"--batch {given.batch}: {given.bench} is of {load.batch}; measure again")
     if rate:
-        scaled = f"{load.source} Scaled to {rate:,.5g} samples/s of {given.of} ranks."
-        load = replace(load.slower(load.batch * given.of / rate / load.compute), source=scaled)
-        load = replace(load, cores=0.0 if on.gpus else load.cores or on.cores)
-    elif bool(on.gpus) == bool(load.cores):
+        scaled = f"{load.source} Scaled to {rate:,.5g} samples/s of {given.of} rank{'s' * (given.of > 1)}."
+        cores = 0.0 if on.gpus else load.cores or on.cores
+        load = replace(load, source=scaled, ranks=given.of, cores=cores)
+        return planner.reached(load, load.batch * given.of / rate, on, options)
+    if bool(on.gpus) == bool(load.cores):
         there, here = ("GPUs", "CPUs") if on.gpus else ("CPUs", "GPUs")
         raise LaunchError(
             f"{given.bench} was measured on {here}, and {on.name} trains on {there}: give the rate of one of "
             "its ranks, --images-per-second R, or measure there"
         )
-    return replace(load, spread=given.spread * load.compute) if given.spread else load
+    return load
 
 
 def table(rows: Sequence[Row], load: Workload, on: Instance) -> Table:
     """Return the predictions as a table."""
     columns = {name: [_value(row, key) for row in rows] for name, key in _COLUMNS.items()}
     known = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
-    title = f"{load.model} on {on.name}; step, exposed communication and skew in ms"
+    title = (
+        f"{load.model} on {on.name}; efficiency by a rank alone and by one host;\n"
+        "step, exposed communication and skew in ms"
+    )
     found = Table(box=SIMPLE_HEAD, title=title, title_justify="left", padding=0, show_edge=False)
     for name in known:
         found.add_column(name, justify="right")
@@ -180,7 +197,9 @@ def table(rows: Sequence[Row], load: Workload, on: Instance) -> Table:
 
 def _value(row: Row, key: str) -> float | str | None:
     value = getattr(row, key)
-    return f"{value:.0%}" if key == "efficiency" else value * 1e3 if key.endswith("_seconds") else value
+    if value is None or not key.endswith(("efficiency", "_seconds")):
+        return value
+    return value * 1e3 if key.endswith("_seconds") else f"{value:.0%}"
 
 
 def _cell(value: float | str | None) -> str:
@@ -203,11 +222,17 @@ def assumptions(
         f"Exchange: Ringdance's plans on simulated hosts, {options.wire} on the wire, default settings.",
         f"Machines: {per_host} ranks on each; {how} gets {base.bandwidth * 8e-9:.3g} of {on.gbits:g} Gbit/s "
         f"between them, latency {base.latency * 1e6:.0f} us; no other traffic, no congestion.",
-        f"Skew: a rank's step deviates by {load.spread / load.compute:.1%} ({load.spread * 1e3:.3g} ms, "
-        "normal, independent of the others); all wait for the slowest.",
+        f"Skew: a rank's step deviates by {load.spread / load.compute:.1%} ({load.spread * 1e3:.3g} ms), "
+        f"a host's by {options.host_spread:.1%}, normal and independent; all wait for the slowest.",
         *[f"Whole machines: {one} ranks are {row.ranks} on {row.hosts} machines." for one, row in rounded],
         f"A rank computes {cores}, as fast as it was measured; its input keeps up.",
     ]
+    if not load.cores:
+        found.append(
+            "Run on GPUs so far: PyTorch on one GPU, with one and two ranks. Not run: several GPUs, several "
+            "hosts with GPUs; what a plan says of them was fitted to published runs of Horovod. TensorFlow, "
+            "Keras, JAX and MXNet exchange through the host's memory, which is slower than this plan."
+        )
     if not options.samples or not (options.epochs or options.curve):
         return found
     work = f"{options.epochs:g} epoch{'s' * (options.epochs != 1)}, whatever the batch"

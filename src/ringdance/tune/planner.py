@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -15,12 +16,17 @@ from ringdance.settings import Settings
 from ringdance.tune.catalog import Curve, Instance, Model
 from ringdance.tune.simulator import Machine, expected_largest, simulate
 
+RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
+"""Standard deviations, as shares of a step on GPUs; fitted to published runs, see docs/howto/plan.md.
+
+The first is a rank's, of its kernels and of the program that launches them, independent of all others. The
+second is a host's: its ranks share the disk, the cores and the memory that input from files goes through, so
+they deviate together. One host alone does not wait for that, and runs on synthetic input do not have it.
+"""
 TCP_SHARE = 0.94
 """What Ethernet, IP and TCP headers leave of a network's bandwidth, at packets of 1,500 bytes."""
-NCCL_SHARE = 0.78
+NCCL_SHARE = 0.8
 """What NCCL's all-reduce gets of a network's bandwidth; fitted, see docs/howto/plan.md."""
-NCCL_TCP_GBITS = 32.0
-"""What NCCL gets over TCP on faster networks, Gbit/s."""
 NCCL_ROUND = 1e-3
 """Seconds for each round of agreement of ranks with GPUs."""
 PCI_EXPRESS = 10.0
@@ -73,6 +79,7 @@ class Options:
         epochs: to train; 0 if a curve says so.
         curve: epochs by batch.
         crowd: hosts that share the cores of one machine, as simulated ones do.
+        host_spread: standard deviation of a host's step, as a share: all its ranks deviate together.
     """
 
     ranks_per_host: int = 0
@@ -81,15 +88,26 @@ class Options:
     epochs: float = 0.0
     curve: Curve | None = None
     crowd: int = 1
+    host_spread: float = 0.0
 
     def per_host(self, load: Workload, on: Instance) -> int:
-        """Return how many ranks a machine has."""
+        """Return how many ranks a machine has. Raises LaunchError for more than its GPUs."""
+        if not load.cores and 0 < on.gpus < self.ranks_per_host:
+            raise LaunchError(
+                f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, one for each rank. "
+                f"Give at most {on.gpus}; more ranks take more machines, --np"
+            )
         return self.ranks_per_host or on.gpus or max(1, int(on.cores / max(load.cores, 1e-9)))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction; money in dollars. None is what is not known."""
+    """A prediction; money in dollars. None is what is not known.
+
+    Attributes:
+        efficiency: what a rank does, as a share of what it would do alone.
+        host_efficiency: the same as a share of what it does on one whole host.
+    """
 
     ranks: int
     hosts: int
@@ -102,11 +120,13 @@ class Row:
     epochs: float | None = None
     hours: float | None = None
     money: float | None = None
+    host_efficiency: float | None = None
 
 
 def from_model(
-    model: Model, rate: float, batch: int, on: Instance, options: Options, of: int = 1
-) -> Workload:
+    model: Model, rate: float, batch: int, on: Instance, options: Options, of: int = 1,
+    spread: float = RANK_SPREAD,
+) -> Workload:  # fmt: skip
     """Return the step of a known model by a published rate.
 
     Args:
@@ -116,16 +136,39 @@ def from_model(
         on: the machine.
         options: of the plan; ranks of a machine, and what is sent.
         of: number of ranks that reached this rate.
+        spread: standard deviation of a rank's step, as a share of it.
     """
     seconds = batch * of / rate
     source = f"{model.name}: {rate:,.5g} samples/s of {of} rank{'s' * (of > 1)}, batch {batch}, as given."
     cores = 0.0 if on.gpus else float(on.cores)
     load = Workload(
-        model.name, batch, seconds, tuple(model.gradients(seconds)), model.spread * seconds, of, cores, source
+        model.name, batch, seconds, tuple(model.gradients(seconds)), spread * seconds, of, cores, source
     )
-    for _ in range(4 * (of > 1)):  # what they exchange, and wait for one another, is in their rate
-        load = load.slower(seconds / predict(load, on, of, options).step_seconds)
-    return load
+    return reached(load, seconds, on, options)
+
+
+def reached(load: Workload, seconds: float, on: Instance, options: Options) -> Workload:
+    """Return the step that takes ``seconds`` when its ranks take it together.
+
+    Their exchanges, and that they wait for one another, are in these seconds, and not in what is returned.
+
+    Raises:
+        LaunchError: the exchanges alone take longer.
+    """
+    load = load.slower(seconds / load.compute)
+    for _ in range(8):
+        found = predict(load, on, load.ranks, options)
+        factor = seconds / found.step_seconds
+        if abs(factor - 1) < 1e-4 or found.exposed_seconds >= seconds:
+            break
+        load = load.slower(factor)
+    if abs(factor - 1) < 0.02:  # a round of agreement more or less lets it jump
+        return load
+    raise LaunchError(
+        f"{load.batch * load.ranks / seconds:,.5g} samples/s of {load.ranks} ranks are {seconds:.3g} s a step, "
+        f"and on {on.name} its exchanges alone take {found.exposed_seconds:.3g} s. Give the rate of fewer ranks, "
+        "what it was sent as (--wire), or the network that it was reached on (--gbits)"
+    )
 
 
 def from_bench(path: Path) -> Workload:
@@ -189,7 +232,7 @@ def machine(load: Workload, on: Instance, per_host: int, crowd: int = 1) -> Mach
         return Machine(bandwidth * TCP_SHARE, ranks_per_core=max(1.0, per_host * crowd / on.cores))
     bandwidth *= NCCL_SHARE
     return Machine(
-        bandwidth if on.rdma else min(bandwidth, NCCL_TCP_GBITS / 8 * 1e9),
+        bandwidth if on.rdma else min(bandwidth * TCP_SHARE, on.tcp_gbits / 8 * 1e9),
         link_bandwidth=(on.nvlink or PCI_EXPRESS) * 1e9, message_seconds=0.0, round_seconds=NCCL_ROUND,
     )  # fmt: skip
 
@@ -203,7 +246,7 @@ def predict(load: Workload, on: Instance, ranks: int, options: Options) -> Row:
     hosts = -(-ranks // per_host)
     size = hosts * per_host
     base = machine(load, on, per_host, options.crowd)
-    skew = load.spread * expected_largest(size)
+    skew = load.spread * expected_largest(size) + options.host_spread * load.compute * expected_largest(hosts)
     busy = max(1.0, load.cores * per_host * options.crowd / on.cores)  # ranks share the cores
     slow = load.slower((load.compute + skew) / load.compute * busy)
     if load.cores and load.cores * per_host >= on.cores:  # no idle core: the engine exchanges after backward
@@ -246,7 +289,8 @@ def choose(
 
     grid = [hosts for power in range(12) for hosts in (2**power, 3 * 2**power // 2) if hosts <= most]
     grid = sorted(set(grid))
-    good = [hosts for hosts in grid if fits(hosts)]
+    fitting = (hosts for hosts in grid if fits(hosts))
+    good = list(islice(fitting, 1) if deadline else fitting)
     if not good:
         return None, rows
     if deadline:  # more hosts cost more: as few as keep it

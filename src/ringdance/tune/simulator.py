@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, log2
 from operator import itemgetter
 from statistics import NormalDist
 from typing import Any
@@ -33,7 +32,7 @@ from ringdance.transport.base import Array, Identity
 from ringdance.tune import network
 from ringdance.tune.network import Core, Machine, Program, SimulatedTransport
 
-__all__ = ["Gradients", "Machine", "Step", "expected_largest", "ring_bound", "simulate", "tree_bound"]
+__all__ = ["Gradients", "Machine", "Step", "expected_largest", "simulate"]
 
 _MOST_RANKS = 1_000_000
 Gradients = Sequence[tuple[int, float]]
@@ -70,16 +69,6 @@ class Step:
 def expected_largest(count: int) -> float:
     """Return how far the largest of `count` normal values is above the mean, in deviations (Blom)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
-
-
-def ring_bound(machine: Machine, hosts: int, nbytes: int) -> float:
-    """Return the seconds of a ring all-reduce of ``nbytes`` between hosts, links in full use."""
-    return 2 * (hosts - 1) * (nbytes / hosts / machine.bandwidth + machine.latency)
-
-
-def tree_bound(machine: Machine, hosts: int, nbytes: int) -> float:
-    """Return the same for two binary trees, each for half of the data (Sanders, Speck, Träff 2009)."""
-    return 0.0 if hosts == 1 else 2 * (nbytes / machine.bandwidth + ceil(log2(hosts)) * machine.latency)
 
 
 def simulate(

@@ -1,14 +1,17 @@
-"""``ringdance simulate``, and the gradients it knows."""
+"""The script benchmarks/scaling.py, and the gradients it knows."""
 
 from __future__ import annotations
 
+import importlib
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from ringdance.cli import main
 from ringdance.errors import ArgumentError
 from ringdance.tune.gradient_sizes import MODELS, gradients
+from ringdance.tune.simulator import Machine, simulate
 
 # Tensors and parameters of torchvision's models and of BertModel, as published; detectors: what is trained.
 KNOWN = {
@@ -32,19 +35,25 @@ def test_an_unknown_model_is_refused():
         gradients("resnet1", 1.0)
 
 
-SMALL = ("simulate", "--hosts", "1,2,4", "--ranks-per-host", "2", "--gbits", "10,100")
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+    return importlib.import_module("scaling")
 
 
-def test_a_table(capsys):
-    assert main([*SMALL, "--wire", "float32,bfloat16"]) == 0
+SMALL = ("--hosts", "1,2,4", "--ranks-per-host", "2", "--gbits", "10,100")
+
+
+def test_a_table(script, capsys):
+    assert script.main([*SMALL, "--wire", "float32,bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "resnet50, 102 MB in float32" in out
     assert "resnet50, 51 MB in bfloat16" in out
     assert len([line for line in out.splitlines() if line.split()[:1] == ["ring"]]) == 4
 
 
-def test_json_and_a_plot(capsys, tmp_path):
-    assert main([*SMALL, "--json", "--plot", str(tmp_path / "e.svg"), "--set", "latency=1e-3"]) == 0
+def test_json_and_a_plot(script, capsys, tmp_path):
+    assert script.main([*SMALL, "--json", "--plot", str(tmp_path / "e.svg"), "--set", "latency=1e-3"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["gbits"], row["ranks"]) for row in rows] == [(g, n) for g in (10, 100) for n in (2, 4, 8)]
     assert all(0 < row["engine"] <= 1 for row in rows)
@@ -71,34 +80,41 @@ def test_json_and_a_plot(capsys, tmp_path):
         (["--model", "resnet51"], "did you mean resnet50?"),
     ],
 )
-def test_what_is_refused(words, message, capsys):
-    assert main(["simulate", *words]) == 2
+def test_what_is_refused(words, message, script, capsys):
+    assert script.main(words) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
 
 
-def test_settings_count(capsys, monkeypatch):
-    words = ["simulate", "--hosts", "2", "--ranks-per-host", "2", "--gbits", "10", "--json"]
+def test_settings_count(script, capsys, monkeypatch):
+    words = ["--hosts", "2", "--ranks-per-host", "2", "--gbits", "10", "--json"]
 
     def messages(**environ):
         with monkeypatch.context() as patch:
             for name, value in environ.items():
                 patch.setenv(name, value)
-            assert main(words) == 0
+            assert script.main(words) == 0
         return json.loads(capsys.readouterr().out)[0]["messages"]
 
     assert messages(RINGDANCE_CHUNK_BYTES="65536") > 2 * messages() > messages(RINGDANCE_WINDOW="0") > 0
     monkeypatch.setenv("RINGDANCE_CHUNK_BYTES", "x")
-    assert main(words) == 2
+    assert script.main(words) == 2
     assert "RINGDANCE_CHUNK_BYTES='x' cannot be used" in capsys.readouterr().err
 
 
-def test_the_plot_shows_efficiency_in_percent_as_the_table_does(tmp_path, monkeypatch, capsys):
-    from ringdance.tune import efficiency
-
+def test_the_plot_shows_efficiency_in_percent_as_the_table_does(script, tmp_path, monkeypatch, capsys):
     panels = {}
-    monkeypatch.setattr(efficiency, "lines", lambda file, drawn, *rest, **more: panels.update(drawn))
-    assert main([*SMALL, "--plot", str(tmp_path / "plot.svg"), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out.partition("\n]")[0] + "]")
+    monkeypatch.setattr(script, "lines", lambda file, drawn, *rest, **more: panels.update(drawn))
+    assert script.main([*SMALL, "--plot", str(tmp_path / "plot.svg"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
     assert panels["10 Gbit/s, float32"]["ringdance"][0][1] == pytest.approx(100 * rows[0]["engine"])
+
+
+def test_bounds(script):
+    machine = Machine(bandwidth=1e9, latency=1e-3)
+    assert script.ring_bound(machine, 4, 1_000_000) == pytest.approx(6 * (250_000 / 1e9 + 1e-3))
+    assert script.tree_bound(machine, 4, 1_000_000) == pytest.approx(2 * (1_000_000 / 1e9 + 2e-3))
+    assert script.ring_bound(machine, 1, 1000) == script.tree_bound(machine, 1, 1000) == 0.0
+    step = simulate(machine, 3, 2, [(32 << 20, 0.0)], 0.01)
+    assert step.seconds >= script.ring_bound(replace(machine, latency=0.0), 3, 32 << 20)

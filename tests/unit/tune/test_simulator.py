@@ -17,7 +17,7 @@ from ringdance.core.exchange.arithmetic import reduction
 from ringdance.core.request import ReduceOp
 from ringdance.settings import Settings
 from ringdance.tune.network import allreduce_traffic
-from ringdance.tune.simulator import Machine, ring_bound, simulate, tree_bound
+from ringdance.tune.simulator import Machine, simulate
 
 FREE = Machine(
     bandwidth=1e9, latency=1e-3, memory_bandwidth=inf,
@@ -62,7 +62,7 @@ def test_a_host_sends_what_an_allreduce_needs(hosts, ranks, dtype):
     step = simulate(FREE, hosts, ranks, gradients(nbytes), 0.01, wire_dtype=dtype)
     on_wire = nbytes if dtype == "float32" else nbytes // 2
     assert on_wire <= step.sent_bytes <= 1.1 * 2 * on_wire * (hosts - 1) / hosts
-    assert step.seconds >= ring_bound(replace(FREE, latency=0.0), hosts, on_wire)
+    assert step.seconds >= 2 * (hosts - 1) / hosts * on_wire / FREE.bandwidth
 
 
 @pytest.mark.parametrize(("hosts", "ranks"), [(2, 1), (2, 2), (3, 2), (4, 4)])
@@ -150,12 +150,6 @@ def test_what_mpi_sends_adds_up():
             assert parts[0][0] == max(sent for sent, _ in parts)
     assert allreduce_traffic(24, 0, 1 << 20, False)[0] / (1 << 20) == pytest.approx(3.375)
     assert allreduce_traffic(1, 0, 100, True) == (0, 0, 0, 0)
-
-
-def test_bounds():
-    assert ring_bound(FREE, 4, 1_000_000) == pytest.approx(6 * (250_000 / 1e9 + 1e-3))
-    assert tree_bound(FREE, 4, 1_000_000) == pytest.approx(2 * (1_000_000 / 1e9 + 2e-3))
-    assert ring_bound(FREE, 1, 1000) == tree_bound(FREE, 1, 1000) == 0.0
 
 
 def test_27200_ranks():

@@ -1,13 +1,28 @@
-"""``ringdance simulate``: the efficiency of a step on many hosts, beside what links allow at best."""
+"""Predict how efficient a training step is on many hosts, by the engine's own plans, beside what links allow.
+
+    python benchmarks/scaling.py                            # ResNet-50 on 8 to 27,200 ranks: takes a minute
+    python benchmarks/scaling.py --hosts 2,4,8 --gbits 25 --wire float32,bfloat16
+    python benchmarks/scaling.py --model vgg16 --step 0.3 --set latency=5e-6 --set message_seconds=1e-6
+    python benchmarks/scaling.py --gbits 10,100 --plot efficiency.svg --json
+
+The engine's plans (rounds, batches, chunks, messages) run on a clock instead of a network, with the settings
+that the environment has. Efficiency is --step by the time of a step with its exchange: machines are ideal,
+and `ringdance plan` adds what real ones lose. "ring" and "tree" are bounds: an all-reduce by a ring or by two
+trees of hosts that use links in full from the first gradient on.
+
+--set NAME=VALUE, in bytes/s and seconds:
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from itertools import product
+from math import ceil, log2
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -20,22 +35,8 @@ from ringdance.launch.parser import Parser, as_program, counts, number, positive
 from ringdance.settings import Settings, load
 from ringdance.tune.gradient_sizes import MODELS, gradients
 from ringdance.tune.plots import lines, plot_file
-from ringdance.tune.simulator import Machine, ring_bound, simulate, tree_bound
+from ringdance.tune.simulator import Machine, simulate
 
-_EPILOG = """\
-examples:
-  ringdance simulate                                        ResNet-50 on 8 to 27,200 ranks: takes a minute
-  ringdance simulate --hosts 2,4,8 --gbits 25 --wire float32,bfloat16
-  ringdance simulate --model vgg16 --step 0.3 --set latency=5e-6 --set message_seconds=1e-6
-  ringdance simulate --gbits 10,100 --plot efficiency.svg --json
-
-The engine's own plans (rounds, batches, chunks, messages) run on a clock instead of a network, with the
-settings that the environment has. Efficiency is --step by the time of a step with its exchange. "ring" and
-"tree" are bounds: an all-reduce by a ring or by two trees of hosts that use links in full from the first
-gradient on.
-
---set NAME=VALUE, in bytes/s and seconds:
-"""
 _WIRES = ("float32", "bfloat16", "float16")
 _NAMES = [field.name for field in fields(Machine) if field.name != "bandwidth"]
 _DIVISORS = ("memory_bandwidth", "stack_bandwidth")
@@ -44,12 +45,11 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    """``ringdance simulate``: `argv` without the program and ``simulate``; returns the exit code."""
+    """Return the exit code of the command line `argv`, without the program."""
     defaults = asdict(Machine(0.0))
     parser = Parser(
-        prog="ringdance simulate",
-        description="Predict how efficient a training step is on many hosts, by the engine's own plans.",
-        epilog=_EPILOG + "\n".join(f"  {name:18} {defaults[name]:g}" for name in _NAMES),
+        prog="scaling.py",
+        description=f"{__doc__}" + "\n".join(f"  {name:18} {defaults[name]:g}" for name in _NAMES),
     )
     add = parser.add_argument
     add("--model", choices=MODELS, default="resnet50", help="whose gradients (default resnet50)")
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             lines(arguments.plot, _panels(rows), "hosts", "efficiency, %", logarithmic=True)
         return 0
 
-    return as_program("ringdance simulate", action)
+    return as_program("scaling.py", action)
 
 
 def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -106,6 +106,16 @@ def _property(text: str) -> tuple[str, float]:
         f"{text!r}: NAME=VALUE is expected, for NAME one of {known}; above 0 for "
         f"{', '.join(_DIVISORS)}, from 1 on for ranks_per_core, else from 0 on"
     )
+
+
+def ring_bound(machine: Machine, hosts: int, nbytes: int) -> float:
+    """Return the seconds of a ring all-reduce of ``nbytes`` between hosts, links in full use."""
+    return 2 * (hosts - 1) * (nbytes / hosts / machine.bandwidth + machine.latency)
+
+
+def tree_bound(machine: Machine, hosts: int, nbytes: int) -> float:
+    """Return the same for two binary trees, each for half of the data (Sanders, Speck, Träff 2009)."""
+    return 0.0 if hosts == 1 else 2 * (nbytes / machine.bandwidth + ceil(log2(hosts)) * machine.latency)
 
 
 def efficiencies(arguments: argparse.Namespace, machine: Machine, settings: Settings) -> list[Row]:
@@ -151,3 +161,7 @@ def _panels(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]
         for name, key in _LINES.items():
             panel.setdefault(name, []).append((row["hosts"], 100 * row[key]))
     return panels
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
