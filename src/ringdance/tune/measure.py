@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringdance.numpy
+from ringdance import session
+from ringdance.limits import usable_cores
 from ringdance.tune.gradient_sizes import FORWARD
 
 RATE = 1e-3
@@ -88,7 +90,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     exchange = (made.exchange or _by_numpy)(agreed)
     exchange()
     return {
-        "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0)), "gpu": made.gpu,
+        "host": socket.gethostname(), "cores": usable_cores(session.engine().local_pids), "gpu": made.gpu,
         "local_size": hvd.local_size(), "blocks": blocks, "single": single, "gradients": gradients,
         "assumed": made.ready is None, "exchange": median(_block(exchange, 1)[0] for _ in range(5)),
     }  # fmt: skip

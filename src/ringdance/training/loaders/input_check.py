@@ -16,6 +16,7 @@ import numpy as np
 from ringdance import session
 from ringdance import settings as settings_module
 from ringdance.errors import ArgumentError
+from ringdance.monitor.core_use import CoreUse
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.objects import allgather_json
 
@@ -69,7 +70,6 @@ class WatchedLoader:
         self._full: Any = None
         self._times: list[float] = []  # at the start and after each batch
         self._cpu = 0.0
-        self._host = 0.0, 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
@@ -101,7 +101,8 @@ class WatchedLoader:
 
     def _start(self) -> None:
         """Start the clock."""
-        self._times, self._cpu, self._host = [time.perf_counter()], _cpu_seconds(), _host_cpu()
+        pids = session.engine().local_pids if session.is_initialized() else ()
+        self._times, self._cpu, self._host = [time.perf_counter()], _cpu_seconds(), CoreUse(pids)
 
     def count(self, samples: int) -> None:
         """Count a batch that is done; raise ``SystemExit(0)`` after the last, on all ranks alike."""
@@ -172,13 +173,11 @@ class WatchedLoader:
     def _report(self) -> None:
         """Write the figures of all ranks to the stdout of rank 0."""
         seconds, used = time.perf_counter() - self._times[0], _cpu_seconds() - self._cpu
-        busy, host = _host_cpu()[0] - self._host[0], _host_cpu()[1] - self._host[1]
-        share = own_cores(session.engine().local_size if session.is_initialized() else 1)
         row = {
             "unit": self._unit, "samples": self._samples, "seconds": round(seconds, 4),
             "noise": noise_of(self._times), "cores": round(used / seconds, 3),
-            "usable": max(share, 1), "host_busy": round(busy / host, 3) if host else 0.0,
-            "host": os.uname().nodename, "host_cores": os.cpu_count() or 1,
+            "usable": max(own_cores(), 1), "host_busy": round(self._host.share(), 3),
+            "host": os.uname().nodename, "host_cores": self._host.cores,
         }  # fmt: skip
         rank, rows = 0, [row]
         if session.is_initialized():
@@ -239,14 +238,3 @@ def _cpu_seconds() -> float:
             continue
         total += used.user + used.system
     return total
-
-
-def _host_cpu() -> tuple[float, float]:
-    """Return the processor time that this host has used, and all of it, in seconds."""
-    import psutil
-
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    # Linux counts the time of guests as user time too.
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return total - idle, total
