@@ -11,9 +11,10 @@ from statistics import fmean
 
 from ringdance.observe import svg
 from ringdance.observe.figures import Run
-from ringdance.observe.limits import WORTH, RunLimit
+from ringdance.observe.limits import RunLimit
 from ringdance.observe.summary import RankTimes, rank_row
 from ringdance.observe.timeline import milliseconds, rank_table
+from ringdance.waiting import WORTH
 
 _STYLE = Path(__file__).with_name("page.css")
 _EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 try:
-    from ringdance.limits import cgroups as cgroups
-    from ringdance.limits import usable_cores as usable_cores
+    from ringdance import limits
 except ImportError:  # an agent, which has the package's directory on its path instead of the package
-    from limits import cgroups  # type: ignore[import-not-found, no-redef]
+    import limits  # type: ignore[import-not-found, no-redef]
 
+usable_cores = limits.usable_cores
 LINUX = sys.platform.startswith("linux")
 MARKER = "RINGDANCE_JOB"
 """Environment variable that every process of a job inherits; its value is the job's id."""
@@ -276,7 +276,7 @@ def sees_all_users_of_shared_memory() -> bool:
 def killed_for_memory() -> int:
     """Return how many processes the kernel has killed because this process's cgroup had no memory left."""
     names = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
-    text = b"".join(_read(f"{place}/{name}") for place in cgroups("memory") for name in names)
+    text = b"".join(_read(f"{place}/{name}") for place in limits.cgroups("memory") for name in names)
     return max(map(int, re.findall(rb"^oom_kill (\d+)", text, re.MULTILINE)), default=0)
 
 
