@@ -17,12 +17,12 @@ from typing import Any
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
+from ringdance.judging import BUSY, IDLE_CORES, LITTLE, NO_CORES, TAKEN
 from ringdance.launch.parser import rank_count, seconds
 from ringdance.launch.spec import CommandError
 from ringdance.observe.limits import Limit
 from ringdance.subcommands import Subcommand
 from ringdance.tune.bench_train import TRAIN
-from ringdance.waiting import BUSY, IDLE_CORES, LITTLE, NO_CORES, TAKEN
 
 INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.loaders.input_check
 PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}

@@ -14,7 +14,7 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.job_files import NO_FORMAT, read_regular, typed
-from ringdance.waiting import Waiting, waiting
+from ringdance.judging import Waiting, waiting
 
 Row = dict[str, Any]
 _GAUGES = ("last_step_time", "host_cpu_percent", "host_memory_percent", "host_cores", "gpu_percent")

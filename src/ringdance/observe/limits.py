@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
+from ringdance.judging import BUSY, FULL_CORES, FULL_GPU, IDLE_CORES, IDLE_GPU, NO_CORES, TAKEN, WORTH
 from ringdance.observe.figures import Rank, Run
-from ringdance.waiting import BUSY, FULL_CORES, FULL_GPU, IDLE_CORES, IDLE_GPU, NO_CORES, TAKEN, WORTH
 
 _LEAST = 0.05  # share of the time, at least: a sample may have no work of a rank's own
 

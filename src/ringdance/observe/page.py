@@ -9,12 +9,12 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
+from ringdance.judging import WORTH
 from ringdance.observe import svg
 from ringdance.observe.figures import Run
 from ringdance.observe.limits import RunLimit
 from ringdance.observe.summary import RankTimes, rank_row
 from ringdance.observe.timeline import milliseconds, rank_table
-from ringdance.waiting import WORTH
 
 _STYLE = Path(__file__).with_name("page.css")
 _EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringdance.core.ring import Word
+from ringdance.judging import LITTLE, waiting
 from ringdance.transport.base import Identity
-from ringdance.waiting import LITTLE, waiting
 
 _UNKNOWN = (
     "exposed communication, slowest rank: unknown: the script polled for results, or never waited "

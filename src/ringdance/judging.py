@@ -1,6 +1,6 @@
-"""Who waits for whom, and the thresholds of all that says what limits a training. Standard library only.
+"""What all that judges a training shares: thresholds, who waits for whom, how far few steps spread.
 
-Used by the summary of a job, ``ringdance report``, ``ringdance advise`` and ``ringdance bench input``.
+Used by the summary of a job, ``ringdance report``, ``advise``, ``bench`` and ``plan``. Standard library only.
 """
 
 from __future__ import annotations
@@ -50,3 +50,10 @@ def waiting(shares: Sequence[float]) -> Waiting:
     slowest = shares.index(least)
     others = median([*shares[:slowest], *shares[slowest + 1 :]] or shares)
     return Waiting(slowest, least, others - least, (1 - least) / max(1 - others, _LEAST))
+
+
+def spread(times: Sequence[float]) -> float:
+    """Return the standard deviation of some times, by their median deviation: a few may be hiccups."""
+    middle = median(times)
+    # 1.48 is that of a normal distribution; few values lie closer together than many.
+    return 1.48 * len(times) / (len(times) - 0.8) * median([abs(one - middle) for one in times])
