@@ -10,9 +10,11 @@ import psutil
 import pytest
 
 from ringdance import limits
+from ringdance.core.ring import Ring, RingReader
 from ringdance.data.loader import Loader
 from ringdance.monitor import core_use
 from ringdance.monitor.core_use import CoreUse
+from ringdance.monitor.sampler import Sampler
 
 NODE = 64
 V1_SELF = "9:name=systemd:/x\n2:cpu,cpuacct:/kubepods/pod7\n"
@@ -109,6 +111,18 @@ def test_a_slurm_step_has_its_mask_and_its_ranks_share_it(machine: Any) -> None:
     machine.masks.pop(2)  # cannot be seen
     assert limits.shared_cores([1, 2]) == 1
     assert CoreUse([1]).cores == 2
+
+
+def test_figures_of_a_pod_are_of_its_share(machine: Any) -> None:
+    use = quota(machine, 4, 2)
+    use(0)
+    ring = Ring()
+    sampler = Sampler([RingReader(ring.memory)])
+    machine.now.time = 10
+    machine.used |= dict.fromkeys(range(4), 10.0)
+    use(40)
+    (row,) = sampler.rows()
+    assert (row["host_cpu_percent"], row["host_cores"]) == (100.0, 4)
 
 
 def test_threads_that_decode_are_those_of_the_quota(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

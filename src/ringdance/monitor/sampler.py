@@ -39,7 +39,7 @@ class Sampler:
 
     def __init__(self, readers: Sequence[RingReader]) -> None:
         pids = [reader.who.pid for reader in readers]
-        self._ranks = {pid: (reader, _Process(pid)) for pid, reader in zip(pids, readers, strict=True)}
+        self._ranks = {pid: (reader, ProcessUse(pid)) for pid, reader in zip(pids, readers, strict=True)}
         self._gpus = _Gpus(pids)
         self._lock = threading.Lock()
         self._shared: Row = {}
@@ -72,8 +72,8 @@ class Sampler:
                 self._ranks.pop(pid, None)
 
 
-class _Process:
-    """A rank's process with its children."""
+class ProcessUse:
+    """The CPU time and memory of a rank's process; CPU time with its children, which may decode."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

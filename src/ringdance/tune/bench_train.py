@@ -241,8 +241,8 @@ def _train(given: argparse.Namespace) -> int:
         content["sizes"].append(figures(found, options["batch"], threads, one))
     print(f"\n{text(table(content), model.unit)}")
     if (taken := max(size["others"] for size in content["sizes"])) >= TAKEN:
-        print(f"Other programs used up to {taken:.0%} of a host's cores: the training is faster without them. "
-              "Measure\nagain while nothing else runs.")  # fmt: skip
+        print(f"Other programs used up to {taken:.0%} of a host's cores, without which this is faster: "
+              "measure\nagain while nothing else runs.")  # fmt: skip
     if given.output:
         _write(given.output, given.plot, content)
     return 0
