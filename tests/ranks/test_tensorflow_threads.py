@@ -9,18 +9,19 @@ import pytest
 import tensorflow as tf
 
 import ringdance.tensorflow as hvd
+from ringdance.limits import usable_cores
 from ringdance.tensorflow import threads
 from ringdance.tensorflow.graph import kernels
 from ringdance.tensorflow.threads import computing_threads
-from ringdance.training.gradients.options import share_of_cores, usable_cores
+from ringdance.training.gradients.options import share_of_cores
 
 hvd.init()
 
 
 @pytest.mark.ranks(2, 3, 4)
 def test_init_gives_each_rank_its_share() -> None:
-    assert tf.config.threading.get_intra_op_parallelism_threads() == share_of_cores(hvd.local_size())
-    assert computing_threads() == share_of_cores(hvd.local_size())
+    assert tf.config.threading.get_intra_op_parallelism_threads() == share_of_cores()
+    assert computing_threads() == share_of_cores()
 
 
 @pytest.mark.ranks(1)

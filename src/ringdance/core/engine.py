@@ -78,6 +78,7 @@ class Engine:
         self.rank, self.size = transport.rank, transport.size
         self.hosts = tuple(identity.host for identity in transport.identities)
         self.identity = transport.identities[self.rank]
+        self.local_pids = [one.pid for one in transport.identities if one.host == self.identity.host]
         place = placement(transport)
         self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
         self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir, ring)

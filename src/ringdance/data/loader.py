@@ -8,7 +8,6 @@ epoch has consumed the first ``position`` samples of its order, and can go on th
 from __future__ import annotations
 
 import concurrent.futures.thread
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import numpy as np
 from ringdance.data.batches import Batches, Epoch, Wait
 from ringdance.data.order import Draws, Indices, Plan, check_positive
 from ringdance.errors import ArgumentError
+from ringdance.limits import usable_cores
 
 Array = np.ndarray[Any, Any]
 Transform = Callable[[Array, Draws], Array]
@@ -128,7 +128,7 @@ class Loader(ImageBatches):
     ) -> None:
         from ringdance.data import images  # here: a clear error where Pillow is missing
 
-        threads = _usable_cores() if threads is None else threads
+        threads = usable_cores() if threads is None else threads
         check_positive(threads=threads, prefetch=prefetch)
         if read_bytes is not None and read_bytes < 0:
             raise ArgumentError(f"read_bytes={read_bytes}: give a number of bytes, 0 to read each by itself.")
@@ -284,7 +284,3 @@ def _place(dataset: Any, number: int) -> str:
     row = dataset.rows[number]
     name = dataset.path / dataset.files[int(row["file"])].name
     return f" of {dataset.split} ({row['length']} bytes from {row['offset']} of {name})"
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

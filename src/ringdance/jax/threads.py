@@ -24,4 +24,4 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     basics.init(comm, process_sets)
     local_size = session.engine().local_size
     if local_size > 1 and not any(name in os.environ for name in _VARIABLES):
-        os.environ |= dict.fromkeys(_VARIABLES, str(share_of_cores(local_size)))
+        os.environ |= dict.fromkeys(_VARIABLES, str(share_of_cores()))

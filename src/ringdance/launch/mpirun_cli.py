@@ -21,7 +21,7 @@ from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import as_program
 from ringdance.launch.prepare import Check
 from ringdance.launch.spec import CommandError
-from ringdance.launch.system.linux import usable_cores
+from ringdance.limits import usable_cores
 
 _NAME = "ringdance mpirun"
 _HELP = """\

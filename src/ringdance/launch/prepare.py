@@ -16,7 +16,7 @@ from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
 from ringdance.launch.system import machine
-from ringdance.launch.system.linux import usable_cores
+from ringdance.limits import usable_cores
 
 _FOR_RANK = 4  # descriptors, on this host, in its agent: a connection and output
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from ringdance.core.ring import RingReader, Word
+from ringdance.monitor.core_use import CoreUse
 
 Row = dict[str, Any]
 
@@ -38,21 +39,21 @@ class Sampler:
 
     def __init__(self, readers: Sequence[RingReader]) -> None:
         pids = [reader.who.pid for reader in readers]
-        self._ranks = {pid: (reader, _Process(pid)) for pid, reader in zip(pids, readers, strict=True)}
+        self._ranks = {pid: (reader, ProcessUse(pid)) for pid, reader in zip(pids, readers, strict=True)}
         self._gpus = _Gpus(pids)
         self._lock = threading.Lock()
         self._shared: Row = {}
         self._used: dict[int, Row] = {}
         self._taken = time.monotonic()
-        psutil.cpu_percent()  # the next call returns the use since this one
+        self._use = CoreUse(pids)
 
     def rows(self) -> list[Row]:
         """Return a row for each rank that has not left."""
         with self._lock:
             if time.monotonic() - self._taken > _FRESH_S or not self._shared:
-                cpu, memory = psutil.cpu_percent(), psutil.virtual_memory().percent
+                cpu, memory = round(100 * self._use.share(), 1), psutil.virtual_memory().percent
                 self._shared = {"host_cpu_percent": cpu, "host_memory_percent": memory}
-                self._shared["host_cores"] = psutil.cpu_count() or 1
+                self._shared["host_cores"] = self._use.cores
                 self._used = self._gpus.sample()
                 self._taken = time.monotonic()
             rows = []
@@ -71,8 +72,8 @@ class Sampler:
                 self._ranks.pop(pid, None)
 
 
-class _Process:
-    """A rank's process with its children."""
+class ProcessUse:
+    """The CPU time and memory of a rank's process; CPU time with its children, which may decode."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

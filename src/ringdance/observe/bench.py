@@ -17,6 +17,7 @@ from typing import Any
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
+from ringdance.judging import BUSY, IDLE_CORES, LITTLE, NO_CORES, TAKEN
 from ringdance.launch.parser import rank_count, seconds
 from ringdance.launch.spec import CommandError
 from ringdance.observe.limits import Limit
@@ -30,12 +31,6 @@ _LESS = {
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
     "samples": "do what is the same for a sample each time once, before training, and store the result",
 }
-_WORTH = 0.1  # share of the speed below which nothing is worth changing
-_BUSY = 0.85  # share of the cores' time from which on they are busy
-_OTHERS = 0.2  # the same that other programs use, from which on they may be the cause
-_WAITS = 0.5  # cores that a loader uses, below which it waits for something most of the time
-_FEW = 0.1  # the same, below which it does not lack cores either
-_BEHIND = 0.1  # share by which one rank is slower than the mean, from which on it is the cause
 _TAIL = 30  # lines of a failed run that are shown
 
 _INPUT = """\
@@ -89,12 +84,7 @@ class Speed:
     @property
     def is_busy(self) -> bool:
         """Whether there is hardly an idle core."""
-        return self.host_busy >= _BUSY or self.cores >= _BUSY * self.usable
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether other programs take cores that the rank could use."""
-        return self.host_busy >= _BUSY and self.by_others >= _OTHERS
+        return self.host_busy >= BUSY or self.cores >= BUSY * self.usable
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Speed:
@@ -120,29 +110,31 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     """
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone, gain = speeds["loader"], step / both
-    pace, advice = f"{alone.unit}/s", _LESS[alone.unit]
-    disturbed = max((one.by_others for one in speeds.values() if one.is_disturbed), default=0.0)
+    pace, less = f"{alone.unit}/s", _LESS[alone.unit]
+    all_three = (
+        f"the loader alone gives {loader:,.1f} {pace}, the step alone takes {step:,.1f}, both together "
+        f"{both:,.1f}"
+    )
+    taken = max((one.by_others for one in speeds.values() if one.host_busy >= BUSY), default=0.0)
+    disturbed = taken >= TAKEN
     # A loader that hardly uses a core waits, whatever others do on them.
-    waits = max(loader, both) < step * (1 - _WORTH) and alone.cores < _FEW
-    less = loader < step * (1 - _WORTH) and (both >= loader * 0.7 or bool(disturbed and waits))
+    waits = max(loader, both) < step * (1 - LITTLE) and alone.cores < NO_CORES
+    slow = loader < step * (1 - LITTLE) and (both >= loader * 0.7 or (disturbed and waits))
     if disturbed and not waits:
         return Limit(
             "unclear",
-            f"Other programs use {disturbed:.0%} of a host's cores, and hardly one is idle: the loader alone "
-            f"gives {loader:,.1f} {pace}, the step alone takes {step:,.1f}, both together {both:,.1f}; what "
+            f"Other programs use {taken:.0%} of a host's cores, and hardly one is idle: {all_three}; what "
             "they would without these programs is not known.",
             "Measure again while nothing else runs on the hosts.",
         )
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    fast = step / (step + loader) < _WORTH  # even one after the other costs less than that
-    if (noise >= max(_WORTH, 1 - both / step) and not fast) or (less and other >= 1 - loader / step):
+    fast = step / (step + loader) < LITTLE  # even one after the other costs less than that
+    if (noise >= max(LITTLE, 1 - both / step) and not fast) or (slow and other >= 1 - loader / step):
         return Limit(
-            "unclear",
-            f"The speeds differ by less than their noise, {max(noise, other):.0%}: the loader alone gives "
-            f"{loader:,.1f} {pace}, the step alone takes {step:,.1f}, both together {both:,.1f}.",
+            "unclear", f"The speeds differ by less than their noise, {max(noise, other):.0%}: {all_three}.",
             "Measure longer (--seconds), while nothing else runs on the hosts.",
-        )
-    if both >= step * (1 - (max(_WORTH, noise) if fast else _WORTH)):
+        )  # fmt: skip
+    if both >= step * (1 - (max(LITTLE, noise) if fast else LITTLE)):
         return Limit(
             "step",
             f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} {pace}; "
@@ -150,27 +142,25 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "Make the step faster (a larger batch, 16-bit floating point, more ranks: `ringdance report` "
             "shows what limits it), or leave the input as it is.",
         )
-    if less:
-        sentence = (
-            f"The step waits for the loader, {1 - both / step:.0%} of the time: the loader gives "
-            f"{loader:,.1f} {pace}, the step could take {step:,.1f}. With a loader that keeps up, training "
-            f"is {gain:.1f} times as fast."
-        )
-        return Limit("loader", sentence, _faster_loader(alone, advice))
+    if slow:
+        return Limit(
+            "loader",
+            f"The step waits for the loader, {1 - both / step:.0%} of the time: {all_three}. With a loader "
+            f"that keeps up, training is {gain:.1f} times as fast.", _faster_loader(alone, less),
+        )  # fmt: skip
     if not speeds["both"].is_busy and loader > both:
         return Limit(
             "order",
-            f"Loader and step take turns, though there are idle cores: alone they reach {loader:,.1f} and "
-            f"{step:,.1f} {pace}, together {both:,.1f}. With batches prepared ahead, training is "
-            f"{min(loader, step) / both:.1f} times as fast.",
+            f"Loader and step take turns, though there are idle cores: {all_three}. With batches prepared "
+            f"ahead, training is {min(loader, step) / both:.1f} times as fast.",
             "Let the loader work ahead, in threads or processes: Ringdance's loaders do, a DataLoader with "
             "num_workers=1 or more, a tf.data pipeline that ends with prefetch().",
         )
     return Limit(
         "cores",
-        f"Loader and step take the cores from each other: alone they reach {loader:,.1f} and {step:,.1f} "
-        f"{pace}, together {both:,.1f}. Without the loader's work, training is {gain:.1f} times as fast.",
-        f"Less work for the loader: {advice}; or more cores for each rank. Try fewer threads of the loader "
+        f"Loader and step take the cores from each other: {all_three}. Without the loader's work, training "
+        f"is {gain:.1f} times as fast.",
+        f"Less work for the loader: {less}; or more cores for each rank. Try fewer threads of the loader "
         "too (threads=, num_workers=).",
     )
 
@@ -178,26 +168,24 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
 def _faster_loader(alone: Speed, less: str) -> str:
     """Return what to do about a loader that is the limit; `less`: how to give it less to do."""
     used = f"it uses {alone.cores:.1f} of {alone.usable:.1f} cores"
-    if alone.behind > _BEHIND:
+    waits = "for its disk, a network, a lock or a sleep"
+    shown = "`ringdance explain` shows the line."
+    if alone.behind > LITTLE:
         who = f"Rank {alone.slowest} holds the others up: its loader is {alone.behind:.0%} behind the mean"
-        if alone.cores < _WAITS or alone.cores < alone.cores_of_mean * (1 - _BEHIND):
-            return (
-                f"{who}, and waits ({used}, the mean rank {alone.cores_of_mean:.1f}): for its disk, a "
-                "network, a lock or a sleep. `ringdance explain` shows the line."
-            )
+        if alone.cores < max(IDLE_CORES, alone.cores_of_mean * (1 - LITTLE)):
+            return f"{who}, and waits ({used}, the mean rank {alone.cores_of_mean:.1f}): {waits}. {shown}"
         return f"{who}, and computes ({used}): its samples are larger, or its cores slower or shared."
-    if alone.cores >= _BUSY * alone.usable:
+    if alone.cores >= BUSY * alone.usable:
         return (
             f"Loading alone keeps a rank's cores busy ({used}): {less}, or use machines with more cores for "
             "each rank."
         )
     threads = "threads= of Ringdance's loaders, num_workers= of a DataLoader"
-    if alone.cores >= _WAITS:
+    if alone.cores >= IDLE_CORES:
         return f"Loading leaves cores idle ({used}): use more threads or processes ({threads}), or {less}."
     return (
-        f"The loader waits most of the time ({used}): for its disk, a network, a lock or a sleep. Where "
-        f"reading takes the time, let more be read at once ({threads}), or from a local disk (`ringdance "
-        "hosts copy`); `ringdance explain` shows the line."
+        f"The loader waits most of the time ({used}): {waits}. Where reading takes the time, let more be "
+        f"read at once ({threads}), or from a local disk (`ringdance hosts copy`); {shown}"
     )
 
 

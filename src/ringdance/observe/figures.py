@@ -15,6 +15,7 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.job_files import NO_FORMAT, read_regular, typed
+from ringdance.judging import Waiting, waiting
 
 Row = dict[str, Any]
 _GAUGES = ("last_step_time", "host_cpu_percent", "host_memory_percent", "host_cores", "gpu_percent")
@@ -108,21 +109,41 @@ class Run:
         return 1 / median([one.step_seconds for one in self.ranks])
 
     @property
+    def waiting(self) -> Waiting:
+        return waiting([one.exposed for one in self.ranks])
+
+    @property
     def slowest(self) -> Rank:
-        """All ranks end an exchange together: the slowest one waits least."""
-        return min(self.ranks, key=lambda one: one.exposed)
+        return self.ranks[self.waiting.slowest]
 
     @property
     def others(self) -> list[Rank]:
-        return [one for one in self.ranks if one is not self.slowest] or self.ranks
+        slowest = self.slowest
+        return [one for one in self.ranks if one is not slowest] or self.ranks
 
     @property
     def communication(self) -> float:
-        return self.slowest.exposed
+        return self.waiting.communication
 
     @property
     def skew(self) -> float:
-        return median([one.exposed for one in self.others]) - self.slowest.exposed
+        return self.waiting.skew
+
+    @property
+    def gpu(self) -> float | None:
+        """Mean use of the ranks' GPUs, 0 to 1; None without one."""
+        found = [one.gpu for one in self.ranks if one.gpu is not None]
+        return fmean(found) / 100 if found else None
+
+    def in_use(self, host: str = "") -> float:
+        """Return how far the cores that the run may use on a host, or on the busiest, are in use, 0 to 1."""
+        return max(self.mean("host_cpu_percent", one) for one in ([host] if host else self.hosts)) / 100
+
+    def taken(self, host: str) -> float:
+        """Return the part of it that programs use which are no ranks of the run."""
+        cores = self.mean("host_cores", host)
+        used = sum(one.cores for one in self.ranks if one.host == host)
+        return self.in_use(host) - used / cores if cores else 0.0
 
     def mean(self, key: str, host: str = "") -> float:
         """Return the mean of a gauge over the samples of training, of a host or of all."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from ringdance.observe.figures import Run
+from ringdance.judging import BUSY, FULL_CORES, FULL_GPU, IDLE_CORES, IDLE_GPU, NO_CORES, TAKEN, WORTH
+from ringdance.observe.figures import Rank, Run
 
-WORTH = 0.2  # share of the time above which waiting limits a run
-_BUSY_CORES = 0.5  # below it a rank that does not wait for others waits for something else
-_FEW_CORES = 0.15  # the same on a host whose cores are all busy
-_BUSY_HOST, _BUSY_GPU = 85.0, 50.0  # percent
-_TAKEN = 20.0  # percent of a host's cores that other programs use, from which on they may be the cause
+_LEAST = 0.05  # share of the time, at least: a sample may have no work of a rank's own
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,8 @@ class RunLimit(Limit):
 def judge(run: Run, uneven: float = 0.0) -> RunLimit:
     """Return what limits a run.
 
-    All ranks end an exchange together, so the slowest rank waits least. What it waits is communication; what
-    the others wait beyond that is skew. In the rest of the time a rank computes, or waits for its input.
+    What the slowest rank waits is communication; what the others wait beyond that is skew. In the rest of
+    the time a rank computes, or waits for its input.
 
     Args:
         run: its figures.
@@ -54,30 +51,28 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
     communication, skew = max(0.0, run.communication - uneven), run.skew
     own = 1 - fmean([one.exposed for one in run.ranks])
     cores = fmean([one.cores for one in run.ranks])
-    gpus = [one.gpu for one in run.ranks if one.gpu is not None]
-    gpu = fmean(gpus) if gpus else None
+    gpu, step = run.gpu, 1e3 / run.steps_per_second
+    of_gpu = f", its GPU is in use for {gpu:.0%}." if gpu is not None else "."
     evidence = [
-        f"Communication: even the rank that waits least waits for exchanges {communication:.0%} of the time.",
+        f"Communication: even the rank that waits least waits for exchanges {communication:.0%} of a step of "
+        f"{step:.3g} ms.",
         f"Skew: the other ranks wait {skew:.0%} of the time beyond that, for the slowest.",
-        f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores"
-        + (f", its GPU is in use for {gpu:.0f}%." if gpu is not None else "."),
+        f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores{of_gpu}",
     ]
     if uneven >= 0.01:
         text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, now for this rank, now for that one."
         evidence.insert(1, text)
-    busy = [one for one in run.hosts if run.mean("host_cpu_percent", one) > _BUSY_HOST]
-    taken, host = max(((_by_others(run, one), one) for one in busy), default=(0.0, ""))
+    taken, host = max(((run.taken(one), one) for one in run.hosts if run.in_use(one) > BUSY), default=(0, ""))
     skewed = run.size > 1 and skew >= max(WORTH, communication)
-    blamed = [run.slowest] if skewed else run.ranks
     # For something that is no core, as their input.
-    waits = all(one.cores / max(1 - one.exposed, 0.05) < _FEW_CORES for one in blamed)
-    if taken >= _TAKEN and not (waits and (skewed or max(communication, uneven) < WORTH)):
+    waits = all(_used(one) < NO_CORES for one in ([run.slowest] if skewed else run.ranks))
+    if taken >= TAKEN and not (waits and (skewed or max(communication, uneven) < WORTH)):
         return RunLimit(
             "other programs",
-            f"Other programs use {taken:.0f}% of the cores of {host}: what limits the run without them is "
+            f"Other programs use {taken:.0%} of the cores of {host}: what limits the run without them is "
             "not known.", "Run it again while they do not run, or on cores of its own.", evidence,
         )  # fmt: skip
-    if run.size > 1 and uneven >= max(WORTH, communication, skew) and _host_cpu(run) < _BUSY_HOST:
+    if run.size > 1 and uneven >= max(WORTH, communication, skew) and run.in_use() < BUSY:
         return RunLimit(
             "skew", "Ranks wait for one another, now for this one and now for that one.",
             "Give all ranks the same to do in each step, such as samples of like length, and to each its own "
@@ -87,18 +82,22 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
         return _skew(run, evidence)
     if run.size > 1 and communication >= WORTH:
         last = run.slowest.rows[-1]
-        sent = last["bytes"] / last["steps"]
-        evidence.append(f"{sent / 1e6:,.1f} MB are reduced per step.")
+        evidence.append(
+            f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for it "
+            f"these {run.size} ranks would do what {run.size / max(_LEAST, 1 - communication):.3g} do now."
+        )
         return RunLimit(
             "communication", "Ranks wait for exchanges, all of them alike.",
             "Exchange less often: a larger batch on each rank, or backward_passes_per_step=2 in "
             "DistributedOptimizer. Then fewer bytes: compression=hvd.Compression.fp16. On several hosts "
             "`ringdance doctor` measures the network between them.", evidence,
         )  # fmt: skip
-    if gpu < _BUSY_GPU * own if gpu is not None else _is_idle(run, cores / max(own, 0.05)):
+    # Ranks that use so few cores wait for something; on a busy host maybe for cores.
+    idle = cores / max(own, _LEAST) < (NO_CORES if run.in_use() > BUSY else IDLE_CORES)
+    if gpu < IDLE_GPU * own if gpu is not None else idle:
         also = again = ""
-        if taken >= _TAKEN:  # who waits for a core does not compute either
-            also = f" Or they wait for cores: other programs use {taken:.0f}% of those of {host}."
+        if taken >= TAKEN:  # who waits for a core does not compute either
+            also = f" Or they wait for cores: other programs use {taken:.0%} of those of {host}."
             again = "Run it again while other programs do not run. If ranks do not compute then either: "
         return RunLimit(
             "input", f"Ranks hardly wait for exchanges or for one another, and yet hardly compute.{also}",
@@ -106,40 +105,26 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
             "a local disk. Measure the loader alone: it must bring more batches per second than "
             f"{run.steps_per_second:.3g}. More ranks do not help before that.", evidence,
         )  # fmt: skip
-    return RunLimit("computation", "Ranks compute most of the time.", _scale(run, gpu), evidence)
+    return RunLimit("computation", "Ranks compute most of the time.", _scale(run, evidence), evidence)
 
 
-def _is_idle(run: Run, used: float) -> bool:
-    """Return whether ranks that use so many cores wait for something; not for the cores of a busy host."""
-    return used < (_FEW_CORES if _host_cpu(run) > _BUSY_HOST else _BUSY_CORES)
-
-
-def _host_cpu(run: Run) -> float:
-    """Return in percent how far the cores of the busiest host are in use."""
-    return max(run.mean("host_cpu_percent", host) for host in run.hosts)
-
-
-def _by_others(run: Run, host: str) -> float:
-    """Return in percent how far programs that are no ranks of the run use a host's cores."""
-    cores = run.mean("host_cores", host)
-    used = sum(one.cores for one in run.ranks if one.host == host)
-    return run.mean("host_cpu_percent", host) - 100 * used / cores if cores else 0.0
+def _used(one: Rank) -> float:
+    """Return how many cores a rank uses while it does not wait for others."""
+    return one.cores / max(1 - one.exposed, _LEAST)
 
 
 def _skew(run: Run, evidence: list[str]) -> RunLimit:
-    slow = run.slowest
-    cores = fmean([one.cores for one in run.others])
-    host = run.mean("host_cpu_percent", slow.host)
-    longer = (1 - slow.exposed) / max(fmean([1 - one.exposed for one in run.others]), 0.05)
-    used = slow.cores / max(1 - slow.exposed, 0.05)
+    slow, cores = run.slowest, fmean([one.cores for one in run.others])
+    step = 1e3 / run.steps_per_second
     evidence.append(
         f"Rank {slow.rank} on host {slow.host} waits {slow.exposed:.0%} of the time; its own work takes "
-        f"{longer:.1f} times as long as that of the others. It uses {slow.cores:.2f} cores on average, "
-        f"the others {cores:.2f}; the cores of its host are in use for {host:.0f}%."
+        f"{run.waiting.longer:.1f} times as long as that of the others: were it as fast, a step would take "
+        f"{step * (1 - run.skew):.3g} ms instead of {step:.3g}. It uses {slow.cores:.2f} cores on average, "
+        f"the others {cores:.2f}; the cores of its host are in use for {run.in_use(slow.host):.0%}."
     )
     doing = (
         f"It hardly uses its cores: see what rank {slow.rank} waits for, such as its data, a disk or a lock"
-        if used < _BUSY_CORES
+        if _used(slow) < IDLE_CORES
         else f"See why rank {slow.rank} has more to do or less to do it with: larger samples, other programs "
         f"on {slow.host}, fewer cores, a hot processor or GPU"
     )
@@ -149,21 +134,23 @@ def _skew(run: Run, evidence: list[str]) -> RunLimit:
     )  # fmt: skip
 
 
-def _scale(run: Run, gpu: float | None) -> str:
+def is_full(run: Run) -> bool:
+    """Return whether a run that computes uses what there is."""
+    return run.in_use() >= FULL_CORES if run.gpu is None else run.gpu >= FULL_GPU
+
+
+def _scale(run: Run, evidence: list[str]) -> str:
     """Return what to try when a run computes: first up, then out."""
-    busiest = _host_cpu(run)
-    if gpu is not None and gpu < 90:
+    what, used = ("cores", run.in_use()) if run.gpu is None else ("GPUs", run.gpu)
+    evidence.append(f"The {what} are in use for {used:.0%}.")
+    if is_full(run):
         return (
-            f"First up: the GPUs are in use for {gpu:.0f}% only; a larger batch fills them, or more workers "
-            "of the data loader. Then out: more ranks."
+            f"The {what} are busy. First up: faster {what}, or mixed precision. Then out: more ranks on more "
+            "hosts (`ringdance run -H h1:N,h2:N`); `ringdance report` of both runs shows what they bring."
         )
-    if gpu is None and busiest < 75:
-        return (
-            f"First up: {100 - busiest:.0f}% of the cores are free; give each rank more threads "
-            "(OMP_NUM_THREADS) or start more ranks on the same hosts. Then out: more hosts."
-        )
-    what = "GPUs" if gpu is not None else "cores"
-    return (
-        f"The {what} are busy. First up: faster {what}, or mixed precision. Then out: more ranks on more "
-        "hosts (`ringdance run -H h1:N,h2:N`); `ringdance report` of both runs shows what they bring."
-    )
+    how = (
+        "give each rank more threads (OMP_NUM_THREADS) or start more ranks on the same hosts. Then out: more "
+        "hosts." if run.gpu is None
+        else "a larger batch fills them, or more workers of the data loader. Then out: more ranks."
+    )  # fmt: skip
+    return f"First up: they can do up to {1 / max(used, 0.01):.1f} times as much; {how}"

@@ -9,9 +9,10 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
+from ringdance.judging import WORTH
 from ringdance.observe import svg
 from ringdance.observe.figures import Run
-from ringdance.observe.limits import WORTH, RunLimit
+from ringdance.observe.limits import RunLimit
 from ringdance.observe.summary import RankTimes, rank_row
 from ringdance.observe.timeline import milliseconds, rank_table
 

@@ -22,7 +22,7 @@ from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import Parser, as_program, positive, seconds
 from ringdance.launch.remote.shell import add_host_options, hosts_of
 from ringdance.launch.spec import resolve_command
-from ringdance.launch.system.linux import usable_cores
+from ringdance.limits import usable_cores
 from ringdance.search.searcher import Searcher, places
 from ringdance.search.space import check_command, read_space
 from ringdance.search.study import Study, headline, table

@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from ringdance import session
+from ringdance.limits import usable_cores
 from ringdance.training import basics
-from ringdance.training.gradients.options import share_of_cores, usable_cores
+from ringdance.training.gradients.options import share_of_cores
 from ringdance.training.process_sets import ProcessSet
 
 
@@ -44,4 +45,4 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     local_size = session.engine().local_size
     if local_size > 1 and not _chosen():
         with contextlib.suppress(RuntimeError):  # TensorFlow was in use before
-            tf.config.threading.set_intra_op_parallelism_threads(share_of_cores(local_size))
+            tf.config.threading.set_intra_op_parallelism_threads(share_of_cores())

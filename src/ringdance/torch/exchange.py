@@ -36,7 +36,7 @@ compiler_disable(session.mark_step)  # Keras compiles whole steps
 session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
 session.watch_training(has_run_backward)
 tunables["threads"] = Tunable(
-    torch.get_num_threads, torch.set_num_threads, lambda: max(1, own_cores(session.engine().local_size))
+    torch.get_num_threads, torch.set_num_threads, lambda: max(1, own_cores())
 )
 
 

@@ -7,14 +7,13 @@ import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from ringdance.launch.parser import Parser, as_program, number, positive
 from ringdance.observe.figures import Run, read_run
-from ringdance.observe.limits import RunLimit, judge
+from ringdance.observe.limits import RunLimit, is_full, judge
 from ringdance.observe.report import trace_of, uneven_share
 from ringdance.tune.catalog import Instance, curves, instance
-from ringdance.tune.planner import Options, Row, Workload, from_bench, predict
+from ringdance.tune.planner import Options, Row, Workload, predict
 from ringdance.tune.simulator import expected_largest
 
 _EPILOG = """\
@@ -22,13 +21,12 @@ examples:
   ringdance run -np 4 --output-filename logs python train.py
   ringdance advise logs                                           what to do first
   ringdance advise logs --gbits 25 --batch-size 32                and whether twice the hosts are worth it
-  ringdance advise logs --instance p3.16xlarge --batch-size 256   and whether CPU hosts would be cheaper
+  ringdance advise logs --instance p3.16xlarge                    the same, with the network of these hosts
 
 Every sentence names the figure that it rests on. Where a run has none, it says what is missing.
 """
 _WORTH = 0.75  # efficiency of additional hosts from which on they are advised
 _PARTS = 24  # gradients, in place of those of a run, of which only the sum is known
-_BUSY_CORES, _BUSY_GPU = 75.0, 90.0  # percent
 _MOST_WAITING = 0.99  # share of a step: samples are taken in mid step, and may have nothing else
 _TITLES = {
     "not": "Do not scale now.", "up": "Scale up: fill the hosts that there are.",
@@ -50,10 +48,6 @@ def main(argv: Sequence[str]) -> int:
     add("--batch-size", type=positive, default=0, metavar="N", help="samples of a rank and step")
     add("--gbits", type=number, default=0.0, metavar="G", help="of the network between hosts, Gbit/s")
     add("--instance", metavar="NAME|FILE", help="its hosts, named as for `ringdance plan`")
-    text = "CPU hosts to compare GPUs with (default c5.18xlarge)"
-    add("--against", default="c5.18xlarge", metavar="NAME|FILE", help=text)
-    text = "of `ringdance bench train --output FILE` on such CPUs"
-    add("--from", dest="bench", type=Path, metavar="FILE", help=text)
     add("--json", action="store_true", help="as JSON")
 
     def action() -> int:
@@ -79,22 +73,19 @@ def advise(run: Run, limit: RunLimit, given: argparse.Namespace) -> tuple[str, l
     Args:
         run: its figures.
         limit: what limits it, as `ringdance report` says.
-        given: batch_size, gbits, instance, against and bench of the command line; 0 or None if not given.
+        given: batch_size, gbits and instance of the command line; 0 or None if not given.
     """
-    on = instance(given.instance) if given.instance else None
-    gbits = given.gbits or (on.gbits if on else 0.0)
-    gpus = [one.gpu for one in run.ranks if one.gpu is not None]
-    scale, because, missing = "not", list[str](), list[str]()
-    if limit.bound == "computation":
-        scale = _up_or_out(run, fmean(gpus) if gpus else None, gbits, because)
-    else:
-        because += [*_wasted(run, limit.bound, gbits), limit.next_step]
+    gbits = given.gbits or (instance(given.instance).gbits if given.instance else 0.0)
+    because, missing = [*limit.evidence, limit.next_step], list[str]()
+    full = limit.bound == "computation" and is_full(run)
+    scale = "up" if limit.bound == "computation" and not full else "not"
     if limit.bound == "input":
         missing.append("how fast the step is without its input: `ringdance bench input -- CMD` measures it")
-    elif limit.bound in ("computation", "communication") and scale != "up" and not gbits:
-        missing.append(_NO_NETWORK)
-    if gpus:
-        _compare_with_cpus(run, fmean(gpus), on, given, because, missing)
+    elif full or limit.bound == "communication":
+        if not gbits:
+            missing.append(_NO_NETWORK)
+        elif _is_worth_it(run, gbits, because) and full:
+            scale = "out"
     if scale == "out" and given.batch_size:
         because.append(_learning_rate(given.batch_size * run.size))
     elif scale == "out":
@@ -102,64 +93,16 @@ def advise(run: Run, limit: RunLimit, given: argparse.Namespace) -> tuple[str, l
     return scale, because, missing
 
 
-def _up_or_out(run: Run, gpu: float | None, gbits: float, because: list[str]) -> str:
-    """Return how to scale a run that computes, and add why; `gpu`: mean use in percent, None without."""
-    used = max(run.mean("host_cpu_percent", host) for host in run.hosts) if gpu is None else gpu
-    what = "cores" if gpu is None else "GPUs"
-    if used < (_BUSY_CORES if gpu is None else _BUSY_GPU):
-        how = "a larger batch or more workers of the loader" if gpu else "more threads or ranks on each host"
-        because.append(
-            f"The {what} are in use for {used:.0f}%: these hosts can do up to {100 / max(used, 1.0):.1f} "
-            f"times as much. Try {how} before you pay for more."
-        )
-        return "up"
-    because.append(
-        f"The {what} are in use for {used:.0f}%, and even the rank that waits least waits for exchanges "
-        f"{run.communication:.0%} of the time: what there is is used."
-    )
-    if not gbits:
-        return "not"
-    now, more = _predict(run, gbits, 1), _predict(run, gbits, 2)
+def _is_worth_it(run: Run, gbits: float, because: list[str]) -> bool:
+    """Return whether twice the hosts are worth their price, and add what the planner says of them."""
+    now, half, more = (_predict(run, gbits, *how) for how in ((1,), (1, "float16"), (2,)))
     gain = more.samples_per_second / now.samples_per_second
     because.append(
-        f"Twice the hosts at {gbits:g} Gbit/s are {gain:.2f} times as fast by the planner: the additional "
-        f"ones work at {gain - 1:.0%}, and from {_WORTH:.0%} on they are advised."
+        f"At {gbits:g} Gbit/s the planner has {now.step_seconds * 1e3:.3g} ms for a step, "
+        f"{half.step_seconds * 1e3:.3g} with 16 bits on the wire. Twice the hosts are {gain:.2f} times as "
+        f"fast: the additional ones work at {gain - 1:.0%}, and from {_WORTH:.0%} on they are advised."
     )
-    return "out" if gain - 1 >= _WORTH else "not"
-
-
-def _wasted(run: Run, bound: str, gbits: float) -> list[str]:
-    """Return what a run that does not compute loses, and what it would do without that."""
-    step = 1e3 / run.steps_per_second
-    skew, waiting = min(_MOST_WAITING, run.skew), min(_MOST_WAITING, run.communication)
-    if bound == "skew" and run.skew > 0:
-        return [
-            f"The others wait {run.skew:.0%} of a step for rank {run.slowest.rank} on {run.slowest.host}. "
-            f"Were it as fast as they are, a step would take {step * (1 - skew):.3g} ms instead of "
-            f"{step:.3g}, {1 / (1 - skew):.2f} times as fast on the same hosts; more ranks would wait "
-            "for it too."
-        ]
-    if bound == "input":
-        return [
-            f"Ranks use {fmean([one.cores for one in run.ranks]):.2f} cores, and wait for others only "
-            f"{fmean([one.exposed for one in run.ranks]):.0%} of a step of {step:.3g} ms: more of them would "
-            "wait for their input too."
-        ]
-    if bound != "communication":
-        return []
-    found = [
-        f"Even the rank that waits least waits for exchanges {run.communication:.0%} of a step of {step:.3g} "
-        f"ms: without it these {run.size} ranks would do what {run.size / (1 - waiting):.3g} do "
-        "now."
-    ]
-    if gbits:
-        now, half, more = (_predict(run, gbits, *how) for how in ((1,), (1, "float16"), (2,)))
-        found.append(
-            f"At {gbits:g} Gbit/s the planner has {now.step_seconds * 1e3:.3g} ms for a step, "
-            f"{half.step_seconds * 1e3:.3g} with 16 bits on the wire, and for twice the hosts "
-            f"{more.samples_per_second / now.samples_per_second:.2f} times the speed."
-        )
-    return found
+    return gain - 1 >= _WORTH
 
 
 def _predict(run: Run, gbits: float, factor: int, wire: str = "float32") -> Row:
@@ -174,32 +117,6 @@ def _predict(run: Run, gbits: float, factor: int, wire: str = "float32") -> Row:
     per_host = max(1, run.size // len(run.hosts))
     on = Instance("", int(run.mean("host_cores")) or per_host, gbits, per_host * gpu)
     return predict(load, on, run.size * factor, Options(per_host, wire))
-
-
-def _compare_with_cpus(
-    run: Run, used: float, on: Instance | None, given: argparse.Namespace,
-    because: list[str], missing: list[str],
-) -> None:  # fmt: skip
-    """Say from which speed on CPU hosts are cheaper than the run's, and whether they reach it."""
-    other = instance(given.against)
-    if on is None or not on.price or not other.price or not given.batch_size:
-        missing.append("whether CPU hosts are cheaper: give --instance, with its price, and --batch-size")
-        return
-    rate = run.steps_per_second * given.batch_size * run.size / len(run.hosts)
-    even = rate * other.price / on.price
-    text = (
-        f"A host does {rate:,.4g} samples/s for ${on.price:g} an hour, its GPUs in use for {used:.0f}%. "
-        f"{other.name} at ${other.price:g} is cheaper if it does more than {even:,.4g} samples/s"
-    )
-    if given.bench is None:
-        how = "`ringdance bench train --output FILE` there; then --from FILE"
-        missing.append(f"what {other.name} does: {how}")
-        because.append(f"{text}.")
-        return
-    load = from_bench(given.bench)
-    there = predict(load, other, Options().per_host(load, other), Options()).samples_per_second
-    verdict = "CPU hosts are cheaper" if there > even else "they are not"
-    because.append(f"{text}. By {given.bench} it does {there:,.4g}: {verdict}.")
 
 
 def _learning_rate(batch: int) -> str:

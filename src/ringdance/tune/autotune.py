@@ -30,6 +30,7 @@ from ringdance.core.process_sets.state import EngineValues, ProcessSetState
 from ringdance.core.request import TUNE_NAME, Collective, Description, ReduceOp, Request, Work
 from ringdance.core.ring import Word
 from ringdance.errors import RingdanceError
+from ringdance.limits import usable_cores
 from ringdance.tune import tuned
 from ringdance.tune.dimensions import dimensions_of
 from ringdance.tune.search import Dimension, Measured, Outcome, Search, Trial
@@ -160,8 +161,9 @@ class Autotuner:
         self._own = {name: value for name, value in now.items() if value is not None}
         self._given = dict(self._own)
         found: dict[str, Any] = {
-            "cores": os.cpu_count() or 1, "eager": self._state.pending.eager_last > self._began,
-            "tunables": {name: [now[name], one.most()] for name, one in tunables.items()}, "known": _kept,
+            "cores": usable_cores(self.engine.local_pids), "known": _kept,
+            "eager": self._state.pending.eager_last > self._began,
+            "tunables": {name: [now[name], one.most()] for name, one in tunables.items()},
         }  # fmt: skip
         if self.engine.rank == 0:
             # As in Horovod, whose variables fix what they set.

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median, stdev
+from statistics import median
 from typing import Any, NamedTuple
 
 from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import ArgumentError, pip_install
 from ringdance.job_files import check_regular
+from ringdance.judging import TAKEN, spread
 from ringdance.launch.api import command_of_call, run
 from ringdance.launch.parser import counts, positive
 from ringdance.launch.prepare import prepare
@@ -148,7 +149,8 @@ def figures(
         "ranks": ranks, "hosts": len({rank["host"] for rank in found}), "cores": first["cores"],
         "threads": threads, "ranks_per_host": max(rank["local_size"] for rank in found),
         "gpus": sum(rank["gpu"] for rank in found), "images_per_second": speed,
-        "noise": 1.96 * stdev(several) / len(several) ** 0.5 / own if len(several) > 1 else 0.0,
+        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # of a median
+        "others": max(_others(found, host) for host in {rank["host"] for rank in found}),
         "step_seconds": seconds, "exposed_share": max(0.0, 1 - alone / own), "single_steps": first["single"],
         "efficiency": speed / ranks / (one or speed),
         "bound": ranks * batch / max(alone, *(rank["exchange"] for rank in found)),
@@ -157,6 +159,12 @@ def figures(
         ],
         **({"assumed": True} if first["assumed"] else {}),
     }  # fmt: skip
+
+
+def _others(found: Sequence[Mapping[str, Any]], host: str) -> float:
+    """Return the share of a host's cores that programs used which are none of these ranks."""
+    here = [rank for rank in found if rank["host"] == host]
+    return max(0.0, here[0]["busy"] - sum(rank["used"] for rank in here) / here[0]["cores"])
 
 
 def table(content: Mapping[str, Any]) -> list[dict[str, float]]:
@@ -235,6 +243,9 @@ def _train(given: argparse.Namespace) -> int:
         one = content["sizes"][0]["images_per_second"] if content["sizes"] else None
         content["sizes"].append(figures(found, options["batch"], threads, one))
     print(f"\n{text(table(content), model.unit)}")
+    if (taken := max(size["others"] for size in content["sizes"])) >= TAKEN:
+        print(f"Other programs used up to {taken:.0%} of a host's cores, without which this is faster: "
+              "measure\nagain while nothing else runs.")  # fmt: skip
     if given.output:
         _write(given.output, given.plot, content)
     return 0

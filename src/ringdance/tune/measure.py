@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringdance.numpy
+from ringdance import session
+from ringdance.monitor.core_use import CoreUse
 from ringdance.tune.gradient_sizes import FORWARD
 
 RATE = 1e-3
@@ -63,7 +65,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         Seconds of a step by contestant and block, single steps without exchange, gradients, the exchange by
-        itself, and where this was.
+        itself, where this was, the share of its host's cores in use, and how many of them this rank used.
     """
     hvd = ringdance.numpy
     made: Made = _MAKERS[given["framework"]](given)
@@ -71,6 +73,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(given["warmup"]):
             float(step())
     count = max(1, given["steps"] // 6)
+    use, cpu, began = CoreUse(session.engine().local_pids), time.process_time(), time.perf_counter()
     blocks: dict[str, list[float]] = {name: [] for name in made.steps}
     say = print if hvd.rank() == 0 else lambda *words, **options: None
     say(f"{'step':>6}{given['unit'] + '/s of a rank':>22}{'total':>12}{'loss':>10}", flush=True)
@@ -82,13 +85,16 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
                 speed = given["batch"] / seconds
                 say(f"{done:>6}{speed:>22,.1f}{speed * hvd.size():>12,.1f}{loss:>10.3f}", flush=True)
     single = [_block(made.steps["alone"], 1)[0] for _ in range(SINGLE)]
+    used = (time.process_time() - cpu) / (time.perf_counter() - began)
+    busy = use.share()
     gradients = made.ready() if made.ready else assumed(made.sizes, median(blocks["alone"]))
     # Sparse ones have other sizes on each rank.
     agreed = hvd.broadcast_object([nbytes for _, nbytes, _ in gradients], 0)
     exchange = (made.exchange or _by_numpy)(agreed)
     exchange()
     return {
-        "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0)), "gpu": made.gpu,
+        "host": socket.gethostname(), "cores": max(1, int(use.cores)), "gpu": made.gpu,
+        "busy": busy, "used": used,
         "local_size": hvd.local_size(), "blocks": blocks, "single": single, "gradients": gradients,
         "assumed": made.ready is None, "exchange": median(_block(exchange, 1)[0] for _ in range(5)),
     }  # fmt: skip

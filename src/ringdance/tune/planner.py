@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.job_files import NO_FORMAT, read_regular, typed
+from ringdance.judging import spread
 from ringdance.settings import Settings
 from ringdance.tune.catalog import Curve, Instance, Model
 from ringdance.tune.simulator import Machine, expected_largest, simulate
@@ -200,14 +200,14 @@ def from_bench(path: Path) -> Workload:
         ) from None
     if not gradients or compute <= 0:
         raise LaunchError(f"{path} has no gradients of the run on {ranks} ranks; measure again")
-    spread = stdev(single) if len(single) > 2 else 0.0
+    deviation = spread(single) if len(single) > 2 else 0.0
     source = (
         f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "
         f"{compute * 1e3:.4g} ms of a step without exchanges."
     )
     gradients = [(size, min(ready, compute)) for size, ready in sorted(gradients, key=lambda one: one[1])]
     return Workload(
-        model, batch, compute, tuple(gradients), spread, ranks, 0.0 if gpus else float(each), source
+        model, batch, compute, tuple(gradients), deviation, ranks, 0.0 if gpus else float(each), source
     )
 
 

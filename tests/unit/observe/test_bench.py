@@ -88,7 +88,7 @@ def test_rows_are_called_rows_and_get_their_own_advice() -> None:
     speeds = {"loader": slow, "step": fast, "both": slow}
     assert "rows/s" in table(speeds)
     found = judge(speeds)
-    assert "the loader gives 100.0 rows/s" in found.sentence
+    assert "the loader alone gives 100.0 rows/s" in found.sentence
     assert "--format rows" in found.next_step
     assert "image" not in f"{found.sentence} {found.next_step}"
 

@@ -8,14 +8,9 @@ import pytest
 
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
+from ringdance.limits import usable_cores
 from ringdance.training import checks, handles
-from ringdance.training.gradients.options import (
-    check_groups,
-    scales_of,
-    share_of_cores,
-    spare_cores,
-    usable_cores,
-)
+from ringdance.training.gradients.options import check_groups, scales_of, share_of_cores
 
 
 def test_groups_by_number_are_nearly_equal_and_in_order() -> None:
@@ -39,26 +34,12 @@ def test_predivide_cancels_out() -> None:
         scales_of(ReduceOp.SUM, 2.0)
 
 
-def test_spare_cores() -> None:
-    assert spare_cores(1, 0)
-    assert not spare_cores(1, 1 << 20)
-
-
-def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_number_of_threads_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
-    assert share_of_cores(3) == 5
+    assert share_of_cores() == 5
     for told in ("", "none", "0"):
         monkeypatch.setenv("OMP_NUM_THREADS", told)
-        assert share_of_cores(1) == usable_cores()
-        assert share_of_cores(1 << 20) == 1
-    # A launcher that has bound each of two ranks to half of the host's cores leaves nothing to share.
-    monkeypatch.setattr("ringdance.training.gradients.options.usable_cores", lambda: 8)
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
-    assert (share_of_cores(2), share_of_cores(4)) == (8, 2)
-    assert spare_cores(2, 7)
-    assert not spare_cores(2, 8)
-    assert spare_cores(4, 1)
-    assert not spare_cores(4, 2)
+        assert share_of_cores() == usable_cores()
 
 
 def test_descriptions_are_made_once_and_leave_out_what_may_differ() -> None:

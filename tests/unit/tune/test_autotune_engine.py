@@ -18,6 +18,7 @@ from loopback_job import bind, job, world_for
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.limits import usable_cores
 from ringdance.settings import Settings, load
 from ringdance.tune import autotune, dimensions, tuned
 from ringdance.tune.search import Dimension, Measured, Outcome, Point, Search, Trial
@@ -125,7 +126,7 @@ def test_a_real_search_ends(hosts: tuple[str, ...] | None, capsys: Any) -> None:
 def tuned_file(path: Path, **changes: Any) -> str:
     """Write the result of a search for the job of ``train``."""
     model = tuned.model_of({f"g{n}.0": ((size,), "int64", 8 * size) for n, size in enumerate(SIZES)})
-    hardware = tuned.hardware_of(["a"] * 3, [os.cpu_count() or 1] * 3)
+    hardware = tuned.hardware_of(["a"] * 3, [usable_cores()] * 3)
     values = {"chunk_bytes": 65536, "fusion_threshold": 1 << 20}
     tuned.write(str(path), hardware | model | changes, values, "")
     return str(path)

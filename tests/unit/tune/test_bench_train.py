@@ -6,10 +6,13 @@ import argparse
 import json
 import os
 from importlib.util import find_spec
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
 
+from ringdance.judging import spread
 from ringdance.observe import bench
 from ringdance.tune import bench_train
 from ringdance.tune.bench_train import figures, sizes, table, text
@@ -18,7 +21,7 @@ from ringdance.tune.planner import from_bench
 
 KEYS = {
     "ranks", "hosts", "cores", "threads", "ranks_per_host", "gpus", "images_per_second", "noise",
-    "step_seconds", "exposed_share", "single_steps", "efficiency", "bound", "gradients",
+    "step_seconds", "exposed_share", "single_steps", "efficiency", "bound", "gradients", "others",
 }  # fmt: skip
 
 
@@ -27,7 +30,7 @@ def rank(host: str, own: list[float], alone: list[float], exchange: float, **mor
     return {
         "host": host, "cores": 8, "local_size": 1, "gpu": False, "blocks": blocks, "single": [0.1] * 12,
         "gradients": [("fc.bias", 40, 0.05), ("fc.weight", 400, 0.06)], "assumed": False,
-        "exchange": exchange, **more,
+        "exchange": exchange, "busy": 0.5, "used": 4.0, **more,
     }  # fmt: skip
 
 
@@ -56,6 +59,25 @@ def test_speeds_are_those_of_the_slowest_rank() -> None:
     assert (two["ranks"], two["hosts"], two["cores"], two["ranks_per_host"]) == (2, 2, 8, 1)
     assert two["gradients"][0] == {"name": "fc.bias", "bytes": 40, "seconds": 0.05}
     json.dumps(two)
+
+
+def test_other_programs_are_seen_on_the_host_where_they_run() -> None:
+    busy = [0.5, 0.5, 0.9]
+    found = [rank(host, [0.1], [0.1], 0.0, busy=one, used=2.0) for host, one in zip("aab", busy, strict=True)]
+    assert figures(found, 32, 4)["others"] == pytest.approx(0.65)
+    assert figures(found[:2], 32, 4)["others"] == 0
+
+
+def test_a_hiccup_is_not_the_spread(tmp_path) -> None:
+    steady = [0.1, 0.101, 0.099, 0.1005, 0.1, 0.0995] * 2
+    several = figures([rank("a", [*steady[:5], 0.3], steady[:6], 0.0, single=[*steady[:11], 0.3])], 32, 4)
+    assert several["noise"] < 0.02
+    (tmp_path / "bench.json").write_text(json.dumps({"model": "mlp", "batch": 32, "sizes": [several]}))
+    assert from_bench(tmp_path / "bench.json").spread == pytest.approx(0.0008, abs=0.0004)
+    random = Random(7)
+    for count in (3, 6, 12, 60):  # as far as there are none, it is the standard deviation
+        samples = [[random.gauss(10, 1) for _ in range(count)] for _ in range(1000)]
+        assert fmean(map(spread, samples)) == pytest.approx(1, abs=0.1)
 
 
 def test_the_planner_reads_the_file(tmp_path) -> None:

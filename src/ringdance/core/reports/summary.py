@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringdance.core.ring import Word
+from ringdance.judging import LITTLE, waiting
 from ringdance.transport.base import Identity
 
 _UNKNOWN = (
     "exposed communication, slowest rank: unknown: the script polled for results, or never waited "
     "for one; where else it waits cannot be seen"
 )
-_SLOW = 0.05  # slower by less is called even
 _FEW = 20  # steps, of which chance may make any rank the slowest
 
 
@@ -167,15 +167,14 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
 
 
 def _slowest(identities: Sequence[Identity], ranks: dict[int, Figures], unit: str) -> str:
-    slowest = max(ranks, key=lambda rank: ranks[rank].busy)
+    found = waiting([one.share for one in ranks.values()])
+    slowest = list(ranks)[found.slowest]
+    if found.longer - 1 <= LITTLE:
+        return f"slowest rank: {identities[slowest]}, by {found.longer - 1:.0%}: all are about equally fast"
     most = ranks[slowest].busy
-    others = statistics.median(one.busy for rank, one in ranks.items() if rank != slowest)
-    by = most / others - 1 if others else 0.0
-    if by <= _SLOW:
-        return f"slowest rank: {identities[slowest]}, by {by:.0%}: all are about equally fast"
     return (
-        f"slowest rank: {identities[slowest]}, {by:.0%} slower than the others: "
-        f"{_ms(most)}{unit} without waiting, against {_ms(others)}"
+        f"slowest rank: {identities[slowest]}, {found.longer - 1:.0%} slower than the others: "
+        f"{_ms(most)}{unit} without waiting, against {_ms(most / found.longer)}"
     )
 
 

@@ -19,7 +19,7 @@ from ringdance.data.writing import ENDINGS
 from ringdance.launch.parser import positive, rank_count
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import JobSpec
-from ringdance.launch.system.linux import usable_cores
+from ringdance.limits import usable_cores
 from ringdance.subcommands import Subcommand
 
 LEFT_OUT = 3

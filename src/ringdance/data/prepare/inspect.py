@@ -25,7 +25,7 @@ from ringdance.data.prepare.foreign import SCANS
 from ringdance.data.tables.rows import Array
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
-from ringdance.launch.system.linux import usable_cores
+from ringdance.limits import usable_cores
 
 _LOOKED_AT = 1000
 """Images whose sizes `info` reads."""

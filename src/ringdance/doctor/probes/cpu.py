@@ -10,6 +10,7 @@ import psutil
 
 from ringdance.doctor.check import Usage
 from ringdance.launch.system import linux
+from ringdance.limits import usable_cores
 
 _SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
 
@@ -23,7 +24,7 @@ def collect(usage: Usage) -> dict[str, Any]:
     return {
         "cores": cores,
         "affinity": len(os.sched_getaffinity(0)) if linux.LINUX else cores,
-        "usable": linux.usable_cores(),
+        "usable": usable_cores(),
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "sets": [name for name in _SETS if name in flags],
         "load": psutil.getloadavg()[0],

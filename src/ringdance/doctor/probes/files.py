@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 
 from ringdance.launch.system import linux
+from ringdance.limits import cgroups
 
 run = linux.run
 
@@ -31,5 +32,5 @@ def cgroup_limit(controller: str, names: Sequence[str]) -> int | None:
 
     Words such as ``max``, and v1's number for "no limit", do not count.
     """
-    values = [linux.text(f"{path}/{name}") for path in linux.cgroups(controller) for name in names]
+    values = [linux.text(f"{path}/{name}") for path in cgroups(controller) for name in names]
     return min((int(value) for value in values if value.isdigit() and int(value) < 1 << 60), default=None)

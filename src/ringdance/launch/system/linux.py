@@ -16,6 +16,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+try:
+    from ringdance import limits
+except ImportError:  # an agent, which has the package's directory on its path instead of the package
+    import limits  # type: ignore[import-not-found, no-redef]
+
+usable_cores = limits.usable_cores
 LINUX = sys.platform.startswith("linux")
 MARKER = "RINGDANCE_JOB"
 """Environment variable that every process of a job inherits; its value is the job's id."""
@@ -267,34 +273,10 @@ def sees_all_users_of_shared_memory() -> bool:
         return False
 
 
-def usable_cores() -> int:
-    """Return the number of cores in this process's affinity mask, limited by its cgroups' CPU quota."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
-    return max(1, int(min([cores, *_quotas()])))
-
-
-def cgroups(controller: str) -> Iterator[str]:
-    """Yield the directories of this process's cgroup of a controller and those above it (v1 and v2)."""
-    for line in text("/proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers == "":
-            bases = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
-        elif controller in controllers.split(","):
-            bases = [f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part and part != ".."]
-        for base in bases:
-            yield from (os.path.join(base, *parts[:depth]) for depth in range(len(parts) + 1))
-
-
 def killed_for_memory() -> int:
     """Return how many processes the kernel has killed because this process's cgroup had no memory left."""
     names = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
-    text = b"".join(_read(f"{place}/{name}") for place in cgroups("memory") for name in names)
+    text = b"".join(_read(f"{place}/{name}") for place in limits.cgroups("memory") for name in names)
     return max(map(int, re.findall(rb"^oom_kill (\d+)", text, re.MULTILINE)), default=0)
 
 
@@ -321,17 +303,3 @@ def shared_memory() -> int:
         return int(room("/dev/shm")["free"])
     except OSError:
         return -1
-
-
-def _quotas() -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's cgroup and those above it."""
-    for directory in cgroups("cpu"):
-        texts = _read(f"{directory}/cpu.max") or b"%b %b" % (
-            _read(f"{directory}/cpu.cfs_quota_us"), _read(f"{directory}/cpu.cfs_period_us")
-        )  # fmt: skip
-        try:
-            quota, period = map(float, texts.split())
-        except ValueError:  # absent, or "max"
-            continue
-        if quota > 0 and period > 0:
-            yield quota / period

@@ -51,11 +51,11 @@ from ringdance.data import Batch
 from ringdance.data.order import Draws
 from ringdance.errors import ArgumentError
 from ringdance.job_files import check_regular
-from ringdance.launch.system.linux import usable_cores
 from ringdance.recipes.log import TRAINED_ON, TrainingLog
 from ringdance.recipes.options import Options, amount, count, number
 from ringdance.recipes.torch_state import arrays_of, restore
 from ringdance.recipes.training import Position, Training
+from ringdance.training.gradients.options import own_cores
 from ringdance.training.schedules import Schedule
 
 try:
@@ -368,7 +368,7 @@ def main() -> None:
     if given.evaluate and bool(given.checkpoints) == bool(given.weights):
         parser.error("--evaluate: give either --checkpoints DIR or --weights FILE")
     hvd.init()
-    given.threads = given.threads or max(1, usable_cores() // hvd.local_size())
+    given.threads = given.threads or max(1, own_cores())
     given.norm = given.norm or ("frozen" if given.backbone_weights else "group")
     preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")

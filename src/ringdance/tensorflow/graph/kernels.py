@@ -23,13 +23,14 @@ from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Work
+from ringdance.limits import usable_cores
 from ringdance.tensorflow.graph import capi, in_flight
 from ringdance.tensorflow.graph.capi import Context, Slot, drop
 from ringdance.tensorflow.threads import computing_threads
 from ringdance.training import basics, collectives
 from ringdance.training.collectives import Call
 from ringdance.training.gradients import weights
-from ringdance.training.gradients.options import usable_cores, wants_overlap
+from ringdance.training.gradients.options import wants_overlap
 from ringdance.training.gradients.sparse import submit
 
 Array = np.ndarray[Any, Any]

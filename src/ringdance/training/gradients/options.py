@@ -13,38 +13,27 @@ import numpy as np
 from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
+from ringdance.limits import shared_cores
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def share_of_cores(local_size: int) -> int:
+def share_of_cores() -> int:
     """Return the number of threads for this rank: ``OMP_NUM_THREADS``, or its share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(given) if given.isdigit() and int(given) else max(1, own_cores(local_size))
+    return int(given) if given.isdigit() and int(given) else max(1, own_cores())
 
 
-def own_cores(local_size: int) -> int:
-    """Return this rank's share of the usable cores, which may be 0."""
-    # A launcher that binds ranks has divided the cores already.
-    bound = usable_cores() * local_size <= (os.cpu_count() or 1)
-    return usable_cores() if bound else usable_cores() // local_size
-
-
-def spare_cores(local_size: int, threads: int) -> bool:
-    """Return whether this rank's share of the usable cores is more than the threads that compute."""
-    return own_cores(local_size) > threads
+def own_cores() -> int:
+    """Return this rank's share of the usable cores, which may be 0; all before ``init()``."""
+    return shared_cores(session.engine().local_pids if session.is_initialized() else ())
 
 
 def wants_overlap(engine: Engine, threads: int) -> bool:
     """Return whether this rank, which computes with this many threads, can exchange meanwhile."""
     wanted = engine.settings.overlap
-    return wanted == "on" or (wanted == "auto" and spare_cores(engine.local_size, threads))
+    return wanted == "on" or (wanted == "auto" and shared_cores(engine.local_pids) > threads)
 
 
 def check_passes(passes: int) -> None:

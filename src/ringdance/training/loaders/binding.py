@@ -10,7 +10,6 @@ import numpy as np
 from ringdance.data.loader import Batch, ImageBatches, Loader, Synthetic, SyntheticLoader, Transform, piece_of
 from ringdance.data.tables import Table, TableLoader
 from ringdance.errors import ArgumentError
-from ringdance.training import basics
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.loaders.input_check import watch_input
 from ringdance.training.loaders.pipes import PipeLoader
@@ -89,7 +88,7 @@ class Loaders:
         if isinstance(dataset, Synthetic):
             loader = SyntheticLoader(len(dataset), batch_size, image_size, len(dataset.classes), **order)
         else:
-            threads = threads or max(1, own_cores(basics.local_size()))
+            threads = threads or max(1, own_cores())
             loader = Loader(
                 dataset, batch_size, image_size=image_size, augment=augment, transform=transform,
                 threads=threads, prefetch=prefetch, read_bytes=read_bytes, **order,

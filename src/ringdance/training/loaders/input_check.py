@@ -16,6 +16,8 @@ import numpy as np
 from ringdance import session
 from ringdance import settings as settings_module
 from ringdance.errors import ArgumentError
+from ringdance.monitor.core_use import CoreUse
+from ringdance.monitor.sampler import ProcessUse
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.objects import allgather_json
 
@@ -68,8 +70,7 @@ class WatchedLoader:
         self._kept: Iterator[Any] | None = None
         self._full: Any = None
         self._times: list[float] = []  # at the start and after each batch
-        self._cpu = 0.0
-        self._host = 0.0, 0.0
+        self._process = ProcessUse(os.getpid())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
@@ -101,7 +102,11 @@ class WatchedLoader:
 
     def _start(self) -> None:
         """Start the clock."""
-        self._times, self._cpu, self._host = [time.perf_counter()], _cpu_seconds(), _host_cpu()
+        pids = session.engine().local_pids if session.is_initialized() else ()
+        self._times, self._cpu, self._host = [time.perf_counter()], self._cpu_seconds(), CoreUse(pids)
+
+    def _cpu_seconds(self) -> float:
+        return float(self._process.sample()["cpu_seconds"])
 
     def count(self, samples: int) -> None:
         """Count a batch that is done; raise ``SystemExit(0)`` after the last, on all ranks alike."""
@@ -171,14 +176,12 @@ class WatchedLoader:
 
     def _report(self) -> None:
         """Write the figures of all ranks to the stdout of rank 0."""
-        seconds, used = time.perf_counter() - self._times[0], _cpu_seconds() - self._cpu
-        busy, host = _host_cpu()[0] - self._host[0], _host_cpu()[1] - self._host[1]
-        share = own_cores(session.engine().local_size if session.is_initialized() else 1)
+        seconds, used = time.perf_counter() - self._times[0], self._cpu_seconds() - self._cpu
         row = {
             "unit": self._unit, "samples": self._samples, "seconds": round(seconds, 4),
             "noise": noise_of(self._times), "cores": round(used / seconds, 3),
-            "usable": max(share, 1), "host_busy": round(busy / host, 3) if host else 0.0,
-            "host": os.uname().nodename, "host_cores": os.cpu_count() or 1,
+            "usable": max(own_cores(), 1), "host_busy": round(self._host.share(), 3),
+            "host": os.uname().nodename, "host_cores": self._host.cores,
         }  # fmt: skip
         rank, rows = 0, [row]
         if session.is_initialized():
@@ -224,29 +227,3 @@ def samples_of(batch: Any) -> int:
     if shape is not None:
         return int(shape[0]) if len(shape) else 1
     return len(batch) if hasattr(batch, "__len__") else 1
-
-
-def _cpu_seconds() -> float:
-    """Return the processor time of this process and of its children, which may decode."""
-    import psutil
-
-    own = psutil.Process()
-    total = 0.0
-    for process in (own, *own.children(recursive=True)):
-        try:
-            used = process.cpu_times()
-        except psutil.Error:  # has ended meanwhile
-            continue
-        total += used.user + used.system
-    return total
-
-
-def _host_cpu() -> tuple[float, float]:
-    """Return the processor time that this host has used, and all of it, in seconds."""
-    import psutil
-
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    # Linux counts the time of guests as user time too.
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return total - idle, total
