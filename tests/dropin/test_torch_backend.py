@@ -99,7 +99,7 @@ def test_a_receive_that_stays_pending_aborts_no_rank(tmp_path: Path) -> None:
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('ringdance')\n"
         "if dist.get_rank() == 1:\n"
-        "    work = dist.irecv(torch.ones(4), 0)  # which nobody sends\n"
+        "    work = dist.irecv(torch.ones(4), 0)  # which no rank sends\n"
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )

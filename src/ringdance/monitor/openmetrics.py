@@ -56,7 +56,7 @@ GAUGES = (
     Figure("gpu_memory_bytes", "ringdance_gpu_memory_bytes", "bytes", "Memory used on the rank's GPU."),
 )  # fmt: skip
 HOST = (
-    Figure("host_cpu_percent", "ringdance_host_cpu_ratio", "ratio", "Use of the cores that the job may use.", 0.01),
+    Figure("host_cpu_percent", "ringdance_host_cpu_ratio", "ratio", "Use of the job's own cores.", 0.01),
     Figure("host_memory_percent", "ringdance_host_memory_ratio", "ratio", "Use of the host's memory.", 0.01),
 )
 FIGURES = (*COUNTERS, *GAUGES, *HOST)

@@ -6,6 +6,7 @@ import argparse
 import json
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ringdance.launch.parser import Parser, as_program, number, positive
@@ -75,16 +76,17 @@ def advise(run: Run, limit: RunLimit, given: argparse.Namespace) -> tuple[str, l
         limit: what limits it, as `ringdance report` says.
         given: batch_size, gbits and instance of the command line; 0 or None if not given.
     """
-    gbits = given.gbits or (instance(given.instance).gbits if given.instance else 0.0)
+    network = instance(given.instance) if given.instance else Instance("", 0, 0.0)
+    network = replace(network, gbits=given.gbits or network.gbits)
     because, missing = [*limit.evidence, limit.next_step], list[str]()
     full = limit.bound == "computation" and is_full(run)
     scale = "up" if limit.bound == "computation" and not full else "not"
     if limit.bound == "input":
         missing.append("how fast the step is without its input: `ringdance bench input -- CMD` measures it")
     elif full or limit.bound == "communication":
-        if not gbits:
+        if not network.gbits:
             missing.append(_NO_NETWORK)
-        elif _is_worth_it(run, gbits, because) and full:
+        elif _is_worth_it(run, network, because) and full:
             scale = "out"
     if scale == "out" and given.batch_size:
         because.append(_learning_rate(given.batch_size * run.size))
@@ -93,19 +95,19 @@ def advise(run: Run, limit: RunLimit, given: argparse.Namespace) -> tuple[str, l
     return scale, because, missing
 
 
-def _is_worth_it(run: Run, gbits: float, because: list[str]) -> bool:
+def _is_worth_it(run: Run, network: Instance, because: list[str]) -> bool:
     """Return whether twice the hosts are worth their price, and add what the planner says of them."""
-    now, half, more = (_predict(run, gbits, *how) for how in ((1,), (1, "float16"), (2,)))
+    now, half, more = (_predict(run, network, *how) for how in ((1,), (1, "float16"), (2,)))
     gain = more.samples_per_second / now.samples_per_second
     because.append(
-        f"At {gbits:g} Gbit/s the planner has {now.step_seconds * 1e3:.3g} ms for a step, "
+        f"At {network.gbits:g} Gbit/s the planner has {now.step_seconds * 1e3:.3g} ms for a step, "
         f"{half.step_seconds * 1e3:.3g} with 16 bits on the wire. Twice the hosts are {gain:.2f} times as "
         f"fast: the additional ones work at {gain - 1:.0%}, and from {_WORTH:.0%} on they are advised."
     )
     return gain - 1 >= _WORTH
 
 
-def _predict(run: Run, gbits: float, factor: int, wire: str = "float32") -> Row:
+def _predict(run: Run, network: Instance, factor: int, wire: str = "float32") -> Row:
     """Return the planner's prediction for so many times the hosts; of gradients a run has only the sum."""
     step, last = 1 / run.steps_per_second, run.slowest.rows[-1]
     compute = step * (1 - min(_MOST_WAITING, run.communication))
@@ -115,7 +117,7 @@ def _predict(run: Run, gbits: float, factor: int, wire: str = "float32") -> Row:
     gpu = run.ranks[0].gpu is not None
     load = Workload("", 1, compute, tuple(gradients), spread, run.size, 0.0 if gpu else 1e-9, "")
     per_host = max(1, run.size // len(run.hosts))
-    on = Instance("", int(run.mean("host_cores")) or per_host, gbits, per_host * gpu)
+    on = replace(network, cores=int(run.mean("host_cores")) or per_host, gpus=per_host * gpu)
     return predict(load, on, run.size * factor, Options(per_host, wire))
 
 
