@@ -36,7 +36,7 @@ _SAMPLE = 0.2  # seconds between two looks at a process's own use of the machine
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model, and rates of Adagrad on its table and of Adam on the rest."""
+    """Sizes of the model and of the global batch, and rates of Adagrad on its table and of Adam on the rest."""
 
     table_size: int
     fields: int
@@ -45,7 +45,11 @@ class Sizes:
     batch_size: int = 1
     table_rate: float = rates.TABLE_RATE
     first_sum: float = rates.FIRST_SUM
-    rate: float = rates.RATE
+
+    @property
+    def rate(self) -> float:
+        """Return Adam's rate for this global batch, as the recipe's."""
+        return rates.RATE * rates.scaled(self.batch_size, rates.SCALE_RATE)
 
     @property
     def accumulator(self) -> float:
@@ -153,7 +157,7 @@ class RecipeSteps(Strategy):
             sizes.table_size, 1 + sizes.dim, rate=sizes.table_rate, accumulator=sizes.first_sum
         )
         table.values[:] = self.first.pop("table")
-        names = {"hidden": list(sizes.hidden), "seed": 0}
+        names = {"hidden": list(sizes.hidden), "seed": 0, "rate": sizes.rate}
         self.model = make(argparse.Namespace(**{**vars(sizes), **names}), table, sizes.fields)
         self.predict, self.table_rate = self.model.predict, sizes.table_rate
 

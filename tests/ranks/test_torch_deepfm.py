@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -75,6 +76,19 @@ def test_the_default_trains_the_table(recipe: Any, data: Path, monkeypatch: pyte
     auc = trained(recipe, data, monkeypatch, "")
     assert layers < 0.6, "the layers alone see random rows of the table"
     assert auc > 0.735, "0.72 at 0.02 with a first sum of 0.1 for means over a batch; the best possible: 0.89"
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_rows_of_one_class_end_all_ranks_before_the_first_step(
+    recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """Their AUC is not a number, so no model is the best, and none is exported."""
+    stored = np.load(data / f"{split}.npy", mmap_mode="r+")
+    stored["label"] = 1
+    stored.flush()
+    with pytest.raises(SystemExit, match=rf"^{split}: all {len(stored):,} labels are 1\. AUC needs rows with"):
+        trained(recipe, data, monkeypatch, f"--export {data / 'model'}")
+    assert not (data / "model").exists()
 
 
 def test_another_seed_is_not_gone_on_with(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

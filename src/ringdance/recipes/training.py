@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError, optional
 from ringdance.recipes.files import export, wrong_target
-from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock, diverged
+from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog, clock, diverged
 
 Array = np.ndarray[Any, Any]
 
@@ -40,27 +40,6 @@ class Model(Protocol):
 
     def export(self, directory: Path) -> None:
         """Write what score.py needs; asked on rank 0."""
-
-
-@dataclass
-class Position:
-    """Where a training is.
-
-    Attributes:
-        step: so many are done, in all epochs.
-        epoch: the current one, from 0.
-        done: samples of it.
-        seconds: so far, with those of earlier runs.
-        best: the best evaluation.
-        worse: evaluations since then.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    done: int = 0
-    seconds: float = 0.0
-    best: float = 0.0
-    worse: int = 0
 
 
 class Training:
@@ -227,7 +206,7 @@ class Training:
         if due(at, ended, over):
             over = self.evaluate(log) or over
         if over or ended or at.step % self.given.checkpoint_every == 0:
-            at.seconds = log.seconds()
+            log.add_up(at)
             self.save(self.files)
         return over
 
@@ -236,6 +215,8 @@ class Training:
         at, found, patience = self.at, self.model.evaluate(), getattr(self.given, "patience", None)
         log.print(f"{self.describe(at, found)} of {self.split}, {clock(log.seconds())}")
         log.scalars(at.step, **{f"evaluation_{name}": value for name, value in found.items()})
+        if not np.isfinite(found[self.score]):
+            raise SystemExit(self._no_score(found, log))
         if self.best is None:
             return False
         if found[self.score] > at.best:
@@ -249,6 +230,18 @@ class Training:
             log.print(f"ended: no better {self.score} than {at.best:.5f} in {at.worse} evaluations")
             return True
         return False
+
+    def _no_score(self, found: dict[str, float], log: TrainingLog) -> str:
+        """Save a checkpoint; return the error of an evaluation that no model can be chosen by."""
+        log.add_up(self.at)
+        self.save(self.files)
+        if self.files:
+            self.files.close()
+        kept = f"; the checkpoint of step {self.at.step} is in {self.given.checkpoints}" * bool(self.files)
+        return (
+            f"The {self.score} of {self.split} is {found[self.score]} after step {self.at.step}: no model is "
+            f"kept as the best or exported{kept}. Do all samples have the same label, or none? Give others."
+        )
 
     def close(self, log: TrainingLog, about: dict[str, Any]) -> None:
         """Export the best model, if that was asked for, as a directory that ``about`` describes."""

@@ -38,12 +38,12 @@ def options(manual: str) -> argparse.Namespace:
     add("--dim", type=count, default=16, metavar="N", help="factors of each row of the table; default: 16")
     add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="widths; default: 400,400,400")
     shown = "; default: %(default)g"
-    add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam, for the layers{shown}")
+    add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam, for the layers, see --scale-rate{shown}")
     text = f"Adagrad, for the table{shown}"
     add("--table-rate", type=float, default=rates.TABLE_RATE, metavar="R", help=text)
     text = f"Adagrad's first sum of squares, of gradients summed over a batch of all ranks{shown}"
     add("--first-sum", type=float, default=rates.FIRST_SUM, metavar="S", help=text)
-    text = f"multiply --rate by the number of ranks to the power F: 1 scales in full, 0 not at all{shown}"
+    text = f"multiply --rate by (rows of all ranks in a step / {rates.BATCH}) to the power F; 0: not at all{shown}"
     add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
     add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the rates{shown}")
     add("--sharded", action="store_true", help="each rank has a part of the table, not all of it")
@@ -164,6 +164,19 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
     return data, data, TRAINED_ON
 
 
+def unusable(splits: dict[str, Table]) -> str:
+    """Return why rows are not worth training on or evaluating, or "": their labels are all the same."""
+    try:
+        labels = {name: data.only_label() for name, data in splits.items()}
+    except ArgumentError as error:
+        return str(error)
+    found = [
+        f"{name}: all {len(splits[name]):,} labels are {one:g}"
+        for name, one in labels.items() if one is not None
+    ]  # fmt: skip
+    return f"{'; '.join(found)}. AUC needs rows with and rows without clicks." if found else ""
+
+
 def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     """Train as the command line says.
 
@@ -175,6 +188,9 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     given = options(manual)
     init()
     data, check, split = tables(given)
+    splits = {"train": data} if check is data else {"train": data, split: check}
+    if problem := hvd.broadcast_object(unusable(splits) if hvd.rank() == 0 else ""):
+        raise SystemExit(problem)
     table = hvd.EmbeddingTable(
         data.table_size, 1 + given.dim, rate=given.table_rate, accumulator=given.first_sum,
         sharded=given.sharded, seed=given.seed,
@@ -204,11 +220,13 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
         )  # fmt: skip
     if not training.resume() and given.warm_start:
         warm_start(Path(given.warm_start), model, about)
-    log = TrainingLog(given, "rows", len(data), given.epochs, training.at.seconds)
+    log = TrainingLog(given, "rows", len(data), given.epochs, training.at)
+
+    scale = rates.scaled(given.batch_size * hvd.size(), given.scale_rate)
 
     def step(batch: TableBatch, at: Position) -> float:
         warm = rates.warm(at.step + 1, given.warmup)
-        table.rate, factor = given.table_rate * warm, warm * hvd.size() ** given.scale_rate
+        table.rate, factor = given.table_rate * warm, warm * scale
         losses.append(model.step(batch, factor))
         return float(given.rate * factor)
 

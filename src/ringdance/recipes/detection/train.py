@@ -401,7 +401,7 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
     found = training.resume()
     if given.evaluate and given.checkpoints and not found:
         raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
-    log = TrainingLog(given, "images", len(data), preset.epochs, training.at.seconds)
+    log = TrainingLog(given, "images", len(data), preset.epochs, training.at)
     log.print(
         f"{given.model} on {preset.backbone} by torchvision on {model.device.type}: {hvd.size()} ranks, "
         f"batch {batch:,}, {preset.optimizer}, {preset.precision}, {len(data):,} images, "

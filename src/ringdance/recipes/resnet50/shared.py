@@ -132,7 +132,7 @@ def train(
     found = (given.evaluate and training.restore(training.best)) or training.resume()
     if given.evaluate and given.checkpoints and not found:
         raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
-    log = TrainingLog(given, "images", len(data), preset.epochs, training.at.seconds)
+    log = TrainingLog(given, "images", len(data), preset.epochs, training.at)
     if not found:
         if given.weights:
             log.print(begin_with(given, model, len(data.classes)))
