@@ -67,18 +67,18 @@ class Result:
         return 1000 * self.cores_busy / self.speed
 
     def auc(self, axis: int, value: float) -> float:
-        """Return the AUC of the last evaluation up to so many samples (axis 0) or seconds (axis 1).
+        """Return the AUC of the evaluation nearest to so many samples (axis 0) or seconds (axis 1).
 
         Nothing is interpolated: between two evaluations the AUC may have been anything.
         """
-        return next((point[2] for point in reversed(self.curve) if point[axis] <= value), 0.5)
+        return min(self.curve, key=lambda point: abs(point[axis] - value))[2] if value else 0.5
 
 
 def common(results: Iterable[Result]) -> tuple[float, float]:
     """Return the most samples after which all were evaluated, and the seconds that all have trained for."""
     curves = [one.curve for one in results if not one.error]
     same = set.intersection(*({point[0] for point in curve} for curve in curves))
-    return max(same, default=0), min(curve[-1][1] for curve in curves)
+    return max(same, default=0.0), min(curve[-1][1] for curve in curves)
 
 
 def table(results: Sequence[Result]) -> str:
