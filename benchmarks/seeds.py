@@ -3,7 +3,7 @@
     python benchmarks/seeds.py seeds.svg -- ringdance recipes run deepfm/train_torch clicks --epochs 6
 
 `--seed N` is added to the command, from 0 on. Its table of losses and its evaluations are read from what it
-prints. Writes a plot for light pages and one for dark ones, and prints for each seed the first and the last loss,
+prints. Writes a plot for light pages and one for dark ones. Prints the first and the last loss of each seed,
 the best evaluation, and the most that one fell below the best before it.
 """
 
@@ -60,10 +60,8 @@ def main() -> None:
         if evaluations:
             panels.setdefault(name, {})[f"seed {seed}"] = evaluations
         best = max((score for _, score in evaluations), default=float("nan"))
-        print(
-            f"| {seed} | {losses[0][1]:.4f} | {losses[-1][1]:.4f} | {best:.4f} | {max(0.0, fall(evaluations)):.4f} |",
-            flush=True,
-        )
+        figures = losses[0][1], losses[-1][1], best, max(0.0, fall(evaluations))
+        print(f"| {seed} |", *(f"{one:.4f} |" for one in figures), flush=True)
     written: list[Path] = plots.lines(given.plot, panels, "epochs", list(panels), from_zero=False)
     print(*written, sep="\n", file=sys.stderr)
 

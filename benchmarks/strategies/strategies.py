@@ -38,7 +38,7 @@ _SAMPLE = 0.2  # seconds between two looks at a process's own use of the machine
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of the global batch, and rates of Adagrad on its table and of Adam on the rest."""
+    """Sizes of the model and of the global batch, and the rates that go with them."""
 
     table_size: int
     fields: int
@@ -238,7 +238,7 @@ def steps_until_look(steps: int, seconds: float, limit: float) -> int:
 
 
 def train(strategy: Strategy, place: Place) -> None:
-    """Train until the rows or the seconds are used up; score the validation part after the same rows as the others."""
+    """Train until the rows or the seconds are used up; score the validation part at the marks."""
     given, leader, clock, done = place.given, place.rank == 0, _Clock(), 0
     for _ in range(_WARM):
         done += strategy.step()

@@ -151,7 +151,7 @@ class Training:
 
     def run(
         self, loader: Any, log: TrainingLog, epochs: float, step: Callable[[Any, Position], float],
-        due: Callable[[Position, bool, bool], bool],
+        due: Callable[[Position, bool, bool], bool] | None = None,
     ) -> None:
         """Train from the position to the last epoch, the limits, or until evaluations get no better.
 
@@ -160,7 +160,8 @@ class Training:
             log: prints what is done.
             epochs: when to end.
             step: updates the model by a batch at a position; returns the rate.
-            due: whether to evaluate, given the position, whether an epoch has ended, and the training.
+            due: whether to evaluate, given the position, whether an epoch has ended, and the training. By
+                default after each ``given.evaluate_every`` epochs, and in the end; 0: never.
         """
         given, at = self.given, self.at
         last = at.step + given.steps if given.steps else None
@@ -196,14 +197,15 @@ class Training:
 
     def _after(
         self, log: TrainingLog, ended: bool, over: bool, epochs: float,
-        due: Callable[[Position, bool, bool], bool],
+        due: Callable[[Position, bool, bool], bool] | None,
     ) -> bool:
         """Do what is due after a step or at the end of an epoch; return whether the training is over."""
         at = self.at
         if ended:
             at.epoch, at.done = at.epoch + 1, 0
         over = over or at.epoch >= epochs
-        if due(at, ended, over):
+        every = self.given.evaluate_every
+        if due(at, ended, over) if due else ended and every and (over or at.epoch % every == 0):
             over = self.evaluate(log) or over
         if over or ended or at.step % self.given.checkpoint_every == 0:
             log.add_up(at)
@@ -216,7 +218,13 @@ class Training:
         log.print(f"{self.describe(at, found)} of {self.split}, {clock(log.seconds())}")
         log.scalars(at.step, **{f"evaluation_{name}": value for name, value in found.items()})
         if not np.isfinite(found[self.score]):
-            raise SystemExit(self._no_score(found, log))
+            log.add_up(at)
+            self.save(self.files)
+            self._close_files()
+            raise SystemExit(
+                f"The {self.score} of {self.split} is {found[self.score]} after step {at.step}: no model is "
+                "kept as the best, or exported. Do all samples have the same label, or none? Give others."
+            )
         if self.best is None:
             return False
         if found[self.score] > at.best:
@@ -231,18 +239,6 @@ class Training:
             return True
         return False
 
-    def _no_score(self, found: dict[str, float], log: TrainingLog) -> str:
-        """Save a checkpoint; return the error of an evaluation that no model can be chosen by."""
-        log.add_up(self.at)
-        self.save(self.files)
-        if self.files:
-            self.files.close()
-        kept = f"; the checkpoint of step {self.at.step} is in {self.given.checkpoints}" * bool(self.files)
-        return (
-            f"The {self.score} of {self.split} is {found[self.score]} after step {self.at.step}: no model is "
-            f"kept as the best or exported{kept}. Do all samples have the same label, or none? Give others."
-        )
-
     def close(self, log: TrainingLog, about: dict[str, Any]) -> None:
         """Export the best model, if that was asked for, as a directory that ``about`` describes."""
         if self.given.export:
@@ -251,11 +247,15 @@ class Training:
             about = {"framework": self.model.framework, **about, "steps": self.at.step}
             export(self.given, self.model.export, about, self.table)
             log.print(f"model written to {self.given.export}")
+        self._close_files()
+        log.close()
+
+    def _close_files(self) -> None:
+        """Wait until all checkpoints are written."""
         with _one_sentence():
             for files in (self.files, self.best):
                 if files:
                     files.close()
-        log.close()
 
 
 @contextmanager

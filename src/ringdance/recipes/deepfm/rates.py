@@ -7,11 +7,11 @@ table's rate is not scaled. docs/howto/strategies.md has the measurements.
 
 RATE = 0.001  # of Adam, for the layers, if a batch of all ranks has BATCH rows
 BATCH = 2048
-# Adam's rate is multiplied by (rows in a batch of all ranks / BATCH) to this power: a smaller batch makes more
-# steps in an epoch, in which the layers would learn the rows by heart.
+# Adam's rate is multiplied by (rows in a batch of all ranks / BATCH) to this power. A smaller batch makes
+# more steps in an epoch, in which the layers would learn the rows by heart.
 SCALE_RATE = 0.5
-# Of Adagrad, for the table. The factors of the 13 numbers are in every row, with values up to 13, so the logits
-# of all rows move together: at 0.05 they overshoot once the factors have grown.
+# Of Adagrad, for the table. The factors of the 13 numbers are in every row, with values up to 13, so the
+# logits of all rows move together: at 0.05 they overshoot once the factors have grown.
 TABLE_RATE = 0.03
 # Adagrad's sum at the beginning. With 0 the first row with an id moves it by the whole rate, wherever that
 # row's label points: rare ids are noise then. With much more, only frequent ids learn.
