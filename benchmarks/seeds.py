@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ringdance.tune import plots
 
-_EVALUATION = re.compile(r"\b(AUC|top-1|box AP)\s+(\d[\d.]*)(%?)")
+_EVALUATION = re.compile(r"\b(AUC|top-1|bbox AP)\s+(\d[\d.]*)(%?)")
 Points = list[tuple[float, float]]
 
 
