@@ -196,12 +196,21 @@ def run_scoring(
     add("--output", metavar="FILE", help="default: the figures alone")
     add("--batch-size", type=int, default=batch_size, metavar="N", help=f"default: {batch_size}")
     given = parser.parse_args()
-    hvd.init()
     try:
-        if hvd.size() > 1:
-            raise ArgumentError(f"{sys.argv[0]} runs as one process: start it without `ringdance run`")
+        alone()
         left_out = score(given, whole_model(given.model, *needed))
     except (ArgumentError, OSError) as error:
         parser.error(str(error))
     if left_out:
         sys.exit(3)
+
+
+def alone() -> None:
+    """Start as one process: scripts that score have no work for more.
+
+    Raises:
+        ArgumentError: there are more.
+    """
+    hvd.init()
+    if hvd.size() > 1:
+        raise ArgumentError(f"{sys.argv[0]} runs as one process: start it without `ringdance run`")
