@@ -19,7 +19,8 @@ a fifth of its rows for validation. The strategies:
 
 All have the same model, first values, rows in the same order, global batch and optimizers: Adagrad on the
 rows of the table that a batch has, Adam on the rest. Each trains for --rows rows, at most --seconds; the AUC
-on the validation part is taken eight times, outside that time. A strategy that fails is a row with its error.
+on the validation part is taken after the same rows for all, outside that time. A strategy that fails is a row
+with its error.
 
 --output has a JSON file and a log of each strategy, table.md, advice.txt and, with matplotlib, curves.svg.
 What is there already is kept, so that the same command goes on where it was stopped; --again runs it anew.

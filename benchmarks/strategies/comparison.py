@@ -67,19 +67,18 @@ class Result:
         return 1000 * self.cores_busy / self.speed
 
     def auc(self, axis: int, value: float) -> float:
-        """Return the AUC after so many samples (axis 0) or seconds (axis 1), interpolated."""
-        at, low = 0.0, 0.5
-        for point in self.curve:
-            if point[axis] >= value:
-                return low + (point[2] - low) * (value - at) / (point[axis] - at)
-            at, low = point[axis], point[2]
-        return low
+        """Return the AUC of the evaluation nearest to so many samples (axis 0) or seconds (axis 1).
+
+        Nothing is interpolated: between two evaluations the AUC may have been anything.
+        """
+        return min(self.curve, key=lambda point: abs(point[axis] - value))[2] if value else 0.5
 
 
 def common(results: Iterable[Result]) -> tuple[float, float]:
-    """Return the samples, and the seconds, that all have trained for."""
-    ends = [one.curve[-1] for one in results if not one.error]
-    return min(end[0] for end in ends), min(end[1] for end in ends)
+    """Return the most samples after which all were evaluated, and the seconds that all have trained for."""
+    curves = [one.curve for one in results if not one.error]
+    same = set.intersection(*({point[0] for point in curve} for curve in curves))
+    return max(same, default=0.0), min(curve[-1][1] for curve in curves)
 
 
 def table(results: Sequence[Result]) -> str:

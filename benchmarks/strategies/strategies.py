@@ -28,7 +28,9 @@ from ringdance.recipes.deepfm import rates
 
 Array = np.ndarray[Any, Any]
 MARK = "::compare::"
-EVALUATIONS = 8  # in a run
+# When to evaluate, as shares of a run's rows: the same for all strategies. The first ones are for those that
+# reach no other one in their time.
+_MARKS = (1 / 64, 1 / 16, *(eighth / 8 for eighth in range(1, 9)))
 _writing = threading.Lock()
 _WARM = 3  # steps before the clock starts: compilation, buffers, connections
 _SAMPLE = 0.2  # seconds between two looks at a process's own use of the machine
@@ -36,7 +38,7 @@ _SAMPLE = 0.2  # seconds between two looks at a process's own use of the machine
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model, and rates of Adagrad on its table and of Adam on the rest."""
+    """Sizes of the model and of the global batch, and the rates that go with them."""
 
     table_size: int
     fields: int
@@ -45,7 +47,11 @@ class Sizes:
     batch_size: int = 1
     table_rate: float = rates.TABLE_RATE
     first_sum: float = rates.FIRST_SUM
-    rate: float = rates.RATE
+
+    @property
+    def rate(self) -> float:
+        """Return Adam's rate for this global batch, as the recipe's."""
+        return rates.RATE * rates.scaled(self.batch_size, rates.SCALE_RATE)
 
     @property
     def accumulator(self) -> float:
@@ -153,7 +159,7 @@ class RecipeSteps(Strategy):
             sizes.table_size, 1 + sizes.dim, rate=sizes.table_rate, accumulator=sizes.first_sum
         )
         table.values[:] = self.first.pop("table")
-        names = {"hidden": list(sizes.hidden), "seed": 0}
+        names = {"hidden": list(sizes.hidden), "seed": 0, "rate": sizes.rate}
         self.model = make(argparse.Namespace(**{**vars(sizes), **names}), table, sizes.fields)
         self.predict, self.table_rate = self.model.predict, sizes.table_rate
 
@@ -232,7 +238,7 @@ def steps_until_look(steps: int, seconds: float, limit: float) -> int:
 
 
 def train(strategy: Strategy, place: Place) -> None:
-    """Train until the rows or the seconds are used up; score the validation part at equal distances."""
+    """Train until the rows or the seconds are used up; score the validation part at the marks."""
     given, leader, clock, done = place.given, place.rank == 0, _Clock(), 0
     for _ in range(_WARM):
         done += strategy.step()
@@ -241,7 +247,7 @@ def train(strategy: Strategy, place: Place) -> None:
     if leader:
         labels, ids, values = _validation(given)
         tell(warm=warm, validation=len(labels), ready=time.time())
-    marks = [given.rows * number // EVALUATIONS for number in range(1, EVALUATIONS + 1)]
+    marks = [int(given.rows * share) for share in _MARKS]
     over, steps, look = False, 0, 1
     for mark in (mark for mark in marks if mark > warm):
         clock.start()

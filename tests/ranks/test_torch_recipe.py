@@ -241,7 +241,7 @@ def test_photographs_are_scored_as_prepared_ones(
     os.mkfifo(new / "pipe.jpg")
     words = ["score.py", str(photos / "model"), str(new), "--output", str(tmp_path / f"scores{RANK}")]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(score, "alone", lambda: None)  # each rank for itself
+    monkeypatch.setattr("ringdance.recipes.files.alone", lambda: None)  # each rank for itself
     score.main()
     assert "none has a label" in capsys.readouterr().err
     lines = [line.split("\t") for line in (tmp_path / f"scores{RANK}").read_text().splitlines()]

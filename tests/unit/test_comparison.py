@@ -65,18 +65,18 @@ def test_reasons_follow_from_cores_and_work():
     assert "One process is nearly as fast" in advice([best, result("single", 950)])
 
 
-def test_auc_is_compared_where_all_have_trained():
-    short = result("single", 500)
-    short.curve = short.curve[:1]  # stopped after 1,000 rows and 2 seconds
-    long = result("ringdance", 1000)
+def test_auc_is_compared_where_all_were_evaluated():
+    """A run that its time has ended is evaluated there too, where the others were not."""
+    short, long = result("single", 500), result("ringdance", 1000)
+    short.curve[1] = [1500, 3.0, 0.7, 0.4]
+    long.curve = [[1000, 1.0, 0.65, 0.4], [2000, 2.0, 0.8, 0.4], [3000, 3.0, 0.81, 0.4]]
     text = table([short, long, Result("torch", "ddp", error="Error: no | network")])
     heads, _, first, second, failed = text.splitlines()
-    assert "AUC after 1,000 rows | AUC after 2 s" in heads
-    assert [cell.strip() for cell in first.split("|")][7:9] == ["0.6500", "0.8000"]
-    assert [cell.strip() for cell in second.split("|")][7:9] == ["0.6500", "0.6500"]
+    assert "AUC after 1,000 rows | AUC after 3 s" in heads
+    assert [cell.strip() for cell in first.split("|")][7:9] == ["0.6500", "0.8100"]
+    assert [cell.strip() for cell in second.split("|")][7:9] == ["0.6500", "0.7000"]
     assert failed.count("|") == heads.count("|")
     assert "no / network" in failed
-    assert long.auc(0, 1500) == pytest.approx(0.725)
 
 
 def test_failures_alone_are_reported_too(tmp_path: Path):

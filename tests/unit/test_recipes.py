@@ -119,11 +119,13 @@ def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, name in enumerate(names):
         monkeypatch.setattr(rates, name, number + 7)
     given = vars(importlib.import_module("loop").options("")).items()
+    names.remove("BATCH")  # not an option: rates are relative to it
     assert {name.upper(): value for name, value in given if name.upper() in names} == {
         name: getattr(rates, name) for name in names
     }
     sizes = importlib.import_module("strategies").Sizes(50, 3, batch_size=10)
-    assert (sizes.rate, sizes.table_rate, sizes.first_sum) == (rates.RATE, rates.TABLE_RATE, rates.FIRST_SUM)
+    assert (sizes.table_rate, sizes.first_sum) == (rates.TABLE_RATE, rates.FIRST_SUM)
+    assert sizes.rate == pytest.approx(rates.RATE * (10 / rates.BATCH) ** rates.SCALE_RATE)
     assert sizes.accumulator == pytest.approx(rates.FIRST_SUM / 100)
     for name in ("loop", "strategies"):  # other tests get their own
         del sys.modules[name]

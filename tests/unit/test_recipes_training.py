@@ -20,7 +20,7 @@ import pytest
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError
 from ringdance.recipes import files, training
-from ringdance.recipes.log import TrainingLog
+from ringdance.recipes.log import Position, TrainingLog
 from ringdance.recipes.training import Training
 
 
@@ -58,14 +58,26 @@ class Run:
     """A training with its log."""
 
     def __init__(
-        self, model: Model, export: Path | None = None, checkpoints: Path | None = None, board: str = ""
+        self, model: Model, export: Path | None = None, checkpoints: Path | None = None, board: str = "",
+        price: float | None = None,
     ) -> None:
         given = Namespace(
             checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=board,
-            price_per_hour=None, patience=2,
+            price_per_hour=price, patience=2,
         )  # fmt: skip
         self.training = Training(given, model, {}, dict, "validation", "top1", lambda *_: "")
-        self.log = TrainingLog(given, "images", 10, 1, 0.0)
+        self.log = TrainingLog(given, "images", 10, 1, Position())
+
+    def resume(self) -> None:
+        assert self.training.resume()
+        self.log = TrainingLog(self.training.given, "images", 10, 1, self.training.at)
+
+    def save(self, hours: float) -> None:
+        """Write a checkpoint, so long after the start of this run."""
+        self.log.began -= hours * 3600
+        self.log.add_up(self.training.at)
+        self.training.at.step += 1
+        self.training.save(self.training.files)
 
     def close(self) -> None:
         self.training.close(self.log, {})
@@ -146,6 +158,29 @@ def test_after_a_kill_the_patience_is_that_of_an_unbroken_training(tmp_path: Pat
     assert run(2, Model(*scores[1:]), 7) == [False] * 5 + [True]
     with contextlib.closing(hvd.Checkpoints(tmp_path, name="best")) as best:
         assert best.numbers() == [5]
+
+
+def test_each_run_costs_its_own_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three runs of two, three and four hours, the second without a price."""
+    for hours, price, shown in ((2, 5.0, "10.00"), (3, None, "10.00"), (4, 1.5, "16.00")):
+        run = Run(Model(), checkpoints=tmp_path, price=price)
+        if hours > 2:
+            run.resume()
+        run.save(hours)
+        assert run.log.cost() == shown
+        run.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("done in 9:00:00, cost 16.00 for 6:00:00 of it: an earlier run was given no --")
+
+
+def test_a_score_that_is_not_a_number_ends_the_training_with_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(Model(np.nan), tmp_path / "model", tmp_path / "kept")
+    run.training.at.step = 3
+    with pytest.raises(SystemExit, match="The top1 of validation is nan after step 3: no model"):
+        run.training.evaluate(run.log)
+    assert not (tmp_path / "model").exists()
+    with contextlib.closing(hvd.Checkpoints(tmp_path / "kept")) as kept:
+        assert kept.numbers() == [3]
 
 
 def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
@@ -292,8 +327,15 @@ def test_what_only_rank_0_needs_is_missing_on_all_ranks(monkeypatch: pytest.Monk
     assert asked, "before the others begin to train"
 
 
-def test_scoring_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    files.alone()
+def test_scoring_is_for_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(Model(), tmp_path / "model").close()
+    monkeypatch.setattr(sys, "argv", ["score.py", str(tmp_path / "model"), "data"])
+    files.run_scoring("", "", 1, lambda given, about: 0, "steps")
+    with pytest.raises(SystemExit, match="3"):
+        files.run_scoring("", "", 1, lambda given, about: about["steps"] + 1, "steps")
     monkeypatch.setattr(files.hvd, "size", lambda: 2)
-    with pytest.raises(ArgumentError, match="runs as one process"):
-        files.alone()
+    with pytest.raises(SystemExit, match="2"):
+        files.run_scoring("", "", 1, lambda given, about: 0)
+    assert "runs as one process" in capsys.readouterr().err

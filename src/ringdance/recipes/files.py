@@ -17,6 +17,7 @@ import ringdance.numpy as hvd
 from ringdance.data.files import file_crc32, why_not
 from ringdance.errors import ArgumentError
 from ringdance.job_files import unique_beside, whole_text
+from ringdance.launch.parser import Parser
 
 
 def export(
@@ -169,6 +170,39 @@ def text_file(name: str | None) -> AbstractContextManager[TextIO]:
     if path.exists() and not path.is_file():
         return open(str(path), "w", encoding="utf-8", errors="surrogateescape")
     return whole_text(path)
+
+
+def run_scoring(
+    manual: str, data: str, batch_size: int, score: Callable[[argparse.Namespace, dict[str, Any]], int],
+    *needed: str,
+) -> None:
+    """Be a script that scores data with an exported model, as one process.
+
+    Args:
+        manual: Of the script.
+        data: What DATA may be, for the help.
+        batch_size: The default.
+        score: Scores, given the command line and ``model.json``; returns how many samples were left out.
+        needed: What ``model.json`` must have.
+
+    Raises:
+        SystemExit: 2: something is wrong; 3: samples were left out.
+    """
+    parser = Parser(description=manual)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
+    add("data", type=Path, metavar="DATA", help=data)
+    add("--split", default="train", help="of prepared data; default: train")
+    add("--output", metavar="FILE", help="default: the figures alone")
+    add("--batch-size", type=int, default=batch_size, metavar="N", help=f"default: {batch_size}")
+    given = parser.parse_args()
+    try:
+        alone()
+        left_out = score(given, whole_model(given.model, *needed))
+    except (ArgumentError, OSError) as error:
+        parser.error(str(error))
+    if left_out:
+        sys.exit(3)
 
 
 def alone() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,31 @@ TRAINED_ON = "train (the data has no other split: these are not validation figur
 """What an evaluation is of where there is nothing but what is trained on."""
 
 
+@dataclass
+class Position:
+    """Where a training run is.
+
+    Attributes:
+        step: Steps completed, in all epochs.
+        epoch: The current epoch, from 0.
+        done: Samples of this epoch.
+        seconds: So far, including earlier runs.
+        cost: Of those seconds for which a run was given a price, at that run's price.
+        priced: Seconds that ``cost`` counts.
+        best: The best evaluation.
+        worse: Evaluations since then.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    done: int = 0
+    seconds: float = 0.0
+    cost: float = 0.0
+    priced: float = 0.0
+    best: float = 0.0
+    worse: int = 0
+
+
 class TrainingLog:
     """What rank 0 prints of a training, and the files that say which samples were used.
 
@@ -27,7 +53,7 @@ class TrainingLog:
         unit: what a sample is: "images".
         samples: of an epoch.
         epochs: of the training.
-        seconds: of the runs before.
+        at: Where earlier runs ended, with their time and cost.
 
     Attributes:
         samples: of all ranks since :meth:`clear`.
@@ -35,10 +61,10 @@ class TrainingLog:
     """
 
     def __init__(
-        self, given: argparse.Namespace, unit: str, samples: int, epochs: float, seconds: float
+        self, given: argparse.Namespace, unit: str, samples: int, epochs: float, at: Position
     ) -> None:
-        self.began, self.price = time.perf_counter() - seconds, given.price_per_hour
-        self.unit, self.epoch, self.total, self.earlier = unit, samples, samples * epochs, seconds
+        self.began, self.price = time.perf_counter() - at.seconds, given.price_per_hour
+        self.unit, self.epoch, self.total, self.earlier = unit, samples, samples * epochs, replace(at)
         self.limit, used = getattr(given, "time_limit", None), getattr(given, "sample_log", None)
         self.used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
         if self.used:
@@ -91,7 +117,7 @@ class TrainingLog:
             rate: of learning, in the last step.
             figures: such as "loss", of this rank; their means over the ranks are printed. "top-1": a share.
         """
-        mine = np.array([*figures.values(), self.seconds() - self.earlier])
+        mine = np.array([*figures.values(), self.seconds() - self.earlier.seconds])
         *means, seconds = hvd.allreduce(mine, name="figures").tolist()
         if not np.isfinite(means[0]):
             raise SystemExit(diverged(f"The loss is {means[0]} at", step))
@@ -117,9 +143,17 @@ class TrainingLog:
         self.scalars(step, rate=rate, waiting_for_input=waiting, **values)
         return bool(self.limit and seconds > self.limit)
 
+    def add_up(self, at: Position) -> None:
+        """Write the time and the cost so far into a position."""
+        at.seconds, at.cost, at.priced = self.seconds(), self.earlier.cost, self.earlier.priced
+        if self.price is not None:
+            mine = at.seconds - self.earlier.seconds
+            at.cost, at.priced = at.cost + self.price * mine / 3600, at.priced + mine
+
     def cost(self) -> str:
-        """Return the cost so far."""
-        return f"{self.price * self.seconds() / 3600:.2f}" if self.price is not None else "-"
+        """Return the cost so far, of each run at its own price; "-" if no run was given one."""
+        self.add_up(now := Position())
+        return f"{now.cost:.2f}" if now.priced else "-"
 
     def scalars(self, step: int, **values: float) -> None:
         """Write values for TensorBoard, and begin to count."""
@@ -130,8 +164,11 @@ class TrainingLog:
 
     def close(self) -> None:
         """Print the time and the cost of all; complete TensorBoard's files."""
-        cost = f", cost {self.cost()}" if self.price is not None else ""
-        self.print(f"done in {clock(self.seconds())}{cost}")
+        self.add_up(now := Position())
+        cost = f", cost {self.cost()}" if now.priced else ""
+        if now.priced and now.seconds - now.priced >= 1:
+            cost += f" for {clock(now.priced)} of it: an earlier run was given no --price-per-hour"
+        self.print(f"done in {clock(now.seconds)}{cost}")
         if self.board is not None:
             self.board.close()
 
@@ -143,9 +180,13 @@ def clock(seconds: float) -> str:
 
 def scores_of(found: dict[str, float]) -> str:
     """Return the figures of ``BinaryScores``, the AUC with its standard error."""
+    rows = f"{found['count']:,} rows"
+    if np.isnan(found["auc"]):
+        kind = "is 1" if found["positives"] else "is 0"
+        return f"log-loss {found['logloss']:.5f} of {rows}; no AUC, as each label {kind}"
     return (
         f"AUC {found['auc']:.5f} +/- {found['auc_error']:.5f}, log-loss {found['logloss']:.5f}, calibration "
-        f"{found['calibration']:.4f} of {found['count']:,} rows"
+        f"{found['calibration']:.4f} of {rows}"
     )
 
 

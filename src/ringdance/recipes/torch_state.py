@@ -11,7 +11,7 @@ Array = np.ndarray[Any, Any]
 
 
 def arrays_of(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, **modules: torch.nn.Module
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None, **modules: torch.nn.Module
 ) -> dict[str, Array]:
     """Return copies of all that a checkpoint needs; modules under their names."""
     found: dict[str, Any] = {}
@@ -19,12 +19,12 @@ def arrays_of(
         found |= {f"{part}/{name}": one for name, one in module.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
         found |= {f"optimizer/{number}/{name}": one for name, one in state.items() if one is not None}
-    found |= {f"scaler/{name}": one for name, one in scaler.state_dict().items()}
+    found |= {f"scaler/{name}": one for name, one in (scaler.state_dict() if scaler else {}).items()}
     return {name: torch.as_tensor(one).detach().cpu().clone().numpy() for name, one in found.items()}
 
 
 def restore(
-    state: dict[str, Array], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
+    state: dict[str, Array], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None,
     **modules: torch.nn.Module,
 ) -> None:
     """Take such values."""
@@ -39,4 +39,5 @@ def restore(
         number, _, what = name.partition("/")
         inner["state"].setdefault(int(number), {})[what] = value
     optimizer.load_state_dict(inner)
-    scaler.load_state_dict({name: one.item() for name, one in parts["scaler"].items()})
+    if scaler:
+        scaler.load_state_dict({name: one.item() for name, one in parts["scaler"].items()})

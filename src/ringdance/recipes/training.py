@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError, optional
 from ringdance.recipes.files import export, wrong_target
-from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock, diverged
+from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog, clock, diverged
 
 Array = np.ndarray[Any, Any]
 
@@ -40,27 +40,6 @@ class Model(Protocol):
 
     def export(self, directory: Path) -> None:
         """Write what score.py needs; asked on rank 0."""
-
-
-@dataclass
-class Position:
-    """Where a training is.
-
-    Attributes:
-        step: so many are done, in all epochs.
-        epoch: the current one, from 0.
-        done: samples of it.
-        seconds: so far, with those of earlier runs.
-        best: the best evaluation.
-        worse: evaluations since then.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    done: int = 0
-    seconds: float = 0.0
-    best: float = 0.0
-    worse: int = 0
 
 
 class Training:
@@ -172,7 +151,7 @@ class Training:
 
     def run(
         self, loader: Any, log: TrainingLog, epochs: float, step: Callable[[Any, Position], float],
-        due: Callable[[Position, bool, bool], bool],
+        due: Callable[[Position, bool, bool], bool] | None = None,
     ) -> None:
         """Train from the position to the last epoch, the limits, or until evaluations get no better.
 
@@ -181,7 +160,8 @@ class Training:
             log: prints what is done.
             epochs: when to end.
             step: updates the model by a batch at a position; returns the rate.
-            due: whether to evaluate, given the position, whether an epoch has ended, and the training.
+            due: whether to evaluate, given the position, whether an epoch has ended, and the training. By
+                default after each ``given.evaluate_every`` epochs, and in the end; 0: never.
         """
         given, at = self.given, self.at
         last = at.step + given.steps if given.steps else None
@@ -217,17 +197,18 @@ class Training:
 
     def _after(
         self, log: TrainingLog, ended: bool, over: bool, epochs: float,
-        due: Callable[[Position, bool, bool], bool],
+        due: Callable[[Position, bool, bool], bool] | None,
     ) -> bool:
         """Do what is due after a step or at the end of an epoch; return whether the training is over."""
         at = self.at
         if ended:
             at.epoch, at.done = at.epoch + 1, 0
         over = over or at.epoch >= epochs
-        if due(at, ended, over):
+        every = self.given.evaluate_every
+        if due(at, ended, over) if due else ended and every and (over or at.epoch % every == 0):
             over = self.evaluate(log) or over
         if over or ended or at.step % self.given.checkpoint_every == 0:
-            at.seconds = log.seconds()
+            log.add_up(at)
             self.save(self.files)
         return over
 
@@ -236,6 +217,14 @@ class Training:
         at, found, patience = self.at, self.model.evaluate(), getattr(self.given, "patience", None)
         log.print(f"{self.describe(at, found)} of {self.split}, {clock(log.seconds())}")
         log.scalars(at.step, **{f"evaluation_{name}": value for name, value in found.items()})
+        if not np.isfinite(found[self.score]):
+            log.add_up(at)
+            self.save(self.files)
+            self._close_files()
+            raise SystemExit(
+                f"The {self.score} of {self.split} is {found[self.score]} after step {at.step}: no model is "
+                "kept as the best, or exported. Do all samples have the same label, or none? Give others."
+            )
         if self.best is None:
             return False
         if found[self.score] > at.best:
@@ -258,11 +247,15 @@ class Training:
             about = {"framework": self.model.framework, **about, "steps": self.at.step}
             export(self.given, self.model.export, about, self.table)
             log.print(f"model written to {self.given.export}")
+        self._close_files()
+        log.close()
+
+    def _close_files(self) -> None:
+        """Wait until all checkpoints are written."""
         with _one_sentence():
             for files in (self.files, self.best):
                 if files:
                     files.close()
-        log.close()
 
 
 @contextmanager

@@ -165,9 +165,9 @@ def reached(load: Workload, seconds: float, on: Instance, options: Options) -> W
     if abs(factor - 1) < 0.02:  # a round of agreement more or less lets it jump
         return load
     raise LaunchError(
-        f"{load.batch * load.ranks / seconds:,.5g} samples/s of {load.ranks} ranks are {seconds:.3g} s a step, "
-        f"and on {on.name} its exchanges alone take {found.exposed_seconds:.3g} s. Give the rate of fewer "
-        "ranks, what it was sent as (--wire), or the network that it was reached on (--gbits)"
+        f"{load.batch * load.ranks / seconds:,.5g} samples/s of {load.ranks} ranks are {seconds:.3g} s a "
+        f"step, and on {on.name} its exchanges alone take {found.exposed_seconds:.3g} s. Give the rate of "
+        "fewer ranks, what it was sent as (--wire), or the network that it was reached on (--gbits)"
     )
 
 

@@ -33,7 +33,8 @@ from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import counts, positive, seconds
 from ringdance.launch.spec import resolve_command
-from ringdance.launch.system.linux import die_with_parent, usable_cores
+from ringdance.launch.system.linux import die_with_parent
+from ringdance.limits import usable_cores
 from ringdance.observe.figures import read_run
 from ringdance.tune.search import order
 

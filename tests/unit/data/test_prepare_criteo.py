@@ -67,12 +67,23 @@ def prepared(source, tmp_path_factory) -> Path:
 def test_all_rows_are_there_once_in_another_order(source, prepared):
     first, second = (Table.open(source / day, table_size=5000, format="csv") for day in ("day_2", "day_10"))
     there = [row.tobytes() for one in (first, second) for row in one.read(np.arange(len(one))).packed()]
+    assert Table.open(prepared).only_label() is None
     train, validation = rows(prepared), rows(prepared, "validation")
     assert sorted(train + validation) == sorted(there)
     assert abs(len(validation) - ROWS / 10) < 2
     where = np.array([there.index(row) for row in train[:400]])  # of the first file
     assert abs((where < 5000).mean() - 5 / 9) < 0.1
     assert (np.abs(np.diff(where)) > 50).mean() > 0.9
+
+
+@pytest.mark.parametrize("label", [b"0", b"1"])
+def test_labels_of_one_class_are_a_warning(lines, tmp_path, capsys, label):
+    (tmp_path / "day").write_bytes(b"".join(label + one[1:] for one in lines[:300]))
+    assert prepare(tmp_path / "day", tmp_path / "set", "--validation", 0.1) == 0
+    shown = capsys.readouterr()
+    for split in ("train", "validation"):
+        assert f"warning: {split}: all labels are {label.decode()}" in shown.out + shown.err
+    assert Table.open(tmp_path / "set").only_label() == float(label)
 
 
 def test_balance(prepared):

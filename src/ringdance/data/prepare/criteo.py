@@ -142,6 +142,8 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
                 fields, size = plan.files[0].fields, sum(one.file.size for one in files)
                 table = write_index(destination, split, plan.format, fields, plan.table_size, files)
                 say(f"{split}: {len(table)} rows in {len(files)} files, {decimal(size)}")
+                if (label := table.only_label()) is not None:
+                    say(f"warning: {split}: all labels are {label:g}: AUC needs rows of both kinds")
         _remove_state(destination, keep=("criteo.json", OUTPUTS))
         return left_out
 

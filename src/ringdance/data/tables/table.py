@@ -26,6 +26,8 @@ from ringdance.data.tables.lines import NEWLINE
 from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves, dtype
 from ringdance.errors import ArgumentError
 
+_LABELS = 1 << 16  # rows that are read at once to compare their labels
+
 
 @dataclass(frozen=True)
 class TableFile:
@@ -157,6 +159,16 @@ class Table(Files):
                 raise ArgumentError(f"{self._name(file)}, {unit} {row + 1 + header}: {found}") from None
             parts.append(found)
         return Rows.joined(parts, self.fields)
+
+    def only_label(self) -> float | None:
+        """Return the label that all rows have, or None: there are both, as the first rows mostly show."""
+        first = None
+        for start in range(0, len(self), _LABELS):
+            labels = self.read(np.arange(start, min(start + _LABELS, len(self)))).labels
+            first = labels[0] if first is None else first
+            if (labels != first).any():
+                return None
+        return first if first is None else float(first)
 
     def _rows(self, numbers: Indices) -> Rows:
         found, at = Rows.empty(len(numbers), self.fields), 0

@@ -16,9 +16,9 @@ import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
 from ringdance.errors import ArgumentError
 from ringdance.recipes.files import whole_model
-from ringdance.recipes.log import TRAINED_ON, TrainingLog, scores_of
-from ringdance.recipes.options import Options, count, number, widths
-from ringdance.recipes.training import Position, Training, write
+from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog, scores_of
+from ringdance.recipes.options import Options, count, widths
+from ringdance.recipes.training import Training, write
 
 Array = np.ndarray[Any, Any]
 
@@ -32,8 +32,6 @@ def options(manual: str) -> argparse.Namespace:
     add("--table-size", type=int, metavar="N", help="for a file: rows of the table; default: 1,000,000")
     add("--validation", metavar="DATA", help="default: the split `validation` of DATA, else its own rows")
     add("--epochs", type=count, default=1, metavar="N", help="default: 1")
-    add("--steps", type=count, metavar="N", help="end after so many steps of this run, with a checkpoint")
-    add("--time-limit", type=float, metavar="S", help="end after so many seconds of this run, the same way")
     add("--batch-size", type=count, default=2048, metavar="N", help="rows for each rank; default: 2048")
     add("--dim", type=count, default=16, metavar="N", help="factors of each row of the table; default: 16")
     add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="widths; default: 400,400,400")
@@ -43,22 +41,15 @@ def options(manual: str) -> argparse.Namespace:
     add("--table-rate", type=float, default=rates.TABLE_RATE, metavar="R", help=text)
     text = f"Adagrad's first sum of squares, of gradients summed over a batch of all ranks{shown}"
     add("--first-sum", type=float, default=rates.FIRST_SUM, metavar="S", help=text)
-    text = f"multiply --rate by the number of ranks to the power F: 1 scales in full, 0 not at all{shown}"
+    text = f"multiply --rate by (batch of all ranks / {rates.BATCH}) to the power F; 0: do not{shown}"
     add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
     add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the rates{shown}")
     add("--sharded", action="store_true", help="each rank has a part of the table, not all of it")
-    add("--seed", type=number(int, 0), default=0)
     add("--threads", type=count, default=1, metavar="N", help="of each rank that read and parse; default: 1")
     add("--evaluate-every", type=count, metavar="STEPS", help="default: after each epoch")
     add("--patience", type=count, metavar="N", help="end after N evaluations without a better AUC")
-    add("--checkpoints", metavar="DIR", help="write them there; go on from the newest; keep the best model")
-    add("--checkpoint-every", type=count, default=1000, metavar="STEPS", help="default: 1000")
-    add("--keep", type=count, default=2, metavar="N", help="checkpoints; default: 2")
     add("--warm-start", metavar="MODEL", help="begin with a model that --export has written")
-    add("--export", metavar="MODEL", help="write the best model (without --checkpoints: the last)")
-    add("--log-every", type=count, default=50, metavar="STEPS", help="default: 50")
-    add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
-    add("--tensorboard", metavar="DIR", help="write loss, speed and AUC there")
+    parser.add_shared(keep=2, log_every=50)
     given = parser.parse_args()
     if given.data is None:
         parser.error("DATA is missing")
@@ -164,6 +155,19 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
     return data, data, TRAINED_ON
 
 
+def unusable(splits: dict[str, Table]) -> str:
+    """Return why rows are not worth training on or evaluating, or "": their labels are all the same."""
+    try:
+        labels = {name: data.only_label() for name, data in splits.items()}
+    except ArgumentError as error:
+        return str(error)
+    found = [
+        f"{name}: all {len(splits[name]):,} labels are {one:g}"
+        for name, one in labels.items() if one is not None
+    ]  # fmt: skip
+    return f"{'; '.join(found)}. AUC needs rows with and rows without clicks." if found else ""
+
+
 def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     """Train as the command line says.
 
@@ -175,6 +179,9 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     given = options(manual)
     init()
     data, check, split = tables(given)
+    splits = {"train": data} if check is data else {"train": data, split: check}
+    if problem := hvd.broadcast_object(unusable(splits) if hvd.rank() == 0 else ""):
+        raise SystemExit(problem)
     table = hvd.EmbeddingTable(
         data.table_size, 1 + given.dim, rate=given.table_rate, accumulator=given.first_sum,
         sharded=given.sharded, seed=given.seed,
@@ -204,11 +211,13 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
         )  # fmt: skip
     if not training.resume() and given.warm_start:
         warm_start(Path(given.warm_start), model, about)
-    log = TrainingLog(given, "rows", len(data), given.epochs, training.at.seconds)
+    log = TrainingLog(given, "rows", len(data), given.epochs, training.at)
+
+    scale = rates.scaled(given.batch_size * hvd.size(), given.scale_rate)
 
     def step(batch: TableBatch, at: Position) -> float:
         warm = rates.warm(at.step + 1, given.warmup)
-        table.rate, factor = given.table_rate * warm, warm * hvd.size() ** given.scale_rate
+        table.rate, factor = given.table_rate * warm, warm * scale
         losses.append(model.step(batch, factor))
         return float(given.rate * factor)
 

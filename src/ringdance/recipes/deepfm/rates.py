@@ -1,19 +1,29 @@
 """The hyper-parameters of train_torch.py, train_keras.py and of benchmarks/strategies.
 
 Adagrad of the table gets gradients summed over the batch of all ranks, not averaged: what a row of the data
-does to the row of a rare id is the same whatever the batch, and one first sum is right for each. Nor is the
-table's rate scaled with the ranks. docs/howto/strategies.md has the search.
+does to the row of a rare id is the same whatever the batch, and one first sum is right for each. So the
+table's rate is not scaled. docs/howto/strategies.md has the measurements.
 """
 
-RATE = 0.001  # of Adam, for the layers, on one rank
-TABLE_RATE = 0.1  # of Adagrad, for the table
+RATE = 0.001  # of Adam, for the layers, if a batch of all ranks has BATCH rows
+BATCH = 2048
+# Adam's rate is multiplied by (rows in a batch of all ranks / BATCH) to this power. A smaller batch makes
+# more steps in an epoch, in which the layers would learn the rows by heart.
+SCALE_RATE = 0.5
+# Of Adagrad, for the table. The factors of the 13 numbers are in every row, with values up to 13, so the
+# logits of all rows move together: at 0.05 they overshoot once the factors have grown.
+TABLE_RATE = 0.03
 # Adagrad's sum at the beginning. With 0 the first row with an id moves it by the whole rate, wherever that
 # row's label points: rare ids are noise then. With much more, only frequent ids learn.
 FIRST_SUM = 1000.0
-SCALE_RATE = 0.5  # Adam's rate is multiplied by the number of ranks to this power
-# Steps. Adagrad's first steps move frequent ids by the whole rate, whatever their gradient: without a warm-up
-# the factors grow too far in them, and the layers learn little from such factors for epochs.
-WARMUP = 100
+# Steps. Adagrad's first steps move frequent ids by the whole rate, whatever their gradient. A long warm-up
+# is no better: the sums remain small in it, and the steps after it are then too large.
+WARMUP = 20
+
+
+def scaled(batch: int, power: float) -> float:
+    """Return the factor of Adam's rate for a batch of so many rows, of all ranks together."""
+    return float((batch / BATCH) ** power)
 
 
 def warm(step: int, steps: int = WARMUP) -> float:

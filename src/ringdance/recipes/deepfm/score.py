@@ -25,8 +25,7 @@ import numpy as np
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableLoader
 from ringdance.errors import ArgumentError
-from ringdance.launch.parser import Parser
-from ringdance.recipes.files import alone, text_file, whole_model
+from ringdance.recipes.files import run_scoring, text_file
 from ringdance.recipes.log import scores_of
 
 Array = np.ndarray[Any, Any]
@@ -52,26 +51,8 @@ def layers_of(model: Path, framework: str) -> Layers:
     return lambda *arrays: saved.serve(*arrays).numpy()
 
 
-def main() -> None:
-    """Score as the command line says."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
-    add("data", type=Path, metavar="DATA", help="a prepared directory, or a file of rows")
-    add("--split", default="train", help="of a directory; default: train")
-    add("--output", metavar="FILE", help="default: the figures alone")
-    add("--batch-size", type=int, default=8192, metavar="N", help="default: 8192")
-    given = parser.parse_args()
-    try:
-        score(given)
-    except (ArgumentError, OSError) as error:
-        parser.error(str(error))
-
-
-def score(given: argparse.Namespace) -> None:
+def score(given: argparse.Namespace, about: dict[str, Any]) -> int:
     """Score rows, and print what their labels say of it."""
-    alone()
-    about = whole_model(given.model, "table_size", "fields")
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
         raise ArgumentError(f"{given.data}: {data.fields} fields, but {given.model} has {about['fields']}")
@@ -91,6 +72,13 @@ def score(given: argparse.Namespace) -> None:
             output.writelines(f"{score:.7g}\t{label:g}\n" for score, label in rows)
     found, seconds = figures.result(), time.perf_counter() - began
     print(f"{scores_of(found)} in {seconds:.1f} s", file=sys.stderr)
+    return 0
+
+
+def main() -> None:
+    """Score as the command line says."""
+    kinds = "a prepared directory, or a file of rows"
+    run_scoring(__doc__ or "", kinds, 8192, score, "table_size", "fields", "framework")
 
 
 if __name__ == "__main__":

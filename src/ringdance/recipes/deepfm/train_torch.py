@@ -39,6 +39,7 @@ from torch.nn import functional
 
 import ringdance.torch as hvd
 from ringdance.data import TableBatch
+from ringdance.recipes.torch_state import arrays_of, restore
 
 Array = np.ndarray[Any, Any]
 
@@ -109,21 +110,13 @@ class Model:
 
     def state(self) -> dict[str, Array]:
         """Return copies of the layers' weights and of Adam's state."""
-        found = {f"layers/{name}": value for name, value in self.layers.state_dict().items()}
-        for number, one in self.inner.state_dict()["state"].items():
-            found |= {f"adam/{number}/{name}": value for name, value in one.items()}
-        return {name: value.detach().clone().numpy() for name, value in found.items()}
+        return arrays_of(self.inner, layers=self.layers)
 
     def restore(self, state: dict[str, Array]) -> None:
         """Take such values."""
-        tensors = {name: torch.from_numpy(np.asarray(value)) for name, value in state.items()}
-        weights = {name: one for name, one in tensors.items() if name.startswith("layers/")}
-        self.layers.load_state_dict({name.removeprefix("layers/"): one for name, one in weights.items()})
-        adam = self.inner.state_dict()
-        for name in tensors.keys() - weights.keys():
-            _, number, what = name.split("/")
-            adam["state"].setdefault(int(number), {})[what] = tensors[name]
-        self.inner.load_state_dict(adam)
+        # A version before has called it "adam".
+        known = {name.replace("adam/", "optimizer/", 1): one for name, one in state.items()}
+        restore(known, self.inner, layers=self.layers)
 
     def export(self, directory: Path) -> None:
         """Write the layers for score.py, as a program without this file."""

@@ -51,10 +51,10 @@ from ringdance.data import Batch
 from ringdance.data.order import Draws
 from ringdance.errors import ArgumentError
 from ringdance.job_files import check_regular
-from ringdance.recipes.log import TRAINED_ON, TrainingLog
+from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog
 from ringdance.recipes.options import Options, amount, count, number
 from ringdance.recipes.torch_state import arrays_of, restore
-from ringdance.recipes.training import Position, Training
+from ringdance.recipes.training import Training
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.schedules import Schedule
 
@@ -304,7 +304,6 @@ def options() -> argparse.ArgumentParser:
     add("--norm", choices=("frozen", "group"), help=text)
     add("--width", type=count, metavar="CHANNELS", help="of the pyramid and the heads")
     add("--epochs", type=count, metavar="N", help="length of the schedule")
-    add("--steps", type=count, metavar="N", help="end after so many steps of this run, with a checkpoint")
     add("--warmup-steps", type=number(int, 0), metavar="N", help="in which the rate rises")
     add("--batch-size", type=count, metavar="N", help="images for each rank; the rate goes with it")
     add("--optimizer", choices=("sgd", "adamw"))
@@ -315,19 +314,10 @@ def options() -> argparse.ArgumentParser:
     add("--longest", type=count, metavar="PIXELS", help="of the longer side; default: goes with the shorter")
     text = "that decode images; default: the cores of each rank"
     add("--threads", type=count, metavar="N", help=text)
-    add("--seed", type=number(int, 0), default=0)
-    text = "write them there, also after each epoch, and the best model; go on from the newest"
-    add("--checkpoints", metavar="DIR", help=text)
-    add("--checkpoint-every", type=count, default=1000, metavar="STEPS", help="default: 1000")
-    add("--keep", type=count, default=3, metavar="N", help="checkpoints; default: 3")
     add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and after the last (1); 0: never")
     add("--evaluate", action="store_true", help="only evaluate --weights, or the newest of --checkpoints")
-    add("--export", metavar="MODEL", help="write the best model's weights (else the last one's)")
-    add("--log-every", type=count, default=20, metavar="STEPS", help="default: 20")
-    add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
-    add("--time-limit", type=amount, metavar="SECONDS", help="end after so long, with a checkpoint")
-    add("--tensorboard", metavar="DIR", help="write losses, rate, speed and AP there")
     add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
+    made.add_shared(keep=3, log_every=20)
     return made
 
 
@@ -401,7 +391,7 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
     found = training.resume()
     if given.evaluate and given.checkpoints and not found:
         raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
-    log = TrainingLog(given, "images", len(data), preset.epochs, training.at.seconds)
+    log = TrainingLog(given, "images", len(data), preset.epochs, training.at)
     log.print(
         f"{given.model} on {preset.backbone} by torchvision on {model.device.type}: {hvd.size()} ranks, "
         f"batch {batch:,}, {preset.optimizer}, {preset.precision}, {len(data):,} images, "
@@ -424,11 +414,7 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
             model.step(batch, rate)
             return rate
 
-        def due(at: Position, ended: bool, over: bool) -> bool:
-            every = given.evaluate_every
-            return ended and bool(every) and (over or at.epoch % every == 0)
-
-        training.run(batches, log, preset.epochs, step, due)
+        training.run(batches, log, preset.epochs, step)
     training.close(log, {**same, "classes": data.table["categories"], "image_size": preset.image_size})
 
 

@@ -9,7 +9,7 @@ from presets import PRESETS  # type: ignore[import-not-found]  # beside this fil
 from ringdance.recipes.options import Options, amount, count, number
 
 
-def parser(manual: str) -> argparse.ArgumentParser:
+def parser(manual: str) -> Options:
     """Return a parser of the options that both have; a script may add its own."""
     made = Options(description=manual)
     add, share = made.add_argument, number(float, 0, 1)
@@ -20,7 +20,6 @@ def parser(manual: str) -> argparse.ArgumentParser:
     add("--synthetic-images", type=count, default=1_281_167, metavar="N", help="default: 1,281,167")
     add("--epochs", type=count, metavar="N", help="length of the schedule")
     add("--warmup-epochs", type=number(int, 0), metavar="N", help="of these, in which the rate rises")
-    add("--steps", type=count, metavar="N", help="end after so many steps of this run, with a checkpoint")
     add("--batch-size", type=count, metavar="N", help="images for each rank and pass; the rate goes with it")
     add("--accumulate", type=count, default=1, metavar="N", help="passes in each step; default: 1")
     add("--model", metavar="NAME", help="of the library instead of our ResNet-50: see above")
@@ -40,19 +39,11 @@ def parser(manual: str) -> argparse.ArgumentParser:
     add("--erase", type=share, metavar="P", help="probability that a part of an image becomes grey")
     add("--ema", type=share, metavar="D", help="evaluate averaged weights, of which a step keeps D: 0.9999")
     add("--threads", type=count, metavar="N", help="that decode images; default: the cores of each rank")
-    add("--seed", type=number(int, 0), default=0)
-    text = "write them there, also after each epoch, and the best model; go on from the newest"
-    add("--checkpoints", metavar="DIR", help=text)
-    add("--checkpoint-every", type=count, default=1000, metavar="STEPS", help="default: 1000")
-    add("--keep", type=count, default=3, metavar="N", help="checkpoints; default: 3")
     add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and after the last (1); 0: never")
     text = "only evaluate: the best model of --checkpoints, else its newest, or --weights"
     add("--evaluate", action="store_true", help=text)
-    add("--export", metavar="MODEL", help="write the best model (else the last) for score.py")
-    add("--log-every", type=count, default=20, metavar="STEPS", help="default: 20")
-    add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
-    add("--tensorboard", metavar="DIR", help="write loss, rate, speed and accuracy there")
     add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
+    made.add_shared(keep=3, log_every=20)
     return made
 
 

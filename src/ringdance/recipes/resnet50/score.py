@@ -28,8 +28,7 @@ from ringdance.data import Dataset, Loader
 from ringdance.data.files import needed
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.errors import ArgumentError
-from ringdance.launch.parser import Parser
-from ringdance.recipes.files import alone, text_file, whole_model
+from ringdance.recipes.files import run_scoring, text_file
 
 Array = np.ndarray[Any, Any]
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -81,24 +80,6 @@ def program_of(model: Path, framework: str, backend: str) -> Callable[[Array], A
     return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch
 
 
-def main() -> None:
-    """Score as the command line says."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
-    add("data", type=Path, metavar="DATA", help="a photograph, a directory of them, or prepared data")
-    add("--split", default="train", help="of prepared data; default: train")
-    add("--output", metavar="FILE", help="default: the figures alone")
-    add("--batch-size", type=int, default=32, metavar="N", help="default: 32")
-    given = parser.parse_args()
-    try:
-        broken = score(given)
-    except (ArgumentError, OSError) as error:
-        parser.error(str(error))
-    if broken:
-        sys.exit(3)
-
-
 def opened(given: argparse.Namespace, classes: list[str]) -> Any:
     """Return the photographs, or the split of prepared data."""
     data = Photographs(given.data, classes)
@@ -115,10 +96,8 @@ def opened(given: argparse.Namespace, classes: list[str]) -> Any:
     return prepared
 
 
-def score(given: argparse.Namespace) -> int:
+def score(given: argparse.Namespace, about: dict[str, Any]) -> int:
     """Score images, and print what their labels say of it; return how many were left out."""
-    alone()
-    about = whole_model(given.model, "image_size", "classes")
     classes = list(map(str, about["classes"]))
     data = opened(given, classes)
     try:
@@ -146,6 +125,12 @@ def score(given: argparse.Namespace) -> int:
     for _, why in sorted(broken.items()):
         print(f"left out: {why}", file=sys.stderr)
     return len(broken)
+
+
+def main() -> None:
+    """Score as the command line says."""
+    kinds = "a photograph, a directory of them, or prepared data"
+    run_scoring(__doc__ or "", kinds, 32, score, "image_size", "classes", "framework")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import ringdance.numpy as hvd
 from ringdance.data import Dataset, Synthetic
 from ringdance.errors import ArgumentError
 from ringdance.recipes.files import whole_model
-from ringdance.recipes.log import TRAINED_ON, TrainingLog
-from ringdance.recipes.training import Position, Training
+from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog
+from ringdance.recipes.training import Training
 from ringdance.training.schedules import Schedule
 
 
@@ -132,7 +132,7 @@ def train(
     found = (given.evaluate and training.restore(training.best)) or training.resume()
     if given.evaluate and given.checkpoints and not found:
         raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
-    log = TrainingLog(given, "images", len(data), preset.epochs, training.at.seconds)
+    log = TrainingLog(given, "images", len(data), preset.epochs, training.at)
     if not found:
         if given.weights:
             log.print(begin_with(given, model, len(data.classes)))
@@ -149,11 +149,7 @@ def train(
             model.step(batch, rate, at.step, epoch < preset.warmup_epochs)
             return rate
 
-        def due(at: Position, ended: bool, over: bool) -> bool:
-            every = given.evaluate_every
-            return ended and bool(every) and (over or at.epoch % every == 0)
-
-        training.run(loader, log, preset.epochs, step, due)
+        training.run(loader, log, preset.epochs, step)
     about = {"model": same["model"], "image_size": preset.evaluated, "classes": list(data.classes)}
     if model.framework == "keras":
         about["backend"] = os.environ["KERAS_BACKEND"]
