@@ -5,11 +5,11 @@ does to the row of a rare id is the same whatever the batch, and one first sum i
 docs/howto/strategies.md has the measurements.
 """
 
-RATE = 0.001  # of Adam, for the layers, if a batch of all ranks has BATCH rows
+RATE = 0.0005  # of Adam, for the layers, if a batch of all ranks has BATCH rows
 BATCH = 2048
-# Adam's rate is multiplied by (rows in a batch of all ranks / BATCH) to this power, and the table's is divided
-# by the root of that. A smaller batch makes more steps in an epoch, in which the layers would learn the rows by
-# heart. In a larger one the gradients of ids that all rows have hardly differ in sign from step to step.
+# Adam's rate is multiplied by (rows in a batch of all ranks / BATCH) to this power, and the table's is
+# divided by the root of that. A smaller batch makes more steps in an epoch, in which the layers would learn
+# the rows by heart. In a larger one the gradients of ids that all rows have keep their signs for more steps.
 SCALE_RATE = 0.5
 # Of Adagrad, for the table. The factors of the 13 numbers are in every row, with values up to 13, so the
 # logits of all rows move together: at 0.03 and BATCH rows they overshoot at the end of the warm-up.
