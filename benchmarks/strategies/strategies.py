@@ -45,13 +45,17 @@ class Sizes:
     dim: int = 16
     hidden: tuple[int, ...] = (400, 400, 400)
     batch_size: int = 1
-    table_rate: float = rates.TABLE_RATE
     first_sum: float = rates.FIRST_SUM
 
     @property
     def rate(self) -> float:
         """Return Adam's rate for this global batch, as the recipe's."""
         return rates.RATE * rates.scaled(self.batch_size, rates.SCALE_RATE)
+
+    @property
+    def table_rate(self) -> float:
+        """Return Adagrad's rate for this global batch, as the recipe's."""
+        return rates.TABLE_RATE / rates.scaled(self.batch_size, rates.SCALE_RATE) ** 0.5
 
     @property
     def accumulator(self) -> float:

@@ -16,7 +16,7 @@ from ringdance.errors import LaunchError, optional
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading a file raises whose content is not as expected."""
 _LARGEST = {float: 1e16, int: 2.0**64}  # seconds that are a date, or microseconds; counters
-# Plain words of YAML 1.2 that are no texts.
+# Plain words of YAML 1.2 that are not strings.
 _YAML = {
     "null": r"~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE",
     "int": "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",

@@ -25,7 +25,8 @@ FULL_CORES, FULL_GPU = 0.75, 0.9
 """Shares above which a run that computes uses what there is."""
 IDLE_GPU = 0.5
 """Share below which a GPU waits for something."""
-_LEAST = 0.05  # of a step: samples are taken in mid step, and may have no work of a rank's own
+LEAST = 0.05
+"""Share of a step that a rank's own work has at least: samples are taken in mid step, and may show none."""
 
 
 class Waiting(NamedTuple):
@@ -35,7 +36,7 @@ class Waiting(NamedTuple):
         slowest: Index of the slowest rank.
         communication: Share of the time that even the slowest rank waits.
         skew: Share of the time that the others wait beyond that, for the slowest.
-        longer: How many times as long the slowest rank's own work takes as that of the others.
+        longer: How many times as long the slowest rank's own work takes as the others'.
     """
 
     slowest: int
@@ -49,11 +50,11 @@ def waiting(shares: Sequence[float]) -> Waiting:
     least = min(shares)
     slowest = shares.index(least)
     others = median([*shares[:slowest], *shares[slowest + 1 :]] or shares)
-    return Waiting(slowest, least, others - least, (1 - least) / max(1 - others, _LEAST))
+    return Waiting(slowest, least, others - least, (1 - least) / max(1 - others, LEAST))
 
 
 def spread(times: Sequence[float]) -> float:
     """Return the standard deviation of some times, by their median deviation: a few may be hiccups."""
     middle = median(times)
-    # 1.48 is that of a normal distribution; few values lie closer together than many.
+    # 1.48 is the ratio for a normal distribution; few values lie closer together than many.
     return 1.48 * len(times) / (len(times) - 0.8) * median([abs(one - middle) for one in times])

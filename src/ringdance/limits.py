@@ -66,7 +66,7 @@ def quota() -> tuple[float, str]:
 
 
 def usable_cores(pids: Iterable[int] = ()) -> int:
-    """Return how many cores this process may use: those of its affinity mask, or its cgroups' CPU quota.
+    """Return how many cores this process may use, by its affinity mask and its cgroups' CPU quota.
 
     Args:
         pids: Processes with the same quota, instead of this one: all cores that any of them may use.

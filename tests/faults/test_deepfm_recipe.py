@@ -22,7 +22,7 @@ pytest.importorskip("torch")
 RECIPES = Path(ringdance.recipes.deepfm.__file__).parent
 ROWS, BATCH = 40_000, 256
 OPTIONS = (
-    "--batch-size", str(BATCH), "--dim", "4", "--hidden", "16,16", "--table-rate", "0.1", "--rate", "0.008",
+    "--batch-size", str(BATCH), "--dim", "4", "--hidden", "16,16", "--table-rate", "0.07", "--rate", "0.008",
     "--warmup", "10", "--log-every", "10",
 )  # fmt: skip
 

@@ -84,12 +84,13 @@ def test_the_default_trains_the_table(recipe: Any, data: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.limit(300)
+@pytest.mark.limit(400)
 def test_the_default_is_stable_for_epochs(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No evaluation is far below the best before it, and a linear model is beaten: it reaches 0.765."""
-    aucs = evaluations(recipe, data, monkeypatch, "--hidden 64,64 --epochs 4 --evaluate-every 40")
-    assert max(best - auc for best, auc in zip(np.maximum.accumulate(aucs), aucs, strict=True)) < 0.02, aucs
-    assert aucs[-1] > 0.8, aucs
+    """No evaluation is far below the best before it: neither at the end of the warm-up nor later."""
+    words = f"--batch-size {2048 // SIZE} --hidden 400,400,400 --epochs 6 --evaluate-every 4"
+    aucs = np.array(evaluations(recipe, data, monkeypatch, words))
+    assert (np.maximum.accumulate(aucs) - aucs).max() < 0.02, aucs
+    assert aucs[-1] > 0.77, "a linear model reaches 0.765"
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

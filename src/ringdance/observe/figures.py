@@ -140,7 +140,7 @@ class Run:
         return max(self.mean("host_cpu_percent", one) for one in ([host] if host else self.hosts)) / 100
 
     def taken(self, host: str) -> float:
-        """Return the part of it that programs use which are no ranks of the run."""
+        """Return the part of it that other programs than the run's ranks use."""
         cores = self.mean("host_cores", host)
         used = sum(one.cores for one in self.ranks if one.host == host)
         return self.in_use(host) - used / cores if cores else 0.0

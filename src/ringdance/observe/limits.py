@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from ringdance.judging import BUSY, FULL_CORES, FULL_GPU, IDLE_CORES, IDLE_GPU, NO_CORES, TAKEN, WORTH
+from ringdance.judging import BUSY, FULL_CORES, FULL_GPU, IDLE_CORES, IDLE_GPU, LEAST, NO_CORES, TAKEN, WORTH
 from ringdance.observe.figures import Rank, Run
-
-_LEAST = 0.05  # share of the time, at least: a sample may have no work of a rank's own
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
         last = run.slowest.rows[-1]
         evidence.append(
             f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for it "
-            f"these {run.size} ranks would do what {run.size / max(_LEAST, 1 - communication):.3g} do now."
+            f"these {run.size} ranks would do what {run.size / max(LEAST, 1 - communication):.3g} do now."
         )
         return RunLimit(
             "communication", "Ranks wait for exchanges, all of them alike.",
@@ -93,11 +91,11 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
             "`ringdance doctor` measures the network between them.", evidence,
         )  # fmt: skip
     # Ranks that use so few cores wait for something; on a busy host maybe for cores.
-    idle = cores / max(own, _LEAST) < (NO_CORES if run.in_use() > BUSY else IDLE_CORES)
+    idle = cores / max(own, LEAST) < (NO_CORES if run.in_use() > BUSY else IDLE_CORES)
     if gpu < IDLE_GPU * own if gpu is not None else idle:
         also = again = ""
         if taken >= TAKEN:  # who waits for a core does not compute either
-            also = f" Or they wait for cores: other programs use {taken:.0%} of those of {host}."
+            also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
             again = "Run it again while other programs do not run. If ranks do not compute then either: "
         return RunLimit(
             "input", f"Ranks hardly wait for exchanges or for one another, and yet hardly compute.{also}",
@@ -110,7 +108,7 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
 
 def _used(one: Rank) -> float:
     """Return how many cores a rank uses while it does not wait for others."""
-    return one.cores / max(1 - one.exposed, _LEAST)
+    return one.cores / max(1 - one.exposed, LEAST)
 
 
 def _skew(run: Run, evidence: list[str]) -> RunLimit:
@@ -118,7 +116,7 @@ def _skew(run: Run, evidence: list[str]) -> RunLimit:
     step = 1e3 / run.steps_per_second
     evidence.append(
         f"Rank {slow.rank} on host {slow.host} waits {slow.exposed:.0%} of the time; its own work takes "
-        f"{run.waiting.longer:.1f} times as long as that of the others: were it as fast, a step would take "
+        f"{run.waiting.longer:.1f} times as long as the others': were it as fast, a step would take "
         f"{step * (1 - run.skew):.3g} ms instead of {step:.3g}. It uses {slow.cores:.2f} cores on average, "
         f"the others {cores:.2f}; the cores of its host are in use for {run.in_use(slow.host):.0%}."
     )

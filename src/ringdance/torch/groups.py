@@ -155,7 +155,8 @@ def _wait_for_members(engine: Engine, options: Any) -> None:
             said = True
             engine.report(
                 f"{engine.identity} waits in new_group({ranks}), which only {arrived} of {size} members have "
-                "called: all of them call it, in one order with others."
+                "joined: all of them call it, in one order with others; with use_local_synchronization=True, "
+                "after as many other groups as the rest."
             )
         time.sleep(pause)
         pause = min(0.02, 1.2 * pause)

@@ -329,7 +329,7 @@ class Autotuner:
         if self.engine.on_step is None:
             return
         if not self.done and self.settings.autotune:
-            self._said = "the job ended before the search, of up to 280 steps: nothing was tuned"
+            self._said = "the job ended before the search did, which takes up to 280 steps: nothing was tuned"
         self._finish()
 
     @staticmethod

@@ -41,7 +41,7 @@ def options(manual: str) -> argparse.Namespace:
     add("--table-rate", type=float, default=rates.TABLE_RATE, metavar="R", help=text)
     text = f"Adagrad's first sum of squares, of gradients summed over a batch of all ranks{shown}"
     add("--first-sum", type=float, default=rates.FIRST_SUM, metavar="S", help=text)
-    text = f"multiply --rate by (batch of all ranks / {rates.BATCH}) to the power F; 0: do not{shown}"
+    text = f"multiply --rate by b^F, --table-rate by b^(-F/2); b: batch of all ranks / {rates.BATCH}{shown}"
     add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
     add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the rates{shown}")
     add("--sharded", action="store_true", help="each rank has a part of the table, not all of it")
@@ -217,7 +217,7 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
 
     def step(batch: TableBatch, at: Position) -> float:
         warm = rates.warm(at.step + 1, given.warmup)
-        table.rate, factor = given.table_rate * warm, warm * scale
+        table.rate, factor = given.table_rate * warm / scale**0.5, warm * scale
         losses.append(model.step(batch, factor))
         return float(given.rate * factor)
 
