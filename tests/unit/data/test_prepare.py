@@ -634,7 +634,8 @@ def test_a_tar_that_was_cut_is_named(tmp_path, capfd, layout):
     path = tmp_path / "src/ILSVRC2012_img_train.tar"
     if layout == "classes":
         with tarfile.open(path) as tar:
-            tar.extractall(tmp_path / "src/train", filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+            tar.extractall(tmp_path / "src/train")
         path = tmp_path / "src/train" / f"{CLASSES[1]}.tar"
     path.write_bytes(path.read_bytes()[:900])
     assert prepare(tmp_path / "src", tmp_path / "dst", "--split", "train") == 2

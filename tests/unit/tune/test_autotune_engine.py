@@ -283,7 +283,7 @@ def test_a_rank_that_leaves_in_mid_search_gets_its_own_back(
     log = str(tmp_path / "tune.csv")
     assert job(3, program, Settings(autotune=True, autotune_log=log)) == [(4, 8)] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["tune.csv"]
-    assert "the job ended before the search, " in capsys.readouterr().err
+    assert "the job ended before the search did, " in capsys.readouterr().err
 
 
 def test_the_job_s_own_value_is_always_tried() -> None:
