@@ -248,7 +248,9 @@ def as_rank(directory: str, words: list[str]) -> int:
         output = os.open(Path(directory, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-    plain = ["-q", "--color=no", "-p", "no:cacheprovider", f"--junitxml={directory}/rank-{rank}.xml"]
+    # By sys: what MPI writes to descriptor 2 before it aborts would be lost with pytest's own file.
+    plain = ["-q", "--color=no", "--capture=sys", "-p", "no:cacheprovider"]
+    plain += [f"--junitxml={directory}/rank-{rank}.xml"]
     code = int(pytest.main([*plain, *words]))
     sys.stdout.flush()
     Path(directory, f"rank-{rank}.json").write_text(str(code))

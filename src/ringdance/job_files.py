@@ -71,12 +71,12 @@ def _yaml_loader() -> Any:
     return loader
 
 
-def read_yaml(text: str, old: bool = False) -> list[Any]:
-    """Return the documents of a text in YAML 1.2, or in 1.1 if it is `old`. Raises ValueError for another."""
+def read_yaml(text: str) -> list[Any]:
+    """Return the documents of a text in YAML 1.2. Raises ValueError for another."""
     loader = _yaml_loader()
     yaml: Any = optional("yaml", LaunchError)
     try:
-        return list(yaml.load_all(text, yaml.SafeLoader if old else loader))
+        return list(yaml.load_all(text, loader))
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 

@@ -192,7 +192,7 @@ def test_the_program_that_reaches_pods(tmp_path: Path) -> None:
     found = detect({**named, "OMPI_MCA_plm_rsh_agent": "/usr/bin/ssh -p 2222"})
     assert found
     assert list(found.ssh_arguments) == ["-p", "2222", "-q"]
-    with pytest.raises(LaunchError, match="ringdance k8s convert"):
+    with pytest.raises(LaunchError, match="An old MPIJob"):
         detect({**named, "OMPI_MCA_plm_rsh_agent": "/etc/mpi/kubexec.sh"})
 
 

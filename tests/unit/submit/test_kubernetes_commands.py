@@ -14,8 +14,6 @@ import pytest
 from doc_blocks import ROOT, blocks, environment
 from kubernetes_api import KINDS, Api
 
-from ringdance.submit.kubernetes.cli import main
-
 yaml = pytest.importorskip("yaml")
 
 WANTED = ["--image", "train:1", "--workers", "2", "--", "python", "train.py"]
@@ -59,8 +57,6 @@ def test_slots_are_the_gpus_unless_given() -> None:
         (["manifest", "--secret-env", "A=b", *WANTED], "A=SECRET/KEY"),
         (["manifest", "--node-selector", "gpu", *WANTED], "NAME=VALUE"),
         (["manifest", "--", "python", "train.py"], "--image"),
-        (["convert", "no-such-file.yaml"], "No such file"),
-        (["convert", "-"], "empty"),
     ],
 )
 def test_what_cannot_be_understood_exits_with_2_and_says_why(words: list[str], message: str) -> None:
@@ -68,30 +64,6 @@ def test_what_cannot_be_understood_exits_with_2_and_says_why(words: list[str], m
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_convert_keeps_what_is_no_mpijob_and_notes_what_it_did() -> None:
-    pod = {"spec": {"containers": [{"name": "main", "image": "x", "command": ["sleep", "1d"]}]}}
-    old = {
-        "apiVersion": "kubeflow.org/v1", "kind": "MPIJob", "metadata": {"name": "old"},
-        "spec": {"mpiReplicaSpecs": {"Launcher": {"template": pod}, "Worker": {"template": pod}}},
-    }  # fmt: skip
-    other = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "b"}}
-    done = k8s("convert", "-", stdin=yaml.safe_dump_all([other, old]))
-    assert done.returncode == 0, done.stderr
-    kept, new = yaml.safe_load_all(done.stdout)
-    assert kept == other
-    assert new["apiVersion"] == "kubeflow.org/v2beta1"
-    assert "old: the worker's command 'sleep 1d' has been removed" in done.stderr
-    assert k8s("convert", "-", stdin=json.dumps([1])).returncode == 2
-
-
-def test_what_is_no_utf8_is_not_altered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.yaml").write_bytes("kind: ConfigMap\ndata: {a: é}\n".encode("latin1"))
-    assert main(["convert", str(tmp_path / "job.yaml")]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert "job.yaml: byte 0xe9 at position 26 (line 2) is no UTF-8; convert" in shown.err
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl")
