@@ -108,6 +108,25 @@ def test_a_receive_that_stays_pending_aborts_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit(LIMIT)
+def test_ranks_that_torchrun_starts_again_meet_each_other_alone(tmp_path: Path) -> None:
+    """And not what an earlier attempt has left in the store of torchrun's agent."""
+    script = tmp_path / "restart.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('ringdance')\n"
+        "dist.new_group([0, 1], use_local_synchronization=True)\n"
+        "for step in range(4):\n"
+        "    if step == 2 and os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] < '2':\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    dist.all_reduce(one := torch.ones(1))\n"
+        "assert one == 2\n"
+        "print('whole')\n"
+    )
+    done = started(*torchrun(2), "--max-restarts=2", str(script))
+    assert (done.returncode, done.stdout.count("whole")) == (0, 2), done.stderr
+
+
+@pytest.mark.limit(LIMIT)
 def test_ranks_started_by_hand_that_begin_again(tmp_path: Path) -> None:
     """torch's store ends with its process group; the job and a later group do not need it."""
     script = tmp_path / "again.py"

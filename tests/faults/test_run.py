@@ -213,6 +213,12 @@ def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -
         ("loss.backward()", True),
         slow("hvd.allgather_object(loss.item())", False),
         ("loss.backward(); hvd.allreduce(weight.grad)", False),
+        # Stages of a pipeline send activations and average nothing.
+        (
+            "import torch.distributed as dist\ndist.init_process_group('ringdance')\nloss.backward()\n"
+            "dist.destroy_process_group()",
+            False,
+        ),
     ],
 )
 def test_training_alone_after_init_is_noticed(program: Callable[[str], str], text: str, says: bool) -> None:

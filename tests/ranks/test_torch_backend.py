@@ -675,6 +675,11 @@ def test_functional_collectives_and_tensors_in_parts() -> None:
     assert torch.equal(part.sum().full_tensor(), whole.sum())
 
 
+def test_what_exchanges_the_tensors_of_a_device() -> None:
+    """As torch asks from 2.14 on, before point-to-point calls."""
+    assert WORLD._get_backend(torch.device("cpu")) is WORLD
+
+
 def test_what_is_wrong() -> None:
     with pytest.raises(MismatchError, match=rf"\(4,\) on rank {SIZE - 1}"):
         dist.all_reduce(torch.ones(3 + RANK // (SIZE - 1)))

@@ -1,6 +1,6 @@
 """All private names of torch that the binding uses: the reason, the versions, and what happens without.
 
-Seen in torch 2.2 to 2.13. Each is looked up when this module is imported; where one is missing, the binding
+Seen in torch 2.2 to 2.14. Each is looked up when this module is imported; where one is missing, the binding
 works as described here, which the tests try too.
 """
 
@@ -63,7 +63,8 @@ graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lamb
 
 def has_run_backward() -> bool:
     """Return whether this process has run a backward pass, other than by ``torch.distributed``."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed or "ringdance.torch.backend" in sys.modules:  # it may train by stages, without averages
         return False
     tasks: list[int] = []
     with torch.enable_grad():

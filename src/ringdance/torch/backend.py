@@ -27,7 +27,7 @@ from ringdance.core.transfers import Transfer
 from ringdance.errors import CollectiveError
 from ringdance.torch._private import register_work, renamed, sparse_entries
 from ringdance.torch.flat import Tensors, apart, bytes_note, check_dtypes, distribute, flat, shaped, shapes_of
-from ringdance.torch.groups import Group, process_set
+from ringdance.torch.groups import Group, of_this_attempt, process_set
 from ringdance.torch.memory import Array, array_of, from_array
 from ringdance.torch.works import Finish, GroupWork, starts_now, wait_at_end
 from ringdance.training.collectives import Call, prepared
@@ -44,6 +44,7 @@ _prefixed: Any = vars(dist)["PrefixStore"]
 
 def create(options: Any, _: Any = None) -> ProcessGroup:
     """Make a process group; torch calls this on its members. See ``groups.process_set``."""
+    options.store = of_this_attempt(options.store)
     return ProcessGroup(options, process_set(options))
 
 
@@ -122,6 +123,10 @@ class ProcessGroup(Group):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        """Return what exchanges tensors on a device; torch 2.14 asks before point-to-point calls."""
+        return self if torch.device(device).type == "cpu" else self.nccl
 
     def start_coalescing(self, device: Any) -> None:
         if device.type != "cpu":

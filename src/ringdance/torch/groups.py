@@ -109,6 +109,17 @@ def process_set(options: Any) -> int:
     return 0
 
 
+def of_this_attempt(store: Any) -> Any:
+    """Return the part of a store that the ranks of an earlier attempt have not used.
+
+    torchrun's agent keeps one store for all attempts of ``--max-restarts``, with what was in it.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _prefixed(f"attempt {attempt} of {os.environ.get('WORLD_SIZE')}", store)
+
+
 def _started_by_torchrun() -> bool:
     """Return whether MPI does not know the ranks."""
     own = LAUNCH_PREFIX in os.environ  # `ringdance run` sets torchrun's variables too

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringdance.core.labels import quoted, tensors_of
 from ringdance.core.request import Collective, Description
+from ringdance.errors import UNEVEN_STEPS
 from ringdance.transport.base import Identity
 
 
@@ -54,6 +55,11 @@ _ADVICE = {
     "root ranks": "Pass the same root_rank on all ranks.",
 }
 
+_ORDER = (
+    " Calls without names are matched by their order: has a rank made one more or one fewer before, as by a "
+    f"training step that the others do not make? {UNEVEN_STEPS}"
+)
+
 
 def mismatch_message(
     name: str, who: Sequence[Identity], submitted: Sequence[tuple[Description, str | None] | None]
@@ -80,6 +86,8 @@ def mismatch_message(
                 text, shown_name = _first_other_shape(tensors, [d for _, d in present])
             differs = [f"{text(g[0][1])} on {_ranks([one for one, _ in g])}" for g in groups.values()]
             advice = _ADVICE.get(title, "Make the call with equal arguments on all ranks.")
+            if ".noname." in name:
+                advice += _ORDER
             return f"Mismatched {title} for {shown_name}: {'; '.join(differs)}. {advice}"
     return f"Ranks submitted different requests for {shown_name}."
 
