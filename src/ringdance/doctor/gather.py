@@ -1,11 +1,10 @@
-"""Facts of several hosts, and measured links between them: one probe process on each host, over ssh."""
+"""Facts of several hosts: one probe process on each host, over ssh."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -16,17 +15,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from ringdance.doctor.check import Facts, Usage
+from ringdance.doctor.check import Usage
 from ringdance.doctor.probe import MARK
 from ringdance.doctor.rows import several
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import LOCAL_NAMES
 from ringdance.launch.remote.connect import PIPES, allow_open_files
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 
 _SPARE_S = 30.0  # for ssh and for starting Python, beyond the limit of the probes
-_LINK_S = 15.0
-_PAIR_S = 0.3
 _NAMES = 16  # of other hosts, that a host resolves
 # Where libraries are: a job's ranks get these of the launcher's, whatever a host's own login sets.
 _LIBRARIES = (
@@ -54,14 +50,12 @@ class Remote:
         host: its name.
         local: whether that is this machine.
         problem: why it does not answer, and the fix; empty if it does.
-        port: where it accepts connections of other probes; 0 if it does not.
     """
 
     def __init__(self, host: str, shell: RemoteShell, local: bool) -> None:
         self.host, self.local = host, local
         self.problem: tuple[str, str] | tuple[()] = ()
         self._noise = ""  # of its login
-        self.port = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: subprocess.Popen[str] | None = None
         # -P: a random.py in the working directory must not be imported.
@@ -217,59 +211,3 @@ def _facts(remote: Remote, request: Mapping[str, Any], seconds: float) -> dict[s
     # Its clock is ahead by some number between these two.
     ahead = [found["times"]["ended"] - received, found["times"]["began"] - sent]
     return found | {"reach": {"error": "", "local": remote.local, "ahead": ahead}}
-
-
-def rounds(hosts: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
-    """Yield lists of pairs: each host is in one pair of a list at most, and each pair comes once."""
-    circle: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
-    half = len(circle) // 2
-    for _ in range(len(circle) - 1):
-        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        yield [(a, b) for a, b in pairs if a is not None and b is not None]
-        circle[1:] = [circle[-1], *circle[1:-1]]
-
-
-def measure(
-    remotes: Mapping[str, Remote], facts: Mapping[str, Facts], seconds: float
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Measure the links between hosts; each host is in one measurement at a time.
-
-    Both directions are connected; the bandwidth is measured in one.
-
-    Args:
-        remotes: by host.
-        facts: of the hosts that answer, for their addresses.
-        seconds: after this time no further measurement begins.
-
-    Returns:
-        For each host, by the other one's name: ``error``, and ``bandwidth`` (bytes/s).
-    """
-    token = secrets.token_hex(32)
-    found: dict[str, dict[str, dict[str, Any]]] = {host: {} for host in facts}
-
-    def listen(host: str) -> None:
-        remotes[host].port = remotes[host].ask({"listen": token}, _LINK_S).get("port", 0)
-
-    def both_ways(pair: tuple[str, str]) -> None:
-        for one, other, limit in ((pair[0], pair[1], _PAIR_S), (pair[1], pair[0], 0.0)):
-            request = {"connect": _addresses(other, facts[other]), "port": remotes[other].port}
-            found[one][other] = remotes[one].ask({**request, "token": token, "seconds": limit}, _LINK_S)
-
-    _in_threads(listen, facts)
-    until = time.monotonic() + seconds
-    for pairs in rounds([host for host in facts if remotes[host].port]):
-        if time.monotonic() > until:
-            break
-        _in_threads(both_ways, pairs)
-    return found
-
-
-def _addresses(host: str, facts: Facts) -> list[str]:
-    """Return where a host can be reached: its name, then the addresses of its interfaces."""
-    own = [
-        address
-        for entry in facts.get("network", {}).get("interfaces", [])
-        if not entry["virtual"]
-        for address, _ in entry["addresses"]
-    ]
-    return ([] if host in LOCAL_NAMES else [host, *own])[:4] or own[:4]

@@ -5,8 +5,6 @@ which begins with :data:`MARK`, since login shells may print other things. The p
 input. Requests, by their key:
 
 ``{"probes": [...], "usage": {...}, "seconds": S, "environ": {...}}``: run probes, return their facts.
-``{"listen": TOKEN}``: accept connections of other hosts' probes on a port; return ``{"port": P}``.
-``{"connect": [ADDRESSES], "port": P, "token": TOKEN, "seconds": S}``: connect to one, return measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ringdance.doctor import link
 from ringdance.doctor.check import Usage
 
 MARK = "::ringdance-doctor::"
@@ -58,11 +55,6 @@ def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, An
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Do what a request asks for."""
-    if "listen" in request:
-        return {"port": link.listen(request["listen"].encode())}
-    if "connect" in request:
-        token = request["token"].encode()
-        return link.measure(request["connect"], request["port"], token, request["seconds"])
     os.environ.update(request.get("environ", {}))
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in request["usage"].items()}
     began = time.time()

@@ -15,15 +15,9 @@ _ROUTED = Usage(hosts=("node1", "node2"))
 
 VARIABLES = [
     ("threads", {"OMP_NUM_THREADS": "640"}, "OMP_NUM_THREADS=640 with 1 rank makes 640"),
-    ("thread-affinity", {"GOMP_CPU_AFFINITY": "0-3"}, "GOMP_CPU_AFFINITY=0-3: each rank"),
-    ("thread-affinity", {"KMP_AFFINITY": "fine,compact"}, "KMP_AFFINITY=fine,compact: each"),
-    ("thread-affinity", {"OMP_PROC_BIND": "close"}, "OMP_PROC_BIND=close: each rank"),
-    ("thread-waiting", {"KMP_BLOCKTIME": "infinite"}, "KMP_BLOCKTIME=infinite: idle"),
-    ("instruction-sets-used", {"ATEN_CPU_CAPABILITY": "default"}, "ATEN_CPU_CAPABILITY=default keeps"),
         ("unknown-settings", {"RINGDANCE_CYCEL_TIME": "2"}, "did you mean RINGDANCE_CYCLE_TIME"),
     ("unknown-settings", {"HOROVOD_FUSION_TRESHOLD": "2"}, "did you mean HOROVOD_FUSION_THRESHOLD"),
     ("setting-values", {"RINGDANCE_CYCLE_TIME": "soon"}, "RINGDANCE_CYCLE_TIME='soon'"),
-    ("debug-switches", {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "TRACE"}, "NCCL_DEBUG=TRACE"),
     ("duplicate-openmp", {"KMP_DUPLICATE_LIB_OK": "TRUE"}, "two OpenMP libraries"),
     ("tf-config", {"TF_CONFIG": '{"cluster": {}}'}, 'TF_CONFIG={"cluster": {}} is set'),
     ("visible-devices", {"CUDA_VISIBLE_DEVICES": "777"}, "CUDA_VISIBLE_DEVICES=777, but"),

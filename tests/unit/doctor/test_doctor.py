@@ -101,7 +101,7 @@ def test_the_checks_before_a_job_find_what_is_wrong_on_a_host(
 
 def test_a_good_outcome_holds_for_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    outcomes = [[Result("swap", "memory", "warning", ("localhost",), "2 GiB of swap are in use", "fix it")]]
+    outcomes = [[Result("memory-free", "memory", "warning", ("localhost",), "1 GiB is free", "fix it")]]
 
     def inspect(*args: object) -> tuple[dict[str, object], list[Result]]:
         asked.append(args)
@@ -162,9 +162,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
 
 def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
     found += [
-        Result("swap", "memory", "warning", ("a",), "in use", "unswap"),
+        Result("memory-free", "memory", "warning", ("a",), "in use", "unswap"),
         Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "enlarge it"),
-        Result("hosts-connect", "network", "error", ("a", "b"), "a cannot connect to b", "fix it"),
+        Result("same-mpi", "python", "error", ("a", "b"), "mpi4py 4 on b, but 5 on a", "fix it"),
     ]
     ready, said = _Ready(), list[str]()
     with pytest.raises(LaunchError) as raised:
@@ -173,7 +173,7 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
         "cannot start:",
         "  host b: /dev/shm has 1 MiB",
         "    fix: enlarge it",
-        "  hosts a, b: a cannot connect to b",
+        "  hosts a, b: mpi4py 4 on b, but 5 on a",
         "    fix: fix it",
         "(--no-check starts nevertheless)",
     ]
@@ -192,7 +192,7 @@ def test_errors_can_be_said_only(found: list[Result]) -> None:
 def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> None:
     found += [
         Result("names-agree", "network", "error", ("a",), "b stands for nothing", "fix names"),
-        Result("swap", "memory", "warning", ("a", "b"), "in use", "unswap"),
+        Result("memory-free", "memory", "warning", ("a", "b"), "in use", "unswap"),
         Result("pipes", "limits", "note", ("a",), "small", "fix pipes"),
         Result("proxies", "environment", "warning", ("a",), "of no interest to a job", "unset it"),
         Result("cores", "cpu", "ok", ("a",), "two"),
@@ -200,7 +200,7 @@ def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> No
     ready, said = _Ready(), list[str]()
     module.check_hosts(ready, said.append)  # type: ignore[arg-type]
     assert said == [
-        "may slow the job down or end it: names-agree, swap; for the fixes: "
+        "may slow the job down or end it: names-agree, memory-free; for the fixes: "
         "ringdance doctor --quick -H a:2,b:1"
     ]
     assert not ready.closed

@@ -37,7 +37,7 @@ def test_each_check_has_a_test_that_breaks_the_thing() -> None:
 def test_checks_are_well_formed() -> None:
     assert len(CHECKS) >= 40
     for check in CHECKS.values():
-        assert set(check.needs) <= set(PROBES) | {"links", "reach"}, check
+        assert set(check.needs) <= set(PROBES) | {"reach"}, check
         assert check.area in AREAS
         assert check.severity in SEVERITIES
         assert check.description
@@ -48,7 +48,7 @@ def test_checks_are_well_formed() -> None:
 def test_a_probe_that_fails_makes_its_checks_unknown_and_no_others() -> None:
     results = examine({"a": {"memory": {"failed": "KeyError: x"}, "machine": {"failed": "gone"}}}, Usage())
     assert {result.severity for result in results} == {"unknown"}
-    assert {"shm-size", "swap"} <= {result.check for result in results}
+    assert {"shm-size", "memory-free"} <= {result.check for result in results}
     assert not {"orphans", "threads"} & {result.check for result in results}
 
 

@@ -1,4 +1,4 @@
-"""Checks of what is between hosts: each host is a network namespace, joined by a real (virtual) cable."""
+"""Checks of networks of several hosts: each host is a network namespace, joined by a real (virtual) cable."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ class Pair:
         with gather.started(HOSTS, RemoteShell(), ()) as remotes:
             facts = gather.collect(remotes, ["network"], Usage(hosts=HOSTS), 30.0)
             assert not any(found["reach"]["error"] for found in facts.values()), facts
-            if check in ("hosts-connect", "link-bandwidth"):
-                for host, found in gather.measure(remotes, facts, 20.0).items():
-                    facts[host]["links"] = found
         return examine(facts, Usage(hosts=HOSTS), [check])
 
 
@@ -77,28 +74,6 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
             keeper.wait()
 
 
-@breaks("hosts-connect")
-@pytest.mark.limit(100)
-def test_a_firewall(pair: Pair) -> None:
-    assert [result.severity for result in pair.results("hosts-connect")] == ["ok"]
-    pair.on(HOSTS[1], f"ip route add prohibit {HOSTS[0]}/32 table local")
-    wrong = [result for result in pair.results("hosts-connect") if result.wrong]
-    assert any(f"{HOSTS[1]} cannot connect to {HOSTS[0]}" in result.text for result in wrong), wrong
-
-
-@breaks("link-bandwidth")
-@pytest.mark.limit(100)
-def test_a_slow_link(pair: Pair) -> None:
-    assert [result.severity for result in pair.results("link-bandwidth")] == ["ok"]
-    if not shutil.which("tc"):
-        pytest.skip("needs tc")
-    for host in HOSTS:
-        pair.on(host, "tc qdisc add dev e0 root tbf rate 20mbit burst 64kb latency 100ms")
-    (result,) = pair.results("link-bandwidth")
-    assert result.severity == "warning"
-    assert f"Gbit/s between {HOSTS[0]} and {HOSTS[1]}" in result.text
-
-
 @breaks("common-network", "same-mtu")
 def test_networks_and_their_mtu(pair: Pair) -> None:
     for check in ("common-network", "same-mtu"):
@@ -110,14 +85,3 @@ def test_networks_and_their_mtu(pair: Pair) -> None:
     pair.on(HOSTS[1], "ip addr flush dev e0; ip addr add 10.98.0.2/24 dev e0")
     (result,) = pair.results("common-network")
     assert "no network is common to all hosts" in result.text
-
-
-def test_each_pair_comes_once_and_no_host_is_in_two_at_a_time() -> None:
-    for count in range(2, 10):
-        hosts = [f"h{number}" for number in range(count)]
-        seen = []
-        for pairs in gather.rounds(hosts):
-            busy = [host for pair in pairs for host in pair]
-            assert len(busy) == len(set(busy))
-            seen += [frozenset(pair) for pair in pairs]
-        assert len(seen) == len(set(seen)) == count * (count - 1) // 2
