@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -17,9 +19,12 @@ from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import PROBES, QUICK
 from ringdance.errors import LaunchError
+from ringdance.hosts.host_set import HostSet
+from ringdance.launch.hosts import local_names, several
 from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 
+_CONNECT_S = 20.0
 _EPILOG = """\
 examples:
   ringdance doctor                              check this machine
@@ -75,16 +80,17 @@ def _main(arguments: argparse.Namespace) -> int:
         cwd=os.getcwd(),
     )
     probes = _probes(arguments.check, arguments.quick)
-    shell = remote_shell_of(arguments)
+    local = frozenset(local_names(slots))
+    hosts = HostSet(slots, replace(remote_shell_of(arguments), local=local))
     with Progress(
         TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         disable=not sys.stderr.isatty(),
     ) as progress:  # fmt: skip
-        task = progress.add_task("connecting", total=None)
-        facts, results = inspect(
-            tuple(slots), usage, probes, arguments.seconds, shell, arguments.check or None,
-            lambda text: progress.update(task, description=text),
-        )  # fmt: skip
+        slow = ", importing frameworks" if "frameworks" in probes else ""
+        progress.add_task(f"checking {several(hosts.names, 4)}{slow}", total=None)
+        with closing(hosts):
+            hosts.connect(_CONNECT_S, lambda text: None)
+            facts, results = inspect(hosts, usage, probes, arguments.seconds, arguments.check or None)
     if arguments.json:
         report.print_json(facts, results)
     else:

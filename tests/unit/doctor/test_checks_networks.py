@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from breaking import breaks, need_namespaces, program
 from ringdance.doctor import gather
 from ringdance.doctor.check import Result, Usage
 from ringdance.doctor.examine import examine
+from ringdance.hosts.host_set import HostSet
 from ringdance.launch.remote.shell import RemoteShell
 
 HOSTS = ("10.99.0.1", "10.99.0.2")
@@ -32,9 +34,10 @@ class Pair:
         )
 
     def results(self, check: str) -> list[Result]:
-        with gather.started(HOSTS, RemoteShell(), ()) as remotes:
-            facts = gather.collect(remotes, ["network"], Usage(hosts=HOSTS), 30.0)
-            assert not any(found["reach"]["error"] for found in facts.values()), facts
+        with closing(HostSet(dict.fromkeys(HOSTS, 0), RemoteShell())) as hosts:
+            hosts.connect(15.0)
+            facts = gather.collect(hosts, ["network"], Usage(hosts=HOSTS), 30.0)
+        assert not any(found["reach"]["error"] for found in facts.values()), facts
         return examine(facts, Usage(hosts=HOSTS), [check])
 
 
@@ -45,9 +48,11 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         pytest.skip("needs ip and nsenter")
     # Each sleeps in its own network until the test ends; sysfs must be mounted anew to show it.
     keepers = [
-        subprocess.Popen(["unshare", "--net", "--mount", "sh", "-ec", "mount -t sysfs none /sys; echo; "
-                                                                      "exec sleep 300"],
-                         stdout=subprocess.PIPE)
+        subprocess.Popen(
+            ["unshare", "--net", "--mount", "--uts", "sh", "-ec",
+             "echo host$$ >/proc/sys/kernel/hostname; mount -t sysfs none /sys; echo; exec sleep 300"],
+            stdout=subprocess.PIPE,
+        )
         for _ in HOSTS
     ]  # fmt: skip
     try:
@@ -64,7 +69,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         program(
             tmp_path / "ssh",
             'while [ "$1" != -- ]; do shift; done\n'
-            f'case $2 in {cases} esac\nexec nsenter -t $pid -n -m sh -c "$3"',
+            f'case $2 in {cases} esac\nexec nsenter -t $pid -n -m -u sh -c "$3"',
         )
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         yield made

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
 from pathlib import Path
+
+from breaking import Machine
 
 from ringdance.doctor.check import AREAS, SEVERITIES, Host, Usage
 from ringdance.doctor.checks import CHECKS
@@ -76,13 +75,5 @@ def test_of_equally_common_values_the_first_host_s_counts() -> None:
 
 
 def test_a_probe_process_answers_even_if_a_probe_is_unknown() -> None:
-    asked = {"probes": ["nothing"], "usage": {}, "seconds": 10}
-    done = subprocess.run(
-        [sys.executable, "-m", "ringdance.doctor.probe"],
-        input=json.dumps(asked) + "\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert "ModuleNotFoundError" in done.stdout
+    facts = Machine().facts(["nothing"])
+    assert "ModuleNotFoundError" in facts["nothing"]["failed"]
