@@ -80,8 +80,7 @@ def _main(arguments: argparse.Namespace) -> int:
         cwd=os.getcwd(),
     )
     probes = _probes(arguments.check, arguments.quick)
-    local = frozenset(local_names(slots))
-    hosts = HostSet(slots, replace(remote_shell_of(arguments), local=local))
+    hosts = HostSet(slots, replace(remote_shell_of(arguments), local=local_names(slots)))
     with Progress(
         TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         disable=not sys.stderr.isatty(),
