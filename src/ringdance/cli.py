@@ -38,7 +38,7 @@ _COMMANDS = {
         "settings": ("ringdance.cli:settings", "show all settings: value, origin, meaning, names"),
     },
     "diagnose": {
-        "doctor": ("ringdance.doctor.cli", "find what makes training fail, hang or crawl on these machines"),
+        "doctor": ("ringdance.doctor.cli", "find what makes training fail or hang on these machines"),
         "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
         "timeline": ("ringdance.observe.timeline", "show where the time of a step goes"),
         "report": ("ringdance.observe.report", "write a page about what limits runs, and what to try next"),

@@ -22,7 +22,7 @@ def run(three_hosts: Hosts, tmp_path: Path) -> Run:
 
     def run_(*words: str) -> CompletedProcess[str]:
         line = (*RUN, *words, "python", str(tmp_path / "say.py"))
-        return three_hosts.run("h1", *line, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+        return three_hosts.run("h1", *line)
 
     return run_
 
@@ -62,15 +62,6 @@ def test_a_new_key_is_refused_where_ssh_is_set_so(run: Run, three_hosts: Hosts, 
         assert run("--no-check", "-H", "h1:1,h2:1", "true").returncode == 0
     finally:
         config.unlink()
-
-
-def test_hosts_that_were_in_order_are_checked_once(run: Run, three_hosts: Hosts, tmp_path: Path) -> None:
-    first = run()
-    assert first.stdout.count(MARK) == 3, first.stderr
-    (known,) = (tmp_path / "cache" / "ringdance").iterdir()
-    moment = known.stat().st_mtime_ns
-    assert run().stdout.count(MARK) == 3
-    assert [path.stat().st_mtime_ns for path in known.parent.iterdir()] == [moment]
 
 
 def test_risks_are_named_in_one_line(run: Run, three_hosts: Hosts) -> None:

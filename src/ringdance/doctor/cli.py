@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -17,13 +19,16 @@ from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import PROBES, QUICK
 from ringdance.errors import LaunchError
+from ringdance.hosts.host_set import HostSet
+from ringdance.launch.hosts import local_names, several
 from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 
+_CONNECT_S = 20.0
 _EPILOG = """\
 examples:
   ringdance doctor                              check this machine
-  ringdance doctor -H node1:4,node2:4           check these hosts, over ssh, and the network between them
+  ringdance doctor -H node1:4,node2:4           check these hosts, over ssh, and compare them
   ringdance doctor --folder logs --slots 8      is this machine ready for 8 ranks that write there?
   ringdance doctor --check shm-size             one check only
   ringdance doctor --list                       all checks
@@ -36,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = Parser(
         prog="ringdance doctor",
-        description="Find what makes training fail, hang or crawl, and show the fix.",
+        description="Find what makes training fail or hang, and show the fix.",
         epilog=_EPILOG,
     )
     add_host_options(made)
@@ -47,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         help="for logs or checkpoints; repeatable",
     )  # fmt: skip
     add("--check", action="append", default=[], metavar="NAME", help="this check only; repeatable")
-    add("--quick", action="store_true", help="import no framework, start no ranks, measure no links")
+    add("--quick", action="store_true", help="import no framework, start no ranks")
     add("--seconds", type=float, default=120.0, metavar="S", help="limit for collecting facts (default 120)")
     add("--json", action="store_true", help="as JSON")
     add("--verbose", action="store_true", help="show also what is in order")
@@ -74,17 +79,17 @@ def _main(arguments: argparse.Namespace) -> int:
         hosts=tuple(slots) if arguments.hosts or arguments.hostfile else (),
         cwd=os.getcwd(),
     )
-    probes, measured = _probes(arguments.check, arguments.quick)
-    shell = remote_shell_of(arguments)
+    probes = _probes(arguments.check, arguments.quick)
+    hosts = HostSet(slots, replace(remote_shell_of(arguments), local=local_names(slots)))
     with Progress(
         TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         disable=not sys.stderr.isatty(),
     ) as progress:  # fmt: skip
-        task = progress.add_task("connecting", total=None)
-        facts, results = inspect(
-            tuple(slots), usage, probes, arguments.seconds, shell, arguments.check or None,
-            30.0 if measured else 0.0, lambda text: progress.update(task, description=text),
-        )  # fmt: skip
+        slow = ", importing frameworks" if "frameworks" in probes else ""
+        progress.add_task(f"checking {several(hosts.names, 4)}{slow}", total=None)
+        with closing(hosts):
+            hosts.connect(_CONNECT_S, lambda text: None)
+            facts, results = inspect(hosts, usage, probes, arguments.seconds, arguments.check or None)
     if arguments.json:
         report.print_json(facts, results)
     else:
@@ -105,11 +110,9 @@ def _slots(arguments: argparse.Namespace) -> dict[str, int]:
     return dict(hosts)
 
 
-def _probes(names: Sequence[str], quick: bool) -> tuple[list[str], bool]:
-    """Return the probes that the named checks (or all) need, and whether links are measured."""
+def _probes(names: Sequence[str], quick: bool) -> list[str]:
+    """Return the probes that the named checks (or all) need."""
     if not names:
-        return list(QUICK if quick else PROBES), not quick
+        return list(QUICK if quick else PROBES)
     needed = {probe for name in names for probe in CHECKS[name].needs}
-    # The links are measured by the addresses of the interfaces.
-    needed |= {"network"} if "links" in needed else set()
-    return [probe for probe in PROBES if probe in needed], "links" in needed
+    return [probe for probe in PROBES if probe in needed]

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ringdance.doctor import gather
 from ringdance.doctor.check import Check, Facts, Finding, Host, Hosts, Outcome, Result, Usage
 from ringdance.doctor.checks import CHECKS
-from ringdance.launch.hosts import local_names
-from ringdance.launch.remote.shell import RemoteShell
-
-_LINKS_S = 5.0
+from ringdance.hosts.host_set import HostSet
 
 
 def inspect(
-    hosts: Sequence[str],
+    hosts: HostSet,
     usage: Usage,
     probes: Collection[str],
     seconds: float,
-    shell: RemoteShell,
     names: Iterable[str] | None = None,
-    links_seconds: float = _LINKS_S,
-    report: Callable[[str], None] = lambda text: None,
-) -> tuple[dict[str, Facts], list[Result]]:
-    """Run probes on hosts, measure the links between them and apply the checks.
+) -> tuple[dict[str, dict[str, Any]], list[Result]]:
+    """Run probes on hosts and apply the checks.
 
     Args:
-        hosts: their names.
-        usage: what they are to be used for.
-        probes: names of the probes.
-        seconds: limit for the probes of a host.
-        shell: how other hosts are reached.
-        names: of the checks, None for all.
-        links_seconds: limit for measuring links; 0 measures none.
-        report: called with a text that names what is being waited for.
+        hosts: Connected hosts.
+        usage: What they are to be used for.
+        probes: Names of the probes.
+        seconds: Limit for the probes of a host.
+        names: Names of the checks; None for all.
+
+    Returns:
+        The facts by host, and the results.
     """
-    with gather.started(hosts, shell, local_names(hosts)) as remotes:
-        facts: dict[str, dict[str, Any]] = gather.collect(remotes, probes, usage, seconds, report)
-        answering = {host: facts[host] for host in hosts if not facts[host]["reach"]["error"]}
-        if len(answering) > 1 and links_seconds:
-            report(f"measuring the links between {len(answering)} hosts")
-            for host, found in gather.measure(remotes, answering, links_seconds).items():
-                facts[host]["links"] = found
-    return dict(facts), examine(facts, usage, names)
+    facts = gather.collect(hosts, probes, usage, seconds)
+    return facts, examine(facts, usage, names)
 
 
 def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | None = None) -> list[Result]:

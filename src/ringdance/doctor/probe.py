@@ -1,12 +1,7 @@
-"""Answer a doctor on another host, or on this one: ``python -m ringdance.doctor.probe``.
+"""Collect facts about this host: ``python -m ringdance.doctor.probe``, started by the host's agent.
 
-Standard input holds requests, a JSON object on each line; each is answered by one line on standard output,
-which begins with :data:`MARK`, since login shells may print other things. The process ends with its standard
-input. Requests, by their key:
-
-``{"probes": [...], "usage": {...}, "seconds": S, "environ": {...}}``: run probes, return their facts.
-``{"listen": TOKEN}``: accept connections of other hosts' probes on a port; return ``{"port": P}``.
-``{"connect": [ADDRESSES], "port": P, "token": TOKEN, "seconds": S}``: connect to one, return measurements.
+Standard input holds a JSON object on a line and stays open: the process ends with it. Its keys: ``probes``,
+``usage``, ``seconds``, ``environ``. The facts follow :data:`MARK` on standard output.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ringdance.doctor import link
 from ringdance.doctor.check import Usage
 
 MARK = "::ringdance-doctor::"
@@ -57,12 +51,7 @@ def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, An
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Do what a request asks for."""
-    if "listen" in request:
-        return {"port": link.listen(request["listen"].encode())}
-    if "connect" in request:
-        token = request["token"].encode()
-        return link.measure(request["connect"], request["port"], token, request["seconds"])
+    """Run the probes of a request."""
     os.environ.update(request.get("environ", {}))
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in request["usage"].items()}
     began = time.time()
@@ -70,10 +59,16 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return found | {"times": {"began": began, "ended": time.time()}}
 
 
+def _end_with_the_agent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
 def main() -> None:
-    """Answer requests until standard input ends."""
-    for line in sys.stdin:
-        print(f"\n{MARK}{json.dumps(answer(json.loads(line)))}", flush=True)
+    """Answer the request on standard input."""
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_agent, daemon=True).start()
+    print(f"\n{MARK}{json.dumps(answer(request))}", flush=True)
     os._exit(0)  # a thread may be inside a system call that never returns (a dead network disk)
 
 

@@ -7,7 +7,7 @@ import os
 import selectors
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,10 @@ _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 
 Event = tuple[str, dict[str, Any] | None, bytes]
 """A host, its agent's message (None: the connection is lost), and the bytes that belong to the message."""
+
+
+def _print(text: str) -> None:
+    print(f"ringdance hosts: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -52,14 +56,16 @@ class HostSet:
         """Hosts with an agent that is not lost."""
         return [host for host in self.agents if host not in self.problems]
 
-    def connect(self, timeout: float) -> None:
-        """Start the agents, all at once; hosts that cannot be used are noted in `problems`.
+    def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
+        """Start the agents that are missing, all at once; note hosts that cannot be used in `problems`.
 
         Args:
             timeout: seconds for a host to answer.
+            log: is called now and then with the hosts that are still waited for.
         """
-        found, self.problems = attempt(self.names, self.shell, timeout, _print)
-        self.agents = {host: found[host] for host in self.names if host in found}
+        missing = [host for host in self.names if host not in self.agents]
+        found, self.problems = attempt(missing, self.shell, timeout, log)
+        self.agents |= {host: found[host] for host in missing if host in found}
         for host in self.problems.keys() & found.keys():
             self.agents.pop(host).close()
 
@@ -116,9 +122,11 @@ class HostSet:
         """Send each host its message, all of the same task, and wait for the answers.
 
         Returns:
-            By host; an answer's "problem" is "" if there is none.
+            By host; an answer's "problem" is "" if there is none. "received" is the time when it came.
         """
-        found = {host: {"problem": self.problems[host]} for host in messages if host in self.problems}
+        found: dict[str, dict[str, Any]] = {
+            host: {"problem": self.problems[host]} for host in messages if host in self.problems
+        }
         for host, message in messages.items():
             self.send(host, message, payload)
         kinds = {(message["task"], message.get("do")) for message in messages.values()}
@@ -129,15 +137,11 @@ class HostSet:
                 if answer is None:
                     found[host] = {"problem": self.problems[host]}
                 elif (answer.get("answer"), answer.get("what")) in kinds:
-                    found[host] = answer
+                    found[host] = {**answer, "received": time.time()}
             if left <= 0:
                 late = {"problem": f"no answer within {timeout:g} s"}
                 found = dict.fromkeys(messages, late) | found
         return {host: found[host] for host in messages}
-
-
-def _print(text: str) -> None:
-    print(f"ringdance hosts: {text}", file=sys.stderr, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

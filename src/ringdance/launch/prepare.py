@@ -92,8 +92,7 @@ def prepare(
     others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
     if spec.check:
         here = sum(len(host.ranks) for host in placed if host.name in local)
-        # An agent and the doctor's probe on each host; logs.
-        files = 2 * PIPES * len(others) + _FOR_RANK * here + 2 * spec.ranks * bool(spec.output_directory)
+        files = PIPES * len(others) + _FOR_RANK * here + 2 * spec.ranks * bool(spec.output_directory)
         allow_open_files(files, f"{spec.ranks} ranks and {len(others)} other hosts")
     remotes = connect(others, spec.shell, spec.start_timeout, log) if others and spec.check else []
     facts = dict.fromkeys(local, facts_from(machine.facts()))

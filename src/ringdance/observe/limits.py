@@ -88,7 +88,7 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
             "communication", "Ranks wait for exchanges, all of them alike.",
             "Exchange less often: a larger batch on each rank, or backward_passes_per_step=2 in "
             "DistributedOptimizer. Then fewer bytes: compression=hvd.Compression.fp16. On several hosts "
-            "`ringdance doctor` measures the network between them.", evidence,
+            "`iperf3` measures the network between them.", evidence,
         )  # fmt: skip
     # Ranks that use so few cores wait for something; on a busy host maybe for cores.
     idle = cores / max(own, LEAST) < (NO_CORES if run.in_use() > BUSY else IDLE_CORES)

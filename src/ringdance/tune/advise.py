@@ -34,8 +34,8 @@ _TITLES = {
     "out": "Scale out: more hosts are worth it.",
 }  # fmt: skip
 _NO_NETWORK = (
-    "what more hosts would bring: the run's figures do not have the network between them. `ringdance doctor "
-    "-H h1,h2` measures it; name it by --gbits or --instance"
+    "what more hosts would bring: the run's figures do not have the network between them. Measure it "
+    "with `iperf3`, then pass --gbits; or pass --instance"
 )
 
 

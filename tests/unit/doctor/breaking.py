@@ -77,12 +77,17 @@ class Machine:
             flags = ("--mount", "--propagation", "private", *self.spaces)
             need_namespaces(*flags)
             words = ["unshare", *flags, "sh", "-ec", f'{self.shell}\nexec "$@"', "sh", *words]
-        done = subprocess.run(
-            words, input=request(probes, usage, seconds).encode(), capture_output=True, check=False,
-            timeout=120, env=environment(self.env), preexec_fn=self._limit if self.limits else None,
-        )  # fmt: skip
-        line = next((line for line in done.stdout.decode().splitlines() if line.startswith(MARK)), "")
-        assert line, (done.returncode, done.stderr.decode()[-2000:])
+        with subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment(self.env), preexec_fn=self._limit if self.limits else None,
+        ) as process:  # fmt: skip
+            assert process.stdin
+            assert process.stdout
+            process.stdin.write(request(probes, usage, seconds).encode())
+            process.stdin.flush()  # and it stays open: the process ends with it
+            output = process.stdout.read().decode()
+        line = next((line for line in output.splitlines() if line.startswith(MARK)), "")
+        assert line, (process.returncode, output[-2000:])
         found: dict[str, Any] = json.loads(line.removeprefix(MARK))
         return found
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from breaking import Machine, breaks, expect, judged, program, wrong
-from test_checks_installed import SMI, SOUND, path_with
+from breaking import Machine, breaks, expect, wrong
 
 from ringdance.doctor.check import Usage
 
@@ -74,14 +73,6 @@ def test_hardly_any_memory(tmp_path: Path) -> None:
     expect("memory-free", Machine(shell=replaced(tmp_path, "/proc/meminfo", text)), "500 MiB of")
 
 
-@breaks("swap")
-def test_swap_in_use(tmp_path: Path) -> None:
-    text = changed(
-        "/proc/meminfo", ("SwapTotal:", "SwapTotal: 67108864 kB"), ("SwapFree:", "SwapFree: 33554432 kB")
-    )
-    expect("swap", Machine(shell=replaced(tmp_path, "/proc/meminfo", text)), "32 GiB of swap are in use")
-
-
 def in_cgroup(controller: str, settings: dict[str, str], usage: Usage, probes: list[str]) -> dict[str, Any]:
     """Facts seen from inside a cgroup with these settings (names of both versions), then removed."""
     if os.getuid():
@@ -145,15 +136,6 @@ def test_an_affinity_mask() -> None:
 @breaks("ranks-per-core")
 def test_more_ranks_than_cores() -> None:
     expect("ranks-per-core", Machine(), "1000 ranks on", slots=1000)
-
-
-@breaks("machine-busy")
-def test_a_busy_machine() -> None:
-    facts = Machine().facts(["cpu"])
-    facts["cpu"]["load"] = 0.01
-    assert wrong("machine-busy", facts) == []
-    facts["cpu"]["load"] = 500.0
-    assert "load 500.0 on" in wrong("machine-busy", facts)[0].text
 
 
 @breaks("instruction-sets")
@@ -223,11 +205,7 @@ def test_a_path_too_long_for_sockets(tmp_path: Path) -> None:
     expect("temporary-path-length", Machine(env={"TMPDIR": str(long)}), "MPI's sockets may not fit")
 
 
-OWN_NETWORK = "mount -t sysfs none /sys; "
-INFINIBAND = (
-    "mount -t tmpfs none /sys/class; mkdir -p /sys/class/net /sys/class/infiniband/mlx5_0/ports/1;"
-    "echo '1: DOWN' >/sys/class/infiniband/mlx5_0/ports/1/state; "
-)
+INFINIBAND = "mount -t tmpfs none /sys/class; mkdir -p /sys/class/net /sys/class/infiniband/mlx5_0"
 
 
 @breaks("own-name")
@@ -249,41 +227,7 @@ def test_localhost_that_is_somewhere_else(tmp_path: Path) -> None:
     expect("localhost", machine, "localhost is 192.0.2.7, not")
 
 
-@breaks("link-speed")
-def test_a_bad_cable() -> None:
-    shell = OWN_NETWORK + "ip link add e0 type veth peer name e1; ip link set e0 up; ip link set e1 up"
-    facts = Machine(shell=shell, spaces=["--net"]).facts(["network"])
-    assert wrong("link-speed", facts) == []
-    (found,) = [entry for entry in facts["network"]["interfaces"] if entry["name"] == "e0"]
-    assert found["speed"] >= 1000
-    found |= {"speed": 100, "half_duplex": True}
-    assert wrong("link-speed", facts)[0].text == "e0: 100 Mbit/s, half duplex"
-
-
-@breaks("infiniband-port", "limit-locked-memory")
-@pytest.mark.parametrize(
-    ("check", "says"),
-    [
-        ("infiniband-port", "not active: mlx5_0/ports/1"),
-        ("limit-locked-memory", "may lock 64 KiB only"),
-    ],
-)
-def test_infiniband(check: str, says: str) -> None:
-    expect(check, Machine(shell=INFINIBAND, limits={"RLIMIT_MEMLOCK": 64 << 10}), says)
-
-
-@breaks("gpu-direct")
-def test_network_devices_that_cannot_read_the_memory_of_gpus(tmp_path: Path) -> None:
-    program(tmp_path / "bin" / "nvidia-smi", SMI)
-    env = {"PATH": path_with(tmp_path / "bin"), "GPUS": SOUND}
-    port = "/sys/class/infiniband/mlx5_0/ports/1"
-    up = f"{INFINIBAND} echo '4: ACTIVE' >{port}/state; echo '400 Gb/sec (4X NDR)' >{port}/rate; "
-    up += f"mount -t tmpfs none /sys/module; echo InfiniBand >{port}/link_layer"
-    sound = Machine(shell=f"{up}; mkdir /sys/module/nvidia_peermem", env=env)
-    expect("gpu-direct", Machine(shell=up, env=env), "no GPUDirect RDMA", sound=sound)
-    facts = sound.facts(["network", "gpu"])
-    (result,) = judged("infiniband-port", facts)
-    assert result.text == "InfiniBand: mlx5_0/ports/1 InfiniBand 400 Gb/sec (4X NDR)"
-    assert [one.text for one in judged("gpu-direct", facts)] == ["GPUDirect RDMA: nvidia_peermem"]
-    efa = Machine(shell=f"{up}; echo Unspecified >{port}/link_layer", env=env).facts(["network", "gpu"])
-    assert wrong("gpu-direct", efa) == []
+@breaks("limit-locked-memory")
+def test_infiniband() -> None:
+    machine = Machine(shell=INFINIBAND, limits={"RLIMIT_MEMLOCK": 64 << 10})
+    expect("limit-locked-memory", machine, "may lock 64 KiB only")

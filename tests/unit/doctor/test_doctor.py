@@ -1,11 +1,10 @@
-"""The command: what it prints, its exit codes, what it saves and compares; the checks before a job."""
+"""The command: what it prints, its exit codes; the checks before a job."""
 
 from __future__ import annotations
 
 import json
 import os
-import stat
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +15,11 @@ from ringdance import cli
 from ringdance.doctor import preflight as module
 from ringdance.doctor.check import Result, Usage
 from ringdance.doctor.checks import CHECKS
-from ringdance.doctor.preflight import preflight
 from ringdance.doctor.report import print_text
 from ringdance.errors import LaunchError
+from ringdance.hosts.host_set import HostSet
 from ringdance.launch.hosts import Host
+from ringdance.launch.remote.connect import Remote, connect
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
 
@@ -27,8 +27,7 @@ NOISY = {"OMP_NUM_THREADS": "9999"}
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
@@ -93,36 +92,30 @@ def test_the_checks_before_a_job_find_what_is_wrong_on_a_host(
 ) -> None:
     program(tmp_path / "ssh", "echo 'me@far: Permission denied (publickey).' >&2; exit 255")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    first = preflight({"far.invalid": 2, "localhost": 1})[0]
+    first = module.preflight(_Ready("far.invalid"))[0]  # type: ignore[arg-type]
     assert (first.check, first.severity, first.hosts) == ("reached", "error", ("far.invalid",))
-    # Errors are not remembered: they may have been fixed.
-    assert not list((tmp_path / "cache").rglob("*.json"))
 
 
-def test_a_good_outcome_holds_for_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    outcomes = [[Result("swap", "memory", "warning", ("localhost",), "2 GiB of swap are in use", "fix it")]]
-
-    def inspect(*args: object) -> tuple[dict[str, object], list[Result]]:
-        asked.append(args)
-        return {}, outcomes[0]
-
-    monkeypatch.setattr(module, "inspect", inspect)
-    assert preflight({"localhost": 2}) == outcomes[0]
-    assert preflight({"localhost": 2}) == outcomes[0]
-    assert len(asked) == 1
-    preflight({"localhost": 3})
-    preflight({"localhost": 2}, shell=RemoteShell(port=2222))
-    assert len(asked) == 3
-    (directory,) = (tmp_path / "cache").iterdir()
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    for file in directory.iterdir():
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        os.utime(file, (time.time() - 3600,) * 2)
-    preflight({"localhost": 2})
-    assert len(asked) == 4
-    preflight({"localhost": 2}, minutes=0.0)
-    assert len(asked) == 5
+def test_the_checks_before_a_job_use_its_agents_and_leave_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "ssh", "exit 255")
+    shell = RemoteShell(local=("far.invalid",))  # in place of an ssh
+    (agent,) = connect(["far.invalid"], shell, 30.0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    try:
+        ready = _Ready("far.invalid", remotes=[agent])
+        for _ in range(2):
+            results = module.preflight(ready)  # type: ignore[arg-type]
+            assert not any(result.check == "reached" for result in results), results
+            assert agent.process
+            assert agent.process.poll() is None
+        agent.process.kill()
+        first = module.preflight(ready)[0]  # type: ignore[arg-type]
+        assert (first.check, first.hosts) == ("reached", ("far.invalid",))
+        assert first.text.startswith("host lost: connection closed")
+    finally:
+        agent.close()
 
 
 def test_the_checks_that_count_less_before_a_job_exist() -> None:
@@ -132,10 +125,10 @@ def test_the_checks_that_count_less_before_a_job_exist() -> None:
 class _Ready:
     """A job over two hosts, about to start."""
 
-    def __init__(self) -> None:
-        self.closed = False
+    def __init__(self, other: str = "b", remotes: Sequence[Remote] = ()) -> None:
+        self.closed, self.remotes = False, remotes
         self.spec = JobSpec(["x"], shell=RemoteShell(port=2222), output_directory="logs")
-        hosts = (Host("a", 4, (0, 1)), Host("b", 4, (2,)))
+        hosts = (Host("a", 4, (0, 1), local=True), Host(other, 4, (2,)))
         self.plan = SimpleNamespace(hosts=hosts)
 
     def close(self) -> None:
@@ -147,24 +140,23 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
     """What the checks of two hosts find."""
     results: list[Result] = []
 
-    def inspect(
-        hosts: tuple[str, ...], usage: Usage, *more: object
-    ) -> tuple[dict[str, object], list[Result]]:
-        assert hosts == ("a", "b")
+    def inspect(hosts: HostSet, usage: Usage, *more: object) -> tuple[dict[str, object], list[Result]]:
+        assert hosts.names == ["a", "b"]
+        assert hosts.shell == RemoteShell(port=2222, local=frozenset({"a"}))
         assert usage.slots == {"a": 2, "b": 1}
         assert usage.directories == (os.path.abspath("logs"),)
-        assert RemoteShell(port=2222) in more
         return {}, results
 
     monkeypatch.setattr(module, "inspect", inspect)
+    monkeypatch.setattr(HostSet, "connect", lambda *more: None)
     return results
 
 
 def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
     found += [
-        Result("swap", "memory", "warning", ("a",), "in use", "unswap"),
+        Result("memory-free", "memory", "warning", ("a",), "in use", "unswap"),
         Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "enlarge it"),
-        Result("hosts-connect", "network", "error", ("a", "b"), "a cannot connect to b", "fix it"),
+        Result("same-mpi", "python", "error", ("a", "b"), "mpi4py 4 on b, but 5 on a", "fix it"),
     ]
     ready, said = _Ready(), list[str]()
     with pytest.raises(LaunchError) as raised:
@@ -173,7 +165,7 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
         "cannot start:",
         "  host b: /dev/shm has 1 MiB",
         "    fix: enlarge it",
-        "  hosts a, b: a cannot connect to b",
+        "  hosts a, b: mpi4py 4 on b, but 5 on a",
         "    fix: fix it",
         "(--no-check starts nevertheless)",
     ]
@@ -192,7 +184,7 @@ def test_errors_can_be_said_only(found: list[Result]) -> None:
 def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> None:
     found += [
         Result("names-agree", "network", "error", ("a",), "b stands for nothing", "fix names"),
-        Result("swap", "memory", "warning", ("a", "b"), "in use", "unswap"),
+        Result("memory-free", "memory", "warning", ("a", "b"), "in use", "unswap"),
         Result("pipes", "limits", "note", ("a",), "small", "fix pipes"),
         Result("proxies", "environment", "warning", ("a",), "of no interest to a job", "unset it"),
         Result("cores", "cpu", "ok", ("a",), "two"),
@@ -200,7 +192,7 @@ def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> No
     ready, said = _Ready(), list[str]()
     module.check_hosts(ready, said.append)  # type: ignore[arg-type]
     assert said == [
-        "may slow the job down or end it: names-agree, swap; for the fixes: "
+        "may slow the job down or end it: names-agree, memory-free; for the fixes: "
         "ringdance doctor --quick -H a:2,b:1"
     ]
     assert not ready.closed

@@ -7,8 +7,7 @@ import importlib
 from ringdance.doctor.check import AREAS, Check
 
 _MODULES = (
-    "hosts", "network", "links", "python", "mpi", "environment", "cpu", "memory", "limits", "disk", "gpu",
-    "leftovers",
+    "hosts", "network", "python", "mpi", "environment", "cpu", "memory", "limits", "disk", "gpu", "leftovers",
 )  # fmt: skip
 _ALL = [check for name in _MODULES for check in importlib.import_module(f"{__name__}.{name}").CHECKS]
 CHECKS: dict[str, Check] = {

@@ -5,21 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ringdance.doctor.check import WARNING, Check, Finding, Host
-from ringdance.doctor.rows import equal, limit, variables
-
-_BINDING = {
-    "GOMP_CPU_AFFINITY": ".+",
-    "OMP_PLACES": ".+",
-    "OMP_PROC_BIND": "true|close|spread|master|primary",
-    "KMP_AFFINITY": "(?!.*(none|disabled)).+",
-}
-_CAPS = {
-    "ATEN_CPU_CAPABILITY": "default|avx2",
-    "ONEDNN_MAX_CPU_ISA": "sse41|avx|avx2",
-    "DNNL_MAX_CPU_ISA": "sse41|avx|avx2",
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-    "MKL_ENABLE_INSTRUCTIONS": "sse4_2|avx|avx2",
-}
+from ringdance.doctor.rows import limit
 
 
 def _cores_allowed(host: Host) -> Iterator[Finding]:
@@ -64,19 +50,6 @@ CHECKS = (
                 applies=lambda host: host.slots)),
     Check("threads", "cpu", WARNING,
           "OMP_NUM_THREADS times ranks, compared with the cores", _threads, ("cpu", "environment")),
-    Check("thread-affinity", "cpu", WARNING,
-          "KMP_AFFINITY, GOMP_CPU_AFFINITY, OMP_PLACES: fixed cores put the threads of all ranks on the "
-          "same ones",
-          variables(_BINDING, ": each rank binds its threads to the same cores"), ("environment",)),
-    Check("thread-waiting", "cpu", WARNING,
-          "KMP_BLOCKTIME, OMP_WAIT_POLICY: threads that spin when idle take the cores of other ranks",
-          variables({"KMP_BLOCKTIME": "infinite", "OMP_WAIT_POLICY": "active"}, ": idle threads spin"),
-          ("environment",)),
-    Check("machine-busy", "cpu", WARNING,
-          "load of the machine before the job starts: processes that share cores with ranks slow all ranks",
-          limit("load {cpu[load]:.1f} on {cpu[cores]} cores",
-                lambda host: host["cpu"]["load"] > 0.5 * host["cpu"]["cores"] + 0.5,
-                "find out what computes here, and wait for it or end it: top -o %CPU")),
     Check("instruction-sets", "cpu", WARNING,
           "AVX2, AVX-512, AMX: without AVX2 frameworks are slow, or end with 'Illegal instruction'",
           limit("{cpu[model]}: {cpu[sets]!l}",
@@ -84,15 +57,4 @@ CHECKS = (
                 "use another machine; in a virtual machine choose the CPU model `host`",
                 problem="{cpu[model]}: AVX2 is missing",
                 applies=lambda host: host["machine"]["architecture"] == "x86_64"), ("cpu", "machine")),
-    Check("instruction-sets-used", "cpu", WARNING,
-          "variables that forbid frameworks the instruction sets that the processor has",
-          variables(_CAPS, " keeps frameworks from using all of the processor"), ("environment",)),
-    Check("same-processor", "cpu", WARNING,
-          "processors of the hosts: the slowest determines the speed, and sums may differ in the last bit",
-          equal(lambda host: {"": f"{host['cpu']['model']} with {'/'.join(host['cpu']['sets'])}"},
-                "leave odd hosts out (-H), or expect the speed of the slowest"), compares=True),
-    Check("same-cores", "cpu", WARNING,
-          "usable cores of the hosts: the host with fewest determines the speed",
-          equal(lambda host: {"": f"{host['cpu']['usable']} usable cores"},
-                "give hosts with fewer cores fewer slots, or leave them out (-H)"), compares=True),
 )  # fmt: skip

@@ -7,13 +7,6 @@ from collections.abc import Iterator
 from ringdance.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host
 from ringdance.doctor.rows import several, variables
 
-_SLOWING = (
-    "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "TORCH_USE_CUDA_DSA", "JAX_DISABLE_JIT",
-    "JAX_DEBUG_NANS", "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHONASYNCIODEBUG", "NCCL_DEBUG", "MALLOC_CHECK_",
-    "PYTHONPROFILEIMPORTTIME",
-)  # fmt: skip
-_ON = "(?!(0|no|off|false|info|warn|version|detail_off)$).+"
-
 
 def _unknown_settings(host: Host) -> Iterator[Finding]:
     for note in host["environment"]["notes"]:
@@ -65,9 +58,6 @@ CHECKS = (
           _unknown_settings),
     Check("setting-values", "environment", ERROR,
           "settings with invalid values: init() raises an error", _setting_values),
-    Check("debug-switches", "environment", WARNING,
-          "variables for debugging that were left on and slow everything down",
-          variables(dict.fromkeys(_SLOWING, _ON), " slows training down")),
     Check("duplicate-openmp", "environment", WARNING,
           "KMP_DUPLICATE_LIB_OK, which hides that two OpenMP libraries are loaded: wrong results and "
           "crashes",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from statistics import mode
 from typing import Any
 
-from ringdance.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host
+from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
 from ringdance.doctor.rows import equal, limit, several
 
 
@@ -53,11 +52,6 @@ def _each(
             yield Finding(key[0].format(",".join(numbers)), key[1].format(",".join(numbers)))
 
     return judge
-
-
-def _differs(field: str) -> Callable[[Host, Mapping[str, Any]], bool]:
-    """Return whether a GPU differs from most of its host in a field."""
-    return lambda host, gpu: bool(gpu[field] != mode(other[field] for other in host["gpu"]["gpus"]))
 
 
 def _refuses(host: Host, gpu: Mapping[str, Any]) -> bool:
@@ -137,31 +131,6 @@ CHECKS = (
           _each(_refuses, "GPU {index} is in compute mode {mode}", "sudo nvidia-smi -i {index} -c DEFAULT")),
     Check("gpu-memory", "gpu", WARNING,
           "memory of GPUs that is in use: often by processes of an earlier job", _memory),
-    Check("gpu-remap-failed", "gpu", ERROR, "faulty memory of a GPU that has no spare rows left",
-          _each(lambda host, gpu: gpu["remap_failure"] in ("Yes", "1"),
-                "GPU {index} cannot remap faulty memory any more",
-                "leave this host out, and have the GPU replaced: nvidia-smi -i {index} -q -d ROW_REMAPPER")),
-    Check("gpu-remap-pending", "gpu", WARNING, "faulty memory that is in use until the GPU is reset",
-          _each(lambda host, gpu: gpu["remapping"] in ("Yes", "1"),
-                "GPU {index} has faulty memory, to be taken out of use at its next reset",
-                "end what runs there, then: sudo nvidia-smi -i {index} -r (or reboot)")),
-    Check("gpu-nvlink", "gpu", WARNING, "GPUs of a host with another number of active NVLinks",
-          _each(_differs("nvlinks"), "GPU {index} has {nvlinks} active NVLinks, most GPUs here do not",
-                "reseat the bridge or the GPU; errors: nvidia-smi nvlink -e -i {index}")),
-    Check("gpu-peer-access", "gpu", NOTE, "peer access: without it NCCL exchanges through host memory",
-          limit("peer access between all {gpu[count]} GPUs", lambda host: host["gpu"]["peers"],
-                "CNS: turn ACS and the IOMMU off in the BIOS; GNS: such GPUs have none. nvidia-smi topo -m",
-                problem="no peer access: {gpu[peers]!l}",
-                applies=lambda host: host["gpu"]["count"] > 1 and host["gpu"]["peers"] is not None)),
-    Check("gpu-direct", "gpu", WARNING,
-          "GPUDirect RDMA: without it what goes over InfiniBand or RoCE passes through host memory",
-          limit("GPUDirect RDMA: {gpu[direct]!l}", lambda host: not host["gpu"]["direct"],
-                "sudo modprobe nvidia_peermem (or install the driver's open kernel modules, Linux 5.12)",
-                problem="no GPUDirect RDMA: neither nvidia_peermem nor dma-buf",
-                # AWS's EFA, whose link layer is "Unspecified", has a GPUDirect of its own.
-                applies=lambda host: host["gpu"]["count"]
-                and any("Unspecified" not in port for port in host["network"]["infiniband"])),
-          ("gpu", "network")),
     Check("gpu-framework", "gpu", ERROR, "frameworks without GPU support on a machine that has GPUs",
           _framework_gpus, ("gpu", "frameworks")),
     Check("torch-nccl", "gpu", WARNING, "NCCL that torch loads: another than that of pip's wheel",

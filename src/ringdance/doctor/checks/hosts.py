@@ -1,36 +1,13 @@
-"""How other hosts answer, and whether they are alike; ssh's files."""
+"""How other hosts answer, and whether they are alike."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 
-from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host, Hosts
-from ringdance.doctor.rows import equal, limit, several
+from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Hosts
+from ringdance.doctor.rows import equal, limit
 
 _AHEAD_S = 1.0
-
-
-def _ssh_modes(host: Host) -> Iterator[Finding]:
-    modes = host["machine"]["ssh"]
-    keys = [path for path, mode in modes["keys"].items() if mode & 0o077]
-    directories = [path for path, mode in modes["directories"].items() if mode & 0o022]
-    if keys:
-        yield Finding(f"others may read {several(keys)}, so ssh ignores it", f"chmod 600 {shlex.join(keys)}")
-    if directories:
-        yield Finding(
-            f"others may write {several(directories)}, so sshd refuses keys",
-            f"chmod go-w {shlex.join(directories)}",
-        )
-
-
-def _same_machine(hosts: Hosts) -> Iterator[Finding]:
-    seen: dict[str, str] = {}
-    for name, host in hosts.items():
-        first = seen.setdefault(host["machine"]["identity"], name)
-        if first != name:
-            fix = "name it once, with all its slots"
-            yield Finding(f"{name} is the same machine as {first}", fix, hosts=(first, name))
 
 
 def _clocks(hosts: Hosts) -> Iterator[Finding]:
@@ -48,12 +25,10 @@ def _clocks(hosts: Hosts) -> Iterator[Finding]:
 
 CHECKS = (
     Check("reached", "hosts", ERROR,
-          "whether ssh reaches the hosts without a prompt, and finds this interpreter with ringdance there",
+          "whether ssh reaches the hosts without a prompt, and finds this Python and ringdance there, on a "
+          "machine of its own",
           limit("reached", lambda host: host["reach"]["error"], "{reach[fix]}", problem="{reach[error]}",
                 applies=lambda host: not host["reach"].get("local")), ("reach",)),
-    Check("ssh-permissions", "hosts", ERROR,
-          "private keys that others may read: ssh ignores them; ~, ~/.ssh and authorized_keys that others "
-          "may write: sshd refuses the key", _ssh_modes, ("machine",)),
     Check("working-folder", "hosts", ERROR,
           "whether the directory in which the command will run exists on all hosts",
           limit("{machine[cwd][path]} exists",
@@ -61,8 +36,6 @@ CHECKS = (
                 "put the directory on a shared disk, or copy it to the same path there",
                 problem="there is no {machine[cwd][path]}",
                 applies=lambda host: host["machine"]["cwd"]["path"]), ("machine",)),
-    Check("same-machine-twice", "hosts", ERROR, "two names for one machine: its cores would be used twice",
-          _same_machine, ("machine",), compares=True),
     Check("clocks", "hosts", WARNING,
           "clocks of the hosts, compared with this one's: logs mislead, tokens expire, caches go wrong",
           _clocks, ("reach",), compares=True),

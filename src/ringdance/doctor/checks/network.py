@@ -1,4 +1,4 @@
-"""Names and interfaces of hosts; measured connections are in links.py."""
+"""Names and interfaces of hosts."""
 
 from __future__ import annotations
 
@@ -41,16 +41,6 @@ def _interface_named(host: Host) -> Iterator[Finding]:
             yield Finding(
                 f"{variable}={value}, but the interfaces here are {several(sorted(names))}",
                 f"unset {variable}, or name an interface of this host",
-            )
-
-
-def _link_speed(host: Host) -> Iterator[Finding]:
-    for entry in host["network"]["interfaces"]:
-        if entry["up"] and entry["speed"] and not entry["virtual"]:
-            bad = entry["speed"] < 1000 or entry["half_duplex"]
-            yield Finding(
-                f"{entry['name']}: {entry['speed']} Mbit/s" + ", half duplex" * entry["half_duplex"],
-                f"change the cable or the port, then: sudo ethtool -r {entry['name']}" if bad else "",
             )
 
 
@@ -111,16 +101,6 @@ CHECKS = (
     Check("interface-named", "network", ERROR,
           "whether the interfaces that variables of NCCL, Gloo or Open MPI name exist",
           _interface_named, ("network", "environment")),
-    Check("link-speed", "network", WARNING,
-          "speed that interfaces have negotiated: below 1 Gbit/s, or half duplex, is a bad cable or port",
-          _link_speed),
-    Check("infiniband-port", "network", WARNING,
-          "InfiniBand ports that are not active: traffic goes over Ethernet, or nowhere",
-          limit("InfiniBand: {network[infiniband]!l}",
-                lambda host: host["network"]["infiniband_down"],
-                "check the cable and the subnet manager: ibstat; sudo systemctl status opensm",
-                problem="InfiniBand ports that are not active: {network[infiniband_down]!l}",
-                applies=lambda host: host["network"]["infiniband"])),
     Check("names-agree", "network", ERROR,
           "whether hosts resolve each other's names to the same address; each host is asked for the 16 hosts "
           "after it in the list",

@@ -104,13 +104,6 @@ CHECKS = (
                 problem="conda's environment {python[conda]} is active, but this Python is of "
                         "{python[conda_here]}",
                 applies=lambda host: host["python"]["conda"] and host["python"]["conda_here"])),
-    Check("same-python", "python", ERROR,
-          "the same Python on all hosts: what one rank pickles, the others must read",
-          equal(lambda host: {"Python": host["python"]["version"].rpartition(".")[0]}, _SAME_EVERYWHERE),
-          compares=True),
-    Check("same-ringdance", "python", ERROR,
-          "the same ringdance on all hosts: ranks of two versions cannot communicate",
-          equal(lambda host: {"ringdance": host["python"]["ringdance"]}, _SAME_EVERYWHERE), compares=True),
     Check("same-mpi", "python", ERROR, "the same mpi4py and MPI library on all hosts",
           equal(_mpi, _SAME_EVERYWHERE), ("python", "mpi"), compares=True),
     Check("same-frameworks", "python", WARNING,

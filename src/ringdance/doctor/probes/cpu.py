@@ -1,4 +1,4 @@
-"""Cores: their number, those that may be used, instruction sets, load."""
+"""Cores: their number, those that may be used, instruction sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"
 
 
 def collect(usage: Usage) -> dict[str, Any]:
-    """Cores (all, by affinity, usable under the quota), model, instruction sets, load."""
+    """Cores (all, by affinity, usable under the quota), model, instruction sets."""
     lines = [line.partition(":") for line in linux.text("/proc/cpuinfo").splitlines()]
     fields = {name.strip().lower(): value.strip() for name, _, value in reversed(lines)}
     flags = set((fields.get("flags") or fields.get("features") or "").split())
@@ -27,5 +27,4 @@ def collect(usage: Usage) -> dict[str, Any]:
         "usable": usable_cores(),
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "sets": [name for name in _SETS if name in flags],
-        "load": psutil.getloadavg()[0],
     }

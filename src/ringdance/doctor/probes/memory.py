@@ -1,4 +1,4 @@
-"""Memory, shared memory and swap. All sizes in bytes."""
+"""Memory and shared memory. All sizes in bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from ringdance.doctor.probes import disk, files
 
 
 def collect(usage: Usage) -> dict[str, Any]:
-    """Total and available memory, the cgroup's limit, swap, /dev/shm."""
+    """Total and available memory, the cgroup's limit, /dev/shm."""
     memory = psutil.virtual_memory()
     return {
         "total": memory.total,
         "available": memory.available,
         "limit": files.cgroup_limit("memory", ("memory.max", "memory.limit_in_bytes")),
-        "swap_used": psutil.swap_memory().used,
         "shm": disk.directory("/dev/shm"),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import ipaddress
-import os
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -12,9 +11,7 @@ from typing import Any
 import psutil
 
 from ringdance.doctor.check import Usage
-from ringdance.launch.system import linux
 
-_VERBS, _OF_A_PORT = "/sys/class/infiniband", ("state", "link_layer", "rate")
 # Bridges and ends of tunnels that have the same address on every host.
 _VIRTUAL = (
     "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "lxd", "podman", "tunl", "vmnet", "kube-",
@@ -26,10 +23,6 @@ def collect(usage: Usage) -> dict[str, Any]:
     name = socket.gethostname()
     own = resolve(name)
     interfaces = _interfaces()
-    ports = {
-        os.path.relpath(path, _VERBS): [linux.text(f"{path}/{name}") for name in _OF_A_PORT]
-        for path in sorted(glob.glob(f"{_VERBS}/*/ports/*"))
-    }
     here = {address for entry in interfaces for address, _ in entry["addresses"]}
     return {
         "hostname": name,
@@ -39,8 +32,7 @@ def collect(usage: Usage) -> dict[str, Any]:
         "localhost_is_loopback": any(map(_is_loopback, resolve("localhost"))),
         "hosts": {host: resolve(host) for host in usage.hosts},
         "interfaces": interfaces,
-        "infiniband": [" ".join((name, *texts[1:])) for name, texts in ports.items()],
-        "infiniband_down": [name for name, texts in ports.items() if "ACTIVE" not in texts[0]],
+        "infiniband": bool(glob.glob("/sys/class/infiniband/*")),
     }
 
 
@@ -57,17 +49,14 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interfaces() -> list[dict[str, Any]]:
-    """Describe interfaces: addresses, MTU, speed in Mbit/s (0: not known)."""
+    """Describe interfaces: addresses and MTU."""
     addresses = psutil.net_if_addrs()
     return [
         {
             "name": name,
-            "up": state.isup,
             "virtual": name.startswith(_VIRTUAL),
             "addresses": _addresses(addresses.get(name, ())) if state.isup else [],
             "mtu": state.mtu,
-            "speed": state.speed,
-            "half_duplex": state.duplex == psutil.NIC_DUPLEX_HALF,
         }
         for name, state in psutil.net_if_stats().items()
     ]

@@ -1,4 +1,4 @@
-"""Tasks of an agent beside a job: list jobs, end one, receive and pass on files.
+"""Tasks of an agent beside a job: list jobs, end one, receive and pass on files, run the doctor's probes.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
@@ -6,15 +6,19 @@ those of ``"copy"`` belong to receive.py. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import selectors
+import subprocess
+import sys
 import time
 from typing import Any
 
 from ..copy.receive import Receiver
 from ..directories import bases, host_directory, host_shared
-from ..messages import Frames
+from ..messages import Frames, watch
 from ..system import linux
 from ..system.cleanup import Cleanup, job_of
 
@@ -31,7 +35,9 @@ class Tasks:
 
     def __init__(self, launcher: Frames, selector: selectors.BaseSelector) -> None:
         self._launcher = launcher
+        self._selector = selector
         self._receiver = Receiver(launcher, selector)
+        self._probes: list[subprocess.Popen[bytes]] = []
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
         """Do a task."""
@@ -39,11 +45,42 @@ class Tasks:
         if name == "copy":
             self._receiver.take(message, payload)
             return
+        if name == "probe":
+            self._probe(message["request"])
+            return
         try:
             answer = _TASKS[name](message)
         except (OSError, KeyError) as error:
             answer = {"problem": f"{type(error).__name__}: {error}"}
         self._launcher.send({"answer": name, "problem": "", **answer})
+
+
+    def _probe(self, request: dict[str, Any]) -> None:
+        """Start the doctor's probes and answer with their output. They end with this process."""
+        process = subprocess.Popen(
+            # -P: a random.py in the working directory must not be imported.
+            [sys.executable, "-P", "-m", "ringdance.doctor.probe"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert process.stdin
+        assert process.stdout
+        descriptor, output = process.stdout.fileno(), bytearray()
+
+        def read() -> None:
+            data = os.read(descriptor, 65536)
+            output.extend(data)
+            if not data:
+                watch(self._selector, descriptor, 0, None)
+                text = output.decode(errors="replace")
+                self._launcher.send({"answer": "probe", "problem": "", "output": text})
+
+        watch(self._selector, descriptor, selectors.EVENT_READ, read)
+        self._probes.append(process)  # with its standard input, which stays open
+        with contextlib.suppress(BrokenPipeError):  # it has failed; its output says why
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
 
 
 def jobs() -> dict[str, dict[str, Any]]:

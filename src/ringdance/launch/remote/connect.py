@@ -355,7 +355,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, error))
         advice = next(known, "try: ssh HOST true")
         return _Problem(
-            f"ssh cannot connect: {error or 'no message'} ({advice.replace('HOST', remote.host)})",
+            f"ssh cannot connect: {error.rstrip('.') or 'no message'}. {advice.replace('HOST', remote.host)}",
             temporary="Permission denied" not in error and "verification failed" not in error,
         )
     return _Problem(f"{program} ended with exit code {code}: {error}", temporary=True)
@@ -380,7 +380,7 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
             )
         elif facts.identity in seen:
             problems[remote.host] = (
-                f"it is {seen[facts.identity]} by another name; name each machine once, with all its slots"
+                f"it is {seen[facts.identity]} by another name. Name each machine once, with all its slots"
             )
         seen.setdefault(facts.identity, f"host {remote.host}")
     return problems

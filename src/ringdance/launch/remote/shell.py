@@ -20,7 +20,7 @@ from ringdance.launch.system import linux
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
-    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE"),
+    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE (mode 600)"),
     (
         "Host key verification failed|HOST IDENTIFICATION HAS CHANGED",
         "its key is not the known one, or not known and ssh is set to refuse it",

@@ -68,22 +68,22 @@ def _authenticate(sock: socket.socket, token: bytes, own: bytes, peer: bytes) ->
     try:
         sent = os.urandom(_SIZE)
         sock.sendall(sent)
-        received = exactly(sock)
+        received = _exactly(sock)
         sock.sendall(hmac.digest(token, own + sent + received, "sha256"))
-        return hmac.compare_digest(exactly(sock), hmac.digest(token, peer + received + sent, "sha256"))
+        return hmac.compare_digest(_exactly(sock), hmac.digest(token, peer + received + sent, "sha256"))
     except OSError:
         return False
 
 
-def exactly(sock: socket.socket, size: int = _SIZE) -> bytes:
-    """Read `size` bytes.
+def _exactly(sock: socket.socket) -> bytes:
+    """Read `_SIZE` bytes.
 
     Raises:
         OSError: the peer has closed, or sends nothing in time.
     """
     data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
+    while len(data) < _SIZE:
+        more = sock.recv(_SIZE - len(data))
         if not more:
             raise ConnectionError("the other end has closed")
         data += more

@@ -196,14 +196,11 @@ HOMELESS = """
 from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.system.machine import in_home
-from ringdance.doctor import preflight
 for action in (lambda: records.create("0" * 32, ["true"], {}), lambda: in_home("~/data")):
     try:
         print("made", action())
     except (LaunchError, FileNotFoundError) as error:
         print(error)
-preflight._PROBES_S = 0.1
-preflight.preflight({"localhost": 1})
 """
 
 

@@ -41,10 +41,10 @@ def _run(args: argparse.Namespace) -> int:
     ready = prepare(order, _say)
     tell(args, ready.spec, _say)
     if ready.plan.multi_host:
-        from ringdance.doctor.preflight import MINUTES, check_hosts
+        from ringdance.doctor.preflight import check_hosts
 
         # Warnings only: Horovod starts whatever it can reach, and has no option for going on all the same.
-        check_hosts(ready, _say, required=False, minutes=0.0 if args.disable_cache else MINUTES)
+        check_hosts(ready, _say, required=False)
     return run_in_terminal(ready)
 
 

@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", type=int, metavar="N", help="number of processes (default: the slots given)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     add("-cb", "--check-build", **_NO_VALUE, help="print what is available, and exit")
-    add("--disable-cache", **_NO_VALUE, help="look at the hosts anew, even if all was well minutes ago")
+    add("--disable-cache", **_NO_VALUE, help="accepted: hosts are looked at in every start")
     add(
         "--start-timeout",
         type=config_parser.number,
