@@ -81,6 +81,11 @@ def read_yaml(text: str) -> list[Any]:
         raise ValueError(" ".join(str(error).split())) from None
 
 
+def open_at_once(path: str, flags: int) -> int:
+    """Open a file; a FIFO without a reader is an error, so that training does not wait for one."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+
+
 def unique_beside(path: Path, word: str) -> Path:
     """Return a name next to a path that no other process uses."""
     return path.with_name(f".{path.name}.{word}-{os.uname().nodename}-{os.getpid()}")

@@ -59,7 +59,6 @@ HOST = (
     Figure("host_cpu_percent", "ringdance_host_cpu_ratio", "ratio", "Use of the job's own cores.", 0.01),
     Figure("host_memory_percent", "ringdance_host_memory_ratio", "ratio", "Use of the host's memory.", 0.01),
 )
-FIGURES = (*COUNTERS, *GAUGES, *HOST)
 
 
 class RankCollector(Collector):

@@ -73,7 +73,8 @@ def _submit(
         if not call.keeps_shapes and not all(view.ndim for view in views):
             what = call.kind.name.lower()
             raise ArgumentError(f"{what} needs arrays with at least one dimension: use x.reshape(1).")
-        rows = None if splits is None else (_rows_of(splits),)
+        splits = array_of(splits) if isinstance(splits, mx.nd.NDArray) else splits
+        rows = None if splits is None else (np.asarray(splits),)
         if in_place:
             outputs = list(tensors)
         elif call.keeps_shapes:
@@ -96,7 +97,3 @@ def _deliver(results: Sequence[Array], outputs: Tensors) -> None:
     for result, output in zip(results, outputs, strict=True):
         if not on_host(output):
             write(result, output)
-
-
-def _rows_of(splits: Any) -> Array:
-    return array_of(splits) if isinstance(splits, mx.nd.NDArray) else np.asarray(splits)

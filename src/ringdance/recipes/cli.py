@@ -145,16 +145,13 @@ def _copy(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    scripts = {f"{name}/{one.stem}": one for name in _RECIPES for one in _files(name) if _is_script(one)}
+    files = [(name, one) for name in _RECIPES for one in _files(name)]
+    scripts = {f"{name}/{one.stem}": one for name, one in files if '"__main__"' in one.read_text()}
     wanted = arguments.script.removesuffix(".py")
     if wanted not in scripts:
         raise CommandError(f"{arguments.script} is no script of a recipe: {', '.join(scripts)}.")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(scripts[wanted]), *arguments.arguments])
-
-
-def _is_script(path: Path) -> bool:
-    return '__name__ == "__main__"' in path.read_text()
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -116,8 +116,7 @@ def of_this_attempt(store: Any) -> Any:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _prefixed(f"attempt {attempt} of {os.environ.get('WORLD_SIZE')}", store)
+    return _prefixed("attempt {TORCHELASTIC_RESTART_COUNT} of {WORLD_SIZE}".format_map(os.environ), store)
 
 
 def _started_by_torchrun() -> bool:

@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 from ringdance.data.files import file_crc32
 from ringdance.errors import RingdanceError
-from ringdance.job_files import sync_path
+from ringdance.job_files import open_at_once, sync_path
 
 _log = logging.getLogger("ringdance")
 _MOST_BYTES = 1 << 16  # of a manifest
@@ -239,7 +239,8 @@ class CheckpointFiles:
         with _naming:
             if self._claimed:
                 return
-            file, writers = _locks.get(self._lock) or (_open_lock(self._lock), 0)
+            opened = _locks.get(self._lock)
+            file, writers = opened or (open(self._lock, "ab", opener=open_at_once), 0)  # noqa: SIM115
             _locks[self._lock], self._claimed = (file, writers + 1), True
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process may have it already
@@ -290,10 +291,6 @@ def partial_path(path: Path, token: str) -> Path:
     return path.with_name(f".{path.name}.partial-{token}")  # torch.save writes the stem into the file
 
 
-def _open_lock(path: Path) -> IO[bytes]:
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "ab")  # a FIFO is an error
-
-
 def _size(path: Path) -> int | None:
     """Return the bytes of a file; None: it is not there, or cannot be one."""
     try:
@@ -305,4 +302,3 @@ def _size(path: Path) -> int | None:
 def present_path(path: Path, token: str) -> Path:
     """Return where a file of a checkpoint is; see Note [Manifests]."""
     return first if (first := partial_path(path, token)).exists() else path
-

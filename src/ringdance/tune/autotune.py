@@ -30,6 +30,7 @@ from ringdance.core.process_sets.state import EngineValues, ProcessSetState
 from ringdance.core.request import TUNE_NAME, Collective, Description, ReduceOp, Request, Work
 from ringdance.core.ring import Word
 from ringdance.errors import RingdanceError
+from ringdance.job_files import open_at_once
 from ringdance.limits import usable_cores
 from ringdance.tune import tuned
 from ringdance.tune.dimensions import dimensions_of
@@ -344,7 +345,7 @@ class Autotuner:
         base, number, last = {**self._state.values()._asdict(), **self.values}, self._warm_up, search.start
         nbytes, exchange = fmean(self._bytes), self._state.exchange
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(path, "w", newline="", opener=_without_waiting) as file:
+        with open(path, "w", newline="", opener=open_at_once) as file:
             rows = csv.writer(file)
             rows.writerow(_COLUMNS)
             history = [*search.history, (search.best if self._written else last, [], "final")]
@@ -366,11 +367,6 @@ class Autotuner:
             return
         root, ending = os.path.splitext(path)
         tuned.write(f"{path if ending == '.json' else root}.json", self._job, self.values, self._said)
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a FIFO without a reader is an error, so that training does not wait for one."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _text(values: Mapping[str, float]) -> str:

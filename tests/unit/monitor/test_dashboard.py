@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from ringdance.monitor.openmetrics import FIGURES, RankCollector
+from ringdance.monitor.openmetrics import COUNTERS, GAUGES, HOST, RankCollector
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,7 +44,7 @@ def test_grafana_s_own_types_read_the_dashboard_back() -> None:
 
 
 def test_every_query_is_of_metrics_that_the_endpoint_has() -> None:
-    row = {"rank": 0, "host": "h", **{figure.key: 1 for figure in FIGURES}}
+    row = {"rank": 0, "host": "h", **{figure.key: 1 for figure in (*COUNTERS, *GAUGES, *HOST)}}
     registry = CollectorRegistry()
     registry.register(RankCollector(lambda: [row]))
     families = text_string_to_metric_families(generate_latest(registry).decode())

@@ -27,15 +27,12 @@ def _proxies(host: Host) -> Finding:
     listed = (host.variable("no_proxy") or host.variable("NO_PROXY")).split(",")
     entries = {entry.strip().lstrip(".").lower() for entry in listed} - {""}
     hosts = host.usage.hosts or ("localhost",)
-    missing = [name for name in hosts if not _excepted(name.lower(), entries)]
+    ends = tuple(f".{entry}" for entry in entries)  # a.b is excepted by b
+    missing = [] if "*" in entries else [name for name in hosts if not f".{name.lower()}".endswith(ends)]
     if not missing:
         return Finding(f"{given} set, with no_proxy for the hosts")
     names = ",".join(dict.fromkeys(("localhost", "127.0.0.1", *host.usage.hosts)))
     return Finding(f"{given} set, and no_proxy does not name {several(missing)}", f"export no_proxy={names}")
-
-
-def _excepted(host: str, entries: set[str]) -> bool:
-    return "*" in entries or any(host == entry or host.endswith(f".{entry}") for entry in entries)
 
 
 def _visible_devices(host: Host) -> Finding | None:

@@ -98,10 +98,6 @@ def jobs() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _jobs(message: dict[str, Any]) -> dict[str, Any]:
-    return {"jobs": jobs()}
-
-
 def _kill(message: dict[str, Any]) -> dict[str, Any]:
     """End all processes of a job here and remove its files; return how many there were."""
     job = message["job"]
@@ -118,4 +114,4 @@ def _kill(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_TASKS = {"jobs": _jobs, "kill": _kill}
+_TASKS = {"jobs": lambda message: {"jobs": jobs()}, "kill": _kill}

@@ -33,13 +33,9 @@ def main(argv: Sequence[str]) -> int:
 # --- arguments -------------------------------------------------------------------------------------
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON (default: YAML)")
-
-
 def _add_manifest(parser: argparse.ArgumentParser) -> None:
     add_options(parser, JobRequest)
-    _add_json(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON (default: YAML)")
     text = "write a Katib Experiment of such jobs instead; SPACE.yaml is the file of `ringdance search`"
     parser.add_argument("--katib", type=Path, metavar="SPACE.yaml", help=text)
     text = "with --katib: trials side by side (default 2)"
@@ -65,8 +61,7 @@ def _print(documents: Sequence[Document], as_json: bool) -> None:
 
 def _manifest(arguments: argparse.Namespace) -> int:
     job, file = from_arguments(JobRequest, arguments), arguments.katib
-    documents = [experiment(read_space(file), job, arguments.parallel)] if file else manifest(job)
-    _print(documents, arguments.json)
+    _print([experiment(read_space(file), job, arguments.parallel)] if file else manifest(job), arguments.json)
     return 0
 
 

@@ -220,7 +220,8 @@ class SparseExchange:
         forced = DENSE if present < self.size else self.engine.settings.sparse
         routes = []
         for name, part, count in zip(self.names, self.parts, counts, strict=True):
-            route = route_of(count, part.table, _row_bytes(part))
+            row_bytes = int(math.prod(part.values.shape[1:]) * part.values.dtype.itemsize)
+            route = route_of(count, part.table, row_bytes)
             if part.table >= 0 and forced != "auto":
                 route = forced
             self._note(name, part.table, count, route)
@@ -311,7 +312,3 @@ def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
         work.finish(results)
 
     return Work(request, name, finish)
-
-
-def _row_bytes(part: Rows) -> int:
-    return int(math.prod(part.values.shape[1:]) * part.values.dtype.itemsize)
