@@ -103,7 +103,7 @@ def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) ->
     Raises:
         ArgumentError: a row is broken, or the data end within one.
     """
-    stream = _file(name, pieces)
+    stream = io.BufferedReader(_Pieces(name, pieces), _PIECE)
     format, number = format_of(stream.peek()), 0
     for data in (examples if format == "tfrecord" else lines).pieces(stream, _PIECE):
         if format == "csv":  # without the names at the beginning of each file
@@ -115,11 +115,6 @@ def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) ->
                 raise ArgumentError(f"{where} (without lines of names): {found}")
             yield found
         number += count
-
-
-def _file(name: object, pieces: Iterator[bytes]) -> io.BufferedReader:
-    """Return bytes that come in pieces as a file."""
-    return io.BufferedReader(_Pieces(name, pieces), _PIECE)
 
 
 class _Pieces(io.RawIOBase):

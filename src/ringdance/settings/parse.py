@@ -61,10 +61,6 @@ def _bytes(text: str) -> int:
     return int(match[1]) * _FACTOR[match[2].lower()]
 
 
-def _cores(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
 def _address(text: str) -> str:
     port = text.rpartition(":")[2]
     if not port.isdecimal() or int(port) > 65535:
@@ -100,5 +96,6 @@ STEPS = Parser(
     lambda steps: 0 <= steps[0] < steps[1],
 )
 CORES = Parser(
-    "core numbers separated by commas, one for each local rank", _cores, lambda value: min(value) >= 0
+    "core numbers separated by commas, one for each local rank",
+    lambda text: tuple(map(int, text.split(","))), lambda value: min(value) >= 0,
 )

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ringdance.errors import LaunchError
+from ringdance.judging import TAKEN
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
 from ringdance.tune import planner
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
@@ -113,7 +114,9 @@ def _plan(given: argparse.Namespace) -> int:
         if row.ranks >= per_host:
             rows[place] = replace(row, host_efficiency=whole / row.step_seconds)
     best, verdict = None, ""
-    if aim:
+    if load.others >= TAKEN:
+        verdict = f"No advice: other programs used {load.others:.0%} of the cores. Measure again without them."
+    elif aim:
         best, tried = choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
         verdict = _verdict(best, list(tried.values()), given)
     rounded = [(one, row) for one, row in zip(ranks, rows, strict=True) if one != row.ranks]
@@ -124,7 +127,7 @@ def _plan(given: argparse.Namespace) -> int:
     else:
         console = Console(highlight=False)
         console.print(table(rows, load, on))
-        if aim:
+        if verdict:
             console.print(verdict, style="bold")
         console.print(Panel("\n".join(f"- {line}" for line in assumed), title="Assumptions"))
     files = _plot(given.plot, rows, load) if given.plot else []

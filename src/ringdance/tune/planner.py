@@ -47,6 +47,7 @@ class Workload:
         ranks: that took this step together.
         cores: that a rank computes on; 0 where it has a GPU.
         source: where this comes from, as a sentence.
+        others: share of a host's cores that other programs used meanwhile.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Workload:
     ranks: int
     cores: float
     source: str
+    others: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -187,7 +189,7 @@ def from_bench(path: Path) -> Workload:
         compute = float(times.get("alone") or times["ringdance"] * (1 - row.get("exposed_share", 0.0)))
         gradients = [(typed(one, "bytes", int), typed(one, "seconds", float)) for one in row["gradients"]]
         single = typed({"single_steps": row.get("single_steps") or []}, "single_steps", list[float])
-        gpus, cores = bool(row.get("gpus")), typed(row, "cores", int)
+        gpus, cores, others = bool(row.get("gpus")), typed(row, "cores", int), float(row.get("others", 0))
         each = row.get("threads") or cores / max(1, row.get("ranks_per_host", ranks))
         batch, model = typed(found, "batch", int), typed(found, "model", str)
         possible = all(0 <= size < 1 << 40 and ready >= 0 for size, ready in gradients)
@@ -206,9 +208,8 @@ def from_bench(path: Path) -> Workload:
         f"{compute * 1e3:.4g} ms of a step without exchanges."
     )
     gradients = [(size, min(ready, compute)) for size, ready in sorted(gradients, key=lambda one: one[1])]
-    return Workload(
-        model, batch, compute, tuple(gradients), deviation, ranks, 0.0 if gpus else float(each), source
-    )
+    cores = 0.0 if gpus else float(each)
+    return Workload(model, batch, compute, tuple(gradients), deviation, ranks, cores, source, others)
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:

@@ -412,6 +412,18 @@ def test_the_output_has_all_assumptions(
     assert json.loads(capsys.readouterr().out)["rows"][0]["step_seconds"] == pytest.approx(0.01, rel=0.7)
 
 
+def test_what_was_measured_beside_other_programs_is_no_advice(
+    bench: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [{**size, "others": 0.4} for size in MEASURED["sizes"]]
+    bench.write_text(json.dumps({**MEASURED, "sizes": sizes}))
+    words = ["--from", str(bench), "--instance", str(bench.parent / "two.toml"), "--samples", "1000000"]
+    assert plan_cli.main([*words, "--epochs", "1", "--deadline", "1d", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"] is None
+    assert "other programs used 40% of the cores" in found["verdict"]
+
+
 def test_the_plot_has_throughput_hours_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     words = [*KNOWN, "--np", "8,16", "--epochs", "90", "--plot", str(tmp_path / "plan.svg")]

@@ -80,7 +80,9 @@ def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]
     """Return mpiexec's options without the number of ranks, and variables for it and the ranks."""
     family = request.mpi.family
     defaults, fixed, variables = (_openmpi if family == "openmpi" else _hydra)(request)
-    own = [_two_dashes(word, family) for word in (*(request.binding or ()), *request.more)]
+    own = [*(request.binding or ()), *request.more]
+    if family == "openmpi":  # its older versions took long options with one dash too
+        own = [f"-{word}" if _LONG.fullmatch(word) else word for word in own]
     if request.binding is None:
         for name, *values in reversed(defaults):
             if name not in own:
@@ -193,11 +195,6 @@ _LONG = re.compile(
     r"|merge-stderr-to-stdout|nooversubscribe|output-filename|oversubscribe|path|pmixmca|prefix|prtemca|rank-by"
     r"|report-bindings|stdin|tag-output|timestamp-output|wdir|with-ft)"
 )
-
-
-def _two_dashes(word: str, family: str) -> str:
-    """Return an option as Open MPI 5 takes it; older versions also took long options with one dash."""
-    return f"-{word}" if family == "openmpi" and _LONG.fullmatch(word) else word
 
 
 def session_environment(family: str, directory: str, shared: str) -> dict[str, str]:
