@@ -115,7 +115,7 @@ def _plan(given: argparse.Namespace) -> int:
             rows[place] = replace(row, host_efficiency=whole / row.step_seconds)
     best, verdict = None, ""
     if load.others >= TAKEN:
-        verdict = f"No advice: other programs used {load.others:.0%} of the cores. Measure again without them."
+        verdict = f"No advice: other programs used {load.others:.0%} of the cores. Measure again alone."
     elif aim:
         best, tried = choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
         verdict = _verdict(best, list(tried.values()), given)
