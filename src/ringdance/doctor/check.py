@@ -32,14 +32,12 @@ class Usage:
         directories: directories for logs and checkpoints.
         hosts: names of all hosts; empty for this machine alone.
         cwd: the directory in which the command will run.
-        probe_files: directories just made in `directories` on this host, to see whether all hosts share them.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)
     directories: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     cwd: str = ""
-    probe_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

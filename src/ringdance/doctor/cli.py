@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -19,8 +18,8 @@ from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import PROBES, QUICK
 from ringdance.errors import LaunchError
-from ringdance.hosts.host_set import HostSet
-from ringdance.launch.hosts import local_names, several
+from ringdance.hosts.host_set import of_hosts
+from ringdance.launch.hosts import several
 from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 
@@ -72,7 +71,8 @@ def _main(arguments: argparse.Namespace) -> int:
     unknown = [name for name in arguments.check if name not in CHECKS]
     if unknown:
         raise LaunchError(f"there is no check {unknown[0]!r}; all names: ringdance doctor --list")
-    slots = _slots(arguments)
+    hosts = of_hosts(_slots(arguments), remote_shell_of(arguments))
+    slots = hosts.slots
     usage = Usage(
         slots={host: count for host, count in slots.items() if count},
         directories=tuple(map(os.path.abspath, arguments.directories)),
@@ -80,15 +80,14 @@ def _main(arguments: argparse.Namespace) -> int:
         cwd=os.getcwd(),
     )
     probes = _probes(arguments.check, arguments.quick)
-    hosts = HostSet(slots, replace(remote_shell_of(arguments), local=local_names(slots)))
     with Progress(
         TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         disable=not sys.stderr.isatty(),
     ) as progress:  # fmt: skip
         slow = ", importing frameworks" if "frameworks" in probes else ""
-        progress.add_task(f"checking {several(hosts.names, 4)}{slow}", total=None)
+        line = progress.add_task(f"checking {several(hosts.names, 4)}{slow}", total=None)
         with closing(hosts):
-            hosts.connect(_CONNECT_S, lambda text: None)
+            hosts.connect(_CONNECT_S, lambda text: progress.update(line, description=text))
             facts, results = inspect(hosts, usage, probes, arguments.seconds, arguments.check or None)
     if arguments.json:
         report.print_json(facts, results)
@@ -97,7 +96,7 @@ def _main(arguments: argparse.Namespace) -> int:
     return int(any(result.severity in SEVERITIES[:2] for result in results))
 
 
-def _slots(arguments: argparse.Namespace) -> dict[str, int]:
+def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
     """Return the named hosts, or this machine, with their slots (0: not known).
 
     Raises:
@@ -107,7 +106,7 @@ def _slots(arguments: argparse.Namespace) -> dict[str, int]:
     if not (arguments.hosts or arguments.hostfile) and (given := detect(os.environ)) and len(given.hosts) > 1:
         names = ",".join(name for name, _ in given.hosts)
         print(f"ringdance doctor: this host alone; all of {given.source}: -H {names}", file=sys.stderr)
-    return dict(hosts)
+    return hosts
 
 
 def _probes(names: Sequence[str], quick: bool) -> list[str]:

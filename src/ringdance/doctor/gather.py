@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -36,25 +35,17 @@ def collect(
         usage: What the hosts are to be used for.
         seconds: Limit for the probes.
     """
-    with ExitStack() as stack:
-        made = []
-        for directory in usage.directories:
-            with suppress(OSError):  # of one that cannot be written
-                mark = tempfile.TemporaryDirectory(
-                    prefix=".ringdance-doctor-", dir=directory, ignore_cleanup_errors=True
-                )
-                made.append(stack.enter_context(mark))
-        request = {
-            "probes": list(probes),
-            "seconds": seconds,
-            "environ": {name: os.environ[name] for name in _LIBRARIES if name in os.environ},
-        }
-        messages = {}
-        for host in hosts.names:
-            own = replace(usage, probe_files=tuple(made), hosts=_sample(usage.hosts, host))
-            messages[host] = {"task": "probe", "request": {**request, "usage": asdict(own)}}
-        sent = time.time()
-        answers = hosts.ask(messages, timeout=seconds + _SPARE_S)
+    request = {
+        "probes": list(probes),
+        "seconds": seconds,
+        "environ": {name: os.environ[name] for name in _LIBRARIES if name in os.environ},
+    }
+    messages = {}
+    for host in hosts.names:
+        own = asdict(replace(usage, hosts=_sample(usage.hosts, host)))
+        messages[host] = {"task": "probe", "request": {**request, "usage": own}}
+    sent = time.time()
+    answers = hosts.ask(messages, timeout=seconds + _SPARE_S)
     return {host: _facts(host, answer, sent, hosts.shell) for host, answer in answers.items()}
 
 
@@ -66,12 +57,16 @@ def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
 
 def _facts(host: str, answer: Mapping[str, Any], sent: float, shell: RemoteShell) -> dict[str, Any]:
     """Return the facts in the answer of a host's agent to a request that was sent at a time."""
-    _, mark, line = answer.get("output", "").rpartition(MARK)
-    if not mark:
-        # The launcher's messages name the fix in a sentence of its own.
-        problem, _, fix = (answer["problem"] or f"the probes fail: {last_line(line)}").partition(". ")
-        return {"reach": {"error": problem, "fix": fix or f"see whether it works: ssh {host} true"}}
-    found = json.loads(line)
+    output = answer.get("output", "")
+    try:
+        found = json.JSONDecoder().raw_decode(output.rpartition(MARK)[2])[0]
+    except ValueError:
+        # The launcher's messages end with the fix, in a sentence of its own.
+        problem, dot, fix = answer["problem"].rpartition(". ")
+        way = "" if host in shell.local else f"ssh {host} "
+        fix = fix if dot else f"see what it says: {way}{sys.executable} -m ringdance doctor"
+        error = problem or answer["problem"] or f"the probes fail: {last_line(output)}"
+        return {"reach": {"error": error, "fix": fix}}
     # Its clock is ahead by some number between these two.
     ahead = [found["times"]["ended"] - answer["received"], found["times"]["began"] - sent]
     return {**found, "reach": {"error": "", "local": host in shell.local, "ahead": ahead}}

@@ -7,7 +7,7 @@ import os
 import selectors
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,8 +166,12 @@ def host_set(arguments: argparse.Namespace) -> HostSet:
         shell = replace(shell, method=given.method, arguments=ssh, start_timeout=given.start_timeout)
     if not hosts:
         raise LaunchError("missing hosts: give -H node1,node2, or --hostfile FILE")
+    return of_hosts(hosts, shell)
+
+
+def of_hosts(hosts: Sequence[tuple[str, int]], shell: RemoteShell) -> HostSet:
+    """Return hosts with their slots; all names of this machine are one host."""
     local = local_names(name for name, _ in hosts)
     first = next((name for name, _ in hosts if name in local), "")
-    # All names of this machine are one host.
     slots = dict(merge((first if name in local else name, count) for name, count in hosts))
     return HostSet(slots, replace(shell, local=frozenset(local)))

@@ -126,7 +126,7 @@ class ProcessGroup(Group):
 
     def _get_backend(self, device: torch.device | str) -> Any:
         """Return what exchanges tensors on a device; torch 2.14 asks before point-to-point calls."""
-        return self if torch.device(device).type == "cpu" else self.nccl
+        return self.nccl if torch.device(device).type != "cpu" and torch.cuda.is_available() else self
 
     def start_coalescing(self, device: Any) -> None:
         if device.type != "cpu":

@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ from ringdance.settings.names import LAUNCH_PREFIX
 from ringdance.training import basics
 
 _prefixed: Any = vars(dist)["PrefixStore"]
+_attempt = ""  # name of this process's part of the store
 _Base: Any = dist.ProcessGroup
 
 
@@ -110,13 +112,33 @@ def process_set(options: Any) -> int:
 
 
 def of_this_attempt(store: Any) -> Any:
-    """Return the part of a store that the ranks of an earlier attempt have not used.
+    """Return the part of a store that ranks of an earlier attempt have not used.
 
-    torchrun's agent keeps one store for all attempts of ``--max-restarts``, with what was in it.
+    torchrun's agents keep one store for all attempts of ``--max-restarts`` and for all members of
+    ``--nnodes=2:4``, with what was in it, and each agent counts its own attempts only.
     """
+    global _attempt
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store
-    return _prefixed("attempt {TORCHELASTIC_RESTART_COUNT} of {WORLD_SIZE}".format_map(os.environ), store)
+    if not _attempt:
+        _attempt = _agreed(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return _prefixed(_attempt, store)
+
+
+def _agreed(store: Any, rank: int, size: int) -> str:
+    """Return a name that rank 0 makes up. Nothing that is still in the store is mistaken for it."""
+    own, until = uuid4().hex, time.monotonic() + store.timeout.total_seconds()
+    if rank:
+        store.set(f"hello/{rank}", own)
+        name: str = store.get(own).decode()  # waits for the answer
+        store.add(name, 1)
+        return name
+    while store.add(own, 0) < size - 1 and time.monotonic() < until:
+        for other in range(1, size):
+            if store.check([f"hello/{other}"]):
+                store.set(store.get(f"hello/{other}").decode(), own)
+        time.sleep(0.01)
+    return own  # without all of them the next call says so
 
 
 def _started_by_torchrun() -> bool:

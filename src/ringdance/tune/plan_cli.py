@@ -115,7 +115,7 @@ def _plan(given: argparse.Namespace) -> int:
             rows[place] = replace(row, host_efficiency=whole / row.step_seconds)
     best, verdict = None, ""
     if load.others >= TAKEN:
-        verdict = f"No advice: other programs used {load.others:.0%} of the cores. Measure again alone."
+        verdict = f"Other programs used {load.others:.0%} of the cores: no advice. Measure again alone."
     elif aim:
         best, tried = choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
         verdict = _verdict(best, list(tried.values()), given)
@@ -171,7 +171,7 @@ def _measured(given: argparse.Namespace, on: Instance, options: Options) -> Work
     if rate:
         scaled = f"{load.source} Scaled to {rate:,.5g} samples/s of {given.of} rank{'s' * (given.of > 1)}."
         cores = 0.0 if on.gpus else load.cores or on.cores
-        load = replace(load, source=scaled, ranks=given.of, cores=cores)
+        load = replace(load, source=scaled, ranks=given.of, cores=cores, others=0.0)
         return planner.reached(load, load.batch * given.of / rate, on, options)
     if bool(on.gpus) == bool(load.cores):
         there, here = ("GPUs", "CPUs") if on.gpus else ("CPUs", "GPUs")

@@ -138,14 +138,6 @@ def test_more_ranks_than_cores() -> None:
     expect("ranks-per-core", Machine(), "1000 ranks on", slots=1000)
 
 
-@breaks("instruction-sets")
-def test_a_processor_without_avx2(tmp_path: Path) -> None:
-    if os.uname().machine != "x86_64":
-        pytest.skip("AVX2 is of x86")
-    text = Path("/proc/cpuinfo").read_text().replace(" avx2", "")
-    expect("instruction-sets", Machine(shell=replaced(tmp_path, "/proc/cpuinfo", text)), "AVX2 is missing")
-
-
 @breaks("folder-writable")
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
 from breaking import Machine
 
+from ringdance.doctor import gather
 from ringdance.doctor.check import AREAS, SEVERITIES, Host, Usage
 from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.examine import examine
 from ringdance.doctor.probe import PROBES
 from ringdance.doctor.rows import outliers, variables
+from ringdance.launch.remote.shell import RemoteShell
 
 
 def _broken() -> set[str]:
@@ -77,3 +80,20 @@ def test_of_equally_common_values_the_first_host_s_counts() -> None:
 def test_a_probe_process_answers_even_if_a_probe_is_unknown() -> None:
     facts = Machine().facts(["nothing"])
     assert "ModuleNotFoundError" in facts["nothing"]["failed"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "fix"),
+    [
+        ({"output": 'noise }\n::ringdance-doctor::{"times": {"began": 1, "ended": 2}}\nnoise'}, "", ""),
+        ({"output": "ended with exit code -9"}, "ended with exit code -9", "ssh node1"),
+        ({"output": "::ringdance-doctor::{"}, "the probes fail", "-m ringdance doctor"),
+        ({"problem": "ssh cannot connect: (All use is logged. Go. ). Try it"}, "logged. Go. )", "Try it"),
+        ({"problem": "no answer within 9 s"}, "no answer within 9 s", "ssh node1"),
+    ],
+)
+def test_what_a_host_answers(answer: dict[str, str], error: str, fix: str) -> None:
+    found = gather._facts("node1", {"problem": "", "received": 3.0, **answer}, 1.0, RemoteShell())["reach"]
+    assert error in found["error"]
+    assert fix in found.get("fix", "")
+    assert bool(found["error"]) == bool(error)

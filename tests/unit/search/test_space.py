@@ -9,7 +9,6 @@ import pytest
 
 from ringdance.cli import main
 from ringdance.errors import LaunchError
-from ringdance.job_files import read_yaml
 from ringdance.search.searcher import places
 from ringdance.search.space import Parameter, Reader, Space, check_command, fill, parse_space, read_space
 from ringdance.search.study import Study
@@ -174,7 +173,6 @@ def test_plain_words_are_what_they_look_like(tmp_path: Path) -> None:
         "0.0001", "1000.0", "0.5", "10", "-7", "31", "'1:2'", "'2024-01-31'", "'on'", "'no'", "True",
         "'1e-4'", "'1_000'", "'1e'", "None",
     ]  # fmt: skip
-    assert read_yaml("mode: 0644", old=True) == [{"mode": 0o644}]  # of Kubernetes
 
 
 def test_places_are_on_one_host_where_there_is_room() -> None:

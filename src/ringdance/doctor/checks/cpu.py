@@ -1,4 +1,4 @@
-"""Cores, instruction sets, threads."""
+"""Cores and threads."""
 
 from __future__ import annotations
 
@@ -50,11 +50,4 @@ CHECKS = (
                 applies=lambda host: host.slots)),
     Check("threads", "cpu", WARNING,
           "OMP_NUM_THREADS times ranks, compared with the cores", _threads, ("cpu", "environment")),
-    Check("instruction-sets", "cpu", WARNING,
-          "AVX2, AVX-512, AMX: without AVX2 frameworks are slow, or end with 'Illegal instruction'",
-          limit("{cpu[model]}: {cpu[sets]!l}",
-                lambda host: "avx2" not in host["cpu"]["sets"],
-                "use another machine; in a virtual machine choose the CPU model `host`",
-                problem="{cpu[model]}: AVX2 is missing",
-                applies=lambda host: host["machine"]["architecture"] == "x86_64"), ("cpu", "machine")),
 )  # fmt: skip

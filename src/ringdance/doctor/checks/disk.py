@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from ringdance.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host, Hosts
+from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
 from ringdance.doctor.probes.disk import NETWORK
-from ringdance.doctor.rows import GB, limit, several, size
+from ringdance.doctor.rows import GB, limit, size
 
 _LONGEST = 60  # a socket's address has 108 bytes, and MPI's session directories take about 45 of them
 
@@ -65,17 +65,6 @@ def _temporary(host: Host) -> Finding:
     return Finding(f"temporary files go to {path}")
 
 
-def _shared(hosts: Hosts) -> Iterator[Finding]:
-    for file in dict.fromkeys(file for host in hosts.values() for file in host["disk"]["probe_files"]):
-        path = file.rpartition("/")[0]
-        blind = tuple(name for name, host in hosts.items() if not host["disk"]["probe_files"].get(file))
-        if not blind:
-            yield Finding(f"{path} is the same on all hosts")
-        else:
-            fix = "none if rank 0 alone writes and reads there; else choose a directory on a shared disk"
-            yield Finding(f"{path} is another directory on {several(blind)} than here", fix, hosts=blind)
-
-
 CHECKS = (
     Check("folder-writable", "disk", ERROR,
           "whether the directories for logs and checkpoints (--folder) can be written", _writable),
@@ -108,7 +97,4 @@ CHECKS = (
                 "export TMPDIR=/tmp",
                 problem="{disk[temporary][path]} is on a network disk ({disk[temporary][kind]})",
                 applies=lambda host: host["disk"]["temporary"].get("kind"))),
-    Check("folder-shared", "disk", NOTE,
-          "whether all hosts share the directories for logs and checkpoints (--folder)",
-          _shared, compares=True),
 )  # fmt: skip

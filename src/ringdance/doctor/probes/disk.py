@@ -21,7 +21,6 @@ def collect(usage: Usage) -> dict[str, Any]:
     return {
         "directories": {path: directory(path) for path in usage.directories},
         "temporary": {"path": temporary, **directory(temporary)},
-        "probe_files": {path: os.path.exists(path) for path in usage.probe_files},
     }
 
 

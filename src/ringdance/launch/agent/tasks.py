@@ -45,10 +45,10 @@ class Tasks:
         if name == "copy":
             self._receiver.take(message, payload)
             return
-        if name == "probe":
-            self._probe(message["request"])
-            return
         try:
+            if name == "probe":
+                self._probe(message["request"])
+                return
             answer = _TASKS[name](message)
         except (OSError, KeyError) as error:
             answer = {"problem": f"{type(error).__name__}: {error}"}
@@ -63,6 +63,7 @@ class Tasks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            preexec_fn=linux.die_with_parent,
         )
         assert process.stdin
         assert process.stdout
@@ -71,9 +72,11 @@ class Tasks:
         def read() -> None:
             data = os.read(descriptor, 65536)
             output.extend(data)
-            if not data:
+            # A thread in a system call that does not return may keep the process, and with it the pipe.
+            if not data or (output.endswith(b"}\n") and b"::ringdance-doctor::" in output):
                 watch(self._selector, descriptor, 0, None)
-                text = output.decode(errors="replace")
+                process.kill()
+                text = output.decode(errors="replace") or f"ended with exit code {process.wait()}"
                 self._launcher.send({"answer": "probe", "problem": "", "output": text})
 
         watch(self._selector, descriptor, selectors.EVENT_READ, read)
