@@ -732,6 +732,7 @@ def test_tensors_on_a_gpu_are_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ranks_that_differ_from_those_of_the_job() -> None:
     options = dist.distributed_c10d._DistributedBackendOptions()
     options.group_rank, options.group_size, options.global_ranks_in_group = RANK, SIZE + 1, []
+    options.store = dist.distributed_c10d._get_default_store()
     with pytest.raises(Exception, match=f"{SIZE + 1} for torch.distributed"):
         backend.create(options)
     assert copy.copy(session.engine().size) == SIZE
