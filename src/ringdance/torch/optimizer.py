@@ -37,7 +37,7 @@ from ringdance.torch.wrapped import (
     warn_of_local_batch_norm,
     wrap,
 )
-from ringdance.training.checks import check_size, pick_operation
+from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.exchange import GradientExchange
 from ringdance.training.gradients.options import check_groups, check_passes, scales_of, wants_overlap
@@ -263,7 +263,6 @@ def DistributedOptimizer(
     if operation is ReduceOp.ADASUM and len(engine.members(number)) > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
-        check_size(operation, engine.size)
         if nccl_built() and any(one.is_cuda for one in parameters):
             warnings.warn(
                 "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL: scale "

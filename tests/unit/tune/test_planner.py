@@ -421,7 +421,7 @@ def test_what_was_measured_beside_other_programs_is_no_advice(
     assert plan_cli.main([*words, "--epochs", "1", "--deadline", "1d", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["best"] is None
-    assert "other programs used 40% of the cores" in found["verdict"]
+    assert "Other programs used 40% of the cores: no advice" in found["verdict"]
 
 
 def test_the_plot_has_throughput_hours_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
