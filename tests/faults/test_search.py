@@ -47,6 +47,12 @@ say("end")
 """
 
 
+@pytest.fixture(autouse=True)
+def _this_python_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials run `python`, of which a machine may have none."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
 class Search:
     """Searches in one directory, one after another."""
 
