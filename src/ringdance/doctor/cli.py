@@ -85,9 +85,10 @@ def _main(arguments: argparse.Namespace) -> int:
         disable=not sys.stderr.isatty(),
     ) as progress:  # fmt: skip
         slow = ", importing frameworks" if "frameworks" in probes else ""
-        line = progress.add_task(f"checking {several(hosts.names, 4)}{slow}", total=None)
+        line = progress.add_task("connecting", total=None)
         with closing(hosts):
             hosts.connect(_CONNECT_S, lambda text: progress.update(line, description=text))
+            progress.update(line, description=f"checking {several(hosts.names, 4)}{slow}")
             facts, results = inspect(hosts, usage, probes, arguments.seconds, arguments.check or None)
     if arguments.json:
         report.print_json(facts, results)

@@ -47,7 +47,7 @@ class Workload:
         ranks: that took this step together.
         cores: that a rank computes on; 0 where it has a GPU.
         source: where this comes from, as a sentence.
-        others: share of a host's cores that other programs used meanwhile.
+        others: share of a host's cores that other programs used during the measurement.
     """
 
     model: str

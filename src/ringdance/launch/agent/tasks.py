@@ -1,4 +1,4 @@
-"""Tasks of an agent beside a job: list jobs, end one, receive and pass on files, run the doctor's probes.
+"""Tasks of an agent other than a job: list jobs, end one, receive and pass on files, run the doctor's probes.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
@@ -54,7 +54,6 @@ class Tasks:
             answer = {"problem": f"{type(error).__name__}: {error}"}
         self._launcher.send({"answer": name, "problem": "", **answer})
 
-
     def _probe(self, request: dict[str, Any]) -> None:
         """Start the doctor's probes and answer with their output. They end with this process."""
         process = subprocess.Popen(
@@ -65,9 +64,10 @@ class Tasks:
             stderr=subprocess.STDOUT,
             preexec_fn=linux.die_with_parent,
         )
-        assert process.stdin
-        assert process.stdout
-        descriptor, output = process.stdout.fileno(), bytearray()
+        given, printed = process.stdin, process.stdout
+        assert given
+        assert printed
+        descriptor, output = printed.fileno(), bytearray()
 
         def read() -> None:
             data = os.read(descriptor, 65536)
@@ -76,14 +76,16 @@ class Tasks:
             if not data or (output.endswith(b"}\n") and b"::ringdance-doctor::" in output):
                 watch(self._selector, descriptor, 0, None)
                 process.kill()
-                text = output.decode(errors="replace") or f"ended with exit code {process.wait()}"
+                given.close()
+                printed.close()
+                text = output.decode(errors="replace") or "no answer: the process has ended"
                 self._launcher.send({"answer": "probe", "problem": "", "output": text})
 
         watch(self._selector, descriptor, selectors.EVENT_READ, read)
         self._probes.append(process)  # with its standard input, which stays open
         with contextlib.suppress(BrokenPipeError):  # it has failed; its output says why
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
+            given.write(json.dumps(request).encode() + b"\n")
+            given.flush()
 
 
 def jobs() -> dict[str, dict[str, Any]]:
