@@ -41,6 +41,16 @@ def test_every_block_is_run_or_parsed_or_says_why_not(record_property) -> None:
     assert runnable > 3 * len(not_run)
 
 
+def test_pages_say_one_thing_about_gpus() -> None:
+    """Only docs/howto/gpus.md tells how gradients get from GPU to GPU, and on what that was run."""
+    old = re.compile(
+        r"not been run on a GPU yet|NCCL is not used|NCCL's path not yet|from GPU to GPU too"
+        r"|NCCL have no effect|not\s+been\s+tried\s+on\s+GPUs|(?:TensorFlow|JAX)[^.|]*are copied to the host"
+    )
+    for page in PAGES:
+        assert page.name == "gpus.md" or not (found := old.search(page.read_text())), f"{page}: {found}"
+
+
 def test_no_block_is_overlooked() -> None:
     for page in PAGES:
         fences = re.findall(r"^\s*(?:```|~~~|:::)", page.read_text(), re.M)

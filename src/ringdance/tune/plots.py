@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ _THEMES = {
     ),
 }  # fmt: skip
 _DASHED = 6  # colour of bounds
-_TICKS = 12  # so many different x at most are all named
+_APART = 1 / 12  # of the x axis, between points that are all named
 _GAP = 13  # points between labels
 
 
@@ -46,7 +48,7 @@ def lines(
     logarithmic: bool = False,
     from_zero: bool = True,
 ) -> list[Path]:
-    """Draw lines in panels side by side, once for light pages and once for dark ones.
+    """Draw lines in panels one below the other, once for light pages and once for dark ones.
 
     A line has the same colour in all panels; "bound" is dashed. Equal input gives equal files.
 
@@ -108,9 +110,10 @@ def _write(
     }  # fmt: skip
     # The defaults and not the user's file: equal input gives equal plots.
     with matplotlib.rc_context(matplotlib.rcParamsDefault), matplotlib.rc_context(style):
-        figure = Figure(figsize=(4.4 * len(panels) + 0.6, 3.6), layout="constrained")
-        row = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (title, panel), (x_label, y_label) in zip(row, panels.items(), labels, strict=True):
+        # One column, so that the text can be read on a phone.
+        figure = Figure(figsize=(5.0, 3.2 * len(panels)), layout="constrained")
+        column = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (title, panel), (x_label, y_label) in zip(column, panels.items(), labels, strict=True):
             axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
             axes.set(xlabel=x_label, ylabel=y_label)
             for name, line in panel.items():
@@ -136,7 +139,7 @@ def _line(
 
 
 def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: bool, from_zero: bool) -> None:
-    """Set the axes' scales and name the points on the x axis, if they are few."""
+    """Set the axes' scales and name the points on the x axis, if they are far enough apart."""
     from matplotlib.ticker import FuncFormatter
 
     xs = sorted({x for line in panel.values() for x, _ in line})
@@ -147,20 +150,23 @@ def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: bool, from_zero: b
     plain = FuncFormatter(lambda value, _: f"{value:,.10g}")
     axes.yaxis.set_major_formatter(plain)
     axes.xaxis.set_major_formatter(plain)
-    if len(xs) <= _TICKS:
+    places = [math.log(x) if logarithmic else x for x in xs]
+    if all(right - left > _APART * (places[-1] - places[0]) for left, right in pairwise(places)):
         axes.set_xticks(xs)
     axes.minorticks_off()
 
 
 def _label(axes: Any, panel: Mapping[str, Line], colours: Mapping[str, str]) -> None:
-    """Write each line's name beside its last point, from the lowest up, moved where two would overlap."""
-    pixels = axes.figure.dpi / 72
-    ends = {name: axes.transData.transform(line[-1]) / pixels for name, line in panel.items() if line}
-    last = -float("inf")
-    for name, (_, y) in sorted(ends.items(), key=lambda one: float(one[1][1])):
-        at = max(float(y), last + _GAP)
+    """Write each line's name to the right of the axes, as high as its last point, without overlaps."""
+    gap = _GAP * axes.figure.dpi / 72 / axes.bbox.height
+    place_of = (axes.transData - axes.transAxes).transform
+    ends = {name: place_of(line[-1])[1] for name, line in panel.items() if line}
+    names = sorted(ends, key=lambda name: -float(ends[name]))
+    top = 1 + gap
+    for name in names:
+        ends[name] = top = min(ends[name], top - gap)
+    for place, name in enumerate(reversed(names)):
         axes.annotate(
-            name, panel[name][-1], (8, at - float(y)), textcoords="offset points", va="center",
+            name, (1, max(ends[name], place * gap)), (8, 0), "axes fraction", "offset points", va="center",
             color=colours[name], fontweight="bold", fontsize=9, annotation_clip=False,
         )  # fmt: skip
-        last = at
