@@ -90,7 +90,7 @@ def test_the_default_is_stable_for_epochs(recipe: Any, data: Path, monkeypatch: 
     words = f"--batch-size {2048 // SIZE} --hidden 400,400,400 --epochs 6 --evaluate-every 4"
     aucs = np.array(evaluations(recipe, data, monkeypatch, words))
     assert (np.maximum.accumulate(aucs) - aucs).max() < 0.02, aucs
-    assert aucs[-1] > 0.765, "what a linear model reaches"
+    assert aucs[-1] > 0.76, "scikit-learn's LogisticRegression reaches 0.755 on these rows at its best C"
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
