@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ringdance.cluster.hostfile import hosts_text
 from ringdance.doctor.check import ERROR, WARNING, Result, Usage
 from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import QUICK
@@ -56,7 +57,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
         report(line)
     warnings = list(dict.fromkeys(result.check for result in wrong if result.severity == WARNING))
     if warnings:
-        named = ",".join(f"{host.name}:{len(host.ranks)}" for host in ready.plan.hosts)
+        named = hosts_text([(host.name, len(host.ranks)) for host in ready.plan.hosts])
         report(
             f"may slow the job down or end it: {several(warnings, 6)}; "
             f"for the fixes: ringdance doctor --quick -H {named}"

@@ -69,8 +69,11 @@ def test_the_users_own_thread_count_wins() -> None:
 
 
 def test_the_users_own_mpi_parameters_win() -> None:
-    own = {"OMPI_MCA_osc": "rdma"}
-    assert plan(environ=own).environ(own)["OMPI_MCA_osc"] == "rdma"
+    own = {"OMPI_MCA_osc": "rdma", "PMIX_MCA_psec": "munge", "PMIX_MCA_gds": "hash", "PRTE_MCA_x": "1"}
+    own |= {"HYDRA_IFACE": "eth0", "HYDRA_FULL_ERROR": "1"}  # the latter: of a library for configurations
+    made = plan(environ=own)
+    assert made.environ(own).items() >= own.items()
+    assert made.forwarded(own).items() >= own.items()
 
 
 def test_variables_of_a_job_around_this_one_are_removed() -> None:

@@ -8,8 +8,9 @@ ends are sent over that socket, so output has a rank under every MPI library. St
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
 ``{"pid", "time"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal,
 "time": since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
-Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}``, to which the agent adds
-``"environ"``, variables that a shell on the way may have dropped, and a descriptor of what the rank reads; then ``{"signal": n}`` for the rank, with ``"after"``, seconds until then, and ``"stay"``, seconds in
+Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
+reads, to which the agent adds ``"environ"``: variables that a shell on the way may have dropped. Then
+``{"signal": n}`` for the rank, with ``"after"``, seconds until then, and ``"stay"``, seconds in
 which mpiexec shall not learn of the rank's end; ``{"over"}`` when all ranks have ended; closing the
 connection ends the rank at once.
 
