@@ -43,7 +43,8 @@ def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
         bare = slots is not None and _has_no_slots(entry)
         found = _host(entry, "1" if bare else "")
         if found is None:
-            raise LaunchError(f"-H {text}: {entry!r} is not HOST:SLOTS, for example localhost:4{_hint(entry)}")
+            problem = f"{entry!r} is not HOST:SLOTS, for example localhost:4"
+            raise LaunchError(f"-H {text}: {problem}{_hint(entry)}")
         hosts.append((found[0], slots or 0) if bare else found)
     return merge(hosts)
 

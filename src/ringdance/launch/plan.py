@@ -342,7 +342,7 @@ def _check_gpus(each: int, hosts: Sequence[Host]) -> None:
         slots = [(host.name, len(host.devices) // each) for host in short if len(host.devices) >= each]
         raise LaunchError(
             f"--gpus-per-rank {each}: too few GPUs are visible (CUDA_VISIBLE_DEVICES): {has}. Give "
-            f"these fewer slots (-H {hosts_text(slots) or 'HOST:N'}), or --gpus-per-rank 0 if ranks share GPUs"
+            f"them fewer slots (-H {hosts_text(slots) or 'HOST:N'}), or --gpus-per-rank 0 if ranks share GPUs"
         )
 
 

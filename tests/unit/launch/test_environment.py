@@ -36,7 +36,7 @@ def test_what_names_files_of_this_machine_stays_here() -> None:
 
 
 def test_what_is_no_name_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"--env A,B C: 'B C' is not the name of a variable. Give all, none"):
+    with pytest.raises(LaunchError, match=r"--env A,B C: 'B C' is not the name of a variable. Give all"):
         forwarding("A,B C")
 
 
