@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -150,13 +151,13 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
 
 def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
     """Return the numbers of each rank; a cross rank counts the hosts that have the same local rank."""
-    size = sum(len(host.ranks) for host in hosts)
-    found = []
+    columns = Counter(local_rank for host in hosts for local_rank, _ in enumerate(host.ranks))
+    size, before, found = columns.total(), Counter[int](), []
     for host in hosts:
         for local_rank, rank in enumerate(host.ranks):
-            column = [other for other in hosts if len(other.ranks) > local_rank]
-            numbers = (rank, size, local_rank, len(host.ranks), column.index(host), len(column))
+            numbers = (rank, size, local_rank, len(host.ranks), before[local_rank], columns[local_rank])
             found.append(dict(zip(_PLACE, numbers, strict=True)))
+            before[local_rank] += 1
     return found
 
 

@@ -249,8 +249,8 @@ def test_each_rank_has_its_gpus() -> None:
     assert plan(**{**two, "facts": {"a": facts["a"]}}, gpus_per_rank=1)  # b was not asked (--no-check)
     with pytest.raises(LaunchError) as error:
         plan(**two, gpus_per_rank=2)
-    assert "a has 4 for 4 ranks, b has 2 for 2 ranks. Give these fewer slots (-H a:2,b:1)" in str(error.value)
-    with pytest.raises(LaunchError, match=r"b has 1 for 2 ranks\. Give these fewer slots \(-H b:1\)"):
+    assert "a has 4 for 4 ranks, b has 2 for 2 ranks. Give them fewer slots (-H a:2,b:1)" in str(error.value)
+    with pytest.raises(LaunchError, match=r"b has 1 for 2 ranks\. Give them fewer slots \(-H b:1\)"):
         plan(**{**two, "facts": facts | {"b": replace(four, visible_devices="3")}}, gpus_per_rank=1)
     with pytest.raises(LaunchError, match=r"--gpus-per-rank -1: it must be 0 or more"):
         JobSpec(["x"], ranks=1, gpus_per_rank=-1).resolved()
