@@ -12,8 +12,9 @@ import pytest
 from breaking import program
 
 from ringdance import cli
+from ringdance.doctor import cli as doctor_cli
 from ringdance.doctor import preflight as module
-from ringdance.doctor.check import Result, Usage
+from ringdance.doctor.check import AREAS, Result, Usage
 from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.report import print_text
 from ringdance.errors import LaunchError
@@ -54,6 +55,15 @@ def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert [result["check"] for result in found["results"]] == ["limit-stack"]
     assert found["facts"][os.uname().nodename]["limits"]["stack"]
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_a_heading_is_the_name_of_its_checks(monkeypatch: pytest.MonkeyPatch, area: str) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(doctor_cli, "inspect", lambda *given: (asked.append(given[-1]), ({}, []))[1])
+    assert cli.main(["doctor", "--check", area, "--json"]) == 0
+    assert asked == [[check.name for check in CHECKS.values() if check.area == area]]
+    assert asked[0]
 
 
 @pytest.mark.parametrize(
