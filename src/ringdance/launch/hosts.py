@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from ringdance.cluster.hostfile import HostList
+from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.errors import LaunchError
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -135,10 +135,12 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
     """
     total = sum(slots for _, slots in hosts)
     if ranks > total:
+        each = -(-ranks // len(hosts))
         raise LaunchError(
             f"-np {ranks} needs {ranks} slots, but the hosts given have {total}: "
-            + ", ".join(f"{name}:{slots}" for name, slots in hosts)
-            + "; raise a host's number of slots (in a scheduler's job, its number of tasks)"
+            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or give each host {each} slots: "
+            f"-H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
+            f"slots={each} in a host file, or tasks in a scheduler's job"
         )
     placed, first = [], 0
     for name, slots in hosts:

@@ -111,7 +111,7 @@ def test_one_machine_under_several_names_is_one_host() -> None:
 
 
 def test_more_ranks_than_slots() -> None:
-    with pytest.raises(LaunchError, match="-np 5 needs 5 slots, but the hosts given have 4: localhost:4"):
+    with pytest.raises(LaunchError, match=r"have 4: localhost:4\. Use -np 4, or .*: -H localhost:5, slots=5"):
         plan(ranks=5, hosts=[("localhost", 4)])
 
 

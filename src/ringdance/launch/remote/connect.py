@@ -352,7 +352,8 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         where = "" if python else f" in {package_directory()}"
         return _Problem(f"{here} there has no ringdance{where}. Install it as it is installed here")
     if program == "ssh" and code == 255:
-        known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, error))
+        said = remote.errors.decode(errors="replace")
+        known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, said))
         advice = next(known, "try: ssh HOST true")
         return _Problem(
             f"ssh cannot connect: {error.rstrip('.') or 'no message'}. {advice.replace('HOST', remote.host)}",
