@@ -138,7 +138,7 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
         each = -(-ranks // len(hosts))
         raise LaunchError(
             f"-np {ranks} needs {ranks} slots, but the hosts given have {total}: "
-            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or give each host {each} slots: "
+            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or give each {each} slots: "
             f"-H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
             f"slots={each} in a host file, or tasks in a scheduler's job"
         )

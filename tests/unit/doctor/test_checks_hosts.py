@@ -86,8 +86,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
         ("ssh: connect to host two port 22: Connection timed out", "ssh -v -o BatchMode=yes two true"),
         ("me@two: Permission denied (publickey,password)", "ssh-copy-id two"),
         ("Host key verification failed.", "ssh two true"),
-        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nOffending key in ~/.ssh/known_hosts:1", "-R two"),
-        ("No ED25519 host key is known for two and you have requested strict checking.", "ssh-keyscan two >>"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "-R two"),
+        ("No ED25519 host key is known for two and you have requested strict checking.", "ssh-keyscan two"),
         ("no such thing", "ssh two true"),
     ],
 )

@@ -21,8 +21,8 @@ _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
     (
-        "HOST IDENTIFICATION HAS CHANGED", "its key has changed: it was installed again, or another host answers",
-        "if it was installed again: ssh-keygen -R HOST",
+        "HOST IDENTIFICATION HAS CHANGED", "its key has changed: it was reinstalled, or another host answers",
+        "if it was reinstalled: ssh-keygen -R HOST",
     ),
     (
         "host key is known for", "its key is not known, and ssh is set to refuse new ones",
