@@ -433,6 +433,7 @@ def test_a_second_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> Non
     assert gone is not None, left
     assert job.process.returncode == code, said
     assert said.count("asked to end") == 2
+    assert ("with --detach, it does not end with Ctrl-C" in said) == (number == signal.SIGINT)
     assert "Traceback" not in said
 
 

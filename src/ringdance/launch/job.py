@@ -446,7 +446,7 @@ class Job:
         if number and (verdict or incomplete or unfinished) and self._shutdown.caused_failures:
             for cause in self._outside:
                 self._err(f"ringdance: {cause.message}\n".encode())
-            self._err(f"ringdance: the job was ended by {signal_name(number)} to its launcher\n".encode())
+            self._err(f"ringdance: {self._shutdown.sentence()}\n".encode())
             return 128 + number
         if len(self._ranks.alone) == self._plan.ranks > 1:
             framework = next(iter(self._ranks.alone.values()))
