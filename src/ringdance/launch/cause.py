@@ -247,7 +247,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
     if all(cause.kind in ("ended", "peer") or cause.of_an_end for cause in found.values()):
         until += _LATE_S
     return [
-        end.cause("early", "ended with exit code 0 while other ranks still ran")
+        end.cause("early", f"ended with exit code 0 while other ranks still ran{_reason(end)}")
         for end in ended.values()
         if not end.failed and (end.time <= until or any(cause.names(end) for cause in found.values()))
     ]

@@ -49,7 +49,7 @@ class Shutdown:
         """Return how the job was ended, and how it can be continued."""
         said = f"the job was ended by {signal_name(self.signal)} to its launcher"
         if self.signal in _OF_A_TERMINAL:
-            said += ". If its script saves and loads checkpoints, the same command continues from the last one. "
+            said += ". If its script loads its last checkpoint, the same command continues from there. "
             said += f"Started with --detach, it does not end with {_OF_A_TERMINAL[self.signal]}"
         return said
 

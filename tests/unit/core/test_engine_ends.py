@@ -129,9 +129,9 @@ def test_a_flight_record_is_left_only_where_an_error_names_it(
         return re.findall(r"Last batches: (\S+)\)", str(caught.value))
 
     settings = Settings(stall_check_time=0.3, stall_shutdown_time=0.6)
-    named = job(3, program, settings, report=lambda text: None)
-    assert sorted(sum(named, [])) == sorted(map(str, tmp_path.glob("ringdance-flight-*")))
-    assert len(sum(named, [])) == (not leaves)
+    named = [path for found in job(3, program, settings, report=lambda text: None) for path in found]
+    assert sorted(named) == sorted(map(str, tmp_path.glob("ringdance-flight-*")))
+    assert len(named) == (not leaves)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])

@@ -19,7 +19,7 @@ def test_an_end_by_the_terminal_says_how_to_continue(number: signal.Signals, wor
     shutdown.add(number, math.inf, True)
     assert shutdown.sentence().startswith(f"the job was ended by {number.name} to its launcher")
     assert shutdown.sentence().endswith(f"does not end with {words}") == bool(words)
-    assert ("continues from the last one" in shutdown.sentence()) == bool(words)
+    assert ("continues from there" in shutdown.sentence()) == bool(words)
 
 
 @pytest.mark.parametrize("state", State)
