@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ringdance.launch.prepare import PreparedJob
 
 _PROBES_S, _CONNECT_S = 30.0, 20.0
-# Left out: the launcher itself takes care of it.
-_HANDLED = frozenset({"mpiexec-in-path", "proxies", "inside-a-job", "slurm-mpi"})
 # Warnings only: the launcher needs none of it (hosts may have names that only ssh resolves, output is written
 # on the launcher's host, its directories have short paths), or it may be intended (a user's own module).
 _WARNINGS = frozenset(
@@ -82,6 +80,6 @@ def preflight(ready: PreparedJob) -> list[Result]:
         if result.severity == ERROR and result.check in _WARNINGS
         else result
         for result in results
-        if result.wrong and result.check not in _HANDLED
+        if result.wrong
     ]
     return sorted(wrong, key=lambda result: result.severity != ERROR)

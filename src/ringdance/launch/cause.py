@@ -226,9 +226,8 @@ def judge(
     rest = [one for one in found.values() if one is not first and not any(map(one.names, late))]
     others = sorted(rest, key=lambda cause: cause.time)
     if first.kind == "ended":  # no rank ended by itself
-        first = replace(
-            first, message=f"{first.message}: a rank called MPI_Abort, or left without MPI_Finalize"
-        )
+        why = "a rank called MPI_Abort or left without MPI_Finalize, or its wrapper process was killed"
+        first = replace(first, message=f"{first.message}: {why}")
     return Verdict(first, _code(first, ended, others) or abs(mpiexec or 1), tuple(others))
 
 

@@ -235,19 +235,6 @@ def test_a_login_that_prints(cluster: Cluster) -> None:
     assert cluster.wrong("reached") == []
 
 
-@breaks("clocks")
-def test_a_clock_that_is_ahead(cluster: Cluster) -> None:
-    site = cluster.directory / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import time\nreal = time.time\ntime.time = lambda: real() + 3600\n"
-    )
-    cluster.odd("two", f'export PYTHONPATH={site}; exec sh -c "$command"')
-    (result,) = cluster.wrong("clocks")
-    assert "the clock of two is 3" in result.text
-    assert "ahead of this machine's" in result.text
-
-
 @breaks("reached")
 def test_two_names_for_one_machine(cluster: Cluster) -> None:
     cluster.odd("two", 'echo one >/proc/sys/kernel/hostname; exec sh -c "$command"')
