@@ -285,10 +285,10 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
             f"first failure: rank {cause.rank} of {ranks} on {cause.host}, pid {cause.pid}: {cause.message}"
         )
         if cause.traceback:
-            shown = cause.traceback.rstrip()
+            traceback = cause.traceback.rstrip()
             if len(cause.message) > _LONG:  # once is enough
-                shown = shown.replace(cause.message.partition(": ")[2], "(see above)")
-            lines += ["", shown, ""]
+                traceback = traceback.replace(cause.message.partition(": ")[2], "(see above)")
+            lines += ["", traceback, ""]
     shown = 4
     for other in verdict.others[:shown]:
         same = "the same error" if other.same(cause) else other.message

@@ -10,7 +10,7 @@ from ringdance.launch.cause import signal_name
 
 _STAY_S = 1.5
 _SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
-_OF_A_TERMINAL = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
+_OF_A_TERMINAL: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
 _BEFORE_KILL_S = 5.0  # after SIGTERM that follows SIGINT: LSF sends both, and SIGKILL, 10 s apart
 
 

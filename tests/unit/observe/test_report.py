@@ -213,7 +213,8 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         {**json.loads(lines[1]), "time": 1000.0 + second, "steps": 9 * (second > 1), "last_step_time": 1001.5}
     ) for second in range(3)))  # samples each second
     assert report.main([str(still)]) == 2
-    assert "took 2.0 s only" in (said := capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert "took 2.0 s only" in said
     assert said.endswith("RINGDANCE_METRICS_INTERVAL=0.2\n")
 
 
