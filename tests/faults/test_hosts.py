@@ -274,6 +274,7 @@ def copied_package(directory: Path, version: str) -> Path:
     """A copy of what an agent runs, of another version."""
     package = Path(here_hosts.__file__).parents[2] / "src" / "ringdance"
     shutil.copytree(package / "launch", directory / "ringdance" / "launch")
+    shutil.copy(package / "limits.py", directory / "ringdance")
     (directory / "ringdance" / "__init__.py").write_text(f'__version__ = "{version}"\n')
     return directory / "ringdance"
 
