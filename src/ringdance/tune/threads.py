@@ -111,7 +111,7 @@ class Trials:
         if self.hosts:
             words += ["-H", hosts_text([(name, one.ranks) for name, _ in self.hosts])]
         if one.bind:
-            each = f"slot:PE={max(1, self.cores // one.ranks)}"  # of hardware threads, as they are counted here
+            each = f"slot:PE={max(1, self.cores // one.ranks)}"  # hardware threads: what is counted here
             words += ["-use-hwthread-cpus", "-bind-to", "hwthread", "-map-by", each]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), one.intra)
         if self.tensorflow:
