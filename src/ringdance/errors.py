@@ -66,12 +66,12 @@ def optional(
     """
     try:
         return importlib.import_module(module)
-    except ImportError as missing:
+    except (ImportError, AttributeError) as missing:  # such as one that a newer NumPy does not have
         top = module.partition(".")[0]
         text = f"{why or missing}: {pip_install(package or top)}{more}"
         wanted = (missing.name or "").partition(".")[0]
         if wanted != top or not isinstance(missing, ModuleNotFoundError):
-            text = f"{top} is installed, but cannot be imported: {missing}"
+            text = f"{top} is installed, but cannot be imported: {missing}{more}"
         raise error(text) from None
 
 

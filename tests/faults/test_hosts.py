@@ -65,16 +65,17 @@ def test_one_world_over_three_hosts(
         "from mpi4py import MPI\n"
         "names = 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE'\n"
         "numbers = [os.environ['HOROVOD_' + name] for name in names]\n"
-        "print(os.uname().nodename, *numbers, MPI.COMM_WORLD.allreduce(rank), sys.stdin.read())\n"
+        "odd = os.environ['spark.env-1']\n"  # which no shell can name
+        "print(os.uname().nodename, *numbers, MPI.COMM_WORLD.allreduce(rank), odd, sys.stdin.read())\n"
     )
-    done = run(*THREE, "--no-check", "python", path, input="what is read")
+    done = run(*THREE, "--no-check", "-x", "spark.env-1=odd", "python", path, input="what is read")
     assert done.returncode == 0, done.stderr
     own = os.uname().nodename
     assert sorted(done.stdout.splitlines()) == [
-        f"[0]<{own}> {own} 0 1 0 3 6 what is read",
-        "[1]<other1> other1 0 2 1 3 6 ",
-        "[2]<other1> other1 1 2 0 1 6 ",
-        "[3]<other2> other2 0 1 2 3 6 ",
+        f"[0]<{own}> {own} 0 1 0 3 6 odd what is read",
+        "[1]<other1> other1 0 2 1 3 6 odd ",
+        "[2]<other1> other1 1 2 0 1 6 odd ",
+        "[3]<other2> other2 0 1 2 3 6 odd ",
     ]
     assert done.stderr == ""
 
@@ -273,6 +274,7 @@ def copied_package(directory: Path, version: str) -> Path:
     """A copy of what an agent runs, of another version."""
     package = Path(here_hosts.__file__).parents[2] / "src" / "ringdance"
     shutil.copytree(package / "launch", directory / "ringdance" / "launch")
+    shutil.copy(package / "limits.py", directory / "ringdance")
     (directory / "ringdance" / "__init__.py").write_text(f'__version__ = "{version}"\n')
     return directory / "ringdance"
 
@@ -281,7 +283,6 @@ def copied_package(directory: Path, version: str) -> Path:
     ("does", "words"),
     [
         ('echo "Permission denied (publickey)." >&2; exit 255', "ssh-copy-id other1"),
-        ('echo "Host key verification failed." >&2; exit 255', "ssh-keygen -R other1"),
         ("exec /bin/sh -c '/no/such/python3 -I'", "there is no /"),
         (
             """exec /bin/sh -c "$(printf %s "$3" | sed 's,[^ ]*src/ringdance,/nowhere,')" """,

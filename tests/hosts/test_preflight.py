@@ -58,6 +58,7 @@ def test_a_new_key_is_refused_where_ssh_is_set_so(run: Run, three_hosts: Hosts, 
         done = run("--no-check", "-H", "h1:1,h2:1", "true")
         assert done.returncode == 2
         assert "host h2: ssh cannot connect: Host key verification failed" in done.stderr
+        assert "ssh-keyscan h2" in done.stderr
         config.write_text(f"UserKnownHostsFile {tmp_path}/known\n")
         assert run("--no-check", "-H", "h1:1,h2:1", "true").returncode == 0
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +23,11 @@ def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return list(found.items())
 
 
+def hosts_text(hosts: HostList) -> str:
+    """Return ``"h1:2,[fe80::1]:4"``, which :func:`parse_hosts` reads."""
+    return ",".join(f"[{name}]:{slots}" if ":" in name else f"{name}:{slots}" for name, slots in hosts)
+
+
 def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
     """Parse ``"h1:2,h2:4"`` as names and slots; an IPv6 address may stand in brackets.
 
@@ -34,10 +40,11 @@ def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
     """
     hosts = []
     for entry in map(str.strip, text.split(",")):
-        bare = slots is not None and (NAME.fullmatch(entry) or entry.endswith("]"))
+        bare = slots is not None and _has_no_slots(entry)
         found = _host(entry, "1" if bare else "")
         if found is None:
-            raise LaunchError(f"-H {text}: {entry!r} is not HOST:SLOTS, for example localhost:4")
+            problem = f"{entry!r} is not HOST:SLOTS, for example localhost:4"
+            raise LaunchError(f"-H {text}: {problem}{_hint(entry)}")
         hosts.append((found[0], slots or 0) if bare else found)
     return merge(hosts)
 
@@ -61,7 +68,7 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
             lines = [line.partition("#")[0].strip() for line in file.read().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
-    if slots is None and all(NAME.fullmatch(line) for line in lines if line):
+    if slots is None and all(_has_no_slots(line) for line in lines if line):
         slots = 1
     hosts = []
     for number, line in enumerate(lines, 1):
@@ -69,12 +76,12 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
             continue
         name, *words = re.sub(r"\s*=\s*", "=", line).split()
         given = next((word[6:] for word in words if word.startswith("slots=")), "")
-        default = str(slots) if slots and NAME.fullmatch(name) else ""
+        default = str(slots) if slots and _has_no_slots(name) else ""
         found = _host(name, given or default)
         if found is None or (words and not any("=" in word for word in words)):
             raise LaunchError(
                 f"{option} {path}, line {number}: {line!r} is not `HOST slots=N`, "
-                "for example: localhost slots=4"
+                f"for example: localhost slots=4{_hint(name)}"
             )
         hosts.append(found)
     if not hosts:
@@ -82,10 +89,33 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
     return merge(hosts)
 
 
+def _has_no_slots(entry: str) -> bool:
+    return not _is_address(entry.rpartition(":")[0]) and bool(NAME.fullmatch(entry) or entry.endswith("]"))
+
+
+def _is_address(text: str) -> bool:
+    """Return whether a text is an IPv6 address; what follows it after a colon is a number of slots."""
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
+
+
+def _hint(entry: str) -> str:
+    """Return how to write what is probably meant by an entry that cannot be read."""
+    user, _, host = entry.rpartition("@")
+    if user and host:
+        return f'. Give the user to ssh: {host} with --ssh-args="-l {user}"'
+    name, _, slots = entry.rpartition(":")
+    return f". Write [{name}]:{slots}, or [{entry}] for an address alone" if _is_address(entry) else ""
+
+
 def _host(name: str, slots: str) -> tuple[str, int] | None:
     """Return a name with its slots, which may be part of it as ``NAME:N``; None if one is invalid."""
     if not slots:
-        name, _, slots = name.rpartition(":")
+        entry, (name, _, slots) = name, name.rpartition(":")
+        if _is_address(name) and _is_address(entry):  # it could be either
+            return None
     if name.startswith("[") and name.endswith("]"):
         name = name[1:-1]
         if ":" not in name:

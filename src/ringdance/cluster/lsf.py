@@ -22,6 +22,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         hosts = merge((name, 1) for name in environ["LSB_HOSTS"].split())
     else:
         return None
-    if len(hosts) > 1 and hosts[0][1] == 1 and ("batch" in hosts[0][0] or "login" in hosts[0][0]):
-        hosts = hosts[1:]  # the batch node runs the job's script only
+    first, *others = hosts
+    batch = first[1] == 1 and ("batch" in first[0] or "login" in first[0])
+    if batch and others and all(slots > 1 for _, slots in others):
+        hosts = others  # the batch node runs the job's script only
     return Allocation(hosts, f"LSF job {environ['LSB_JOBID']}")

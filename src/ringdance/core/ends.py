@@ -170,7 +170,9 @@ class EngineEnd:
             kind = type(error).__name__
             note = {"kind": "failed", "message": message, "departed": self.departed, "error": kind}
             self._peers.post_all(note)
-        path = self._recorder.dump(self._identity, message, pending)
+        # The rank that has found the failure shows this error, unless the failure is its own exception.
+        named = notify and departed != str(self._identity)
+        path = self._recorder.dump(self._identity, message, pending, named)
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         for state in states:

@@ -256,8 +256,17 @@ class Recorder:
             found.append(entry)
         return found
 
-    def dump(self, who: Identity, reason: str, pending: list[str]) -> str | None:
-        """Write all records as JSON; return the file's path, or None if it cannot be written."""
+    def dump(self, who: Identity, reason: str, pending: list[str], named: bool = True) -> str | None:
+        """Write all records as JSON; return the file's path, or None if it is not written.
+
+        Args:
+            who: the rank.
+            reason: why.
+            pending: names of the requests in flight.
+            named: whether a message will name the file. If not, it is written only into a directory for it.
+        """
+        if not (named or self._directory):
+            return None
         content = {
             "rank": who.rank,
             "host": who.host,

@@ -359,10 +359,14 @@ class StallWatch:
 
     def _outside(self, rank: int, inquiry: _Inquiry, stacks: dict[int, str]) -> str:
         """Describe a rank that does not answer, and add its stacks."""
+        if rank not in inquiry.seen and self._transport.state(rank) == "unknown":
+            stacks[rank], host = "", self._transport.identities[rank].host
+            return (
+                f"no rank of its host answers: {host} is off or its network down (`ping {host}`), or its "
+                "process is stopped or in a call that holds Python's lock"
+            )
         found = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])
         stacks[rank] = found["stacks"]
-        if rank not in inquiry.seen and self._transport.state(rank) == "unknown":
-            return f"its process is stopped, or {found['text']}"
         return str(found["text"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--folder", dest="directories", action="append", default=[], metavar="DIR",
         help="for logs or checkpoints; repeatable",
     )  # fmt: skip
-    add("--check", action="append", default=[], metavar="NAME", help="this check only; repeatable")
+    add("--check", action="append", default=[], metavar="NAME", help="this check or area only; repeatable")
     add("--quick", action="store_true", help="import no framework, start no ranks")
     add("--seconds", type=float, default=120.0, metavar="S", help="limit for collecting facts (default 120)")
     add("--json", action="store_true", help="as JSON")
@@ -68,9 +69,11 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.list:
         report.print_checks(arguments.json)
         return 0
-    unknown = [name for name in arguments.check if name not in CHECKS]
-    if unknown:
+    names = {given: [one.name for one in CHECKS.values() if given in (one.name, one.area)]
+             for given in arguments.check}  # fmt: skip
+    if unknown := [name for name, checks in names.items() if not checks]:
         raise LaunchError(f"there is no check {unknown[0]!r}; all names: ringdance doctor --list")
+    arguments.check = [*itertools.chain(*names.values())]
     hosts = of_hosts(_slots(arguments), remote_shell_of(arguments))
     slots = hosts.slots
     usage = Usage(

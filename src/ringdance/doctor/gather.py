@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -44,9 +43,8 @@ def collect(
     for host in hosts.names:
         own = asdict(replace(usage, hosts=_sample(usage.hosts, host)))
         messages[host] = {"task": "probe", "request": {**request, "usage": own}}
-    sent = time.time()
     answers = hosts.ask(messages, timeout=seconds + _SPARE_S)
-    return {host: _facts(host, answer, sent, hosts.shell) for host, answer in answers.items()}
+    return {host: _facts(host, answer, hosts.shell) for host, answer in answers.items()}
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
@@ -55,8 +53,8 @@ def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
 
-def _facts(host: str, answer: Mapping[str, Any], sent: float, shell: RemoteShell) -> dict[str, Any]:
-    """Return the facts in the answer of a host's agent to a request that was sent at a time."""
+def _facts(host: str, answer: Mapping[str, Any], shell: RemoteShell) -> dict[str, Any]:
+    """Return the facts in the answer of a host's agent."""
     output = answer.get("output", "")
     try:
         found = json.JSONDecoder().raw_decode(output.rpartition(MARK)[2])[0]
@@ -67,6 +65,4 @@ def _facts(host: str, answer: Mapping[str, Any], sent: float, shell: RemoteShell
         fix = fix if dot else f"see what it says: {way}{sys.executable} -m ringdance doctor"
         error = problem or answer["problem"] or f"the probes fail: {last_line(output)}"
         return {"reach": {"error": error, "fix": fix}}
-    # Its clock is ahead by some number between these two.
-    ahead = [found["times"]["ended"] - answer["received"], found["times"]["began"] - sent]
-    return {**found, "reach": {"error": "", "local": host in shell.local, "ahead": ahead}}
+    return {**found, "reach": {"error": "", "local": host in shell.local}}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ringdance.cluster.hostfile import hosts_text
 from ringdance.doctor.check import ERROR, WARNING, Result, Usage
 from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import QUICK
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from ringdance.launch.prepare import PreparedJob
 
 _PROBES_S, _CONNECT_S = 30.0, 20.0
-# Left out: the launcher itself takes care of it.
-_HANDLED = frozenset({"mpiexec-in-path", "proxies", "inside-a-job", "slurm-mpi"})
 # Warnings only: the launcher needs none of it (hosts may have names that only ssh resolves, output is written
 # on the launcher's host, its directories have short paths), or it may be intended (a user's own module).
 _WARNINGS = frozenset(
@@ -56,7 +55,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
         report(line)
     warnings = list(dict.fromkeys(result.check for result in wrong if result.severity == WARNING))
     if warnings:
-        named = ",".join(f"{host.name}:{len(host.ranks)}" for host in ready.plan.hosts)
+        named = hosts_text([(host.name, len(host.ranks)) for host in ready.plan.hosts])
         report(
             f"may slow the job down or end it: {several(warnings, 6)}; "
             f"for the fixes: ringdance doctor --quick -H {named}"
@@ -81,6 +80,6 @@ def preflight(ready: PreparedJob) -> list[Result]:
         if result.severity == ERROR and result.check in _WARNINGS
         else result
         for result in results
-        if result.wrong and result.check not in _HANDLED
+        if result.wrong
     ]
     return sorted(wrong, key=lambda result: result.severity != ERROR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -56,27 +55,6 @@ def limit(
         fields = {**host.facts, "slots": host.slots}
         shown = _Formatter().vformat(problem or text if bad else text, (), fields)
         return Finding(shown, _Formatter().vformat(fix, (), fields) if bad else "")
-
-    return judge
-
-
-def variables(patterns: Mapping[str, str], effect: str, fix: str = "") -> Callable[[Host], list[Finding]]:
-    """Judge variables of the environment: wrong is each whose whole value matches its pattern.
-
-    Args:
-        patterns: regular expressions by the variables' names; letter case is ignored.
-        effect: what such a value does, after the variables in the text.
-        fix: after ``unset NAMES``.
-    """
-
-    def judge(host: Host) -> list[Finding]:
-        found = {
-            name: host.variable(name)
-            for name, pattern in patterns.items()
-            if host.variable(name) and re.fullmatch(pattern, host.variable(name), re.IGNORECASE)
-        }
-        values = several([f"{name}={value[:60]}" for name, value in found.items()])
-        return [Finding(f"{values}{effect}", f"unset {' '.join(found)}{fix}")] if found else []
 
     return judge
 

@@ -122,7 +122,7 @@ class HostSet:
         """Send each host its message, all of the same task, and wait for the answers.
 
         Returns:
-            By host; an answer's "problem" is "" if there is none. "received" is the time when it came.
+            By host; an answer's "problem" is "" if there is none.
         """
         found: dict[str, dict[str, Any]] = {
             host: {"problem": self.problems[host]} for host in messages if host in self.problems
@@ -137,7 +137,7 @@ class HostSet:
                 if answer is None:
                     found[host] = {"problem": self.problems[host]}
                 elif (answer.get("answer"), answer.get("what")) in kinds:
-                    found[host] = {**answer, "received": time.time()}
+                    found[host] = answer
             if left <= 0:
                 late = {"problem": f"no answer within {timeout:g} s"}
                 found = dict.fromkeys(messages, late) | found

@@ -16,6 +16,7 @@ _PING_S = 0.5
 _SLEPT_S = 2.0  # since the last check, of which there is one in each _PING_S
 _LATE_S = 1.5  # a host that has not answered for so long may be lost: worth waiting to know
 _SHOWN_S = 6.0  # such silence is shown; it ends the wait for a host once something has failed
+_CHECK_S = 0.02  # between two looks at all hosts
 _CLOSE_S = 6.0  # for the local agent to clean up
 
 OnExit = Callable[[int, int, float], None]
@@ -104,7 +105,7 @@ class Agents:
         self._links: dict[tuple[str, int], RankLink] = {}
         self._programs: list[OnExit] = []
         self._input: tuple[RankLink, int] | None = None
-        self._paused, self._checked = False, time.monotonic()
+        self._paused, self._checked, self._check_at = False, time.monotonic(), 0.0
         for agent in self._all.values():
             fd = agent.frames.read_fd
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
@@ -238,6 +239,9 @@ class Agents:
             failed: whether the job has failed: a host that is silent may be why, and is waited for no longer.
         """
         now, timeout = time.monotonic(), self._heartbeat_timeout
+        if self._remotes and now < self._check_at:
+            return self._check_at - now
+        self._check_at = now + _CHECK_S
         if now - self._checked > _SLEPT_S:  # this process was stopped, or its machine: it has heard nothing
             for agent in self._remotes:
                 agent.heard = now

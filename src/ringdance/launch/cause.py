@@ -26,6 +26,7 @@ _LOST_PEER = "MPI_ERR_PROC_FAILED"  # what mpi4py raises where a peer has died
 # Codes with which Open MPI ends a process whose peer has died: its MPI_ERR_UNKNOWN ("Socket closed") and
 # MPI_ERR_PROC_FAILED.
 _LOST_PEER_CODES = (14, 75, 76)
+_RECORD = re.compile(r" \(Last batches: \S+\)")
 _KILLED = "by hand, or by the kernel for want of memory (see dmesg)"
 _LATE_S = 0.5  # peers may notice a rank's end before its wrapper does
 
@@ -55,6 +56,10 @@ class Cause:
     message: str
     traceback: str = ""
     code: int = 1
+
+    def same(self, other: Cause) -> bool:
+        """Whether another rank has failed with the same error."""
+        return _RECORD.sub("", self.message) == _RECORD.sub("", other.message)
 
     @property
     def follows(self) -> bool:
@@ -212,14 +217,17 @@ def judge(
         return None
     candidates = [*found.values(), *outside, *_early(found, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
+    if first.kind == "exception" and first.rank is not None:
+        # Of an error that is raised on all ranks, it is chance who reports it first. It is often rank 0's.
+        alike = [one for one in found.values() if one.same(first) and one.time - first.time < _LATE_S]
+        first = min(alike, key=lambda one: one.rank or 0)
     # Of a rank that the launcher has ended others say that it died, and guess why.
     late = [end for end in ended.values() if end.by_launcher]
     rest = [one for one in found.values() if one is not first and not any(map(one.names, late))]
     others = sorted(rest, key=lambda cause: cause.time)
     if first.kind == "ended":  # no rank ended by itself
-        first = replace(
-            first, message=f"{first.message}: a rank called MPI_Abort, or left without MPI_Finalize"
-        )
+        why = "a rank called MPI_Abort or left without MPI_Finalize, or its wrapper process was killed"
+        first = replace(first, message=f"{first.message}: {why}")
     return Verdict(first, _code(first, ended, others) or abs(mpiexec or 1), tuple(others))
 
 
@@ -238,7 +246,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
     if all(cause.kind in ("ended", "peer") or cause.of_an_end for cause in found.values()):
         until += _LATE_S
     return [
-        end.cause("early", "ended with exit code 0 while other ranks still ran")
+        end.cause("early", f"ended with exit code 0 while other ranks still ran{_reason(end)}")
         for end in ended.values()
         if not end.failed and (end.time <= until or any(cause.names(end) for cause in found.values()))
     ]
@@ -263,7 +271,7 @@ def write_outcome(outcome: Verdict | int, directory: str) -> None:
         json.dump({"code": code, "time": time.time(), "cause": cause}, file)
 
 
-_WIDTH = 78
+_WIDTH, _LONG = 78, 300
 
 
 def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
@@ -277,10 +285,13 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
             f"first failure: rank {cause.rank} of {ranks} on {cause.host}, pid {cause.pid}: {cause.message}"
         )
         if cause.traceback:
-            lines += ["", cause.traceback.rstrip(), ""]
+            traceback = cause.traceback.rstrip()
+            if len(cause.message) > _LONG:  # once is enough
+                traceback = traceback.replace(cause.message.partition(": ")[2], "(see above)")
+            lines += ["", traceback, ""]
     shown = 4
     for other in verdict.others[:shown]:
-        same = "the same error" if other.message == cause.message else other.message
+        same = "the same error" if other.same(cause) else other.message
         lines.append(f"then rank {other.rank} on {other.host}, pid {other.pid}: {same}")
     if len(verdict.others) > shown:
         lines.append(f"then {len(verdict.others) - shown} more ranks")

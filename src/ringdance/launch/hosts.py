@@ -7,13 +7,14 @@ import itertools
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from ringdance.cluster.hostfile import HostList
+from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.errors import LaunchError
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -134,10 +135,12 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
     """
     total = sum(slots for _, slots in hosts)
     if ranks > total:
+        each = -(-ranks // len(hosts))
         raise LaunchError(
             f"-np {ranks} needs {ranks} slots, but the hosts given have {total}: "
-            + ", ".join(f"{name}:{slots}" for name, slots in hosts)
-            + "; raise a host's number of slots (in a scheduler's job, its number of tasks)"
+            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or give each {each} slots: "
+            f"-H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
+            f"slots={each} in a host file, or tasks in a scheduler's job"
         )
     placed, first = [], 0
     for name, slots in hosts:
@@ -150,13 +153,13 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
 
 def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
     """Return the numbers of each rank; a cross rank counts the hosts that have the same local rank."""
-    size = sum(len(host.ranks) for host in hosts)
-    found = []
+    columns = Counter(local_rank for host in hosts for local_rank, _ in enumerate(host.ranks))
+    size, before, found = columns.total(), Counter[int](), []
     for host in hosts:
         for local_rank, rank in enumerate(host.ranks):
-            column = [other for other in hosts if len(other.ranks) > local_rank]
-            numbers = (rank, size, local_rank, len(host.ranks), column.index(host), len(column))
+            numbers = (rank, size, local_rank, len(host.ranks), before[local_rank], columns[local_rank])
             found.append(dict(zip(_PLACE, numbers, strict=True)))
+            before[local_rank] += 1
     return found
 
 

@@ -292,7 +292,7 @@ class Job:
             if wrong:
                 self._fail(f"{self._plan.mpi.mpiexec} {wrong}")
         elif rank and "pid" in message:
-            rank.pid = message["pid"]
+            self._ranks.on_start(rank, message["pid"])
             link.remote.time_here(message["time"])
             self.on_note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
             if self._state is State.STOPPING:  # it was about to start when the others got theirs
@@ -323,9 +323,10 @@ class Job:
         self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False, why: str = ""
     ) -> None:
         by_launcher = self._state in ENDING
-        rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec, why=why)
+        ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec, why=why)
+        self._ranks.on_end(rank, ended)
         self.on_note(f"rank {rank.rank} ended: {code}")
-        if rank.ended.failed:
+        if ended.failed:
             killed = code is None or (code < 0 and -code not in STOPPING)
             self._handle(Event.FAILURE, _SEE_KILLED_S if killed else _SEE_S)
         if self._ranks.over or (self._state is State.STOPPING and self._ranks.idle):
@@ -445,7 +446,7 @@ class Job:
         if number and (verdict or incomplete or unfinished) and self._shutdown.caused_failures:
             for cause in self._outside:
                 self._err(f"ringdance: {cause.message}\n".encode())
-            self._err(f"ringdance: the job was ended by {signal_name(number)} to its launcher\n".encode())
+            self._err(f"ringdance: {self._shutdown.sentence()}\n".encode())
             return 128 + number
         if len(self._ranks.alone) == self._plan.ranks > 1:
             framework = next(iter(self._ranks.alone.values()))

@@ -42,7 +42,7 @@ those without an effect.
 
 Differences from mpirun: cores are bound only on request; ranks are numbered host by host, and -map-by node
 only sets the number of ranks per host; `python` is the interpreter that ringdance is installed in;
-parameters of how Open MPI 4 starts processes (-mca orte_*, oob_*, plm_*) are dropped.
+parameters of how Open MPI 4 starts processes (-mca orte_*, oob_*, plm_*) are dropped, and named.
 
 examples:
   ringdance mpirun -np 4 -H h1:2,h2:2 -bind-to none -map-by slot -x NCCL_DEBUG=INFO python train.py
@@ -73,6 +73,8 @@ def _main(words: list[str], check: Check | None) -> int:
         return 0
     for note in line.notes:
         _say(note)
+    if "closed" in line.flags:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(line.cwd or ".")
     ssh = f"--ssh-args={shlex.join(line.ssh)}"
     arguments = cli.parser().parse_args([*line.options, ssh, "--", *line.command])

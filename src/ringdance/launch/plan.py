@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ringdance.cluster.hostfile import HostList
+from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.cluster.slurm import of_a_step
 from ringdance.errors import LaunchError, pip_install
 from ringdance.launch.agent.paths import bare_command, rank_line
@@ -41,7 +41,6 @@ _OF_A_RANK = (
     "PRTE_LAUNCHED",
     "MPI_LOCAL",
     "HYDI_",
-    "HYDRA_",
     STARTED_BY,
 )
 # What schedulers set for mpiexec; the plan replaces it.
@@ -53,6 +52,10 @@ _OF_A_SCHEDULER = (
     "I_MPI_HYDRA_HOST_FILE",
     "I_MPI_HYDRA_BOOTSTRAP",
     "I_MPI_PERHOST",
+    "HYDRA_HOST_FILE",
+    "HYDRA_BOOTSTRAP",
+    "HYDRA_LAUNCHER",
+    "HYDRA_RMK",
 )
 _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 
@@ -284,7 +287,8 @@ def _variables(
 def _removed(environ: Mapping[str, str]) -> list[str]:
     """Return variables that ranks do not get: an mpiexec inside another MPI job is none of its ranks."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
-    return sorted(name for name in environ if name.startswith(prefixes))
+    names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
+    return sorted(name for name in names if name.startswith(prefixes))
 
 
 def _machines(hosts: HostList, local: Collection[str]) -> HostList:
@@ -335,10 +339,10 @@ def _check_gpus(each: int, hosts: Sequence[Host]) -> None:
     short = [host for host in hosts if len(host.devices) < each * len(host.ranks)]
     if short:
         has = several([f"{host.name} has {len(host.devices)} for {len(host.ranks)} ranks" for host in short])
-        slots = [f"{host.name}:{len(host.devices) // each}" for host in short if len(host.devices) >= each]
+        slots = [(host.name, len(host.devices) // each) for host in short if len(host.devices) >= each]
         raise LaunchError(
             f"--gpus-per-rank {each}: too few GPUs are visible (CUDA_VISIBLE_DEVICES): {has}. Give "
-            f"these fewer slots (-H {','.join(slots) or 'HOST:N'}), or --gpus-per-rank 0 if ranks share GPUs"
+            f"them fewer slots (-H {hosts_text(slots) or 'HOST:N'}), or --gpus-per-rank 0 if ranks share GPUs"
         )
 
 

@@ -42,6 +42,8 @@ class Rank:
 class RankTable:
     """All ranks of a job, by number once they have connected.
 
+    What is done for a message, and in each turn of the job's loop, does not grow with the number of ranks.
+
     Args:
         prepared: which ranks are expected and where, and how their output is shown.
         screen: where their output goes.
@@ -53,8 +55,11 @@ class RankTable:
         self._plan, self._spec, self._style = prepared.plan, prepared.spec, prepared.style
         self._screen, self._stdin, self._agents = screen, stdin, agents
         self._places = rank_numbers(self._plan.hosts)
-        self._first_host = next(host.name for host in self._plan.hosts if 0 in host.ranks)
+        self._host_of = {number: host.name for host in self._plan.hosts for number in host.ranks}
         self._ranks: dict[int, Rank] = {}
+        self._by_link: dict[RankLink, Rank] = {}
+        self._to_start, self._to_end = set(self._host_of), set(self._host_of)
+        self._holding: dict[int, Rank] = {}  # those that run and hold a traceback back, the longest first
         self.lost_hosts: set[str] = set()
         self.alone: dict[int, str] = {}  # by rank, the framework of those that have not called init()
         sinks = (screen.of(0), screen.of(1)) if self._spec.fold else ()
@@ -83,10 +88,10 @@ class RankTable:
             )
         except OSError as error:
             raise LaunchError(f"--output-filename {directory}: {error}") from None
-        self._ranks[number] = Rank(link, number, host, streams)
+        self._ranks[number] = self._by_link[link] = Rank(link, number, host, streams)
         # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
         reads = number == 0 and self._stdin >= 0
-        port = self._agents.port(self._first_host)
+        port = self._agents.port(self._host_of[0])
         link.send({"go": self._places[number], "port": port, "stdin": reads})
         if reads and not self._agents.is_local(link):
             self._agents.feed(link, self._stdin)
@@ -98,9 +103,8 @@ class RankTable:
                 f"started a world of {size} ranks instead of {self._plan.ranks}: "
                 "it does not belong to the MPI library in use"
             )
-        planned = next(host for host in self._plan.hosts if number in host.ranks)
-        if link.remote.host != planned.name:
-            return f"put rank {number} on {link.remote.host} instead of {planned.name}"
+        if link.remote.host != self._host_of[number]:
+            return f"put rank {number} on {link.remote.host} instead of {self._host_of[number]}"
         return ""
 
     def write(self, link: RankLink, which: int, data: bytes) -> None:
@@ -112,10 +116,23 @@ class RankTable:
                 link.remote.time_here(mark.time)
         elif rank:
             rank.streams[which].end()
+        if rank and not rank.ended and rank.streams[which].held_until is not None:
+            self._holding[rank.rank] = rank
+
+    def on_start(self, rank: Rank, pid: int) -> None:
+        """Note that a rank runs."""
+        rank.pid = pid
+        self._to_start.discard(rank.rank)
+
+    def on_end(self, rank: Rank, ended: Ended) -> None:
+        """Note how a rank has ended."""
+        rank.ended = ended
+        self._to_end.discard(rank.rank)
+        self._holding.pop(rank.rank, None)
 
     def of(self, link: RankLink) -> Rank | None:
         """Return the rank at the other end."""
-        return next((rank for rank in self._ranks.values() if rank.link is link), None)
+        return self._by_link.get(link)
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -127,17 +144,17 @@ class RankTable:
     @property
     def started(self) -> bool:
         """Whether all run or have run."""
-        return self.connected == self._plan.ranks and all(rank.pid for rank in self._ranks.values())
+        return not self._to_start
 
     @property
     def over(self) -> bool:
         """Whether all have connected and ended."""
-        return self.connected == self._plan.ranks and self.idle
+        return not self._to_end
 
     @property
     def idle(self) -> bool:
         """Whether none that has connected still runs."""
-        return all(rank.ended for rank in self._ranks.values())
+        return len(self._to_end) == self._plan.ranks - self.connected
 
     @property
     def failed(self) -> bool:
@@ -172,7 +189,7 @@ class RankTable:
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
         """Return when those of these ranks were ended that mpiexec has ended."""
-        ends = (rank.ended for rank in self._ranks.values() if rank.rank in numbers)
+        ends = (self._ranks[number].ended for number in numbers if number in self._ranks)
         return [end.time for end in ends if end and end.by_mpiexec]
 
     def own_failure_reported(self) -> bool:
@@ -202,17 +219,21 @@ class RankTable:
             running: whether the job runs; later, tracebacks wait for its end.
         """
         found = [fold.due() for fold in self._folds]
-        found += [rank.streams[1].held_until for rank in self._ranks.values() if running and not rank.ended]
+        if running and self._holding:
+            found.append(next(iter(self._holding.values())).streams[1].held_until)
         return [due for due in found if due is not None]
 
     def show_due(self, running: bool) -> None:
         """Show those that are due."""
         self.flush_merged()
         now = time.monotonic()
-        for rank in self._ranks.values():
+        while running and self._holding:
+            rank = next(iter(self._holding.values()))
             until = rank.streams[1].held_until
-            if running and not rank.ended and until is not None and now >= until:
-                rank.streams[1].release()
+            if until is not None and now < until:
+                break
+            rank.streams[1].release()
+            del self._holding[rank.rank]
 
     def flush_merged(self, everything: bool = False) -> None:
         """Show the lines that have waited long enough for those of other ranks, or all."""

@@ -6,8 +6,11 @@ import signal
 import time
 from typing import Any
 
+from ringdance.launch.cause import signal_name
+
 _STAY_S = 1.5
 _SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
+_OF_A_TERMINAL: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
 _BEFORE_KILL_S = 5.0  # after SIGTERM that follows SIGINT: LSF sends both, and SIGKILL, 10 s apart
 
 
@@ -41,6 +44,14 @@ class Shutdown:
                 self.kill_at = now
         elif self.signal == signal.SIGINT and number == signal.SIGTERM:
             self.kill_at = min(self.kill_at, now + _BEFORE_KILL_S)
+
+    def sentence(self) -> str:
+        """Return how the job was ended, and how it can be continued."""
+        said = f"the job was ended by {signal_name(self.signal)} to its launcher"
+        if self.signal in _OF_A_TERMINAL:
+            said += ". If its script loads its last checkpoint, the same command continues from there. "
+            said += f"Started with --detach, it does not end with {_OF_A_TERMINAL[self.signal]}"
+        return said
 
     def sigterm(self) -> dict[str, Any]:
         """Return the message that asks a rank to end; mpiexec, which would end the others, learns later."""

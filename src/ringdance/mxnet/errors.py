@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from mxnet.base import MXNetError
+from ringdance.errors import RingdanceError, optional
 
-from ringdance.errors import RingdanceError
+MXNetError = optional(
+    "mxnet.base", ImportError, "MXNet is not installed", "mxnet>=1.9.1",
+    ". Ringdance takes MXNet 1.9.1, which needs Python 3.11 and NumPy below 1.24: Ringdance's extra `mxnet`",
+).MXNetError  # fmt: skip
 
 
 @lru_cache

@@ -105,8 +105,8 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
                 f"{variable}={text!r} cannot be used: expected {setting.parser.expected}. "
                 f"({setting.doc} Default: {show(setting, setting.default)}.)"
             ) from None
-    # Horovod reads such text as 0 in some settings, and keeps the default in the others.
-    value = setting.default if setting.unusable is None else setting.unusable
+    # Horovod takes such text for 0 in some settings, which as a number would change more than it tells.
+    value = False if isinstance(setting.default, bool) else setting.default
     expected = "a whole number, 0 for off" if isinstance(value, bool) else setting.parser.expected
     notes.append(f"{variable}={text!r} cannot be used: expected {expected}. {show(setting, value)} holds.")
     return value

@@ -41,7 +41,6 @@ class Setting:
         unit: of the value; empty for words and switches.
         own: the ``RINGDANCE_*`` name.
         legacy: the ``HOROVOD_*`` name, or empty.
-        unusable: the value that a legacy name has when its text cannot be used; None: the default.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Setting:
     unit: str = ""
     own: str = ""
     legacy: str = ""
-    unusable: Any = None
 
 
 def _setting(default: T, parser: Parser[T], doc: str, **more: Any) -> T:
@@ -60,7 +58,7 @@ def _setting(default: T, parser: Parser[T], doc: str, **more: Any) -> T:
 
 
 def _switch(default: bool, doc: str, **more: Any) -> bool:
-    return _setting(default, SWITCH, doc, unusable=False, **more)
+    return _setting(default, SWITCH, doc, **more)
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,11 @@ class Settings:
     )
     cycle_time: float = _setting(
         1.0, NUMBER, "How long a submitted tensor may wait for others before a round starts.",
-        unit="ms", legacy="HOROVOD_CYCLE_TIME", unusable=0.0,
+        unit="ms", legacy="HOROVOD_CYCLE_TIME",
     )
     cache_capacity: int = _setting(
         1024, COUNT, "Tensors that a process set remembers, so that it agrees on them by one bit each.",
-        unit="tensors", legacy="HOROVOD_CACHE_CAPACITY", unusable=0,
+        unit="tensors", legacy="HOROVOD_CACHE_CAPACITY",
     )
     deterministic: bool = _switch(
         False, "Sum each element in one order, whatever is exchanged with it: two runs are bit-equal."

@@ -131,7 +131,8 @@ def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
     if late:
         parts.append(f"Not there yet: {', '.join(late)}: see what they do before init().")
     if absent:
-        parts.append(f"Not on this host: {_listed(absent)}: ended before init(), or on another host.")
+        where = "ended before init() (see their output), or on another host"
+        parts.append(f"Not on this host: {_listed(absent)}: {where}.")
     if not parts:
         parts.append("All have called it: MPI cannot connect them (network interface, firewall?).")
     return f"{head}. Waiting: {_listed(found.present)}. {' '.join(parts)}"

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringdance import subcommands
-from ringdance.cluster.hostfile import HostList, parse_hosts
+from ringdance.cluster.hostfile import HostList, hosts_text, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import counts, positive, seconds
@@ -109,9 +109,10 @@ class Trials:
         total = one.ranks * max(1, len(self.hosts))
         words = ["mpirun" if one.bind else "run", "-np", str(total)]
         if self.hosts:
-            words += ["-H", ",".join(f"{name}:{one.ranks}" for name, _ in self.hosts)]
+            words += ["-H", hosts_text([(name, one.ranks) for name, _ in self.hosts])]
         if one.bind:
-            words += ["-bind-to", "core", "-map-by", f"slot:PE={max(1, self.cores // one.ranks)}"]
+            each = f"slot:PE={max(1, self.cores // one.ranks)}"  # hardware threads: what is counted here
+            words += ["-use-hwthread-cpus", "-bind-to", "hwthread", "-map-by", each]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), one.intra)
         if self.tensorflow:
             threads |= {"TF_NUM_INTRAOP_THREADS": one.intra, "TF_NUM_INTEROP_THREADS": one.inter}

@@ -170,6 +170,12 @@ def test_lsf(more: dict[str, str]) -> None:
     assert (list(found.hosts), found.source) == ([("n1", 4), ("n2", 2)], "LSF job 9")
 
 
+def test_a_batch_node_is_left_out_where_the_others_have_more_slots() -> None:
+    found = detect({"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "batch1 1 batch2 1 batch3 1"})
+    assert found
+    assert [name for name, _ in found.hosts] == ["batch1", "batch2", "batch3"]
+
+
 def test_lsf_by_its_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("n1\nn1\nn2\n")

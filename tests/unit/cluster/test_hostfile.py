@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
+from ringdance.cluster.hostfile import hosts_text, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 
 
@@ -18,10 +18,29 @@ from ringdance.errors import LaunchError
         ("[fe80::1]:2,10.0.0.1:3", [("fe80::1", 2), ("10.0.0.1", 3)]),
         ("a:1,b:2,a:3", [("a", 4), ("b", 2)]),
         ("a,[fe80::1],b:2,a,2001:db8::5", [("a", 2), ("fe80::1", 1), ("b", 2), ("2001:db8::5", 1)]),
+        ("1:2:3:4:5:6:7:8,1:2:3:4:5:6:7:9:2", [("1:2:3:4:5:6:7:8", 1), ("1:2:3:4:5:6:7:9", 2)]),
+        ("[fd00::10:2],fe80::1%eth0", [("fd00::10:2", 1), ("fe80::1%eth0", 1)]),
     ],
 )
 def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
     assert parse_hosts(text) == hosts
+    assert parse_hosts(hosts_text(hosts)) == hosts
+
+
+@pytest.mark.parametrize(
+    ("entry", "hint"),
+    [
+        ("fe80::1:4", r"Write \[fe80::1\]:4, or \[fe80::1:4\] for an address alone"),
+        ("me@h1:2", 'Give the user to ssh: h1:2 with --ssh-args="-l me"'),
+        ("me@h1", 'Give the user to ssh: h1 with --ssh-args="-l me"'),
+    ],
+)
+def test_what_is_probably_meant(tmp_path: Path, entry: str, hint: str) -> None:
+    with pytest.raises(LaunchError, match=hint):
+        parse_hosts(f"a,{entry}")
+    for text in (entry, f"{entry}\nh2 slots=2"):
+        with pytest.raises(LaunchError, match=hint):
+            parse_hostfile(hostfile(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +72,7 @@ def hostfile(directory: Path, text: str) -> str:
         ("d max_slots=9 slots=4\nfe80::1 slots=2\n[fe80::2]:3\n", [("d", 4), ("fe80::1", 2), ("fe80::2", 3)]),
         ("a slots=1\nb slots=1\na slots=2\n", [("a", 3), ("b", 1)]),
         ("a\na\nb\n", [("a", 2), ("b", 1)]),
+        ("fd00::2\n[fd00::10:2]\n", [("fd00::2", 1), ("fd00::10:2", 1)]),
     ],
 )
 def test_forms_of_host_files(tmp_path: Path, text: str, hosts: list[tuple[str, int]]) -> None:

@@ -31,6 +31,18 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize("code", ["", "import types; types.no_such_name"])  # as MXNet with a newer NumPy
+def test_mxnet_that_cannot_be_imported_names_the_versions(tmp_path: Path, code: str) -> None:
+    if not code and importlib.util.find_spec("mxnet"):
+        pytest.skip("MXNet is installed")
+    if code:
+        (tmp_path / "mxnet.py").write_text(code)
+    done = python("import horovod.mxnet", PYTHONPATH=str(tmp_path))
+    last = done.stderr.splitlines()[-1]
+    assert ("MXNet is not installed: " in last) is not bool(code)
+    assert "MXNet 1.9.1, which needs Python 3.11 and NumPy below 1.24: Ringdance's extra `mxnet`" in last
+
+
 @pytest.mark.parametrize(
     "names",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -108,6 +110,28 @@ def test_a_killed_rank_is_named(settings: Settings, tmp_path: Path) -> None:
     dumps = sorted(tmp_path.glob("*.json"))
     assert dumps
     assert all("rank 1" in json.loads(path.read_text())["reason"] for path in dumps)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_flight_record_is_left_only_where_an_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """A rank that fails shows its own exception, and the others name that rank."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def program(engine: Engine) -> list[str]:
+        hvd.barrier()
+        if leaves and engine.rank == 1:
+            engine.leave("rank 1 ended with ValueError: x")
+            return []
+        with pytest.raises((RankLostError, StallError)) as caught:
+            hvd.allreduce(np.ones(2), name=f"{engine.rank > 0}")
+        return re.findall(r"Last batches: (\S+)\)", str(caught.value))
+
+    settings = Settings(stall_check_time=0.3, stall_shutdown_time=0.6)
+    named = [path for found in job(3, program, settings, report=lambda text: None) for path in found]
+    assert sorted(named) == sorted(map(str, tmp_path.glob("ringdance-flight-*")))
+    assert len(named) == (not leaves)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -291,6 +292,19 @@ def test_a_process_seen_from_outside(script: str, words: str) -> None:
         process.kill()
         process.wait()
     assert describe_threads(process.pid, None) == ""
+
+
+def test_a_host_that_does_not_answer_is_not_looked_into() -> None:
+    """Of it no rank answers: it may be switched off."""
+    transport = Mock(identities=WHO, **{"state.return_value": "unknown"})
+    watch = StallWatch(transport, Settings(), Mock(), Mock(), Mock(words=[0] * 64))
+    inquiry = Mock(seen={2: {"text": "its main thread sleeps", "stacks": "x"}}, cpu={3: None})
+    stacks: dict[int, str] = {}
+    said = watch._outside(3, inquiry, stacks)
+    assert said.startswith("no rank of its host answers: host1 is off or its network down (`ping host1`), or")
+    assert "py-spy" not in said
+    assert watch._outside(2, inquiry, stacks) == "its main thread sleeps"
+    assert stacks == {2: "x", 3: ""}
 
 
 def run_late(program: Callable[[Engine, list[str]], None], **settings: Any) -> list[str]:

@@ -85,7 +85,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
         ("ssh: connect to host two port 22: Connection refused", "-p PORT"),
         ("ssh: connect to host two port 22: Connection timed out", "ssh -v -o BatchMode=yes two true"),
         ("me@two: Permission denied (publickey,password)", "ssh-copy-id two"),
-        ("Host key verification failed", "ssh-keygen -R two"),
+        ("Host key verification failed.", "ssh two true"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "-R two"),
+        ("No ED25519 host key is known for two and you have requested strict checking.", "ssh-keyscan two"),
         ("no such thing", "ssh two true"),
     ],
 )
@@ -94,7 +96,7 @@ def test_a_host_that_cannot_be_reached(cluster: Cluster, words: str, fix: str) -
     cluster.odd("two", f"echo '{words}' >&2; exit 255")
     (result,) = cluster.wrong("reached")
     assert result.hosts == ("two",)
-    assert words in result.text
+    assert words.splitlines()[-1].rstrip(".") in result.text
     assert fix in result.fix
 
 
@@ -231,19 +233,6 @@ def test_another_python(cluster: Cluster) -> None:
 def test_a_login_that_prints(cluster: Cluster) -> None:
     cluster.odd("two", 'printf "Welcome to node two!"; exec sh -c "$command"')
     assert cluster.wrong("reached") == []
-
-
-@breaks("clocks")
-def test_a_clock_that_is_ahead(cluster: Cluster) -> None:
-    site = cluster.directory / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import time\nreal = time.time\ntime.time = lambda: real() + 3600\n"
-    )
-    cluster.odd("two", f'export PYTHONPATH={site}; exec sh -c "$command"')
-    (result,) = cluster.wrong("clocks")
-    assert "the clock of two is 3" in result.text
-    assert "ahead of this machine's" in result.text
 
 
 @breaks("reached")

@@ -91,12 +91,6 @@ def test_packages_of_another_python(tmp_path: Path) -> None:
     expect("pythonpath", Machine(env={"PYTHONPATH": str(other)}), "holds packages of another Python")
 
 
-@breaks("pythonhome")
-def test_pythonhome() -> None:
-    home = sys.base_prefix
-    expect("pythonhome", Machine(env={"PYTHONHOME": home}), f"PYTHONHOME={home} is set")
-
-
 @breaks("user-site")
 def test_libraries_of_the_user_come_first(tmp_path: Path) -> None:
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -166,19 +160,6 @@ def test_two_ranks_find_each_other() -> None:
     assert [result.severity for result in judged("world", facts)] == ["ok"]
 
 
-@breaks("mpiexec-in-path")
-def test_the_mpiexec_of_another_library(tmp_path: Path) -> None:
-    pytest.importorskip("mpi4py")
-    family = Machine().facts(["mpi"])["mpi"]["family"]
-    words = "HYDRA build details:" if family == "openmpi" else "mpiexec (OpenRTE) 4.1.4"
-    program(tmp_path / "other" / "mpiexec", f"echo '{words}'")
-    program(tmp_path / "broken" / "mpiexec", "exit 3")
-    other = Machine(env={"PATH": path_with(tmp_path / "other")})
-    expect("mpiexec-in-path", other, f"the first mpiexec in PATH is {tmp_path}/other/mpiexec")
-    broken = Machine(env={"PATH": path_with(tmp_path / "broken")})
-    expect("mpiexec-in-path", broken, "the first mpiexec in PATH is broken")
-
-
 @breaks("second-mpi-loaded")
 def test_a_second_library(tmp_path: Path) -> None:
     (tmp_path / "libmpi.so.12").write_text("")
@@ -223,32 +204,6 @@ def test_a_gpu(tmp_path: Path, check: str, env: dict[str, str], says: str) -> No
     path = path_with(tmp_path)
     sound = Machine(env={"PATH": path, "GPUS": SOUND})
     expect(check, Machine(env={"PATH": path, "GPUS": SOUND, **env}), says, slots=8, sound=sound)
-
-
-@breaks("torch-nccl")
-def test_another_nccl_than_pips(tmp_path: Path, bare: Path) -> None:
-    distribution(tmp_path, "torch", "9.9")
-    library = tmp_path / "libnccl.so.2"
-    library.write_text("x")
-    (tmp_path / "torch.py").write_text(
-        "import mmap, os, types\n__version__, made = '9.9', types.SimpleNamespace\n"
-        "version = made(cuda='12.8')\n"
-        f"loaded = mmap.mmap(os.open({str(library)!r}, 0), 0, prot=mmap.PROT_READ)\n"
-        "cuda = made(device_count=lambda: 1, nccl=made(version=lambda: (2, 21, 5)))\n"
-        "distributed = made(is_available=lambda: True, is_nccl_available=lambda: True)\n"
-    )
-
-    def found(is_wrong: bool) -> list[str]:
-        facts = of(bare, PYTHONPATH=str(tmp_path)).facts(["frameworks", "python"])
-        return [result.text for result in judged("torch-nccl", facts) if result.wrong == is_wrong]
-
-    assert not any("NCCL" in text for text in found(False))  # no wheel, as conda's torch
-    own = distribution(tmp_path, "nvidia-nccl-cu12", "2.21.5") / "nvidia_nccl_cu12-2.21.5.dist-info"
-    text = f"torch loads NCCL 2.21.5 from {library}, pip has nvidia-nccl-cu12"
-    assert found(False) == [f"{text} 2.21.5"]
-    shutil.rmtree(own)
-    distribution(tmp_path, "nvidia-nccl-cu12", "2.27.3")
-    assert found(True) == [f"{text} 2.27.3"]
 
 
 @breaks("gpu-framework")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from breaking import Machine, breaks, expect, wrong
+from breaking import HERE, NOTHING, Machine, breaks, expect, wrong
 
 from ringdance.doctor.check import Usage
+from ringdance.doctor.examine import examine
 
 
 def replaced(tmp_path: Path, file: str, text: str) -> str:
@@ -152,6 +154,23 @@ def test_a_folder_mounted_for_reading(tmp_path: Path) -> None:
     usage = Usage(directories=(str(tmp_path),))
     machine = Machine(shell=f"mount -t tmpfs -o ro none {tmp_path}")
     expect("folder-writable", machine, "cannot be written: Read-only file system", usage=usage)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "du -xh '/a b'"),
+        (errno.EDQUOT, "quota -s"),
+        (errno.EROFS, "findmnt -T '/a b'"),
+        (errno.EACCES, "sudo chown $USER '/a b'"),
+        (errno.EIO, "ls -ld '/a b'"),
+    ],
+)
+def test_the_fix_follows_the_error(number: int, words: str) -> None:
+    found = {"error": os.strerror(number), "nearest": "/a b"}
+    ((result),) = examine({HERE: {"disk": {"directories": {"/a b/c": found}}}}, NOTHING, ["folder-writable"])
+    assert words in result.fix
+    assert ("chown" in result.fix) == (number == errno.EACCES)
 
 
 @breaks("folder-space")

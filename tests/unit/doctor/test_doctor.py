@@ -12,8 +12,9 @@ import pytest
 from breaking import program
 
 from ringdance import cli
+from ringdance.doctor import cli as doctor_cli
 from ringdance.doctor import preflight as module
-from ringdance.doctor.check import Result, Usage
+from ringdance.doctor.check import AREAS, Result, Usage
 from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.report import print_text
 from ringdance.errors import LaunchError
@@ -50,10 +51,19 @@ def test_what_is_wrong_is_said_with_its_fix(
 
 
 def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--check", "limit-stack", "--json"]) == 0
+    assert cli.main(["doctor", "--check", "limit-processes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [result["check"] for result in found["results"]] == ["limit-stack"]
-    assert found["facts"][os.uname().nodename]["limits"]["stack"]
+    assert [result["check"] for result in found["results"]] == ["limit-processes"]
+    assert found["facts"][os.uname().nodename]["limits"]["processes"]
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_a_heading_is_the_name_of_its_checks(monkeypatch: pytest.MonkeyPatch, area: str) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(doctor_cli, "inspect", lambda *given: (asked.append(given[-1]), ({}, []))[1])
+    assert cli.main(["doctor", "--check", area, "--json"]) == 0
+    assert asked == [[check.name for check in CHECKS.values() if check.area == area]]
+    assert asked[0]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,7 @@ def test_the_checks_before_a_job_use_its_agents_and_leave_them(
 
 
 def test_the_checks_that_count_less_before_a_job_exist() -> None:
-    assert set(CHECKS) >= module._HANDLED | module._WARNINGS
+    assert set(CHECKS) >= module._WARNINGS
 
 
 class _Ready:
@@ -186,7 +196,6 @@ def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> No
         Result("names-agree", "network", "error", ("a",), "b stands for nothing", "fix names"),
         Result("memory-free", "memory", "warning", ("a", "b"), "in use", "unswap"),
         Result("pipes", "limits", "note", ("a",), "small", "fix pipes"),
-        Result("proxies", "environment", "warning", ("a",), "of no interest to a job", "unset it"),
         Result("cores", "cpu", "ok", ("a",), "two"),
     ]
     ready, said = _Ready(), list[str]()

@@ -9,11 +9,11 @@ import pytest
 from breaking import Machine
 
 from ringdance.doctor import gather
-from ringdance.doctor.check import AREAS, SEVERITIES, Host, Usage
+from ringdance.doctor.check import AREAS, SEVERITIES, Usage
 from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.examine import examine
 from ringdance.doctor.probe import PROBES
-from ringdance.doctor.rows import outliers, variables
+from ringdance.doctor.rows import outliers
 from ringdance.launch.remote.shell import RemoteShell
 
 
@@ -60,16 +60,6 @@ def test_what_several_hosts_have_in_common_is_said_once() -> None:
     assert [result.hosts for result in results] == [("a", "b")]
 
 
-def test_variables_are_wrong_if_their_whole_value_matches() -> None:
-    judge = variables({"A": "on|yes", "B": ".+"}, " is slow", ", please")
-
-    def of(**values: str) -> list[tuple[str, str]]:
-        return [(f.text, f.fix) for f in judge(Host({"environment": {"variables": values}}))]
-
-    assert of() == of(A="only") == []
-    assert of(A="ON", B="x") == [("A=ON, B=x is slow", "unset A B, please")]
-
-
 def test_of_equally_common_values_the_first_host_s_counts() -> None:
     (finding,) = outliers({"a": "1", "b": "2"}, "fix it", "version")
     assert (finding.text, finding.hosts) == ("version 2 on b, but 1 on a", ("b",))
@@ -85,7 +75,7 @@ def test_a_probe_process_answers_even_if_a_probe_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("answer", "error", "fix"),
     [
-        ({"output": 'noise }\n::ringdance-doctor::{"times": {"began": 1, "ended": 2}}\nnoise'}, "", ""),
+        ({"output": 'noise }\n::ringdance-doctor::{"cpu": {"cores": 2}}\nnoise'}, "", ""),
         ({"output": "ended with exit code -9"}, "ended with exit code -9", "ssh node1"),
         ({"output": "::ringdance-doctor::{"}, "the probes fail", "-m ringdance doctor"),
         ({"problem": "ssh cannot connect: (All use is logged. Go. ). Try it"}, "logged. Go. )", "Try it"),
@@ -93,7 +83,7 @@ def test_a_probe_process_answers_even_if_a_probe_is_unknown() -> None:
     ],
 )
 def test_what_a_host_answers(answer: dict[str, str], error: str, fix: str) -> None:
-    found = gather._facts("node1", {"problem": "", "received": 3.0, **answer}, 1.0, RemoteShell())["reach"]
+    found = gather._facts("node1", {"problem": "", **answer}, RemoteShell())["reach"]
     assert error in found["error"]
     assert fix in found.get("fix", "")
     assert bool(found["error"]) == bool(error)

@@ -38,6 +38,15 @@ def test_the_first_by_time() -> None:
     assert [cause.rank for cause in found.others] == [0]
 
 
+def test_of_an_error_on_all_ranks_the_lowest_rank_is_named() -> None:
+    text = "CheckpointError: rank 0 on h, checkpoints in logs: No space left on device"
+    found = verdict([mark(0, 1.02, text), mark(1, 1.0, text), mark(2, 1.01, text)], ended(0, 5), ended(1, 1))
+    assert (found.cause.rank, found.code) == (0, 5)
+    assert [cause.rank for cause in found.others] == [1, 2]
+    later = verdict([mark(0, 9.0), mark(1, 1.0)], ended(0, 1), ended(1, 1))  # the same, but another failure
+    assert later.cause.rank == 1
+
+
 def test_errors_about_other_ranks_come_second_whenever_they_came() -> None:
     lost = mark(0, 1.0, "ringdance.errors.RankLostError: rank 1 died. Look for its last output.")
     found = verdict([lost], ended(0, 1, 1.1), ended(1, -9, 1.5))
@@ -159,6 +168,16 @@ def test_the_frame_shows_the_cause_once() -> None:
     assert "first failure: rank 1 of 2 on h, pid 101: ValueError: x" in text
     assert "then rank 0 on h, pid 100: the same error" in text
     assert "logs" in text
+
+
+def test_a_long_message_is_shown_once() -> None:
+    text = "DeadlockError: " + "rank 0 waits for a " * 20
+    first, other = mark(0, 1.0, text + "(Last batches: /tmp/a-0.json)"), mark(1, 1.1, text.rstrip())
+    shown = render(verdict([first, other], ended(0, 1), ended(1, 1)), 2)
+    assert shown.count(text.strip().partition(": ")[2]) == 1
+    assert shown.count("/tmp/a-0.json") == 1
+    assert "DeadlockError: (see above)" in shown
+    assert "then rank 1 on h, pid 101: the same error" in shown
 
 
 @pytest.mark.parametrize(

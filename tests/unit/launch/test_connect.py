@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
+
+import psutil
 
 # Agents as local processes: where a name stands for this machine, no ssh is needed.
 BEGIN = """
@@ -24,6 +30,33 @@ def run(text: str) -> str:
     done = subprocess.run([sys.executable, "-c", BEGIN + text], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_ctrl_c_leaves_no_ssh_whose_host_hangs(tmp_path: Path) -> None:
+    """One host answers, one hangs, and one is tried again."""
+    (tmp_path / "ssh").write_text(
+        '#!/bin/sh\ncase "$*" in *-G*) exit 0;; *" fails "*) exit 255;; esac\nexec sleep 1000\n'
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    text = BEGIN + (
+        "shell = RemoteShell(local=['here'], start_timeout=100.0)\n"
+        "connect(['here', 'hangs', 'fails'], shell, 100.0)\n"
+    )
+    environ = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.PIPE, env=environ) as process:
+        children: list[psutil.Process] = []
+        until = time.monotonic() + 20.0
+        while time.monotonic() < until and len(children) < 2:  # the agent here, and one ssh
+            time.sleep(0.05)
+            children = psutil.Process(process.pid).children(recursive=True)
+            children = [one for one in children if one.name() in ("sleep", "python")]
+        process.send_signal(signal.SIGINT)
+        try:
+            assert b"KeyboardInterrupt" in process.communicate(timeout=20.0)[1]
+        finally:
+            process.kill()
+    assert len(children) > 1
+    assert not psutil.wait_procs(children, 10.0)[1]
 
 
 def test_a_soft_limit_of_open_files_is_raised() -> None:

@@ -69,8 +69,11 @@ def test_the_users_own_thread_count_wins() -> None:
 
 
 def test_the_users_own_mpi_parameters_win() -> None:
-    own = {"OMPI_MCA_osc": "rdma"}
-    assert plan(environ=own).environ(own)["OMPI_MCA_osc"] == "rdma"
+    own = {"OMPI_MCA_osc": "rdma", "PMIX_MCA_psec": "munge", "PMIX_MCA_gds": "hash", "PRTE_MCA_x": "1"}
+    own |= {"HYDRA_IFACE": "eth0", "HYDRA_FULL_ERROR": "1"}  # the latter: of a library for configurations
+    made = plan(environ=own)
+    assert made.environ(own).items() >= own.items()
+    assert made.forwarded(own).items() >= own.items()
 
 
 def test_variables_of_a_job_around_this_one_are_removed() -> None:
@@ -108,7 +111,7 @@ def test_one_machine_under_several_names_is_one_host() -> None:
 
 
 def test_more_ranks_than_slots() -> None:
-    with pytest.raises(LaunchError, match="-np 5 needs 5 slots, but the hosts given have 4: localhost:4"):
+    with pytest.raises(LaunchError, match=r"have 4: localhost:4\. Use -np 4, or .*: -H localhost:5, slots=5"):
         plan(ranks=5, hosts=[("localhost", 4)])
 
 
@@ -246,8 +249,8 @@ def test_each_rank_has_its_gpus() -> None:
     assert plan(**{**two, "facts": {"a": facts["a"]}}, gpus_per_rank=1)  # b was not asked (--no-check)
     with pytest.raises(LaunchError) as error:
         plan(**two, gpus_per_rank=2)
-    assert "a has 4 for 4 ranks, b has 2 for 2 ranks. Give these fewer slots (-H a:2,b:1)" in str(error.value)
-    with pytest.raises(LaunchError, match=r"b has 1 for 2 ranks\. Give these fewer slots \(-H b:1\)"):
+    assert "a has 4 for 4 ranks, b has 2 for 2 ranks. Give them fewer slots (-H a:2,b:1)" in str(error.value)
+    with pytest.raises(LaunchError, match=r"b has 1 for 2 ranks\. Give them fewer slots \(-H b:1\)"):
         plan(**{**two, "facts": facts | {"b": replace(four, visible_devices="3")}}, gpus_per_rank=1)
     with pytest.raises(LaunchError, match=r"--gpus-per-rank -1: it must be 0 or more"):
         JobSpec(["x"], ranks=1, gpus_per_rank=-1).resolved()

@@ -70,7 +70,7 @@ def test_a_rank_has_got_no_signal_that_came_before_it(early: bool) -> None:
             os.kill(supervisor, signal.SIGTERM)
             time.sleep(0.1)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        channel.send({"go": {"RANK": 0, "SIZE": 1}, "port": 0}, [nothing])
+        channel.send({"go": {"RANK": 0, "SIZE": 1}, "port": 0, "environ": {}}, [nothing])
         ((pid,), _, _), began = channel.receive(), time.monotonic()
         time.sleep(0.1)
         if not early:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,68 @@ import pytest
 
 from ringdance.launch.agents import RankLink
 from ringdance.launch.cause import Cause, Ended
-from ringdance.launch.hosts import Host
+from ringdance.launch.hosts import Host, assign_ranks, rank_numbers
 from ringdance.launch.output.stream import WITH_RANK, Stream
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote
+
+
+def steps_of(action: Callable[[], Any]) -> int:
+    """Return how many lines of Python, and turns of comprehensions, an action takes."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def steps_of_a_job(ranks: int) -> list[int]:
+    """Return the steps for numbers of ranks, and for each report of the last rank, with the loop's turn."""
+    hosts = assign_ranks(ranks, [(f"h{n}", 4) for n in range(ranks // 4)])
+    plan: Any = SimpleNamespace(hosts=hosts, ranks=ranks)
+    spec = SimpleNamespace(fold=False, output_directory="")
+    sinks = SimpleNamespace(of=lambda *which: lambda data: None)
+    agents = SimpleNamespace(port=lambda host: 1, is_local=lambda link: True)
+    table = RankTable(SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK), sinks, -1, agents)  # type: ignore[arg-type]
+    frames = SimpleNamespace(send=lambda *message: True)
+    links = [RankLink(Remote(f"h{n // 4}", frames, ()), n) for n in range(ranks)]  # type: ignore[arg-type]
+    for number, link in enumerate(links):
+        assert not table.add(link, {"rank": number, "size": ranks, "host": link.remote.host})
+        for which in range(2):
+            table.write(link, which, b"Traceback (most recent call last):\n")
+        if number < ranks - 1:
+            table.on_start(table._ranks[number], 1)
+        if number % 2 and number < ranks - 1:
+            table.on_end(table._ranks[number], Ended(number, "h", 1, 0, 0.0))
+    last = table._ranks[ranks - 1]
+
+    def turn() -> None:
+        for running in (True, False):
+            table.due(running)
+            table.show_due(running)
+
+    turn()
+    return [
+        steps_of(lambda: rank_numbers(hosts)) // ranks,
+        steps_of(lambda: table.write(links[-1], 0, b"line\n")),
+        steps_of(lambda: (table.on_start(last, 1), table.started, table.idle)),
+        steps_of(lambda: (table.on_end(last, Ended(last.rank, "h", 1, 0, 0.0)), table.over, table.idle)),
+        steps_of(turn),
+    ]
+
+
+def test_the_work_for_a_report_does_not_grow_with_the_number_of_ranks() -> None:
+    few, many = steps_of_a_job(40), steps_of_a_job(400)
+    assert all(after <= before + 2 for before, after in zip(few, many, strict=True)), (few, many)
 
 
 def reported(table: Any, remotes: list[Remote], rank: int, message: str, when: float) -> None:
@@ -42,7 +102,9 @@ def test_the_first_failure_does_not_depend_on_the_clocks_of_hosts(
     table = RankTable(prepared, SimpleNamespace(of=lambda which: None), -1, None)  # type: ignore[arg-type]
     for number, remote in enumerate(remotes):
         streams = [Stream(lambda data: None, WITH_RANK, holds=bool(which)) for which in range(2)]
-        table._ranks[number] = Rank(RankLink(remote, number), number, remote.host, streams, 100 + number)
+        link = RankLink(remote, number)
+        table._ranks[number] = Rank(link, number, remote.host, streams, 100 + number)
+        table._by_link[link] = table._ranks[number]
         remote.time_here(now[0] - 0.001 + number * off)  # it has started
     for rank, message in ((first, "ValueError: image 17"), (1 - first, "EOFError")):
         now[0] += 0.05

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import signal
+
 import pytest
 
+from ringdance.launch.shutdown import Shutdown
 from ringdance.launch.states import TRANSITIONS, Event, State
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "its terminal"), (signal.SIGTERM, "")]
+)
+def test_an_end_by_the_terminal_says_how_to_continue(number: signal.Signals, words: str) -> None:
+    shutdown = Shutdown(30.0)
+    shutdown.add(number, math.inf, True)
+    assert shutdown.sentence().startswith(f"the job was ended by {number.name} to its launcher")
+    assert shutdown.sentence().endswith(f"does not end with {words}") == bool(words)
+    assert ("continues from there" in shutdown.sentence()) == bool(words)
 
 
 @pytest.mark.parametrize("state", State)

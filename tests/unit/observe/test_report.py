@@ -197,7 +197,12 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--output-filename" in capsys.readouterr().err
     (tmp_path / "empty" / "rank.0").mkdir()  # as that option does
     assert report.main([str(tmp_path / "empty")]) == 2
-    assert "its ranks have not called hvd.init()" in capsys.readouterr().err
+    assert ": its ranks have not called hvd.init()" in capsys.readouterr().err
+    said = "Traceback (most recent call last):\n...\nModuleNotFoundError: No module named 'torchvision'\n\n"
+    (tmp_path / "empty" / "rank.0" / "stderr").write_text(said)
+    assert report.main([str(tmp_path / "empty")]) == 2
+    last = "No module named 'torchvision'\". If that is not why, its ranks have not called hvd.init()"
+    assert f"a rank's stderr ends with \"ModuleNotFoundError: {last}" in capsys.readouterr().err
     still = tmp_path / "still"
     write(still, [0.1])
     lines = (still / "metrics-0.jsonl").read_text().splitlines()
@@ -208,7 +213,8 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         {**json.loads(lines[1]), "time": 1000.0 + second, "steps": 9 * (second > 1), "last_step_time": 1001.5}
     ) for second in range(3)))  # samples each second
     assert report.main([str(still)]) == 2
-    assert "took 2.0 s only" in (said := capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert "took 2.0 s only" in said
     assert said.endswith("RINGDANCE_METRICS_INTERVAL=0.2\n")
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from ringdance.cli import main
+from ringdance.launch.mpi.mpirun import parse
 from ringdance.tune import threads
-from ringdance.tune.threads import Result, Setting, search
+from ringdance.tune.threads import Result, Setting, Trials, search
 
 SPACE = {"ranks": [1, 2, 4], "intra": [1, 2, 4], "inter": [1, 2], "bind": [0, 1]}
 SCRIPT = """
@@ -168,3 +169,14 @@ def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
 def test_what_is_wrong_is_refused(line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "threads", *line.split()]) in (2, 127)
     assert why in capsys.readouterr().err
+
+
+def test_a_bound_rank_gets_all_of_its_cores() -> None:
+    """By the line that mpiexec gets; hosts are named as `ringdance mpirun` reads them."""
+    given = argparse.Namespace(global_batch=64, command=["train", "{batch}"])
+    trials = Trials(given, [("fe80::1", 8), ("h2", 8)], 8)
+    kind, *words = trials.line(Setting(2, 4, 0, 1))
+    line = parse(words, {})
+    assert (kind, line.ranks, line.hosts) == ("mpirun", 4, [("fe80::1", 2), ("h2", 2)])
+    assert line.mpi == ["--use-hwthread-cpus", "--bind-to", "hwthread", "--map-by", "slot:PE=4"]
+    assert (line.notes, line.command) == ([], ["train", "16"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -13,18 +15,28 @@ from ringdance.doctor.rows import GB, limit, size
 _LONGEST = 60  # a socket's address has 108 bytes, and MPI's session directories take about 45 of them
 
 
+_REMOVE = "see what uses it, and remove that: du -xh {} | sort -h | tail"
+_FIXES = {
+    os.strerror(errno.EACCES): "choose another directory, or: sudo chown $USER {}",
+    os.strerror(errno.ENOSPC): f"choose another disk, or {_REMOVE}",
+    os.strerror(errno.EDQUOT): f"see your quota (quota -s); {_REMOVE}",
+    os.strerror(errno.EROFS): "choose another directory; this disk is mounted for reading: findmnt -T {}",
+}
+
+
 def _writable(host: Host) -> Iterator[Finding]:
     for path, found in host["disk"]["directories"].items():
         if found["error"]:
-            fix = f"choose another directory, or: sudo chown $USER {shlex.quote(found['nearest'])}"
-            yield Finding(f"{path} cannot be written: {found['error']}", fix)
+            fix = _FIXES.get(found["error"], "choose another directory; this one: ls -ld {}")
+            text = f"{path} cannot be written: {found['error']}"
+            yield Finding(text, fix.format(shlex.quote(found["nearest"])))
 
 
 def _space(path: str, found: dict[str, Any], need: int) -> Iterator[Finding]:
     """Judge free space: `need` suffices, and 5% of a disk, but not 5% of a tiny one."""
     if "free" in found:
         enough = found["free"] >= min(need, max(found["total"] // 20, need // 4))
-        fix = f"see what uses it, and remove that: du -xh {shlex.quote(found['nearest'])} | sort -h | tail"
+        fix = _REMOVE.format(shlex.quote(found["nearest"]))
         yield Finding(
             f"{path}: {size(found['free'])} of {size(found['total'])} are free", "" if enough else fix
         )

@@ -89,16 +89,6 @@ def _framework_gpus(host: Host) -> Iterator[Finding]:
             yield Finding(f"{text}: a build for CPUs", fix)
 
 
-def _nccl(host: Host) -> Iterator[Finding]:
-    torch = host["frameworks"]["of"].get("torch", {})
-    wheel = f"nvidia-nccl-cu{torch.get('cuda', '').partition('.')[0]}"
-    version = host["python"]["versions"].get(wheel)
-    if "nccl" in torch and version:
-        fix = f"unset LD_LIBRARY_PATH LD_PRELOAD; pip install --force-reinstall --no-deps {wheel}=={version}"
-        text = f"torch loads NCCL {torch['nccl']} from {torch['nccl_file']}, pip has {wheel} {version}"
-        yield Finding(text, "" if f"{version}.".startswith(f"{torch['nccl']}.") else fix)
-
-
 def _imports(host: Host) -> Iterator[Finding]:
     for name, found in host["frameworks"]["of"].items():
         if "error" in found:
@@ -133,8 +123,6 @@ CHECKS = (
           "memory of GPUs that is in use: often by processes of an earlier job", _memory),
     Check("gpu-framework", "gpu", ERROR, "frameworks without GPU support on a machine that has GPUs",
           _framework_gpus, ("gpu", "frameworks")),
-    Check("torch-nccl", "gpu", WARNING, "NCCL that torch loads: another than that of pip's wheel",
-          _nccl, ("frameworks", "python")),
     Check("framework-imports", "frameworks", ERROR,
           "whether installed frameworks can be imported at all", _imports),
     Check("same-gpus", "gpu", WARNING, "GPUs of the hosts: kind and number",

@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Hosts
+from ringdance.doctor.check import ERROR, WARNING, Check
 from ringdance.doctor.rows import equal, limit
-
-_AHEAD_S = 1.0
-
-
-def _clocks(hosts: Hosts) -> Iterator[Finding]:
-    for name, host in hosts.items():
-        low, high = host["reach"].get("ahead", (0.0, 0.0))  # absent if it was not reached
-        least = max(low, -high)  # 0 is between low and high if the clocks may agree
-        if least > _AHEAD_S:
-            way = "ahead of" if low > 0 else "behind"
-            yield Finding(
-                f"the clock of {name} is {least:.0f} s or more {way} this machine's",
-                "sudo systemctl enable --now chrony (or systemd-timesyncd) there",
-                hosts=(name,),
-            )
-
 
 CHECKS = (
     Check("reached", "hosts", ERROR,
@@ -36,9 +18,6 @@ CHECKS = (
                 "put the directory on a shared disk, or copy it to the same path there",
                 problem="there is no {machine[cwd][path]}",
                 applies=lambda host: host["machine"]["cwd"]["path"]), ("machine",)),
-    Check("clocks", "hosts", WARNING,
-          "clocks of the hosts, compared with this one's: logs mislead, tokens expire, caches go wrong",
-          _clocks, ("reach",), compares=True),
     Check("same-user", "hosts", WARNING, "user of the hosts: files of one are not another's",
           equal(lambda host: {"user": host["machine"]["user"]},
                 "ssh as the same user everywhere (User in ~/.ssh/config)"), ("machine",), compares=True),

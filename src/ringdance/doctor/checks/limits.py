@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
-from ringdance.doctor.rows import GB, MB, limit
+from ringdance.doctor.rows import GB, limit
 
 _PERMANENT = (
     "and permanently in /etc/security/limits.conf (or DefaultLimit... of systemd, for slurmd and dockerd)"
@@ -59,23 +59,9 @@ CHECKS = (
     Check("limit-processes", "limits", WARNING,
           "processes and threads of the user: 'Resource temporarily unavailable' when threads start",
           _processes, ("limits", "cpu", "leftovers")),
-    Check("limit-stack", "limits", WARNING, "stack: small ones end compiled code with SIGSEGV",
-          limit("the stack may have {limits[stack][0]!b}",
-                lambda host: _below(host, "stack", 2 * MB),
-                "ulimit -s 8192")),
     Check("limit-address-space", "limits", ERROR,
           "address space: CUDA and shared memory reserve far more than they use",
           limit("address space: {limits[address][0]!b}", lambda host: _below(host, "address"),
                 "ulimit -v unlimited",
                 problem="address space: {limits[address][0]!b} only; frameworks reserve more than they use")),
-    Check("limit-file-size", "limits", ERROR,
-          "size of files: a checkpoint that grows beyond it ends the rank with SIGXFSZ",
-          limit("size of files: {limits[file_size][0]!b}", lambda host: _below(host, "file_size"),
-                "ulimit -f unlimited",
-                problem="size of files: {limits[file_size][0]!b} only; a larger checkpoint ends its rank")),
-    Check("limit-cpu-time", "limits", ERROR, "CPU time: login nodes kill processes after some minutes of it",
-          limit("CPU time: no limit", lambda host: _below(host, "cpu_time"),
-                "run on a compute node (salloc, sbatch), or: ulimit -t unlimited",
-                problem="CPU time: {limits[cpu_time][0]} s only; then a process is killed, as on a login "
-                        "node")),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from ringdance.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host
-from ringdance.doctor.rows import equal, limit, several, variables
+from ringdance.doctor.rows import equal, limit, several
 
 _REQUIRED = ("numpy", "ml_dtypes", "cloudpickle", "mpi4py", "psutil", "rich")
 _COMPAT = "in a clone of Ringdance: pip install ./compat/horovod"
@@ -89,9 +89,6 @@ CHECKS = (
     Check("pythonpath", "python", WARNING,
           "PYTHONPATH with directories that do not exist, or that lead to another Python's packages",
           _pythonpath, ("python", "environment")),
-    Check("pythonhome", "python", ERROR,
-          "PYTHONHOME, which makes other interpreters load this one's standard library",
-          variables({"PYTHONHOME": ".+"}, " is set"), ("environment",)),
     Check("user-site", "python", WARNING, "libraries in ~/.local that hide the environment's",
           limit("nothing in ~/.local comes before the environment's libraries",
                 lambda host: host["python"]["user_site"],

@@ -1,7 +1,4 @@
-"""The environment that a script started from this shell would have: only variables of a list are read.
-
-Values that may hold secrets never leave the machine: of a proxy only the variable's name is reported.
-"""
+"""The environment that a script started from this shell would have: only variables of a list are read."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ringdance.settings import SettingWarning, load
 
 NAMES = (
     # threads
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_DUPLICATE_LIB_OK",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
     # devices and networks
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
     "UCX_NET_DEVICES", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "UCX_TLS",
@@ -23,23 +20,17 @@ NAMES = (
     "OMPI_MCA_osc", "OMPI_MCA_pml", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "MASTER_PORT",
     # MPI
     "OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX", "OMPI_MCA_orte_default_hostfile", "MPI4PY_LIBMPI",
-    "MPI4PY_MPIABI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK", "PMIX_RANK",
-    "I_MPI_ROOT",
-    # schedulers
-    "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_MPI_TYPE", "SLURM_PROCID", "TF_CONFIG",
+    "MPI4PY_MPIABI", "I_MPI_ROOT",
     # the loader and temporary files
-    "LD_PRELOAD", "LD_LIBRARY_PATH", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "no_proxy",
-    "NO_PROXY",
+    "LD_PRELOAD", "LD_LIBRARY_PATH", "TMPDIR", "PYTHONPATH", "LANG", "LC_ALL",
 )  # fmt: skip
-_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "grpc_proxy")
 
 
 def collect(usage: Usage) -> dict[str, Any]:
-    """Variables of the list that are set, names of proxies, warnings and errors of settings."""
+    """Variables of the list that are set, warnings and errors of settings."""
     notes, error = _settings()
     return {
         "variables": {name: os.environ[name] for name in NAMES if os.environ.get(name)},
-        "proxies": [name for name in _PROXIES if os.environ.get(name)],
         "notes": notes,
         "setting_error": error,
     }

@@ -18,10 +18,6 @@ _SCRIPTS = {
     "torch": """
 import torch
 found = {"version": torch.__version__, "cuda": torch.version.cuda or "", "sees": torch.cuda.device_count()}
-if found["cuda"] and torch.distributed.is_available() and torch.distributed.is_nccl_available():
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()[:3]))
-    with open("/proc/self/maps") as maps:
-        found["nccl_file"] = next((line.split()[-1] for line in maps if "libnccl.so" in line), "torch itself")
 """,
     "tensorflow": """
 import tensorflow as tf

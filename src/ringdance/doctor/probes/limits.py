@@ -10,7 +10,7 @@ from ringdance.doctor.probes import files
 
 _NAMES = {
     "memlock": "RLIMIT_MEMLOCK", "files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC",
-    "stack": "RLIMIT_STACK", "address": "RLIMIT_AS", "file_size": "RLIMIT_FSIZE", "cpu_time": "RLIMIT_CPU",
+    "address": "RLIMIT_AS",
 }  # fmt: skip
 
 

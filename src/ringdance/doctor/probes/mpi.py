@@ -1,10 +1,9 @@
-"""The MPI library that mpi4py loads, the mpiexecs in PATH, Slurm's support of MPI."""
+"""The MPI library that mpi4py loads, and its mpiexec."""
 
 from __future__ import annotations
 
 import glob
 import os
-import re
 from typing import Any
 
 from ringdance.doctor.check import Usage
@@ -14,7 +13,7 @@ from ringdance.launch.mpi.library import family_of, find_mpi, mpi4py_variants, w
 
 
 def collect(usage: Usage) -> dict[str, Any]:
-    """Library, its mpiexec and whether that starts; mpiexecs in PATH; others in LD_LIBRARY_PATH; Slurm."""
+    """Library, its mpiexec and whether that starts; others in LD_LIBRARY_PATH."""
     found: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": "", "version": None}
     try:
         mpi = find_mpi()
@@ -24,7 +23,6 @@ def collect(usage: Usage) -> dict[str, Any]:
         found["error"] = str(error)
     found["prefix"] = prefix = os.path.dirname(os.path.dirname(found["mpiexec"]))
     found["reinstall"] = pip_install("--force-reinstall", wheel_of(found["family"]))
-    found["in_path"] = [_version(path) for path in _in_path()]
     found["other_libraries"] = [
         library
         for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
@@ -32,7 +30,7 @@ def collect(usage: Usage) -> dict[str, Any]:
         if not prefix or not library.startswith(f"{prefix}/")
     ]
     found["mpi4py"] = mpi4py_variants()
-    return found | {"slurm": _slurm()}
+    return found
 
 
 def _version(path: str) -> dict[str, Any]:
@@ -41,26 +39,3 @@ def _version(path: str) -> dict[str, Any]:
     family = family_of(f"{output}\n{errors}") or ""
     shown = files.last_line(errors or output) or "no output"
     return {"path": path, "code": code, "family": family, "output": shown}
-
-
-def _in_path() -> list[str]:
-    """Return each mpiexec or mpirun in PATH, in its order; one for each directory."""
-    found: dict[str, str] = {}
-    for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
-        for name in ("mpiexec", "mpirun"):
-            path = os.path.join(directory, name)
-            if os.path.isfile(path) and os.access(path, os.X_OK):
-                found.setdefault(os.path.dirname(os.path.realpath(path)), path)
-    return list(found.values())
-
-
-def _slurm() -> dict[str, Any]:
-    """Kinds of MPI that srun offers; of a step's tasks, their number and whether they are connected."""
-    _, output, errors = files.run(["srun", "--mpi=list"], 10)
-    kinds = re.findall(r"\b(none|cray_shasta|openmpi|pmi2|pmix(?:_v\d+)?)\b", output + errors)
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "") if "SLURM_PROCID" in os.environ else ""
-    return {
-        "kinds": sorted(set(kinds)),
-        "tasks": int(tasks) if tasks.isdigit() else 0,
-        "connected": any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", "PMI_FD")),
-    }

@@ -54,6 +54,7 @@ _RESULT_BYTES = 1 << 20  # of a result's file in a message
 _SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
 _NO_BACKUP = "which cleans up there if the job's agent is killed, was killed; the job goes on without it"
 _RESULT = re.compile(r"result\.\d+\.pkl")
+_SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a shell drops variables with other names
 
 
 class _Agent:
@@ -197,7 +198,9 @@ class _Agent:
         launcher = message.get("launcher")
         if launcher:
             given = paths.translated(given, launcher) | paths.variables(cwd, launcher)
-        self._programs.prepare({**os.environ, **given, linux.MARKER: message["job"]}, cwd, launcher)
+        environ = {**os.environ, **given, linux.MARKER: message["job"]}
+        self._ranks.environ = {name: environ[name] for name in environ if not _SHELL_NAME.fullmatch(name)}
+        self._programs.prepare(environ, cwd, launcher)
         return ""
 
     def _put(self, name: str, data: bytes, mode: int) -> None:

@@ -9,7 +9,8 @@ Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to r
 ``{"pid", "time"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal,
 "time": since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
-reads; then ``{"signal": n}`` for the rank, with ``"after"``, seconds until then, and ``"stay"``, seconds in
+reads, to which the agent adds ``"environ"``: variables that a shell on the way may have dropped. Then
+``{"signal": n}`` for the rank, with ``"after"``, seconds until then, and ``"stay"``, seconds in
 which mpiexec shall not learn of the rank's end; ``{"over"}`` when all ranks have ended; closing the
 connection ends the rank at once.
 
@@ -180,6 +181,7 @@ class _Supervisor:
             messages, descriptors, alive = self._channel.receive()
             for message in messages:
                 numbers, port = message["go"], message["port"]
+                os.environ.update(message["environ"])
         return (numbers, port, descriptors[0]) if descriptors else None
 
     def _send(self, number: int) -> None:

@@ -43,6 +43,8 @@ class Ranks:
         self._launcher, self._selector, self._on_pid, self._stdin = launcher, selector, on_pid, stdin
         self._connections: dict[int, _Connection] = {}
         self._held = False
+        self.environ: dict[str, str] = {}
+        """Variables that a shell drops: it starts mpiexec's daemon, and may start the wrappers."""
 
     def listen(self, path: str) -> None:
         """Listen on a Unix socket.
@@ -130,7 +132,7 @@ class Ranks:
             stdin, self._stdin = self._stdin, -1
         else:
             stdin, connection.stdin = os.pipe()
-        connection.channel.send(message, [stdin])
+        connection.channel.send({**message, "environ": self.environ}, [stdin])
         os.close(stdin)
 
     def write_stdin(self, number: int, data: bytes) -> None:

@@ -43,7 +43,8 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "stop": (
         "End a job in the background: its ranks get SIGTERM, and after some seconds SIGKILL.",
-        "examples:\n  ringdance stop 3f2a91c0\n"
+        "examples:\n  ringdance stop                        the job, if only one runs\n"
+        "  ringdance stop 3f2a91c0\n"
         "  ringdance stop 3f2a91c0 --grace 60      it needs time to save\n\n"
         "exit code: 0 if the job has ended",
         "--grace",
@@ -117,8 +118,10 @@ def _attach(arguments: argparse.Namespace) -> int:
 
 def _stop(arguments: argparse.Namespace) -> int:
     """Send SIGTERM, SIGINT, which makes the launcher end the ranks at once, then SIGKILL."""
-    if not arguments.job:
-        raise LaunchError("specify JOB; `ringdance status` shows all")
+    running = [one for one in records.load_all() if one.state == "running"]
+    if not arguments.job and len(running) != 1:
+        jobs = "\n  ".join(["several jobs run, specify one:", *(one.about for one in running)])
+        raise LaunchError(jobs if running else "no job runs in the background; `ringdance status` shows all")
     record = records.find(arguments.job)
     if record.state == "elsewhere":
         raise LaunchError(f"job {record.short} was started on {record.launcher_host}; stop it there")

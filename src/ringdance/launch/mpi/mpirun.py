@@ -26,7 +26,8 @@ _SPELLINGS = {
     "launch-agent": "prtemca prte_launch_agent {}", "tag-output": "output tag",
     "timestamp-output": "output timestamp", "display-map": "display map",
     "display-devel-map": "display map", "display-allocation": "display allocation",
-    "v": "verbose", "do-not-launch": "dry-run", "h": "help", "V": "version",
+    "v": "verbose", "d": "verbose", "debug-daemons": "verbose", "do-not-launch": "dry-run", "h": "help",
+    "V": "version",
 }  # fmt: skip
 """Older options, and how Open MPI 5 spells them; {} is a value."""
 
@@ -38,16 +39,26 @@ _NO_EFFECT = {
     "tune": "give the parameters with --mca",
     "am": "give the parameters with --mca",
     "nolocal": "name the other hosts with -H or --hostfile",
+    "prefix": "all hosts use the MPI library that this Python loads",
+    "merge-stderr-to-stdout": "the two streams stay apart",
+    "enable-recovery": "a rank that fails ends the job",
 }
 """Options without an effect that may be missed, and the reason."""
+
+_REFUSED = {
+    "path": "give the whole path of the program, or set PATH",
+    "stdin": "only rank 0 reads stdin. Have it broadcast what it reads, or let all ranks read a file",
+    **dict.fromkeys(("map-by", "rank-by"), "specify ranks per host with -N, and their cores with --bind-to"),
+}
+"""Options that would change what the job does, and what to give instead."""
 
 _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.items()} | {
     **dict.fromkeys((
         "verbose", "dry-run", "no-check", "help", "version", "report-bindings", "use-hwthread-cpus",
-        # without any effect here:
-        "nolocal", "merge-stderr-to-stdout", "nooversubscribe", "q", "quiet", "allow-run-as-root", "d",
-        "hetero-nodes", "noprefix", "enable-recovery", "disable-recovery", "leave-session-attached",
-        "debug-daemons",
+        "nolocal", "merge-stderr-to-stdout", "enable-recovery",
+        # as here in any case:
+        "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes", "noprefix", "disable-recovery",
+        "leave-session-attached",
     ), 0),
     **dict.fromkeys((
         "np", "N", "H", "hostfile", "x", "wdir", "bind-to", "map-by", "rank-by", "output", "output-filename",
@@ -80,7 +91,7 @@ class MpirunLine:
         mpi: options for mpiexec, as Open MPI 5 spells them.
         cwd: directory of the ranks, or "".
         flags: "spread" (a rank to each host in turn), "oversubscribe", "tag" and "timestamp" (before output
-            lines), "display" (the plan), "help", "version".
+            lines), "display" (the plan), "closed" (no rank reads stdin), "help", "version".
         notes: warnings for the user.
         command: the program and its arguments.
     """
@@ -108,7 +119,8 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
     Raises:
         LaunchError: an unknown option, or a wrong or missing value.
     """
-    line, rest, named = MpirunLine(), list(words), list[str]()
+    line, rest = MpirunLine(), list(words)
+    named, dropped = list[str](), list[str]()
     while rest and rest[0].startswith("-") and rest[0] != "-" and not line.flags & {"help", "version"}:
         option, equals, value = rest.pop(0).partition("=")
         if option == "--":
@@ -130,9 +142,13 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
             name, *values = [next(left) if word == "{}" else word for word in _SPELLINGS[name].split()]
         if name == "H":
             named += [entry.strip() for entry in values[0].split(",")]
+        elif name == "mca":
+            dropped += _mca(line, option, *values)
         else:
             _apply(line, option, name, values, environ)
     line.command = rest
+    if dropped:
+        line.notes.append(f"no effect: -mca {', '.join(dropped)}, of how Open MPI 4 starts processes")
     if ":" in rest:
         raise LaunchError("several programs in one job (`:` between them) are not supported")
     if named:  # chosen among those of a host file, if there is one
@@ -160,8 +176,6 @@ def _apply(
                 line.options += ["-x", f"{variable}={text if equals else environ[variable]}"]
             else:  # mpirun only warns, too
                 line.notes.append(f"-x {value}: that variable is not set here")
-        case "mca":
-            _mca(line, option, value, values[1])
         case "wdir":
             line.cwd = value
         case "map-by" | "rank-by":
@@ -169,14 +183,20 @@ def _apply(
         case "bind-to" if value.lower() != "none":
             line.mpi += ["--bind-to", value]
         case "output-filename":
-            line.options += ["--output-filename", value.partition(":")[0]]
+            _output_filename(line, option, value)
         case "output":
             for part in value.split(","):
                 kind, _, path = part.partition("=")
                 if kind in ("dir", "directory", "file", "filename"):
-                    line.options += ["--output-filename", path.partition(":")[0]]
+                    _output_filename(line, option, path)
+                elif (kind := "tag" if kind.startswith("tag") else kind) in ("tag", "timestamp"):
+                    line.flags.add(kind)
                 else:
-                    line.flags.add("tag" if kind.startswith("tag") else kind)
+                    line.notes.append(f"{option} {kind}: no effect")
+        case "display" if not value.startswith(("map", "alloc")):
+            line.mpi += ["--display", value]
+        case "stdin" if value in ("0", "none"):
+            line.flags |= {"closed"} if value == "none" else set()
         case "display" | "help" | "version":
             line.flags.add(name)
         case "verbose" | "dry-run" | "no-check":
@@ -185,9 +205,19 @@ def _apply(
             line.mpi += [f"--{name}", *values]
         case _ if name in _NO_EFFECT:
             line.notes.append(f"{option}: no effect, {_NO_EFFECT[name]}")
+        case _ if name in _REFUSED:
+            raise LaunchError(f"{option} {value}: not supported; {_REFUSED[name]}")
 
 
-def _mca(line: MpirunLine, option: str, name: str, value: str) -> None:
+def _output_filename(line: MpirunLine, option: str, value: str) -> None:
+    path, _, modifiers = value.partition(":")
+    line.options += ["--output-filename", path]
+    if "nocopy" in modifiers:
+        line.notes.append(f"{option} {value}: the output is shown here too")
+
+
+def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
+    """Translate a parameter; return its name if it is dropped."""
     if name in ("btl_tcp_if_include", "oob_tcp_if_include") and "/" not in value:
         line.options += ["--network-interface", value] if value not in line.options else []
     elif name in ("plm_rsh_args", "plm_ssh_args"):
@@ -197,19 +227,33 @@ def _mca(line: MpirunLine, option: str, name: str, value: str) -> None:
         if os.path.basename(program) not in ("ssh", "rsh"):
             raise LaunchError(f"{option} {name} {value}: only ssh is supported")
         line.ssh += more
-    elif not _LAUNCH_PARAMETERS.fullmatch(name):
+    elif _LAUNCH_PARAMETERS.fullmatch(name):
+        return [name]
+    else:
         line.mpi += ["--mca", name, value]
+    return []
 
 
 def _map_by(line: MpirunLine, name: str, value: str) -> None:
     policy, *more = value.lower().split(":")
     line.flags |= {"oversubscribe"} & set(",".join(more).split(","))
-    if policy == "ppr" and len(more) > 1 and more[1].startswith("node"):
-        line.per_host = _number("--map-by ppr", more[0])
-    elif name == "map-by" and policy == "node":
-        line.flags.add("spread")
-    elif name == "map-by" and policy not in ("slot", "ppr", "seq", ""):
+    if policy == "ppr":
+        if len(more) < 2 or more[1] != "node":
+            raise LaunchError(f"--map-by {value}: not supported; {_REFUSED[name]}")
+        line.per_host, more = _number("--map-by ppr", more[0]), more[2:]
+    elif policy in ("slot", "") or (name, policy) == ("rank-by", "fill"):
+        pass
+    elif name == "rank-by" or policy in ("node", "seq", "rankfile"):
+        line.notes.append(f"--{name} {value}: ranks are placed and numbered host by host")
+        line.flags |= {"spread"} if policy == "node" and name == "map-by" else set()
+    else:
         line.mpi += ["--map-by", value]
+        return
+    for word in {*",".join(more).split(",")} - {"", "oversubscribe", "nooversubscribe"}:
+        if word.startswith("pe="):
+            line.mpi += ["--map-by", f"slot:{word.upper()}"]
+        else:
+            line.notes.append(f"--{name} {value}: {word} has no effect")
 
 
 def _number(option: str, text: str) -> int:

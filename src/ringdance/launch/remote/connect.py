@@ -29,6 +29,7 @@ from ringdance.limits import raise_open_files
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
 _TOLD_S = 5.0
+_SOON_S = 0.02
 PIPES = 3
 """Descriptors for each host."""
 
@@ -171,30 +172,43 @@ def attempt(
     allow_open_files(PIPES * len(hosts), f"{len(hosts)} hosts")
     found: dict[str, Remote] = {}
     problems: dict[str, str] = {}
+    started: list[Remote] = []
+    interrupted = threading.Event()
     until = time.monotonic() + max(timeout, shell.start_timeout)
 
     def one(host: str) -> None:
         while True:
             try:
-                found[host] = _connect(host, shell, min(timeout, max(1.0, until - time.monotonic())))
+                left = min(timeout, max(1.0, until - time.monotonic()))
+                found[host] = _connect(host, shell, left, started)
                 return
             except LaunchError as problem:
                 again = getattr(problem, "temporary", False) and shell.start_timeout
                 if not again or time.monotonic() + _AGAIN_S > until:
                     problems[host] = str(problem)
                     return
-            time.sleep(_AGAIN_S)
+            if interrupted.wait(_AGAIN_S):
+                return
 
     threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(_TOLD_S)
-            missing = [host for host in hosts if host not in found and host not in problems]
-            if thread.is_alive() and missing:
-                left = max(0.0, until - time.monotonic())
-                log(f"waiting for {several(missing)}, {left:.0f} s more")
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_TOLD_S)
+                missing = [host for host in hosts if host not in found and host not in problems]
+                if thread.is_alive() and missing:
+                    left = max(0.0, until - time.monotonic())
+                    log(f"waiting for {several(missing)}, {left:.0f} s more")
+    except BaseException:  # Ctrl-C: the ssh to a host that hangs would stay
+        interrupted.set()
+        while any(thread.is_alive() for thread in threads):
+            for remote in list(started):
+                remote.kill()
+            time.sleep(_SOON_S)
+        close_all(found.values())
+        raise
     # In the order given: of two names of one machine the later is the wrong one.
     problems |= _unfit(found[host] for host in hosts if host in found and host not in shell.local)
     return found, problems
@@ -233,11 +247,12 @@ def together(problems: Mapping[str, str]) -> str:
     return "\n  ".join(["Cannot start:", *lines]) if lines[1:] else lines[0]
 
 
-def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
+def _connect(host: str, shell: RemoteShell, timeout: float, started: list[Remote]) -> Remote:
     python = "" if host in shell.local else shell.python
     command = shell.command(host, module_line(python, "agent.main") if python else bare_command("agent.main"))
     try:
         remote = _start(host, command, env=shell.environ)
+        started.append(remote)
     except OSError as error:
         raise _Problem(f"{command[0]} cannot be started: {error.strerror}") from None
     try:
@@ -352,7 +367,8 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         where = "" if python else f" in {package_directory()}"
         return _Problem(f"{here} there has no ringdance{where}. Install it as it is installed here")
     if program == "ssh" and code == 255:
-        known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, error))
+        said = remote.errors.decode(errors="replace")
+        known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, said))
         advice = next(known, "try: ssh HOST true")
         return _Problem(
             f"ssh cannot connect: {error.rstrip('.') or 'no message'}. {advice.replace('HOST', remote.host)}",

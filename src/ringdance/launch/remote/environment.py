@@ -26,7 +26,7 @@ _SECRET = re.compile(
 _PLAIN = re.compile(r"(?i).*tokens(_.*)?=[\d.]+[kmb]?|.*=(true|false|yes|no|on|off|[01])")  # counts, switches
 _USER_IN_URL = re.compile(r"://[^/\s]+@")
 _SET_IN_TEXT = re.compile(r"""\b([A-Za-z_][\w-]*)=((\\*["'])?(?(3).*?(?:\3|$)|[^\s"'\\]+))""")
-_NAME = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
+_NAME = re.compile(r"[^=\s]+")  # also what no shell can name, such as spark.env
 
 
 def forwarding(text: str) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ def forwarding(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if wrong := [name for name in names if not _NAME.fullmatch(name)]:
         raise LaunchError(
-            f"--env {text}: {wrong[0]!r} is no name of a variable; give all, none, or NAME,NAME"
+            f"--env {text}: {wrong[0]!r} is not the name of a variable. Give all, none, or NAME,NAME"
         )
     return names
 

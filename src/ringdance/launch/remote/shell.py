@@ -20,12 +20,15 @@ from ringdance.launch.system import linux
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
-    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE (mode 600)"),
     (
-        "Host key verification failed|HOST IDENTIFICATION HAS CHANGED",
-        "its key is not the known one, or not known and ssh is set to refuse it",
-        "if the host was installed anew: ssh-keygen -R HOST; if it is new, compare and add: ssh-keyscan HOST",
+        "HOST IDENTIFICATION HAS CHANGED", "its key has changed: it was reinstalled, or another host answers",
+        "if it was reinstalled: ssh-keygen -R HOST",
     ),
+    (
+        "host key is known for", "its key is not known, and ssh is set to refuse new ones",
+        "compare its key and add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    ),
+    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE (mode 600)"),
     (
         "Could not resolve|Name or service not known", "its name does not resolve",
         "correct the name, or add it to /etc/hosts here (or to ~/.ssh/config)",

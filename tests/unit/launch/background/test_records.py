@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -143,6 +144,26 @@ def test_jobs_are_found_by_the_first_digits_of_their_names() -> None:
     made("ab00ffff")
     with pytest.raises(LaunchError, match=r"could be ab00\w+ or ab00\w+: give more digits"):
         records.find("ab00")
+
+
+def test_stop_needs_no_name_where_one_job_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.stop([]) == 2
+    assert "no job runs in the background" in capsys.readouterr().err
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+    monkeypatch.setattr(records.Record, "state", property(lambda self: "ended" if sent else "running"))
+    one = made("1111")
+    assert commands.stop([]) == 0
+    assert sent == [(one.pid, signal.SIGTERM)]
+    sent.clear()
+    made("2222")
+    assert commands.stop([]) == 2
+    said = capsys.readouterr().err
+    assert "several jobs run, specify one:" in said
+    assert all(f"\n  {digit * 8}: " in said for digit in "12")
+    assert not sent
 
 
 def test_old_records_go_and_running_jobs_stay() -> None:

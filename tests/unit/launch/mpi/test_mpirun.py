@@ -14,7 +14,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch import cli as launch
 from ringdance.launch import mpirun_cli
 from ringdance.launch.mpi import Mpi, family_of
-from ringdance.launch.mpi.mpirun import MpirunLine, parse, slots_of
+from ringdance.launch.mpi.mpirun import _VALUES, MpirunLine, parse, slots_of
 from ringdance.launch.mpirun_cli import changes, install
 
 SAGEMAKER = """
@@ -40,7 +40,8 @@ def test_the_line_of_sagemakers_toolkit() -> None:
         "--network-interface", "eth0", "-x", "NCCL_MIN_NRINGS=4", "-x", "NCCL_SOCKET_IFNAME=eth0",
         "-x", "LD_PRELOAD=/x/gethostname.so", "-x", "PATH=/bin", "-x", 'SM_HOSTS=["algo-1","algo-2"]',
     ]  # fmt: skip
-    assert found.notes == []
+    dropped = "plm_rsh_no_tree_spawn, orte_abort_on_non_zero_status, btl_vader_single_copy_mechanism"
+    assert found.notes == [f"no effect: -mca {dropped}, of how Open MPI 4 starts processes"]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,10 @@ def test_host_files(tmp_path: Path) -> None:
         ("-bind-to none -map-by slot", []),
         ("-bind-to core", ["--bind-to", "core"]),
         ("--bind-to=socket --map-by=socket", ["--bind-to", "socket", "--map-by", "socket"]),
+        ("-bind-to core -map-by slot:PE=2", ["--bind-to", "core", "--map-by", "slot:PE=2"]),
+        ("--map-by ppr:2:node:pe=4 -stdin 0", ["--map-by", "slot:PE=4"]),
+        ("-map-by numa:span --rank-by fill", ["--map-by", "numa:span"]),
+        ("--display bind", ["--display", "bind"]),
         ("-bind-to-core -bycore", ["--bind-to", "core", "--map-by", "core"]),
         ("-mca btl_tcp_if_exclude lo,docker0", ["--mca", "btl_tcp_if_exclude", "lo,docker0"]),
         ("-mca btl_tcp_if_include 10.0.0.0/8", ["--mca", "btl_tcp_if_include", "10.0.0.0/8"]),
@@ -91,6 +96,7 @@ def test_host_files(tmp_path: Path) -> None:
 )
 def test_options_of_mpi(line: str, options: list[str]) -> None:
     assert parsed(line).mpi == options
+    assert all("orte_base" in note for note in parsed(line).notes)
 
 
 def test_ssh_and_output_and_variables(tmp_path: Path) -> None:
@@ -121,6 +127,9 @@ def test_a_variable_written_as_an_option() -> None:
         ("-np 0", "1 or more"),
         ("-H a:x", "not HOST:SLOTS"),
         ("-H -oProxyCommand=x", "not HOST:SLOTS"),
+        ("--map-by ppr:1:socket", r"ppr:1:socket: not supported; specify ranks per host with -N, and their"),
+        ("-path /opt/bin", "-path /opt/bin: not supported; give the whole path of the program"),
+        ("--stdin all", "--stdin all: not supported; only rank 0 reads stdin"),
         ("--app file", "unknown option --app"),
         ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "only ssh"),
         ("-np 1 a : -np 1 b", "several programs"),
@@ -131,8 +140,39 @@ def test_unsupported_options_are_errors(line: str, message: str) -> None:
         parse(line.split(), {})
 
 
-def test_options_without_effect_are_named() -> None:
-    assert parsed("--timeout 60").notes == ["--timeout: no effect, the job has no time limit"]
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        ("--timeout 60", "--timeout: no effect, the job has no time limit"),
+        ("--map-by seq", "--map-by seq: ranks are placed and numbered host by host"),
+        ("--rank-by node", "--rank-by node: ranks are placed and numbered host by host"),
+        ("-bynode", "--map-by node: ranks are placed and numbered host by host"),
+        ("-map-by slot:hwtcpus,oversubscribe", "--map-by slot:hwtcpus,oversubscribe: hwtcpus has no effect"),
+        ("--prefix /opt", "--prefix: no effect, all hosts use the MPI library that this Python loads"),
+        ("--output tag,xml", "--output xml: no effect"),
+        ("--output-filename /d:nocopy", "--output-filename /d:nocopy: the output is shown here too"),
+        ("-merge-stderr-to-stdout", "-merge-stderr-to-stdout: no effect, the two streams stay apart"),
+        ("-mca oob_tcp_port 9", "no effect: -mca oob_tcp_port, of how Open MPI 4 starts processes"),
+    ],
+)
+def test_options_without_effect_are_named(line: str, note: str) -> None:
+    assert parsed(line).notes == [note]
+
+
+def test_each_option_does_something_or_is_named() -> None:
+    """None but those that ask for what is done in any case is dropped without a word."""
+    silent = []
+    for name, count in _VALUES.items():
+        try:
+            found = parsed(" ".join([f"--{name}", *["2"] * count]))
+        except LaunchError:  # it is refused, or needs another value
+            continue
+        if found == MpirunLine(command=COMMAND):
+            silent.append(name)
+    assert silent == [
+        "byslot", "bind-to-none", "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes",
+        "noprefix", "disable-recovery", "leave-session-attached",
+    ]  # fmt: skip
 
 
 def test_other_libraries_get_no_options_of_open_mpi(

@@ -65,7 +65,7 @@ def parse_host_files(filename: str) -> str:
         found = hostfile.parse_hostfile(filename)
     except LaunchError as error:
         raise ValueError(str(error)) from None
-    return ",".join(f"{name}:{slots}" for name, slots in found)
+    return hostfile.hosts_text(found)
 
 
 def get_host_assignments(
