@@ -24,4 +24,5 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         return None
     if len(hosts) > 1 and hosts[0][1] == 1 and ("batch" in hosts[0][0] or "login" in hosts[0][0]):
         hosts = hosts[1:]  # the batch node runs the job's script only
-    return Allocation(hosts, f"LSF job {environ['LSB_JOBID']}")
+    job = f"LSF job {environ['LSB_JOBID']}"
+    return Allocation(hosts, job, unattended="LSB_INTERACTIVE" not in environ)

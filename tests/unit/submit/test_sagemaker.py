@@ -167,7 +167,8 @@ def test_what_aws_refuses_has_its_fix(raised: str, fix: str) -> None:
         raise exceptions.ClientError({"Error": {"Code": raised, "Message": "The words."}}, "Call")
 
     refusing = SimpleNamespace(list_objects_v2=refuse, describe_training_job=refuse)
-    for action in (lambda: client.make_bucket(refusing, BUCKET, "r", "1"), lambda: client.wait(refusing, NAME)):
+    make, wait = client.make_bucket, client.wait
+    for action in (lambda: make(refusing, BUCKET, "r", "1"), lambda: wait(refusing, NAME)):
         with pytest.raises(LaunchError) as caught:
             action()
         assert str(caught.value).startswith("AWS: ")
@@ -190,7 +191,7 @@ def test_a_machine_that_knows_no_keys_or_region(monkeypatch: pytest.MonkeyPatch,
         assert done.stderr.startswith(f"ringdance sagemaker: {said}")
         assert done.stderr.count("\n") == 1
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(LaunchError, match="nobody.*aws configure list-profiles"):
+    with pytest.raises(LaunchError, match=r"nobody.*aws configure list-profiles"):
         estimator().request()
 
 

@@ -116,8 +116,7 @@ class Estimator(TrainingJob):
     Args:
         entry_point: the script; a path within `source_dir` if that is given.
         source_dir: directory that is uploaded, or ``s3://...tar.gz`` with its contents.
-        processes_per_host: ranks on each machine, the short form of `distribution`; default: a machine's GPUs,
-            else 1.
+        processes_per_host: ranks on each machine, as in `distribution`; default: its GPUs, else 1.
         hyperparameters: the script gets them as ``--name value``.
         distribution: ``{"mpi": {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "-x A=1"}}``;
             ``{"mpi": {"enabled": False}}``: each machine runs the script once, by itself.
@@ -172,7 +171,7 @@ class Estimator(TrainingJob):
             warnings.warn(f"custom_mpi_options: {note}", stacklevel=3)
 
     def _choose_ranks(self) -> None:
-        """Use MPI with a rank for each GPU, unless there is one process to start or the job says otherwise."""
+        """Use MPI with a rank for each GPU, unless that is one process or the job says otherwise."""
         gpus = gpus_of(self.instance_type.removeprefix("ml."))
         if self.mpi is not False and self.processes_per_host is None:
             if gpus is None:
