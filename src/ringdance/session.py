@@ -310,7 +310,7 @@ def _check_hosts(size: int) -> None:
         raise LaunchError(
             f"{found.source} has {len(found.hosts)} host(s) for this job ({names}), but MPI knows of {size} "
             f"process(es), on {socket.gethostname()} only: the other hosts would do nothing, or train alone. "
-            f"Start the script by {found.start}. {_ONE_PROCESS}"
+            f"Start the script by {found.start}. {_ONE_PROCESS if size == 1 else ''}".rstrip()
         )
 
 
