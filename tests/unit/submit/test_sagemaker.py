@@ -190,8 +190,8 @@ def test_a_machine_that_knows_no_keys_or_region(monkeypatch: pytest.MonkeyPatch,
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(f"ringdance sagemaker: {said}")
         assert done.stderr.count("\n") == 1
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(LaunchError, match=r"nobody.*aws configure list-profiles"):
+    monkeypatch.setenv("AWS_PROFILE", "no-such")
+    with pytest.raises(LaunchError, match=r"no-such.*aws configure list-profiles"):
         estimator().request()
 
 
@@ -295,7 +295,7 @@ def test_workers_of_a_host_read_different_rows() -> None:
         (f"{S3}/a,b,distribution=S3ShardByKey", Input(f"{S3}/a,b", "ShardedByS3Key")),
         (f"{S3},shuffle_seed=3", Input(S3, shuffle_seed=3)),
     ):
-        assert Input.parse(text, distribution="FullyReplicated") == expected
+        assert Input.parse(text) == expected
     with pytest.raises(ArgumentError, match="colour"):
         Input.parse(f"{S3},colour=red")
 
@@ -383,7 +383,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
     done = sagemaker(
         "--dry-run", "--role", COMMON["role"], "--image", COMMON["image_uri"], "--instance-type",
         "ml.p3.16xlarge", "--instance-count", "2", "--processes-per-host", "8", "--name", NAME,
-        "--mpi-options=--A=1", "-x", "B=2", "--input", f"train={S3}/train", "--sharded",
+        "--mpi-options=--A=1", "-x", "B=2", "--input", f"train={S3}/train,distribution=s3shardbykey",
         "--metric", "loss=loss=(.*)",
         "train.py", "--epochs", "3", "--lr=0.1", "--name", "a",
     )  # fmt: skip

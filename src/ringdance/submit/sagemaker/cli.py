@@ -43,7 +43,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, Estimator)
     text = "a channel of data; after commas distribution=s3shardbykey, input_mode=Pipe, shuffle_seed=1"
     add("--input", action="append", default=[], metavar="NAME=S3URI[,...]", help=text)
-    add("--sharded", action="store_true", help="in all channels each host gets a part of the objects")
     add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable of the containers")
     text = "it is no secret, though its name looks like one: a variable of -x, or an argument of the script"
     add("--plain", action="append", default=[], metavar="NAME", help=text)
@@ -57,15 +56,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _submit(arguments: argparse.Namespace) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"ringdance sagemaker: {message}", file=sys.stderr)
-    mode = "ShardedByS3Key" if arguments.sharded else "FullyReplicated"
     metrics = [{"Name": name, "Regex": regex} for name, regex in pairs("--metric", arguments.metric).items()]
     environment = parse_exports(arguments.env, os.environ)
     parameters = hyperparameters(arguments.arguments)
     for name, value in (*environment.items(), *parameters.items()):
         if is_secret(name, str(value)) and name not in arguments.plain:
             raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is no secret: --plain {name}")
-    given = pairs("--input", arguments.input)
-    inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
+    inputs = {name: Input.parse(text) for name, text in pairs("--input", arguments.input).items()}
     estimator = from_arguments(
         Estimator,
         arguments,
