@@ -9,7 +9,7 @@ from ringdance.cluster.allocation import CONTAINERS_START_S, Allocation
 from ringdance.cluster.hostfile import merge
 from ringdance.errors import LaunchError
 
-_START = "SageMaker's MPI: processes_per_host (--processes-per-host), or distribution={'mpi': {'enabled': True}}"
+_START = "its MPI: processes_per_host (--processes-per-host), or distribution={'mpi': {'enabled': True}}"
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
