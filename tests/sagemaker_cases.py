@@ -39,7 +39,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "mxnet, an option of the toolkit": (
         "MXNet", {"distribution": {"mpi": {**MPI, "custom_mpi_options": "--NCCL_DEBUG=INFO"}}}, {},
     ),
-    "mxnet without mpi": ("MXNet", {"instance_count": 1}, {"training": {"s3_data": f"{S3}/data"}}),
+    "mxnet without mpi": (
+        "MXNet",
+        {"instance_count": 1, "instance_type": "ml.p3.2xlarge"},  # a single GPU
+        {"training": {"s3_data": f"{S3}/data"}},
+    ),
     "tensorflow": (
         "TensorFlow",
         {"distribution": {"mpi": MPI}, "model_dir": "/opt/ml/model"},

@@ -69,7 +69,6 @@ class Monitoring:
                 interval=settings.metrics_interval,
                 directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
                 anew=anew,
-                tensorboard=settings.metrics_tensorboard,
                 address=settings.metrics_port,
             )
 

@@ -36,6 +36,8 @@ _COMMON = (
     "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "tuned", "window", "window_bytes",
 )  # fmt: skip
 
+_ONE_PROCESS = "If one process is what you want, call hvd.init([0])."
+
 # They distinguish a rank from other ranks and from other jobs' ranks.
 _OF_A_LAUNCH = (*RANK_NAMES, *SIZE_NAMES, "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
@@ -147,11 +149,12 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
 
     Args:
         comm: None for all processes that the launcher started, a list of their ranks, or an
-            mpi4py communicator.
+            mpi4py communicator. ``[0]`` without a launcher: one process, even if a scheduler has more hosts.
         transport: the number of ranks and what makes it, where MPI does not know them; kept for later calls.
 
     Raises:
-        LaunchError: the launcher and the MPI library do not belong together, or MPI is missing.
+        LaunchError: the launcher and the MPI library do not belong together, MPI is missing, or a scheduler
+            has several hosts for the job and this process is the only one.
         ArgumentError: ``comm`` is neither, or this process is not in it.
         NotInitializedError: a rank has started this process, which ``transport`` is not for. Without it the
             process joins nothing: as in a forked one ``rank()`` and ``size()`` work, collectives raise this.
@@ -250,14 +253,8 @@ def launched_size() -> int | None:
 
 def _start(comm: Any, settings: Settings) -> Engine:
     launched, loaded = launched_size(), "mpi4py.MPI" in sys.modules
-    alone = launched is None and not loaded and "RINGDANCE_JOB" not in os.environ
-    if alone and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
-        raise LaunchError(
-            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} are as torchrun sets "
-            "them, whose processes MPI does not know: each would train alone. Start them with `ringdance run "
-            '-np N python SCRIPT`, or call init_process_group("ringdance") before hvd.init().'
-        )
     if comm is None and (launched is None or (launched == 1 and not loaded)):
+        _check_hosts(1)
         return Engine(SingleTransport(), settings, ring=_process.monitoring.ring(settings))
     from ringdance.transport.library import library_version
     from ringdance.transport.world import rank_list, world_transport
@@ -285,8 +282,36 @@ def _start(comm: Any, settings: Settings) -> Engine:
             f"({library_version()}). Start the job with that library's mpiexec, beside {sys.executable}, "
             "with `ringdance run`, or under Slurm with `srun --mpi=pmix` (Open MPI) or `--mpi=pmi2` (MPICH)."
         )
+    if comm is None and len(transport.host_group) == transport.size:
+        _check_hosts(transport.size)
     ring = _process.monitoring.ring(settings)
     return Engine(transport, settings, threaded=threads, report=_log.warning, ring=ring)
+
+
+def _check_hosts(size: int) -> None:
+    """Check that a job of `size` ranks, all on this host, is what its launcher or its scheduler is for.
+
+    Raises:
+        LaunchError: there are more processes or hosts than MPI knows: they would train alone, or do nothing.
+    """
+    if "RINGDANCE_JOB" in os.environ:
+        return
+    from ringdance.cluster.detect import left_idle
+
+    launched = size > 1 or any(name in os.environ for name in SIZE_NAMES)
+    if not launched and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
+        raise LaunchError(
+            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} are as torchrun sets "
+            "them, whose processes MPI does not know: each would train alone. Start them with `ringdance run "
+            f'-np N python SCRIPT`, or call init_process_group("ringdance") before hvd.init(). {_ONE_PROCESS}'
+        )
+    if found := left_idle(os.environ, launched):
+        names = ", ".join(name for name, _ in found.hosts[:3]) + ", ..." * (len(found.hosts) > 3)
+        raise LaunchError(
+            f"{found.source} has {len(found.hosts)} host(s) for this job ({names}), but MPI knows of {size} "
+            f"process(es), on {socket.gethostname()} only: the other hosts would do nothing, or train alone. "
+            f"Start the script by {found.start}. {_ONE_PROCESS if size == 1 else ''}".rstrip()
+        )
 
 
 def _start_by(size: int, make: Callable[..., Transport], settings: Settings) -> Engine:

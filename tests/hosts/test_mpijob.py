@@ -116,6 +116,17 @@ def test_the_line_of_the_operators_examples(pods: Pods, script: str) -> None:
     check(done, pods, "[1,{rank}]<stdout>:")
 
 
+@pytest.mark.parametrize("launcher", ["", "mpiexec --allow-run-as-root -np 2"])
+def test_ranks_in_the_launcher_s_pod_are_refused(pods: Pods, script: str, launcher: str) -> None:
+    """Open MPI 5 starts them there, as it does not read the operator's list of hosts."""
+    if find_mpi().family != "openmpi":
+        pytest.skip("other MPIs read the operator's list of hosts")
+    done = launch(pods, *launcher.split(), "python", script, KUBERNETES_SERVICE_HOST="10.96.0.1")
+    assert done.returncode != 0
+    assert "has 2 host(s) for this job" in done.stderr
+    assert "Start the script by `ringdance run python SCRIPT`" in done.stderr
+
+
 def test_our_own_manifest(pods: Pods, script: str) -> None:
     """The commands that a manifest has for the pods, with the image's files, the user and the rights."""
     if find_mpi().family != "openmpi" and pods.kind == "TrainJob":

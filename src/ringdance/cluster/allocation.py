@@ -22,6 +22,10 @@ class Allocation:
         ssh_arguments: more arguments of ssh, as the scheduler sets them.
         start_timeout: seconds in which hosts may still be starting.
         refused: why this is not the host on which a job on all of them is started, or "".
+        unattended: the scheduler has started this process for the job: it is no shell that a person uses, and
+            no step for which one process was asked.
+        outside: this host is none of them.
+        start: what starts a script on all of them.
     """
 
     hosts: HostList
@@ -30,3 +34,6 @@ class Allocation:
     ssh_arguments: Sequence[str] = ()
     start_timeout: float = 0.0
     refused: str = ""
+    unattended: bool = True
+    outside: bool = False
+    start: str = "`ringdance run python SCRIPT`"

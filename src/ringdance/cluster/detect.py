@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ringdance.cluster import kubernetes, lsf, sagemaker, slurm
 from ringdance.cluster.allocation import Allocation
+from ringdance.errors import LaunchError
 
 
 def detect(environ: Mapping[str, str]) -> Allocation | None:
@@ -19,5 +21,19 @@ def detect(environ: Mapping[str, str]) -> Allocation | None:
     """
     for read in (kubernetes.allocation, sagemaker.allocation, slurm.allocation, lsf.allocation):
         if found := read(environ):
+            return found
+    return None
+
+
+def left_idle(environ: Mapping[str, str], launched: bool) -> Allocation | None:
+    """Return the hosts that do nothing for a job whose ranks are all on this host, None if that may be meant.
+
+    Args:
+        environ: environment of a rank.
+        launched: an MPI launcher has started it, on the hosts that it was given.
+    """
+    with suppress(LaunchError):
+        found = detect(environ)
+        if found and found.unattended and (found.outside or (len(found.hosts) > 1 and not launched)):
             return found
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 from collections.abc import Mapping
 
 from ringdance.cluster.allocation import CONTAINERS_START_S, Allocation
@@ -25,11 +26,16 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     files = [(name, environ[name]) for name in _HOST_FILES if environ.get(name)]
     if environ.get("K_MPI_JOB_ROLE") == "launcher":
         files.append(("the MPIJob", "/etc/mpi/hostfile"))
+    in_pod = environ.get("K_MPI_JOB_ROLE") == "launcher" or "KUBERNETES_SERVICE_HOST" in environ
     for name, path in files:
         if os.path.exists(path):
             hosts = parse_hostfile(path, name, int(slots) if slots.isdigit() else 1)
             arguments = [*_ssh_arguments(environ), *shlex.split(environ.get("OMPI_MCA_plm_rsh_args", ""))]
-            return Allocation(hosts, f"{path} (from {name})", "ssh", arguments, CONTAINERS_START_S)
+            pods = {host.partition(".")[0] for host, _ in hosts}
+            return Allocation(
+                hosts, f"{path} (from {name})", "ssh", arguments, CONTAINERS_START_S,
+                unattended=in_pod, outside=in_pod and socket.gethostname().partition(".")[0] not in pods,
+            )  # fmt: skip
     return None
 
 

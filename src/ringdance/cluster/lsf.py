@@ -26,4 +26,5 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     batch = first[1] == 1 and ("batch" in first[0] or "login" in first[0])
     if batch and others and all(slots > 1 for _, slots in others):
         hosts = others  # the batch node runs the job's script only
-    return Allocation(hosts, f"LSF job {environ['LSB_JOBID']}")
+    job = f"LSF job {environ['LSB_JOBID']}"
+    return Allocation(hosts, job, unattended="LSB_INTERACTIVE" not in environ)

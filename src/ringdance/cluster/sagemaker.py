@@ -9,6 +9,8 @@ from ringdance.cluster.allocation import CONTAINERS_START_S, Allocation
 from ringdance.cluster.hostfile import merge
 from ringdance.errors import LaunchError
 
+_START = "its MPI: processes_per_host (--processes-per-host), or distribution={'mpi': {'enabled': True}}"
+
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read the hosts from the variables that SageMaker's toolkit sets."""
@@ -26,7 +28,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     if here not in names[:1]:  # without MPI SageMaker runs the script on every host
         refused = (
             f"this is {here} of {', '.join(names)}: SageMaker runs the script on each, and each would start "
-            "ranks on all. Let SageMaker start them: --processes-per-host, or distribution={'mpi': ...}"
+            f"ranks on all. Let SageMaker start them, by {_START}"
         )
     hosts = merge((name, slots) for name in names)
-    return Allocation(hosts, "SageMaker", start_timeout=CONTAINERS_START_S, refused=refused)
+    return Allocation(hosts, "SageMaker", start_timeout=CONTAINERS_START_S, refused=refused, start=_START)

@@ -49,7 +49,10 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
             "Give the hosts with -H"
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
-    return Allocation(list(zip(names, slots, strict=True)), f"Slurm job {job}", method)
+    # salloc's shell has no SLURM_PROCID; a step, in which srun has been asked for tasks, has their number.
+    batch = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
+    hosts = list(zip(names, slots, strict=True))
+    return Allocation(hosts, f"Slurm job {job}", method, unattended=batch)
 
 
 def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -65,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
     text = "serve figures for Prometheus, at http://127.0.0.1:PORT/metrics of each host; also to other hosts "
     text += "with ADDRESS 0.0.0.0"
     add("--metrics-port", metavar="[ADDRESS:]PORT", type=_of_setting(parse.ADDRESS), help=text)
-    add("--tensorboard", action="store_true", help="with --output-filename: also event files for TensorBoard")
     text = "try other values of settings in the first 200 steps, and go on with the best"
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "write what autotune tried into FILE (CSV), and its result beside it (.json)"
@@ -183,8 +182,6 @@ def _style(arguments: argparse.Namespace) -> Style | None:
 
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the settings that options stand for."""
-    if arguments.tensorboard and not arguments.output_filename:
-        raise LaunchError("--tensorboard: specify where to, with --output-filename DIR")
     if arguments.autotune_log_file and not arguments.autotune:
         raise LaunchError("--autotune-log-file: nothing is tuned without --autotune")
     if arguments.autotune_log_file.endswith(".json"):
@@ -195,7 +192,6 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     found = {
         "RINGDANCE_METRICS_PORT": arguments.metrics_port,
-        "RINGDANCE_METRICS_TENSORBOARD": "1" if arguments.tensorboard else "",
         "RINGDANCE_SUMMARY_TIME": "0" if arguments.quiet else "",
         "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),
         "RINGDANCE_AUTOTUNE_LOG": log,

@@ -13,7 +13,6 @@ from typing import Any
 
 _BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.monitor.main import main;main()"
 _WRITING_S = 60.0  # a file of the largest size takes five
-_BOARD_S = 15.0  # its packages may take as long to be imported as a short run on a busy host
 _OTHERS_S = 2.0
 
 
@@ -62,8 +61,6 @@ class MonitorClient:
         Args:
             options: of ``metrics.Metrics``, without ``readers`` and ``path``.
         """
-        if options["tensorboard"]:
-            self._limit = max(self._limit, _BOARD_S)
         with contextlib.suppress(OSError):  # it was killed: the training goes on
             self._send(do="metrics", path=sys.path, **options)
 

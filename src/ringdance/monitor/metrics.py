@@ -1,4 +1,4 @@
-"""Write the figures of a host's ranks: JSON lines, TensorBoard's event files; serve them as OpenMetrics."""
+"""Write the figures of a host's ranks as JSON lines; serve them as OpenMetrics."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
-from typing import TYPE_CHECKING
 
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
-
-if TYPE_CHECKING:
-    from ringdance.monitor.tensorboard import TensorBoard
-
 
 _SPARSER = 1000  # so many intervals at most in the time until now: a long run's file grows slowly
 
@@ -31,7 +26,6 @@ class Metrics:
         interval: seconds between two samples that are written.
         directory: for ``metrics-<rank>.jsonl``, or "".
         anew: overwrite the file.
-        tensorboard: write event files too.
         address: ``[ADDRESS:]PORT`` to serve them at, or "".
         rank: the lowest rank of this host.
         warn: takes what cannot be done, in words.
@@ -39,14 +33,13 @@ class Metrics:
 
     def __init__(
         self, readers: Sequence[RingReader], path: Sequence[str], interval: float, directory: str, anew: bool,
-        tensorboard: bool, address: str, rank: int, warn: Callable[[str], None],
+        address: str, rank: int, warn: Callable[[str], None],
     ) -> None:  # fmt: skip
         sys.path += [one for one in path if one not in sys.path]
         from ringdance.monitor.sampler import Sampler
 
         self._sampler = Sampler(readers)
         self._file: FileIO | None = None
-        self._board: TensorBoard | None = None
         self._interval, self._began = interval, time.monotonic()
         self._next = self._began + min(1.0, interval)
         self._warn, self._said = warn, set[str]()
@@ -55,11 +48,6 @@ class Metrics:
                 os.makedirs(directory, exist_ok=True)
                 file = os.path.join(directory, f"metrics-{rank}.jsonl")
                 self._file = FileIO(file, "w" if anew else "a")
-        if directory and tensorboard:
-            with self._problem("nothing is written for TensorBoard"):
-                from ringdance.monitor.tensorboard import TensorBoard
-
-                self._board = TensorBoard(directory, interval)
         if address:
             with self._problem("metrics are not served"):
                 from ringdance.monitor.openmetrics import serve
@@ -111,14 +99,8 @@ class Metrics:
                     self._file.seek(-written, os.SEEK_CUR)
                     self._file.truncate()
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if self._board is not None:
-            with self._problem("TensorBoard's files lack samples"):
-                self._board.write(rows)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            with contextlib.suppress(OSError):
-                self._board.close()

@@ -224,7 +224,6 @@ class Settings:
     input_check_time: float = _setting(
         8.0, POSITIVE, "How long it measures, after a warm-up of a third of it or longer.", unit="s"
     )
-    metrics_tensorboard: bool = _switch(False, "Write TensorBoard's event files into metrics_dir too.")
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 

@@ -30,24 +30,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tag", action="append", required=True, metavar="KEY=VALUE", help="with several, all must match")
     add("--region", help="default: that of boto3's configuration")
-    add("--slots", choices=("gpus", "cores", "vcpus"), help="default: GPUs, where a type has none its cores")
 
 
 def _hostfile(arguments: argparse.Namespace) -> int:
-    for address, slots, kind in hosts(pairs("--tag", arguments.tag), arguments.region, arguments.slots):
+    for address, slots, kind in hosts(pairs("--tag", arguments.tag), arguments.region):
         print(f"{address} slots={slots}  # {kind}")
     return 0
 
 
-def hosts(
-    tags: Mapping[str, str], region: str | None = None, count: str | None = None
-) -> list[tuple[str, int, str]]:
+def hosts(tags: Mapping[str, str], region: str | None = None) -> list[tuple[str, int, str]]:
     """List running instances: private address, slots, instance type; in the order of their launch.
+
+    A slot is a GPU; where the type has none, a core.
 
     Args:
         tags: keys and values that an instance must have.
         region: default: that of boto3's configuration.
-        count: what a slot is: "gpus", "cores" or "vcpus"; None: GPUs where the type has some, else cores.
 
     Raises:
         LaunchError: boto3 is missing, AWS refuses, or there is no such instance.
@@ -62,7 +60,7 @@ def hosts(
         raise LaunchError(f"no running instance in {client.meta.region_name} has the tag {wanted}")
     kinds = sorted({item["InstanceType"] for item in found})
     types = _all(client, "describe_instance_types", "InstanceTypes", InstanceTypes=kinds)
-    slots = {kind["InstanceType"]: _slots(kind, count) for kind in types}
+    slots = {kind["InstanceType"]: _slots(kind) for kind in types}
     found.sort(key=lambda item: (item["LaunchTime"], item.get("AmiLaunchIndex", 0), item["InstanceId"]))
     return [(item["PrivateIpAddress"], slots[item["InstanceType"]], item["InstanceType"]) for item in found]
 
@@ -74,10 +72,6 @@ def _all(client: Any, method: str, key: str, **arguments: Any) -> list[dict[str,
     return found
 
 
-def _slots(kind: dict[str, Any], count: str | None) -> int:
+def _slots(kind: dict[str, Any]) -> int:
     gpus = sum(int(gpu["Count"]) for gpu in kind.get("GpuInfo", {}).get("Gpus", []))
-    if count == "gpus" and not gpus:
-        raise LaunchError(f"instance type {kind['InstanceType']} has no GPU; use --slots cores")
-    vcpus = int(kind["VCpuInfo"]["DefaultVCpus"])
-    cores = int(kind["VCpuInfo"].get("DefaultCores") or vcpus)
-    return {None: gpus or cores, "gpus": gpus, "cores": cores, "vcpus": vcpus}[count]
+    return gpus or int(kind["VCpuInfo"].get("DefaultCores") or kind["VCpuInfo"]["DefaultVCpus"])

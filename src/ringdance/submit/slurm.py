@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,10 +71,15 @@ class BatchJob:
             "partition": self.partition, "account": self.account, "mem": self.memory, "output": self.output,
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in options.items() if value] + list(self.sbatch)
-        quoted = (f'"{word}"' if any(sign.isspace() for sign in word) else word for word in words)
-        lines = ["#!/bin/bash", *(f"#SBATCH {word}" for word in quoted), "set -e", *self.setup]
+        lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(word)}" for word in words), "set -e", *self.setup]
         # The launcher takes hosts and slots from the allocation; exec, so that signals of scancel reach it.
         return "\n".join([*lines, f"exec {shlex.join(launch_line(self.ranks, self.env, self.command))}", ""])
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for sbatch, which knows quotation marks and backslashes, and ends a line at a #."""
+    escaped = re.sub(r'(["\\])', r"\\\1", word)
+    return word if re.fullmatch(r"[\w./:=,%@+-]*", word) else f'"{escaped}"'
 
 
 def main(argv: Sequence[str]) -> int:

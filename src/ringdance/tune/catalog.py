@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -75,7 +76,16 @@ def instance(name: str) -> Instance:
 def instances() -> dict[str, Instance]:
     """Return the kinds of machines that come with the package."""
     file = _HERE / "instances.toml"
-    return {name: _instance(name, found, str(file)) for name, found in _parsed(file).items()}
+    rows = _parsed(file).items()
+    return {name: _instance(name, found, str(file)) for name, found in rows if name != "gpus"}
+
+
+def gpus_of(kind: str) -> int | None:
+    """Return the GPUs of a machine by its type at EC2; None: not known, or it has other accelerators."""
+    if kind in instances():
+        return instances()[kind].gpus
+    more: dict[str, int] = _parsed(_HERE / "instances.toml")["gpus"]
+    return more.get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)
 
 
 def _parsed(path: Path) -> dict[str, Any]:

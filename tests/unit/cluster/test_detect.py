@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringdance.cluster.allocation import Allocation
-from ringdance.cluster.detect import detect
+from ringdance.cluster.detect import detect, left_idle
 from ringdance.cluster.slurm import counts, expand, of_a_step, step
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.shell import RemoteShell
@@ -135,7 +135,10 @@ def test_the_launcher_pod_of_an_mpijob(tmp_path: Path, name: str, text: str, mor
 def test_sagemaker() -> None:
     environ = {"SM_HOSTS": json.dumps(["algo-1", "algo-2"]), "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "0"}
     found = detect(environ)
-    assert found == Allocation([("algo-1", 1), ("algo-2", 1)], "SageMaker", start_timeout=300.0)
+    assert found
+    assert found == Allocation(
+        [("algo-1", 1), ("algo-2", 1)], "SageMaker", start_timeout=300.0, start=found.start
+    )
     parameters = json.dumps({"sagemaker_mpi_num_of_processes_per_host": 3})
     found = detect({**environ, "SM_HPS": "{}", "SM_FRAMEWORK_PARAMS": parameters, "SM_NUM_GPUS": "8"})
     assert found
@@ -221,3 +224,45 @@ def test_hosts_picked_from_a_job_are_reached_as_the_job_s(
         monkeypatch.setenv(name, value)
     assert JobSpec(["x"], hosts=[("n2", 1)]).resolved().shell.method == "srun"
     assert JobSpec(["x"], hosts=[("n2", 1)], shell=RemoteShell(port=22)).resolved().shell.method == "ssh"
+
+
+BATCH = {**SLURM, "SLURM_PROCID": "0"}
+LSF = {"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "a 4 b 4"}
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "idle"),
+    [
+        (BATCH, 3),
+        ({**BATCH, "SLURM_STEP_NUM_TASKS": "1"}, 0),  # srun --ntasks=1
+        ({**BATCH, "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "8"}, 0),
+        ({**BATCH, "SLURM_JOB_NODELIST": "n[1-"}, 0),  # `ringdance run` says what is wrong with it
+        (SLURM, 0),  # the shell of salloc
+        (LSF, 2),
+        ({**LSF, "LSB_INTERACTIVE": "Y"}, 0),
+        (SAGEMAKER, 2),
+        ({**SAGEMAKER, "SM_HOSTS": '["algo-1"]'}, 0),
+        ({}, 0),
+    ],
+)
+def test_hosts_that_a_lone_process_leaves_idle(environ: dict[str, str], idle: int) -> None:
+    found = left_idle(environ, launched=False)
+    assert len(found.hosts if found else []) == idle
+    assert not left_idle(environ, launched=True)
+
+
+def test_ranks_in_the_launcher_s_pod_leave_the_workers_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI 5 does not read the name by which the operators give it their host file."""
+    file = tmp_path / "hostfile"
+    file.write_text("job-worker-0.job.ns.svc slots=8\n")
+    environ = {"OMPI_MCA_orte_default_hostfile": str(file)}
+    monkeypatch.setattr("socket.gethostname", lambda: "job-launcher")
+    for pod in ({"K_MPI_JOB_ROLE": "launcher"}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}):
+        for launched in (True, False):
+            assert left_idle({**environ, **pod}, launched)
+    assert not left_idle(environ, False)  # a user's own host file
+    monkeypatch.setattr("socket.gethostname", lambda: "job-worker-0")
+    assert not left_idle({**environ, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True)

@@ -50,6 +50,40 @@ def test_processes_of_torchrun_do_not_train_alone(monkeypatch: pytest.MonkeyPatc
     assert hvd.size() == 1
 
 
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NTASKS": "32"}
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({**SLURM, "SLURM_PROCID": "0"}, r"Slurm job 7 has 4 host.*\(n1, n2, n3, ...\).*`ringdance run "),
+        (SAGEMAKER, r"SageMaker has 2 host.*\(algo-1, algo-2\).*processes_per_host"),
+        ({"SLURM_PROCID": "0", "RANK": "1", "WORLD_SIZE": "2"}, "torchrun.*ringdance run -np N"),
+    ],
+)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_hosts_of_a_scheduler_are_not_left_idle(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str, loaded: bool
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if loaded:
+        pytest.importorskip("mpi4py.MPI")
+    else:
+        monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(RuntimeError, match=rf"{said}.*one process is what you want, call hvd.init\(\[0\]\)"):
+        hvd.init()
+    assert not hvd.is_initialized()
+    if not loaded:
+        hvd.init([0])
+        assert hvd.size() == 1
+        hvd.shutdown()
+        monkeypatch.setenv("RINGDANCE_JOB", "started by `ringdance run -np 1`")
+        hvd.init()
+        assert hvd.size() == 1
+
+
 @pytest.mark.parametrize("wrong", ["static", "", [[0]], [0]])
 def test_process_sets_that_cannot_be(wrong: Any) -> None:
     with pytest.raises(ValueError, match="process_sets"):

@@ -1,4 +1,4 @@
-"""Figures of ranks: samples, JSON lines, OpenMetrics, TensorBoard's files."""
+"""Figures of ranks: samples, JSON lines, OpenMetrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def warn(text: str) -> None:
 
 def metrics_of(rings: list[Ring], **options: Any) -> Metrics:
     readers = [RingReader(ring.memory) for ring in rings]
-    usual = {"path": [], "interval": 0.01, "directory": "", "anew": True, "tensorboard": False, "address": ""}
+    usual = {"path": [], "interval": 0.01, "directory": "", "anew": True, "address": ""}
     return Metrics(readers, **{**usual, "rank": 4, "warn": warn, **options})
 
 
@@ -176,44 +176,18 @@ def test_a_port_that_is_taken_is_said(capfd: pytest.CaptureFixture[str], tmp_pat
     assert "ringdance_steps_total" in exposition(second.partition("http://")[2].removesuffix("/metrics"))[1]
 
 
-@pytest.mark.parametrize("missing", ["prometheus_client", "tensorboardX"])
 def test_a_package_that_is_missing_is_named(
-    missing: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ringdance.monitor.openmetrics", "ringdance.monitor.tensorboard"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    missing = "prometheus_client"
+    monkeypatch.delitem(sys.modules, "ringdance.monitor.openmetrics", raising=False)
     for name in [missing, *(name for name in sys.modules if name.startswith(f"{missing}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    metrics = metrics_of(rings(1), address="0", directory=str(tmp_path), tensorboard=True)
+    metrics = metrics_of(rings(1), address="0", directory=str(tmp_path))
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "are at" not in line]
     assert line.endswith(f"the package {missing} is missing: {sys.executable} -m pip install {missing}")
     metrics.leave([os.getpid()])
     assert (tmp_path / "metrics-4.jsonl").read_text()
-
-
-def test_event_files_for_tensorboard(tmp_path: Path) -> None:
-    from tensorboardX.proto.event_pb2 import Event
-
-    (ring,) = rings(1)
-    metrics = metrics_of([ring], directory=str(tmp_path), tensorboard=True, interval=0.1)
-    for _ in range(3):
-        count(ring, 5)
-        time.sleep(0.12)
-        metrics.write_if_due()
-    (path,) = (tmp_path / "rank.4").glob("events.out.tfevents.*")
-    data, events = path.read_bytes(), []  # complete although nothing is closed
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        events.append(Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    values = [(event.step, one.tag, one.simple_value) for event in events for one in event.summary.value]
-    waited = [value for value in values if value[1] == "ringdance/exposed_share"]
-    assert [step for step, _, _ in waited] == [10, 15]
-    for step, tag, value in values:
-        if tag == "ringdance/steps_per_second":
-            assert 0 < value < 5 / 0.1, step
-    tags = {tag.removeprefix("ringdance/") for _, tag, _ in values}
-    assert tags >= {"rss_bytes", "bytes_per_second", "cores", "host_cpu_percent"}
 
 
 def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +215,6 @@ def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "expected"),
     [
         (["--metrics-port", "a:b"], "'a:b': expected a port from 0 to 65535, or ADDRESS:PORT"),
-        (["--tensorboard"], "--tensorboard: specify where to, with --output-filename DIR"),
         (["--autotune", "--autotune-log-file", "a.json"], "tune.csv gets the result tune.json"),
     ],
 )
@@ -253,7 +226,7 @@ def test_what_is_wrong_in_options_is_said_before_the_start(
 
 
 def test_options_become_settings_of_the_ranks() -> None:
-    line = ["--metrics-port", "[::]:9400", "--quiet", "--tensorboard", "--output-filename", "out"]
+    line = ["--metrics-port", "[::]:9400", "--quiet", "--output-filename", "out"]
     spec = cli.spec_of(cli.parser().parse_args(["-np", "2", *line, "-x", "RINGDANCE_METRICS_PORT=1", "true"]))
-    found = {"METRICS_PORT": "1", "METRICS_TENSORBOARD": "1", "SUMMARY_TIME": "0"}
+    found = {"METRICS_PORT": "1", "SUMMARY_TIME": "0"}
     assert spec.exports == {f"RINGDANCE_{name}": value for name, value in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +120,29 @@ def test_ranks_command_and_environment(kind: str) -> None:
     large = pods(manifest(replace(ALL, kind=kind, workers=200, launcher_memory="")))
     (limits,) = (pod["containers"][0]["resources"]["limits"] for pod in large if "sshd" not in str(pod))
     assert limits == {"memory": "4224Mi"}  # ssh and mpiexec's part take 8 MiB for each worker
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What a container gets of a word of its command, or of a variable's value, by Kubernetes' rules."""
+    return re.sub(
+        r"\$(?:\$|\((.*?)\))",
+        lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
+        text,
+    )
+
+
+@pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
+def test_dollars_reach_the_ranks(kind: str) -> None:
+    words = ["sh", "-c", "echo $$ $(HOSTNAME) $X ${Y} $$(HOSTNAME) a$"]
+    documents = manifest(replace(SMALL, kind=kind, command=words, env={"PRICE": "$$5 $(HOSTNAME)"}))
+    commands = [pod["containers"][0]["command"] for pod in pods(documents)]
+    commands += [documents[1]["spec"]["trainer"]["command"]] if kind == "TrainJob" else []
+    (env,) = (pod["containers"][0]["env"] for pod in pods(documents) if "env" in pod["containers"][0])
+    assert [expanded(one["value"], {"HOSTNAME": "h"}) for one in env] == ["$$5 $(HOSTNAME)"]
+    launches = [command for command in commands if command[0] == "ringdance"]
+    assert len(launches) == len(commands) - 1
+    for command in launches:
+        assert [expanded(word, {"HOSTNAME": "h"}) for word in command][-3:] == words
 
 
 def test_what_holds_for_the_whole_job() -> None:

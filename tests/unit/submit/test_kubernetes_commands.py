@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -34,10 +33,10 @@ def api() -> Iterator[Api]:
     api.close()
 
 
-def test_manifest_as_yaml_and_json() -> None:
+def test_manifest_as_yaml() -> None:
     text = k8s("manifest", *WANTED)
     assert text.returncode == 0, text.stderr
-    assert yaml.safe_load(text.stdout) == json.loads(k8s("manifest", "--json", *WANTED).stdout)
+    assert yaml.safe_load(text.stdout)["kind"] == "MPIJob"
     both = list(yaml.safe_load_all(k8s("manifest", "--kind", "TrainJob", *WANTED).stdout))
     assert [document["kind"] for document in both] == ["TrainingRuntime", "TrainJob"]
 

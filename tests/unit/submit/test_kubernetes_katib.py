@@ -19,6 +19,7 @@ parameters:
   batch: {low: 16, high: 64, step: 16}
   optimizer: [sgd, adam]
   nesterov: [true, false]
+  tag: [a$$, b]
 objective: {name: accuracy, goal: maximize, line: 'test accuracy: ([0-9.]+)', take: best}
 trials: 12
 sampler: {name: tpe, seed: 3}
@@ -27,7 +28,7 @@ pruner: {name: median, n_startup_trials: 4, n_warmup_steps: 2}
 OPTIONS = "--image registry/train:1 --name digits --workers 2 --slots 4 --parallel 3 --volume pvc:d:/d"
 COMMAND = [
     "env", "BATCH={batch}", "python", "train.py", "--lr", "{lr}", "--optimizer={optimizer}", "{nesterov}",
-    "--out", "/data/{trial}",
+    "--tag", "$(id)-{tag}", "--out", "/data/{trial}",
 ]  # fmt: skip
 
 
@@ -46,13 +47,6 @@ def written(
     return yaml.safe_load(out)
 
 
-def test_search_writes_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = written(tmp_path, capsys)
-    words = ["search", str(tmp_path / "space.yaml"), "--katib", *OPTIONS.split(), "--", *COMMAND]
-    assert main(words) == 0
-    assert yaml.safe_load(capsys.readouterr().out) == document
-
-
 def test_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = written(tmp_path, capsys)
     assert document["metadata"]["name"] == "digits"
@@ -63,10 +57,11 @@ def test_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         {"name": "batch", "parameterType": "int", "feasibleSpace": {"min": "16", "max": "64", "step": "16"}},
         {"name": "optimizer", "parameterType": "categorical", "feasibleSpace": {"list": ["sgd", "adam"]}},
         {"name": "nesterov", "parameterType": "categorical", "feasibleSpace": {"list": ["true", "false"]}},
+        {"name": "tag", "parameterType": "categorical", "feasibleSpace": {"list": ["a$$$$", "b"]}},
     ]  # fmt: skip
-    assert spec["objective"]["metricStrategies"] == [{"name": "test accuracy:", "value": "max"}]
+    assert spec["objective"]["metricStrategies"] == [{"name": "test accuracy", "value": "max"}]
     pattern = spec["metricsCollectorSpec"]["source"]["filter"]["metricsFormat"]
-    assert pattern == [r"(test accuracy:)\s*([0-9.]+)"]
+    assert pattern == [r"(test accuracy):\s*([0-9.]+)"]
     assert [spec[f"{name}TrialCount"] for name in ("max", "parallel", "maxFailed")] == [12, 3, 5]
     assert spec["algorithm"]["algorithmSettings"] == [{"name": "random_state", "value": "3"}]
     assert spec["earlyStopping"]["algorithmName"] == "medianstop"
@@ -75,9 +70,9 @@ def test_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     replicas = template["trialSpec"]["spec"]["mpiReplicaSpecs"]
     launcher = replicas["Launcher"]["template"]["spec"]["containers"][0]
     assert launcher["name"] == template["primaryContainerName"]
-    assert launcher["command"][-4:] == [
+    assert launcher["command"][-6:] == [
         "--optimizer=${trialParameters.optimizer}", "${trialParameters.nesterov}",
-        "--out", "/data/${trialParameters.trial}",
+        "--tag", "$$(id)-${trialParameters.tag}", "--out", "/data/${trialParameters.trial}",
     ]  # fmt: skip
     assert "BATCH=${trialParameters.batch}" in launcher["command"]
     # Katib refuses parameters of a trial that are not in it.

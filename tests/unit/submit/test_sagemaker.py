@@ -124,13 +124,13 @@ def test_the_default_bucket_must_be_the_account_s(aws: Any, monkeypatch: pytest.
     asked: list[tuple[str, Any]] = []
     session = aws.Session(region_name="us-east-1")
     events = session._session.get_component("event_emitter")
-    for name in ("HeadBucket", "PutObject"):
+    for name in ("ListObjectsV2", "PutObject"):
         events.register(
             f"before-parameter-build.s3.{name}",
             lambda params, model, **_: asked.append((model.name, params.get("ExpectedBucketOwner"))),
         )
     estimator(boto_session=session).fit(wait=False)
-    assert asked == [("HeadBucket", "123456789012"), ("PutObject", "123456789012")]
+    assert asked == [("ListObjectsV2", "123456789012"), ("PutObject", "123456789012")]
     del asked[:]
     estimator(boto_session=session, code_location=f"s3://{BUCKET}").fit(wait=False)
     assert asked == [("PutObject", None)]
@@ -144,17 +144,79 @@ def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
         estimator(code_location=location).fit(wait=False)
 
 
-def test_lost_keys_are_reported_in_one_line() -> None:
-    """AWS's library has errors of its own beside the service's refusals."""
+@pytest.mark.parametrize(
+    ("raised", "fix"),
+    [
+        ("NoCredentialsError", "Unable to locate credentials. Run `aws configure`"),
+        ("NoRegionError", "specify a region. Give --region"),
+        ("UnauthorizedSSOTokenError", "by `aws sso login`"),
+        ("ConnectTimeoutError", "HTTPS_PROXY"),
+        ("ExpiredToken", "The words. Log in again by `aws sso login`"),
+        ("ExpiredTokenException", "Log in again by `aws sso login`"),
+        ("InvalidClientTokenId", "The keys are wrong"),
+        ("ValidationException", "The words"),
+    ],
+)
+def test_what_aws_refuses_has_its_fix(raised: str, fix: str) -> None:
+    """AWS's library has errors of its own, and the service's refusals have codes."""
     exceptions = pytest.importorskip("botocore.exceptions")
 
-    def lost(*_: Any, **__: Any) -> Any:
-        raise exceptions.NoCredentialsError
+    def refuse(**_: Any) -> Any:
+        if kind := getattr(exceptions, raised, None):
+            raise kind(endpoint_url="https://there", error="late")
+        raise exceptions.ClientError({"Error": {"Code": raised, "Message": "The words."}}, "Call")
 
-    with pytest.raises(LaunchError, match="AWS: Unable to locate credentials"):
-        client.make_bucket(SimpleNamespace(head_bucket=lost), BUCKET, "us-east-1", "1")
-    with pytest.raises(LaunchError, match="AWS: Unable to locate credentials"):
-        client.wait(SimpleNamespace(describe_training_job=lost), NAME)
+    refusing = SimpleNamespace(list_objects_v2=refuse, describe_training_job=refuse)
+    make, wait = client.make_bucket, client.wait
+    for action in (lambda: make(refusing, BUCKET, "r", "1"), lambda: wait(refusing, NAME)):
+        with pytest.raises(LaunchError) as caught:
+            action()
+        assert str(caught.value).startswith("AWS: ")
+        assert fix in str(caught.value)
+
+
+def test_a_machine_that_knows_no_keys_or_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("boto3")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    words = ["--role", COMMON["role"], "--image", "i", "--instance-type", "ml.c5.large", "train.py"]
+    for more, said in (
+        ([], "no AWS region: give region= (--region), or set AWS_REGION"),
+        (["--region", "eu-west-1"], "AWS: Unable to locate credentials. Run `aws configure`"),
+    ):
+        done = sagemaker(*more, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"ringdance sagemaker: {said}")
+        assert done.stderr.count("\n") == 1
+    monkeypatch.setenv("AWS_PROFILE", "no-such")
+    with pytest.raises(LaunchError, match=r"no-such.*aws configure list-profiles"):
+        estimator().request()
+
+
+def test_a_rank_for_each_gpu_unless_the_job_says_otherwise(
+    aws: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number, enabled = "sagemaker_mpi_num_of_processes_per_host", "sagemaker_mpi_enabled"
+    for change, sent in (
+        ({}, {number: "8", enabled: "true"}),
+        ({"instance_count": 1}, {number: "8", enabled: "true"}),
+        ({"distribution": {"mpi": {"enabled": True}}}, {number: "8", enabled: "true"}),
+        ({"distribution": {"mpi": {"processes_per_host": 4}}}, {number: "4", enabled: "true"}),
+        ({"instance_type": "ml.g5.12xlarge"}, {number: "4", enabled: "true"}),
+        ({"instance_type": "ml.c5.xlarge"}, {number: "1", enabled: "true"}),
+        ({"instance_type": "ml.c5.xlarge", "instance_count": 1}, {}),
+        ({"distribution": {"mpi": {"enabled": False}}}, {enabled: "false"}),
+    ):
+        found = Estimator(**{**COMMON, **change}).request(None, NAME)["HyperParameters"]
+        assert {name: found[name] for name in (number, enabled) if name in found} == sent, change
+    unknown = {**COMMON, "instance_type": "ml.trn1.32xlarge"}
+    with pytest.raises(ArgumentError, match=r"ml.trn1.32xlarge: .* Give processes_per_host"):
+        Estimator(**unknown)
+    assert Estimator(**unknown, processes_per_host=32).started == "2 x ml.trn1.32xlarge, ranks on each: 32"
+    Estimator(**COMMON).fit(wait=False, job_name=NAME)
+    assert "2 x ml.p3.16xlarge (8 GPUs), ranks on each: 8\n" in capsys.readouterr().out
 
 
 def test_old_names_are_accepted_with_a_warning() -> None:
@@ -233,7 +295,7 @@ def test_workers_of_a_host_read_different_rows() -> None:
         (f"{S3}/a,b,distribution=S3ShardByKey", Input(f"{S3}/a,b", "ShardedByS3Key")),
         (f"{S3},shuffle_seed=3", Input(S3, shuffle_seed=3)),
     ):
-        assert Input.parse(text, distribution="FullyReplicated") == expected
+        assert Input.parse(text) == expected
     with pytest.raises(ArgumentError, match="colour"):
         Input.parse(f"{S3},colour=red")
 
@@ -321,7 +383,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
     done = sagemaker(
         "--dry-run", "--role", COMMON["role"], "--image", COMMON["image_uri"], "--instance-type",
         "ml.p3.16xlarge", "--instance-count", "2", "--processes-per-host", "8", "--name", NAME,
-        "--mpi-options=--A=1", "-x", "B=2", "--input", f"train={S3}/train", "--sharded",
+        "--mpi-options=--A=1", "-x", "B=2", "--input", f"train={S3}/train,distribution=s3shardbykey",
         "--metric", "loss=loss=(.*)",
         "train.py", "--epochs", "3", "--lr=0.1", "--name", "a",
     )  # fmt: skip
@@ -335,6 +397,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
     )
     assert request == same.request({"train": Input(f"{S3}/train", "ShardedByS3Key")}, NAME)
     assert "no option of mpirun" in done.stderr
+    assert "2 x ml.p3.16xlarge (8 GPUs), ranks on each: 8\n" in done.stderr
 
 
 def test_secrets_are_not_put_into_the_request() -> None:

@@ -32,6 +32,13 @@ def test_what_is_asked_for() -> None:
     assert JOB.text().startswith("#!/bin/bash\n#SBATCH")
 
 
+def test_values_are_quoted_as_sbatch_reads_them() -> None:
+    """sbatch 22.05 gave the job that name and that comment."""
+    text = BatchJob(name='a "b" \'c\' \\ #d $e', sbatch=["--comment=x#y"], command=["true"]).text()
+    assert '#SBATCH "--job-name=a \\"b\\" \'c\' \\\\ #d $e"\n' in text
+    assert '#SBATCH "--comment=x#y"\n' in text
+
+
 def test_bash_calls_the_launcher_with_the_very_words(tmp_path: Path) -> None:
     program = tmp_path / "ringdance"
     program.write_text('#!/bin/bash\nprintf "%s\\n" "$COLOUR" "$@"\n')

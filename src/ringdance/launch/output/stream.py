@@ -271,7 +271,7 @@ def remove_left(directory: Path) -> None:
             if path.is_file():
                 path.unlink()
     for path in directory.glob("rank.*"):
-        with contextlib.suppress(OSError):  # TensorBoard's files are there too
+        with contextlib.suppress(OSError):  # it has files of others
             path.rmdir()
 
 

@@ -35,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_manifest(parser: argparse.ArgumentParser) -> None:
     add_options(parser, JobRequest)
-    parser.add_argument("--json", action="store_true", help="as JSON (default: YAML)")
     text = "write a Katib Experiment of such jobs instead; SPACE.yaml is the file of `ringdance search`"
     parser.add_argument("--katib", type=Path, metavar="SPACE.yaml", help=text)
     text = "with --katib: trials side by side (default 2)"
@@ -45,14 +44,9 @@ def _add_manifest(parser: argparse.ArgumentParser) -> None:
 # --- output -----------------------------------------------------------------------------------------
 
 
-def _print(documents: Sequence[Document], as_json: bool) -> None:
-    if as_json:
-        # Several documents as the list that kubectl takes.
-        several = {"apiVersion": "v1", "kind": "List", "items": documents}
-        print(json.dumps(documents[0] if len(documents) == 1 else several, indent=2))
-        return
+def _print(documents: Sequence[Document]) -> None:
     copies = json.loads(json.dumps(documents, default=str))  # else what they share becomes an anchor
-    yaml = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or use --json)")
+    yaml = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml")
     print(yaml.safe_dump_all(copies, sort_keys=False, width=110), end="")
 
 
@@ -61,7 +55,7 @@ def _print(documents: Sequence[Document], as_json: bool) -> None:
 
 def _manifest(arguments: argparse.Namespace) -> int:
     job, file = from_arguments(JobRequest, arguments), arguments.katib
-    _print([experiment(read_space(file), job, arguments.parallel)] if file else manifest(job), arguments.json)
+    _print([experiment(read_space(file), job, arguments.parallel)] if file else manifest(job))
     return 0
 
 

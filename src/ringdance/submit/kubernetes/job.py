@@ -71,6 +71,11 @@ def parse_volume(text: str) -> Volume:
     return Volume(source, path, read_only)
 
 
+def literal(text: str) -> str:
+    """Double each $, which Kubernetes expands in commands and values; Katib's own are left to Katib."""
+    return re.sub(r"\$(?!\{trialParameters\.)", "$$", text)
+
+
 def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
     found = {}
     for name, text in pairs("--secret-env", texts).items():
@@ -134,7 +139,8 @@ class JobRequest:
         """The launcher's command, which reads hosts and slots from what the operator puts into its pod."""
         # ssh passes no environment on: the launcher does, by name.
         names = (*self.env, *self.secret_env)
-        return launch_line(self.workers * self.slots_per_worker, names, self.command)
+        line = launch_line(self.workers * self.slots_per_worker, names, self.command)
+        return [literal(word) for word in line]
 
     def check(self) -> None:
         """Find mistakes that the cluster would report late, or never.

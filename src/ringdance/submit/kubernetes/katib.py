@@ -10,7 +10,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.search import REPORT
 from ringdance.search.space import Objective, Parameter, Space, as_text, check_command, names_in, substitute
-from ringdance.submit.kubernetes.job import Document, JobRequest
+from ringdance.submit.kubernetes.job import Document, JobRequest, literal
 from ringdance.submit.kubernetes.manifest import manifest
 
 _ENDED = 'status.conditions.#(type=="%s")#|#(status=="True")#'
@@ -75,7 +75,9 @@ def _metric(aim: Objective) -> tuple[str, str]:
     if not found:
         wrong = f"--katib: the line {aim.line!r} must be plain text, which is the metric's name for Katib"
         raise LaunchError(f"{wrong}, and one group for the value, such as 'accuracy: (\\S+)'")
-    return found[1].strip(), f"({found[1].strip()})\\s*{found[2]}"
+    text = found[1].strip()
+    name = text.rstrip(" ,:=/-")
+    return name, f"({name}){text.removeprefix(name)}\\s*{found[2]}"
 
 
 def _algorithm(options: Mapping[str, Any], names: Any, settings: Any) -> Document:
@@ -93,6 +95,6 @@ def _parameter(name: str, one: Parameter) -> Document:
     if one.options.get("log"):
         space["distribution"] = "logUniform"
     if one.kind == "categorical":
-        space["list"] = [as_text(value) for value in one.options["choices"]]
+        space["list"] = [literal(as_text(value)) for value in one.options["choices"]]
     kind = "double" if one.kind == "float" else one.kind
     return {"name": name, "parameterType": kind, "feasibleSpace": space}

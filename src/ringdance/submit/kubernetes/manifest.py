@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.submit.kubernetes.job import Document, JobRequest
+from ringdance.submit.kubernetes.job import Document, JobRequest, literal
 
 SSH_PORT = 2222
 USER = 1000
@@ -123,7 +123,7 @@ def _trainjob(request: JobRequest) -> Document:
 
 
 def _launcher_pod(request: JobRequest, container: str) -> Document:
-    env: list[Document] = [{"name": name, "value": value} for name, value in request.env.items()]
+    env: list[Document] = [{"name": name, "value": literal(value)} for name, value in request.env.items()]
     for name, (secret, key) in request.secret_env.items():
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     # No GPU and little of a core: it starts the ranks and shows their output.

@@ -21,7 +21,7 @@ from ringdance.submit.sagemaker.request import Input
 _EPILOG = """\
 examples:
   ringdance sagemaker submit --role arn:aws:iam::123456789012:role/Training --image IMAGE \\
-      --instance-type ml.p3.16xlarge --instance-count 2 --processes-per-host 8 \\
+      --instance-type ml.p3.16xlarge --instance-count 2 \\
       --source-dir src --input train=s3://bucket/train train.py --epochs 90
   ringdance sagemaker submit ... --processes-per-host 4 \\
       --input train=s3://bucket/clicks/{worker}/,distribution=s3shardbykey,input_mode=Pipe train.py
@@ -41,10 +41,8 @@ def main(argv: Sequence[str]) -> int:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_options(parser, Estimator)
-    parser.set_defaults(processes_per_host=1)
     text = "a channel of data; after commas distribution=s3shardbykey, input_mode=Pipe, shuffle_seed=1"
     add("--input", action="append", default=[], metavar="NAME=S3URI[,...]", help=text)
-    add("--sharded", action="store_true", help="in all channels each host gets a part of the objects")
     add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable of the containers")
     text = "it is no secret, though its name looks like one: a variable of -x, or an argument of the script"
     add("--plain", action="append", default=[], metavar="NAME", help=text)
@@ -58,15 +56,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _submit(arguments: argparse.Namespace) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"ringdance sagemaker: {message}", file=sys.stderr)
-    mode = "ShardedByS3Key" if arguments.sharded else "FullyReplicated"
     metrics = [{"Name": name, "Regex": regex} for name, regex in pairs("--metric", arguments.metric).items()]
     environment = parse_exports(arguments.env, os.environ)
     parameters = hyperparameters(arguments.arguments)
     for name, value in (*environment.items(), *parameters.items()):
         if is_secret(name, str(value)) and name not in arguments.plain:
             raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is no secret: --plain {name}")
-    given = pairs("--input", arguments.input)
-    inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
+    inputs = {name: Input.parse(text) for name, text in pairs("--input", arguments.input).items()}
     estimator = from_arguments(
         Estimator,
         arguments,
@@ -79,6 +75,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         request = estimator.request(inputs, arguments.name)
         for part in {"Environment", "HyperParameters"} & request.keys():
             request[part] = {name: shown(name, shown_text(text)) for name, text in request[part].items()}
+        print(f"ringdance sagemaker: {estimator.started}", file=sys.stderr)
         print(json.dumps(request, indent=2))
     else:
         estimator.fit(inputs, not arguments.no_wait, job_name=arguments.name)

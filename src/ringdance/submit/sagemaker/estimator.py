@@ -29,6 +29,7 @@ from ringdance.launch.remote.environment import is_secret, shown_text
 from ringdance.submit.sagemaker import aws
 from ringdance.submit.sagemaker.job import TrainingJob, account_of, job_name
 from ringdance.submit.sagemaker.request import Inputs, create_request, mpi_options
+from ringdance.tune.catalog import gpus_of
 
 OUTPUT_DIRECTORY = "/opt/ml/output/data"
 """The service uploads what a job leaves here as ``output.tar.gz``."""
@@ -63,6 +64,10 @@ _NOT_LOCAL = (
 _TAIL = (
     "aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {name}/ --follow --since 1d "
     "--region {region}"
+)
+_GPUS_UNKNOWN = (
+    "{type}: its number of GPUs is not known here. Give processes_per_host (--processes-per-host): the ranks "
+    "of each machine, usually one for each GPU"
 )
 _NO_IMAGE = (
     "framework_version={version!r} names no image here: the SDK looked one up. Give "
@@ -111,14 +116,16 @@ class Estimator(TrainingJob):
     Args:
         entry_point: the script; a path within `source_dir` if that is given.
         source_dir: directory that is uploaded, or ``s3://...tar.gz`` with its contents.
-        processes_per_host: ranks on each machine; the short form of `distribution`.
+        processes_per_host: ranks on each machine, as in `distribution`; default: its GPUs, else 1.
         hyperparameters: the script gets them as ``--name value``.
-        distribution: ``{"mpi": {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "-x A=1"}}``.
+        distribution: ``{"mpi": {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "-x A=1"}}``;
+            ``{"mpi": {"enabled": False}}``: each machine runs the script once, by itself.
         base_job_name: jobs' names begin with it; default: the script's name.
         boto_session: a ``boto3.Session``; default: a new one.
 
     Attributes:
         latest_job: name of the job that `fit` started last.
+        started: the machines and how many ranks each has, for messages.
 
     Raises:
         ArgumentError: an argument is missing, unknown or contradicts another one.
@@ -131,6 +138,7 @@ class Estimator(TrainingJob):
         super().__init__(*arguments, **_current_names(given))
         self._read_distribution()
         self._check_options()
+        self._choose_ranks()
         logs = {"RINGDANCE_TIMELINE": f"{OUTPUT_DIRECTORY}/timeline.json"} if self.timeline else {}
         if self.autotune_log:
             logs |= {
@@ -141,7 +149,7 @@ class Estimator(TrainingJob):
         self.custom_mpi_options = " ".join(filter(None, words))
 
     def _read_distribution(self) -> None:
-        """Merge `distribution` with its short forms; `mpi` stays None if neither is given."""
+        """Merge `distribution` with its short forms; `mpi` stays None if neither says whether to use it."""
         distribution = dict(self.distribution or {})
         mpi = dict(distribution.pop("mpi", None) or {})
         if (distribution.pop("parameter_server", None) or {}).get("enabled"):
@@ -157,11 +165,22 @@ class Estimator(TrainingJob):
         if given is not None and ranks not in (None, given):
             raise ArgumentError(f"processes_per_host is {given}, but in `distribution` it is {ranks}")
         self.processes_per_host = given if ranks is None else ranks
-        if mpi or given is not None:
-            self.mpi = mpi.get("enabled", given is not None)
+        self.mpi = mpi.get("enabled", True if mpi or given is not None else None)
         self.custom_mpi_options, notes = mpi_options(mpi.get("custom_mpi_options") or self.custom_mpi_options)
         for note in notes:
             warnings.warn(f"custom_mpi_options: {note}", stacklevel=3)
+
+    def _choose_ranks(self) -> None:
+        """Use MPI with a rank for each GPU, unless that is one process or the job says otherwise."""
+        gpus = gpus_of(self.instance_type.removeprefix("ml."))
+        if self.mpi is not False and self.processes_per_host is None:
+            if gpus is None:
+                raise ArgumentError(_GPUS_UNKNOWN.format(type=self.instance_type))
+            if self.mpi or self.instance_count * max(gpus, 1) > 1:
+                self.mpi, self.processes_per_host = True, max(gpus, 1)
+        kind = f"{self.instance_type} ({gpus} GPUs)" if gpus else self.instance_type
+        ranks = self.processes_per_host if self.mpi else "1, without MPI"
+        self.started = f"{self.instance_count} x {kind}, ranks on each: {ranks}"
 
     def _check_options(self) -> None:
         if self.instance_type.startswith("local"):
@@ -226,12 +245,12 @@ class Estimator(TrainingJob):
         given = given or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         region = given or self._session().region_name
         if not region:
-            raise ArgumentError("the region is unknown: give region=, or set AWS_REGION")
+            raise ArgumentError("no AWS region: give region= (--region), or set AWS_REGION")
         return str(region)
 
     def _session(self) -> Any:
         if self.boto_session is None:
-            self.boto_session = aws.boto3().Session(region_name=self.region)
+            self.boto_session = aws.call(aws.boto3().Session, region_name=self.region)
         return self.boto_session
 
     def fit(
@@ -260,7 +279,7 @@ class Estimator(TrainingJob):
         sagemaker = aws.client(session, "sagemaker", region)
         aws.call(sagemaker.create_training_job, **request)
         self.latest_job = name
-        print(f"ringdance: training job {name} in {region}", flush=True)
+        print(f"ringdance: training job {name} in {region}; {self.started}", flush=True)
         if logs:
             print(f"ringdance: its output: {_TAIL.format(name=name, region=region)}", flush=True)
         if wait:

@@ -27,7 +27,7 @@ class TrainingJob:
     role: str = option("ARN of the role that the job has", "", key="RoleArn")
     instance_type: str = option("such as ml.p3.16xlarge", "", key="ResourceConfig.InstanceType")
     instance_count: int = option("machines", 1, key="ResourceConfig.InstanceCount")
-    processes_per_host: int | None = option("ranks on each (default: %(default)s)", type=int)
+    processes_per_host: int | None = option("ranks on each (default: its GPUs, else 1)", type=int)
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     distribution: Mapping[str, Any] | None = None
     image_uri: str = option(

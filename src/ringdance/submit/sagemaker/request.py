@@ -53,7 +53,7 @@ class Input:
             object.__setattr__(self, "distribution", "ShardedByS3Key")
 
     @classmethod
-    def parse(cls, text: str, **defaults: Any) -> Input:
+    def parse(cls, text: str) -> Input:
         """Make an input of "URI,NAME=VALUE,..." with the names of the attributes.
 
         Raises:
@@ -66,7 +66,7 @@ class Input:
             raise ArgumentError(f"--input {text}: {', '.join(sorted(unknown))}: none of {', '.join(names)}")
         if "shuffle_seed" in given:
             given["shuffle_seed"] = int(given["shuffle_seed"])
-        return cls(uri, **defaults | given)
+        return cls(uri, **given)
 
     def channel(self, name: str, worker: int = 0) -> dict[str, Any]:
         """Return the request's ``Channel`` of that name, for a worker of each host."""
