@@ -42,6 +42,11 @@ def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
     return merge(hosts)
 
 
+def format_hosts(hosts: HostList) -> str:
+    """Return hosts and their slots as ``parse_hosts`` reads them."""
+    return ",".join(f"[{name}]:{slots}" if ":" in name else f"{name}:{slots}" for name, slots in hosts)
+
+
 def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = None) -> list[tuple[str, int]]:
     """Parse a host file, in any of the forms in use; ``#`` begins a comment.
 

@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ringdance import subcommands
-from ringdance.cluster.hostfile import HostList, parse_hosts
+from ringdance.cluster.hostfile import HostList, format_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import counts, positive, seconds
+from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.linux import die_with_parent
 from ringdance.limits import usable_cores
@@ -109,7 +110,8 @@ class Trials:
         total = one.ranks * max(1, len(self.hosts))
         words = ["mpirun" if one.bind else "run", "-np", str(total)]
         if self.hosts:
-            words += ["-H", ",".join(f"{name}:{one.ranks}" for name, _ in self.hosts)]
+            words += ["-H", format_hosts([(name, one.ranks) for name, _ in self.hosts])]
+            words += ssh_words(self.given)
         if one.bind:
             words += ["-bind-to", "core", "-map-by", f"slot:PE={max(1, self.cores // one.ranks)}"]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), one.intra)
@@ -290,7 +292,7 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
 
 def _threads(given: argparse.Namespace) -> int:
     resolve_command(given.command[:1])
-    hosts = parse_hosts(given.hosts) if given.hosts else []
+    hosts = hosts_of(given) or []
     trials = Trials(given, hosts, usable_cores())
     if hosts and not local_names(name for name, _ in hosts):
         trials.visible = False
@@ -342,7 +344,7 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--metric", type=_regex, metavar="REGEX", help="finds the speed in the output, as its one group")
     add("--seconds", type=seconds, default=20.0, metavar="S", help="of steady steps in a trial (default 20)")
     add("--limit", type=seconds, default=300.0, metavar="S", help="for the start of a trial (default 300)")
-    add("-H", "--hosts", metavar="H1,H2", help="hosts, with as many cores as this one (default: this one)")
+    add_host_options(parser, "hosts, with as many cores as this one (default: this one); slots do not count")
     add("command", nargs="+", metavar="COMMAND", help="after --: the training and its arguments")
 
 

@@ -52,6 +52,7 @@ _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.i
     **dict.fromkeys((
         "np", "N", "H", "hostfile", "x", "wdir", "bind-to", "map-by", "rank-by", "output", "output-filename",
         "display", "with-ft", "cpu-set", "timeout", "rankfile", "rf", "tune", "am", "stdin", "prefix", "path",
+        "ssh-port", "ssh-identity-file", "ssh-args", "python",
     ), 1),
     **dict.fromkeys(("mca", "prtemca", "pmixmca"), 2),
 }  # fmt: skip
@@ -179,6 +180,10 @@ def _apply(
                     line.flags.add("tag" if kind.startswith("tag") else kind)
         case "display" | "help" | "version":
             line.flags.add(name)
+        case "ssh-args":
+            line.ssh += shlex.split(value)
+        case "ssh-port" | "ssh-identity-file" | "python":
+            line.options.append(f"--{name}={value}")
         case "verbose" | "dry-run" | "no-check":
             line.options.append(f"--{name}")
         case _ if name in _PASSED_ON:
