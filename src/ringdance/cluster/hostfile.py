@@ -22,6 +22,11 @@ def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return list(found.items())
 
 
+def hosts_text(hosts: HostList) -> str:
+    """Return ``"h1:2,[fe80::1]:4"``, which :func:`parse_hosts` reads."""
+    return ",".join(f"[{name}]:{slots}" if ":" in name else f"{name}:{slots}" for name, slots in hosts)
+
+
 def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
     """Parse ``"h1:2,h2:4"`` as names and slots; an IPv6 address may stand in brackets.
 
@@ -40,11 +45,6 @@ def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
             raise LaunchError(f"-H {text}: {entry!r} is not HOST:SLOTS, for example localhost:4")
         hosts.append((found[0], slots or 0) if bare else found)
     return merge(hosts)
-
-
-def format_hosts(hosts: HostList) -> str:
-    """Return hosts and their slots as ``parse_hosts`` reads them."""
-    return ",".join(f"[{name}]:{slots}" if ":" in name else f"{name}:{slots}" for name, slots in hosts)
 
 
 def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = None) -> list[tuple[str, int]]:

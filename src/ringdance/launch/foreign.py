@@ -15,16 +15,16 @@ _ROWS = (
     (_RANKS, "--ranks-per-trial", "write --ranks-per-trial N"),
     (_RANKS, "--slots", "write --slots N, the number of ranks on each host"),
     (_RANKS, "--ranks", "write --ranks N, the number of ranks on each host"),
-    ("nnodes nodes num-nodes N host nodelist w hostlist", "-H", "write -H h1:4,h2:4, the hosts and their slots"),
+    ("nnodes nodes N host nodelist w hostlist", "-H", "write -H h1:4,h2:4, the hosts and their slots"),
     ("hostfile machinefile machine-file default-hostfile nodefile f", "--hostfile", "write --hostfile FILE"),
     (
-        "min-np max-np min-num-proc max-num-proc host-discovery-script elastic-timeout reset-limit max-restarts "
-        "blacklist-cooldown-range", "--detach",
+        "min-np max-np min-num-proc max-num-proc host-discovery-script elastic-timeout reset-limit "
+        "blacklist-cooldown-range max-restarts", "--detach",
         "leave it out: a job keeps the ranks and hosts that it starts with, -np N and -H h1:4,h2:4",
     ),
     (
-        "rdzv-backend rdzv-endpoint rdzv-id rdzv-conf master-addr master-port node-rank local-addr standalone "
-        "use-env start-method role gloo mpi jsrun launcher monitor-interval", "-H",
+        "rdzv-backend rdzv-endpoint rdzv-id rdzv-conf master-addr master-port node-rank standalone "
+        "local-addr use-env start-method role gloo mpi jsrun launcher monitor-interval", "-H",
         "leave it out: started once, on one host, this starts and connects the ranks of all hosts",
     ),
     (

@@ -88,8 +88,8 @@ class Parser(argparse.ArgumentParser):
         hints = list[str]()
         if message.startswith(_UNKNOWN):
             options = [word.partition("=")[0] for word in message.split()[2:] if word.startswith("-")]
-            which = [f"{one}: " if len(options) > 1 else "" for one in options]
-            hints = [f"{one}{hint}" for one, hint in zip(which, map(self._hint, options)) if hint]
+            several = len(options) > 1
+            hints = [f"{one}: {hint}" if several else hint for one in options if (hint := self._hint(one))]
         elif choice := _CHOICE.search(message):
             near = difflib.get_close_matches(choice[1], re.findall(r"[^\s,']+", choice[2]), n=1)
             hints = [f"did you mean {one}?" for one in near]

@@ -17,7 +17,7 @@ from typing import Any
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
-from ringdance.cluster.hostfile import format_hosts
+from ringdance.cluster.hostfile import hosts_text
 from ringdance.judging import BUSY, IDLE_CORES, LITTLE, NO_CORES, TAKEN
 from ringdance.launch.parser import rank_count, seconds
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
@@ -244,7 +244,7 @@ def _input(arguments: argparse.Namespace) -> int:
         raise CommandError("give the command, as in: ringdance bench input -np 2 -- python train.py")
     options = ["-np", str(arguments.np)] if arguments.np else []
     if hosts := hosts_of(arguments):
-        options += ["-H", format_hosts(hosts)]
+        options += ["-H", hosts_text(hosts)]
     if not options and detect(os.environ) is None:
         options = ["-np", "1"]
     options += ssh_words(arguments)

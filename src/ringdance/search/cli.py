@@ -85,7 +85,8 @@ def _search(arguments: argparse.Namespace) -> int:
         Study(arguments.study or arguments.space.with_suffix(".search"), space, command),
         Console(**_PLAIN),
     )
-    searcher = Searcher(study, console, free, command, None if direct else ssh_words(arguments), environ, arguments.grace)
+    options = None if direct else ssh_words(arguments)
+    searcher = Searcher(study, console, free, command, options, environ, arguments.grace)
     code = searcher.run()
     console.print(headline(study), soft_wrap=True)
     if study.best():

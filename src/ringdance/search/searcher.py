@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 from rich.live import Live
 
-from ringdance.cluster.hostfile import HostList, format_hosts
+from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.errors import LaunchError
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.signals import STOPPING
@@ -184,7 +184,7 @@ class Searcher:
         one.trial.set_user_attr("command", [*launch, *filled])
         command = resolve_command(filled)
         if launch:
-            hosts = format_hosts([(host, 1) for host, _ in place])
+            hosts = hosts_text([(host, 1) for host, _ in place])
             command = [sys.executable, "-m", *launch, "-H", hosts, "--quiet", "--", *command]
         one.start(command, self.environ)
         until = math.inf

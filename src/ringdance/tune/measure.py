@@ -17,7 +17,7 @@ import numpy as np
 import ringdance.numpy
 from ringdance import session
 from ringdance.monitor.core_use import CoreUse
-from ringdance.tune.gradient_sizes import FORWARD
+from ringdance.tune.catalog import FORWARD
 
 RATE = 1e-3
 SINGLE, LOOKS = 12, 3

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringdance import subcommands
-from ringdance.cluster.hostfile import HostList, format_hosts
+from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import counts, positive, seconds
@@ -110,7 +110,7 @@ class Trials:
         total = one.ranks * max(1, len(self.hosts))
         words = ["mpirun" if one.bind else "run", "-np", str(total)]
         if self.hosts:
-            words += ["-H", format_hosts([(name, one.ranks) for name, _ in self.hosts])]
+            words += ["-H", hosts_text([(name, one.ranks) for name, _ in self.hosts])]
             words += ssh_words(self.given)
         if one.bind:
             words += ["-bind-to", "core", "-map-by", f"slot:PE={max(1, self.cores // one.ranks)}"]

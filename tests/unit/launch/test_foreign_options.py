@@ -133,7 +133,8 @@ def test_several_options_get_an_answer_each(capsys: pytest.CaptureFixture[str]) 
     unknown, hints = said(line, capsys)
     assert unknown == "--standalone --nnodes --nproc_per_node --gpus_per_task"
     first, *others = [hint.partition(": ") for hint in hints.split("; ")]
-    assert (first[0], first[2]) == ("--standalone", f"{OUT}, on one host, this starts and connects the ranks of all hosts")
+    assert first[0] == "--standalone"
+    assert first[2].startswith(OUT)
     assert [one[0] for one in others] == ["--nnodes", "--nproc_per_node", "--gpus_per_task"]
 
 
@@ -149,7 +150,7 @@ def test_what_belongs_to_the_command_is_left_alone(line: str, capsys: pytest.Cap
 def test_horovodrun_answers_too_and_keeps_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     own = parse_args(["-np", "2", "-hostfile", "x", "--gloo", "--min-np", "1", "--output", "logs", "true"])
     assert (own.hostfile, own.use_gloo, own.min_num_proc, own.output_filename) == ("x", True, 1, "logs")
-    for words, hint in ((["--nproc_per_node", "4"], EACH), (["--hostfiles", "x"], "did you mean --hostfile?")):
+    for word, hint in (("--nproc_per_node=4", EACH), ("--hostfiles=x", "did you mean --hostfile?")):
         with pytest.raises(SystemExit):
-            parse_args([*words, "true"])
+            parse_args([word, "true"])
         assert f"; {hint}" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ringdance.cli import main
-from ringdance.cluster.hostfile import format_hosts, parse_hosts
+from ringdance.cluster.hostfile import hosts_text, parse_hosts
 from ringdance.launch import mpirun_cli
 from ringdance.launch.mpi.mpirun import parse
 from ringdance.launch.remote.shell import add_host_options, ssh_words
@@ -29,7 +29,8 @@ HOW = ["--ssh-port=2222", "--ssh-identity-file=/k", "--python=/opt/bin/python", 
 def test_every_command_has_all_of_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out
-    for option in ("-H H1", "--hosts", "--hostfile FILE", "-p N", "-i FILE", *(one.split("=")[0] for one in HOW)):
+    long = [one.split("=")[0] for one in HOW]
+    for option in ("-H H1", "--hosts", "--hostfile FILE", "-p N", "-i FILE", *long):
         assert option in shown, option
 
 
@@ -41,8 +42,8 @@ def hostfile(tmp_path: Path) -> str:
 
 def test_hosts_as_text_are_read_again() -> None:
     hosts = [("h1", 4), ("fe80::1", 2)]
-    assert format_hosts(hosts) == "h1:4,[fe80::1]:2"
-    assert parse_hosts(format_hosts(hosts)) == hosts
+    assert hosts_text(hosts) == "h1:4,[fe80::1]:2"
+    assert parse_hosts(hosts_text(hosts)) == hosts
 
 
 def test_the_words_for_a_launcher_are_what_was_given() -> None:

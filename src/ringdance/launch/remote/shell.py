@@ -134,7 +134,7 @@ def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
 
 
 def ssh_words(arguments: argparse.Namespace) -> list[str]:
-    """Return the options of `add_host_options` that say how to reach hosts, as words for ``ringdance run``."""
+    """Return how to reach hosts, by the options of `add_host_options`, as words for ``ringdance run``."""
     given = {name: getattr(arguments, name) for name in _HOW}
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value]
 
