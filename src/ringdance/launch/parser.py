@@ -10,11 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ringdance.errors import ArgumentError, LaunchError
 from ringdance.launch.foreign import answer
 
+T = TypeVar("T", int, float)
 _UNKNOWN = "unrecognized arguments:"
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _COMMAND = (argparse.REMAINDER, argparse.PARSER)
@@ -108,11 +109,22 @@ def rank_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a number of ranks") from None
 
 
-def positive(text: str) -> int:
-    """Return a whole number, 1 or more."""
-    if (found := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return found
+def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) -> Callable[[str], T]:
+    """Return the type of an option: numbers from ``least`` on, less than ``below``."""
+
+    def parsed(text: str) -> T:
+        value = kind(text)
+        if not least <= value < below:
+            limit = f", less than {below:g}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text}: give {least:g} or more{limit}")
+        return value
+
+    parsed.__name__ = kind.__name__  # for the error of what is no number
+    return parsed
+
+
+positive = at_least(int, 1)
+"""The type of an option: whole numbers from 1 on."""
 
 
 def counts(text: str) -> list[int]:

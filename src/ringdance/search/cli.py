@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import os
@@ -43,9 +42,6 @@ exit code: 0 if a trial finished; 1 if none did or too many failed; 2 if nothing
 
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance search`` with the words after it; returns the exit code."""
-    if "--katib" in argv[:2]:
-        job = importlib.import_module("ringdance.submit.kubernetes.cli")
-        return int(job.main(["manifest", "--katib", *(word for word in argv if word != "--katib")]))
     if argv and argv[0] in _SUBCOMMANDS:
         return subcommands.run("ringdance search", "Look at a study.", _SUBCOMMANDS, argv)
     return as_program("ringdance search", lambda: _search(_parser().parse_args(list(argv))))
@@ -53,7 +49,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     usage = "ringdance search SPACE.yaml [options] -- COMMAND [ARGUMENTS...]\n"
-    usage += "       ringdance search SPACE.yaml --katib [options of ringdance k8s manifest] -- COMMAND...\n"
     usage += "       ringdance search show|best|plot STUDY"
     text = "Try parameters of a training script side by side, and find the best."
     commands = "\n".join(["commands:", *(f"  {name:<8}{one.help}" for name, one in _SUBCOMMANDS.items())])
@@ -81,10 +76,8 @@ def _search(arguments: argparse.Namespace) -> int:
     free, names = places(hosts, ranks or 1), {name for name, _ in hosts}
     direct = ranks is None and names == local_names(names)
     environ = {"OMP_NUM_THREADS": str(max(1, cores // max(count for _, count in hosts))), **os.environ}
-    study, console = (
-        Study(arguments.study or arguments.space.with_suffix(".search"), space, command),
-        Console(**_PLAIN),
-    )
+    study = Study(arguments.study or arguments.space.with_suffix(".search"), space, command)
+    console = Console(**_PLAIN)
     options = None if direct else ssh_words(arguments)
     searcher = Searcher(study, console, free, command, options, environ, arguments.grace)
     code = searcher.run()

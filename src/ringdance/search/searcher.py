@@ -53,7 +53,8 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
     slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
-        raise LaunchError(f"a trial needs {ranks} slots (--ranks-per-trial), and there are {len(slots)} (-H)")
+        fix = f"Give each trial fewer ranks, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
+        raise LaunchError(f"a trial needs {ranks} slots, and the hosts have {len(slots)}. {fix}")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
 

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -55,7 +54,7 @@ MODELS = {
 _IMAGES = ("mlp", "convnet", "resnet50", "vgg16", "inception_v3")
 FRAMEWORKS = {"torch": tuple(MODELS), **dict.fromkeys(("keras", "tensorflow", "jax"), _IMAGES)}
 _NEEDS = {"tensorflow": ["tensorflow", "keras"], "jax": ["jax", "optax", "keras"]}
-_PEERS = {"ddp": "torch", "mwms": "tensorflow", "horovod": "torch"}
+_PEERS = {"ddp": "torch", "mwms": "tensorflow"}
 _STEPS, _WARMUP, _QUICK = 30, 5, (12, 2)
 _HELP = """\
 Each number of ranks, and one rank alone, trains the model on samples from memory, in alternating blocks of
@@ -93,7 +92,7 @@ def check(given: argparse.Namespace) -> list[str]:
     has = FRAMEWORKS[given.framework]
     if given.model not in has:
         others = [name for name, models in FRAMEWORKS.items() if given.model in models]
-        where = f"; {', '.join(others)} has it" if others else ""
+        where = f". Give --framework {others[0]}, which has it" if others else ""
         raise CommandError(f"--model {given.model}: {given.framework} has {', '.join(has)}{where}")
     needed = _NEEDS.get(given.framework, [given.framework])
     if missing := [name for name in needed if find_spec(name) is None]:
@@ -105,8 +104,6 @@ def check(given: argparse.Namespace) -> list[str]:
             raise CommandError(f"--against {peer}: give one of {', '.join(_PEERS)}")
         if given.framework != _PEERS[peer]:
             raise CommandError(f"--against {peer} is for --framework {_PEERS[peer]}, not {given.framework}")
-        if peer == "horovod" and not _has_horovod():
-            raise CommandError("--against horovod: the original Horovod is not installed beside Ringdance")
     least = MODELS[given.model].least
     if given.image is not None and given.image < least:
         raise CommandError(f"--image {given.image}: {given.model} needs {least} pixels at least")
@@ -116,14 +113,6 @@ def check(given: argparse.Namespace) -> list[str]:
             what = "give a name of a file that ends in .json, in a directory that exists"
             raise CommandError(f"--output {given.output}: {what}")
     return peers
-
-
-def _has_horovod() -> bool:
-    """Return whether the original is there, rather than this project's package with its names."""
-    try:
-        return distribution("horovod") is not None and find_spec("horovod.torch") is not None
-    except (PackageNotFoundError, ModuleNotFoundError):
-        return False
 
 
 def figures(
@@ -265,7 +254,7 @@ def _threads(largest: JobSpec) -> int:
     first = text.partition(",")[0]
     if not first.isdecimal() or int(first) < 1:
         raise CommandError(
-            f"OMP_NUM_THREADS={text!r} is no number of threads from 1 on: set another, or unset it"
+            f"OMP_NUM_THREADS={text!r} is not a number of threads from 1 on. Remove it: unset OMP_NUM_THREADS"
         )
     return int(first)
 
@@ -293,7 +282,7 @@ def _add(parser: argparse.ArgumentParser) -> None:
     text = "numbers of ranks, as in 1,2,4; 1 is always among them (default: 1,2)"
     add("--np", "-np", type=sizes, default=[1, 2], metavar="N,N", help=text)
     add_host_options(parser, "hosts and their slots, filled one after the other")
-    text = "ddp (torch, gloo), mwms (tensorflow's MultiWorkerMirroredStrategy), horovod (torch)"
+    text = "ddp (torch, gloo), mwms (tensorflow's MultiWorkerMirroredStrategy)"
     add("--against", metavar="PEER,PEER", help=f"beside it in the same run: {text}")
     add("--batch", type=positive, metavar="N", help="samples of a rank and step (default: the model's)")
     add("--steps", type=positive, metavar="N", help=f"measured (default: {_STEPS}, with --quick {_QUICK[0]})")

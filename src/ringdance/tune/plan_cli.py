@@ -22,7 +22,6 @@ from ringdance.launch.remote.shell import add_host_options, hosts_of
 from ringdance.tune import planner
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
 from ringdance.tune.planner import Options, Row, Workload, choose, from_bench, from_model, machine, predict
-from ringdance.tune.plots import lines, plot_file
 
 _EPILOG = """\
 examples:
@@ -30,7 +29,7 @@ examples:
   ringdance plan --from bench.json --instance c5.18xlarge --np 4,32,256 --samples 1281167 --epochs 90
   ringdance plan --model resnet50 --images-per-second 395 --instance p3.16xlarge --epochs 90 --deadline 4h
   ringdance plan --model resnet50 --images-per-second 5874 --of 8 --instance p3.16xlarge --to-accuracy 75.9
-  ringdance plan --from bench.json --instance mine.yaml --hostfile hosts --plot plan.svg
+  ringdance plan --from bench.json --instance mine.yaml --hostfile hosts
 
 mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU),
 rdma (true or false), tcp_gbits (what NCCL gets over TCP at most), price (dollars for an hour) and as_of (its
@@ -88,7 +87,6 @@ def _parser() -> Parser:
     goal.add_argument("--deadline", type=_hours, default=0.0, metavar="T", help=text)
     text = "dollars: find the fastest for it"
     goal.add_argument("--budget", type=number, default=0.0, metavar="P", help=text)
-    add("--plot", type=plot_file, metavar="FILE", help="draw it as .svg or .png")
     add("--json", action="store_true", help="as JSON")
     text = "as many machines of --instance, with these slots (default: 1); none is connected to"
     add_host_options(parser.add_argument_group("hosts"), text)
@@ -113,7 +111,7 @@ def _plan(given: argparse.Namespace) -> int:
     if work and not options.samples:
         raise LaunchError(f"hours need an epoch's samples, and {load.model} has no usual ones: --samples N")
     if given.budget and on.price is None:
-        raise LaunchError(f"--budget: the price of {on.name} is not known; give --price")
+        raise LaunchError(f"--budget: the price of {on.name} is not known. Give it: --price P")
     per_host = options.per_host(load, on)
     most = len(hosts) or 32
     ranks = given.np or [per_host * n for n in sorted({min(2**power, most) for power in range(12)})]
@@ -140,9 +138,6 @@ def _plan(given: argparse.Namespace) -> int:
         if verdict:
             console.print(verdict, style="bold")
         console.print(Panel("\n".join(f"- {line}" for line in assumed), title="Assumptions"))
-    files = _plot(given.plot, rows, load) if given.plot else []
-    if files and not given.json:
-        print(f"Written: {', '.join(map(str, files))}")
     return 0
 
 
@@ -177,7 +172,8 @@ def _measured(given: argparse.Namespace, on: Instance, options: Options) -> Work
     load, rate = from_bench(given.bench), given.images_per_second
     load = replace(load, spread=given.spread * load.compute) if given.spread else load
     if given.batch and given.batch != load.batch:
-        raise LaunchError(f"--batch {given.batch}: {given.bench} is of {load.batch}; measure again")
+        again = f"ringdance bench train --model {load.model} --batch {given.batch} --output {given.bench}"
+        raise LaunchError(f"--batch {given.batch}: {given.bench} is of {load.batch}. Measure it: {again}")
     if rate:
         scaled = f"{load.source} Scaled to {rate:,.5g} samples/s of {given.of} rank{'s' * (given.of > 1)}."
         cores = 0.0 if on.gpus else load.cores or on.cores
@@ -279,16 +275,6 @@ def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace, 
     row = min(known, key=lambda one: (one.hours if given.deadline else one.money) or 0.0)
     found = f"{_cell(row.hours)} hours" + (f" and ${_cell(row.money)}" if row.money else "")
     return f"No number of hosts up to {most} keeps {limit}: the nearest is {row.hosts}, with {found}."
-
-
-def _plot(file: Path, rows: Sequence[Row], load: Workload) -> list[Path]:
-    kinds = {"samples/s": "samples_per_second", "hours": "hours", "dollars": "money"}
-    panels = {
-        name: {"predicted": [(row.ranks, value) for row in rows if (value := getattr(row, key)) is not None]}
-        for name, key in kinds.items() if getattr(rows[0], key) is not None
-    }  # fmt: skip
-    panels["samples/s"]["bound"] = [(row.ranks, load.batch / load.compute * row.ranks) for row in rows]
-    return lines(file, panels, "ranks", list(panels), logarithmic=True)
 
 
 def _hours(text: str) -> float:

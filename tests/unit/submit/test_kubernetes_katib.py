@@ -46,13 +46,6 @@ def written(
     return yaml.safe_load(out)
 
 
-def test_search_writes_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = written(tmp_path, capsys)
-    words = ["search", str(tmp_path / "space.yaml"), "--katib", *OPTIONS.split(), "--", *COMMAND]
-    assert main(words) == 0
-    assert yaml.safe_load(capsys.readouterr().out) == document
-
-
 def test_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = written(tmp_path, capsys)
     assert document["metadata"]["name"] == "digits"
