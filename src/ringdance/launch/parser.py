@@ -58,15 +58,12 @@ class Parser(argparse.ArgumentParser):
             elif action := known.get(option):
                 count = 1 if action.nargs is None else action.nargs
                 values = count if isinstance(count, int) and not equals else 0
-            elif not self._is_begun(option) and (self._own(option) or answer(_plain(option), known)):
+            elif any(one.startswith(option) for one in known) and (self.allow_abbrev or option[1:2] != "-"):
+                values = 1  # argparse takes it for that option
+            elif self._own(option) or answer(_plain(option), known):
                 found.append(option)
                 values = not equals
         return found
-
-    def _is_begun(self, option: str) -> bool:
-        """Return True if argparse takes it for an option that begins so."""
-        may_be = self.allow_abbrev or not option.startswith("--")
-        return may_be and any(one.startswith(option) for one in self._option_string_actions)
 
     def _own(self, option: str) -> str:
         """Return the option here that differs by dashes only, "" if there is none."""
@@ -124,7 +121,6 @@ def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) ->
 
 
 positive = at_least(int, 1)
-"""The type of an option: whole numbers from 1 on."""
 
 
 def counts(text: str) -> list[int]:

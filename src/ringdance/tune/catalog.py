@@ -18,8 +18,8 @@ from ringdance.job_files import NO_FORMAT, read_regular, read_yaml, typed
 
 _HERE = Path(__file__).parent
 _FILES = (".yaml", ".yml", ".toml")
+# Share of a step: the backward pass multiplies twice where the forward pass does once.
 FORWARD = 1 / 3
-"""Share of a step: the backward pass multiplies twice where the forward pass does once."""
 
 
 @dataclass(frozen=True)

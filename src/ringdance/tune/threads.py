@@ -284,9 +284,8 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
         print("The command has no {batch}: the number of ranks is not varied.", file=sys.stderr)
     fit = [n for n in ranks if batch % (n * hosts) == 0]
     if not fit:
-        most = -(-batch // (ranks[0] * hosts)) * ranks[0] * hosts
-        problem = f"--global-batch {batch}: {ranks} ranks per host on {hosts} do not divide it"
-        raise LaunchError(f"{problem}. Give a batch that they do: --global-batch {most}")
+        near = -(-batch // (ranks[0] * hosts)) * ranks[0] * hosts
+        raise LaunchError(f"{ranks} ranks on each of {hosts} do not divide {batch}: give --global-batch {near}")
     if left := [n for n in ranks if n not in fit]:
         print(f"Left out, as they do not divide {batch}: {left} ranks per host.", file=sys.stderr)
     return {"ranks": fit, "intra": given.intra or powers, "inter": given.inter, "bind": _BINDS[given.bind]}

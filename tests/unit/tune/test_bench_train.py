@@ -144,7 +144,7 @@ def test_numbers_of_ranks() -> None:
     ("words", "says"),
     [
         ("--model resnet5", "did you mean resnet50?"),
-        ("--model deepfm --framework keras", "keras has mlp, convnet, resnet50, vgg16, inception_v3. Give --framework torch"),
+        ("--model deepfm --framework keras", "vgg16, inception_v3. Give --framework torch, which"),
         ("--model mlp --framework torch --against mwms", "mwms is for --framework tensorflow, not torch"),
         ("--model mlp --against nccl", "give one of ddp, mwms"),
         ("--model inception_v3 --image 64", "needs 75 pixels at least"),

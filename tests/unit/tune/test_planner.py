@@ -326,7 +326,7 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--epochs", "9"), "no usual ones: --samples N"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--of", "2"), "--of 2: give the rate of these"),
         (("--model", "vgg16", "--images-per-second", "9e6", "--of", "16", *COMMON), "exchanges alone take"),
-        (("--from", "{bench}", "--instance", "c5.9xlarge", "--batch", "8"), "ringdance bench train --model small --batch 8"),
+        (("--from", "{bench}", "--instance", "c5.9xlarge", "--batch", "8"), "train --model small --batch 8"),
         (("--from", "{other}", "--instance", "c5.9xlarge"), "no measurement"),
         (("--from", "nowhere.json", "--instance", "c5.9xlarge"), "No such file"),
         ((*KNOWN, "--np", "99999999999"), "100,000,000,000 ranks: up to 1,000,000"),

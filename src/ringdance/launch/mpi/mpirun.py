@@ -26,6 +26,7 @@ _SPELLINGS = {
     "launch-agent": "prtemca prte_launch_agent {}", "tag-output": "output tag",
     "timestamp-output": "output timestamp", "display-map": "display map",
     "display-devel-map": "display map", "display-allocation": "display allocation",
+    "ssh-args": "mca plm_rsh_args {}",
     "v": "verbose", "do-not-launch": "dry-run", "h": "help", "V": "version",
 }  # fmt: skip
 """Older options, and how Open MPI 5 spells them; {} is a value."""
@@ -52,7 +53,7 @@ _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.i
     **dict.fromkeys((
         "np", "N", "H", "hostfile", "x", "wdir", "bind-to", "map-by", "rank-by", "output", "output-filename",
         "display", "with-ft", "cpu-set", "timeout", "rankfile", "rf", "tune", "am", "stdin", "prefix", "path",
-        "ssh-port", "ssh-identity-file", "ssh-args", "python",
+        "ssh-port", "ssh-identity-file", "python",
     ), 1),
     **dict.fromkeys(("mca", "prtemca", "pmixmca"), 2),
 }  # fmt: skip
@@ -180,8 +181,6 @@ def _apply(
                     line.flags.add("tag" if kind.startswith("tag") else kind)
         case "display" | "help" | "version":
             line.flags.add(name)
-        case "ssh-args":
-            line.ssh += shlex.split(value)
         case "ssh-port" | "ssh-identity-file" | "python":
             line.options.append(f"--{name}={value}")
         case "verbose" | "dry-run" | "no-check":
