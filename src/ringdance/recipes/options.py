@@ -6,10 +6,9 @@ import sys
 from typing import NoReturn
 
 import ringdance.numpy as hvd
-from ringdance.launch.parser import Parser, positive
-from ringdance.launch.parser import at_least as number
+from ringdance.launch.parser import Parser, at_least, positive
 
-count, amount = positive, number(float, 0)
+number, count, amount = at_least, positive, at_least(float, 0)
 
 
 def widths(text: str) -> list[int]:

@@ -285,7 +285,8 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     fit = [n for n in ranks if batch % (n * hosts) == 0]
     if not fit:
         near = -(-batch // (ranks[0] * hosts)) * ranks[0] * hosts
-        raise LaunchError(f"{ranks} ranks on each of {hosts} do not divide {batch}: give --global-batch {near}")
+        problem = f"--global-batch {batch} cannot be divided among {ranks} ranks on each of {hosts} hosts"
+        raise LaunchError(f"{problem}. Give --global-batch {near}")
     if left := [n for n in ranks if n not in fit]:
         print(f"Left out, as they do not divide {batch}: {left} ranks per host.", file=sys.stderr)
     return {"ranks": fit, "intra": given.intra or powers, "inter": given.inter, "bind": _BINDS[given.bind]}

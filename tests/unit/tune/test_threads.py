@@ -156,7 +156,7 @@ def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
     [
         ("-- true {batch}", "add --global-batch N"),
         ("--global-batch 8 -- true", "add {batch} in the command"),
-        ("--global-batch 8 --ranks 3 -- true {batch}", "do not divide 8: give --global-batch 9"),
+        ("--global-batch 8 --ranks 3 -- true {batch}", "on each of 1 hosts. Give --global-batch 9"),
         ("--ranks 1,2 -- true", "the batch of all ranks would change"),
         ("--intra 0,2 -- true", "'0,2' are no numbers from 1 on"),
         ("--metric speed -- true", "no regular expression with one group"),
