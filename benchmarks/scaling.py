@@ -33,7 +33,7 @@ from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.errors import LaunchError, SettingError
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
 from ringdance.settings import Settings, load
-from ringdance.tune.gradient_sizes import MODELS, gradients
+from ringdance.tune.catalog import models
 from ringdance.tune.plots import lines, plot_file
 from ringdance.tune.simulator import Machine, simulate
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         description=f"{__doc__}" + "\n".join(f"  {name:18} {defaults[name]:g}" for name in _NAMES),
     )
     add = parser.add_argument
-    add("--model", choices=MODELS, default="resnet50", help="whose gradients (default resnet50)")
+    add("--model", choices=models(), default="resnet50", help="whose gradients (default resnet50)")
     add("--step", type=number, default=0.1, metavar="S", help="of a rank alone, in seconds (default 0.1)")
     hosts, gbits = [1, 2, 8, 32, 128, 512, 3400], [10.0, 25.0, 100.0, 400.0]
     text = "(default 1,2,8,32,128,512,3400)"
@@ -121,7 +121,7 @@ def tree_bound(machine: Machine, hosts: int, nbytes: int) -> float:
 def efficiencies(arguments: argparse.Namespace, machine: Machine, settings: Settings) -> list[Row]:
     """Return a row for each type, bandwidth and number of hosts; bytes and messages are a host's."""
     step, per_host, found = arguments.step, arguments.ranks_per_host, []
-    ready = gradients(arguments.model, step)
+    ready = models()[arguments.model].gradients(step)
     for wire, gbits, hosts in product(arguments.wire, arguments.gbits, arguments.hosts):
         nbytes = sum(size for size, _ in ready) // 4 * dtype_named(wire).itemsize
         links = replace(machine, bandwidth=gbits * 1e9 / 8)

@@ -47,8 +47,9 @@ import numpy as np
 import strategies
 from comparison import Result, advice, curves, table
 
-from ringdance.cluster.hostfile import parse_hosts
+from ringdance.cluster.hostfile import hosts_text
 from ringdance.errors import ArgumentError
+from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.recipes.deepfm import rates
 from ringdance.recipes.files import text_file
 from ringdance.recipes.options import count, number, widths
@@ -74,7 +75,7 @@ def options() -> argparse.Namespace:
     add("--strategies", default=",".join(ALL), metavar="A,B", help="default: all")
     add("--framework", default=",".join(FRAMEWORKS), metavar="A,B", help="default: tensorflow,torch")
     add("-np", "--num-proc", type=count, metavar="N", help="processes, or devices of one; default: the cores")
-    add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="where; one process alone runs on the first")
+    add_host_options(parser, "where; one process alone runs on the first")
     add("--rows", type=count, metavar="N", help="to train on; default: all, once")
     add("--seconds", type=number(float, 0.01), default=40, metavar="S", help="of training; default: 40")
     add("--batch-size", type=count, default=4096, metavar="N", help="of all processes; default: 4096")
@@ -91,7 +92,7 @@ def options() -> argparse.Namespace:
     given = parser.parse_args()
     if given.child:
         return given
-    given.hosts = parse_hosts(given.hosts) if given.hosts else []
+    given.hosts = hosts_of(given) or []
     given.num_proc = given.num_proc or sum(slots for _, slots in given.hosts) or max(2, _CORES)
     given.parameter_servers = given.parameter_servers or max(2, given.num_proc // 2)
     if given.batch_size % given.num_proc:
@@ -175,7 +176,7 @@ def command(given: argparse.Namespace, framework: str, name: str, more: Sequence
         for number in [0, *range(given.parameter_servers)] if hosts else []:
             hosts[number % len(hosts)][1] += 1
         ranks += given.parameter_servers + 1
-    where = ["-H", ",".join(f"{host}:{slots}" for host, slots in hosts)] if hosts else []
+    where = ["-H", hosts_text([(host, slots) for host, slots in hosts]), *ssh_words(given)] if hosts else []
     same = ("rows", "seconds", "batch_size", "validation_rows", "parameter_servers", "num_proc")
     passed = [word for one in same for word in (f"--{one.replace('_', '-')}", str(getattr(given, one)))]
     return [

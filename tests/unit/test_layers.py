@@ -96,7 +96,7 @@ def test_a_layer_brings_only_layers_below(module, above):
 def test_what_a_run_has_left_is_read_without_the_launcher(name):
     modules = imported(f"ringdance.observe.{name}", whole=False)
     launcher = {m for m in modules if m.startswith("ringdance.launch.")}
-    assert launcher == {"ringdance.launch.parser"}
+    assert launcher == {"ringdance.launch.parser", "ringdance.launch.foreign"}
 
 
 def test_data_brings_numpy_only():

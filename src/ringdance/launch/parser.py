@@ -10,12 +10,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ringdance.errors import ArgumentError, LaunchError
+from ringdance.launch.foreign import answer
 
+T = TypeVar("T", int, float)
 _UNKNOWN = "unrecognized arguments:"
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_COMMAND = (argparse.REMAINDER, argparse.PARSER)
 _CHOICE = re.compile(r"invalid choice: '?([^'\s]*)'? \(choose from (.*)\)")
 
 
@@ -33,21 +36,66 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Parse, and end with an error of this (sub)command where something is not known to it."""
-        found, rest = super().parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        # First: argparse takes -hostfile for -h and -iface for -i.
+        found, rest = None, self._foreign(words)
+        if not rest:
+            found, rest = super().parse_known_args(words, namespace)
         if rest:
             self.error(f"{_UNKNOWN} {' '.join(rest)}")
         return found, rest
 
+    def _foreign(self, words: Sequence[str]) -> list[str]:
+        """Return the options before the command that are other launchers', or have other dashes than here."""
+        known, found, values = self._option_string_actions, list[str](), 0
+        has_command = any(one.nargs in _COMMAND for one in self._get_positional_actions())
+        for word in words:
+            option, equals, _ = word.partition("=")
+            if word == "--" or (has_command and not values and not word.startswith("-")):
+                break
+            if not word.startswith("-"):
+                values = max(0, values - 1)
+            elif action := known.get(option):
+                count = 1 if action.nargs is None else action.nargs
+                values = count if isinstance(count, int) and not equals else 0
+            elif any(one.startswith(option) for one in known) and (self.allow_abbrev or option[1:2] != "-"):
+                values = 1  # argparse takes it for that option
+            elif self._own(option) or answer(_plain(option), known):
+                found.append(option)
+                values = not equals
+        return found
+
+    def _own(self, option: str) -> str:
+        """Return the option here that differs by dashes only, "" if there is none."""
+        bare = _plain(option).replace("-", "")
+        same = (one for one in self._option_string_actions if _plain(one).replace("-", "") == bare)
+        return next(same, "") if len(bare) > 1 else ""
+
+    def _hint(self, option: str) -> str:
+        """Return what to write for an option that is not known; "" if there is nothing to say."""
+        known = self._option_string_actions
+        if not (meant := self._own(option)) and (text := answer(_plain(option), known)):
+            return text
+        plain = {_plain(one): one for one in known}
+        near = difflib.get_close_matches(_plain(option), plain, n=1, cutoff=0.8)
+        meant = meant or (plain[near[0]] if near else "")
+        return f"did you mean {meant}?" if meant else ""
+
     def error(self, message: str) -> NoReturn:
         """Print the usage and `message`, with what was probably meant, and exit with code 2."""
-        word, known, choice = "", list[str](), _CHOICE.search(message)
+        hints = list[str]()
         if message.startswith(_UNKNOWN):
-            word = next((w.partition("=")[0] for w in message.split()[2:] if w.startswith("-")), "")
-            known = list(self._option_string_actions)
-        elif choice:
-            word, known = choice[1], re.findall(r"[^\s,']+", choice[2])
-        near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-        super().error(f"{message}; did you mean {near[0]}?" if near else message)
+            options = [word.partition("=")[0] for word in message.split()[2:] if word.startswith("-")]
+            several = len(options) > 1
+            hints = [f"{one}: {hint}" if several else hint for one in options if (hint := self._hint(one))]
+        elif choice := _CHOICE.search(message):
+            near = difflib.get_close_matches(choice[1], re.findall(r"[^\s,']+", choice[2]), n=1)
+            hints = [f"did you mean {one}?" for one in near]
+        super().error("; ".join([message, *hints]))
+
+
+def _plain(option: str) -> str:
+    return option.lstrip("-").replace("_", "-")
 
 
 def rank_count(text: str) -> int:
@@ -58,11 +106,21 @@ def rank_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a number of ranks") from None
 
 
-def positive(text: str) -> int:
-    """Return a whole number, 1 or more."""
-    if (found := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return found
+def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) -> Callable[[str], T]:
+    """Return the type of an option: numbers from ``least`` on, less than ``below``."""
+
+    def parsed(text: str) -> T:
+        value = kind(text)
+        if not least <= value < below:
+            limit = f", less than {below:g}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text}: give {least:g} or more{limit}")
+        return value
+
+    parsed.__name__ = kind.__name__  # for the error of what is no number
+    return parsed
+
+
+positive = at_least(int, 1)
 
 
 def counts(text: str) -> list[int]:

@@ -17,8 +17,10 @@ from typing import Any
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
+from ringdance.cluster.hostfile import hosts_text
 from ringdance.judging import BUSY, IDLE_CORES, LITTLE, NO_CORES, TAKEN
 from ringdance.launch.parser import rank_count, seconds
+from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import CommandError
 from ringdance.observe.limits import Limit
 from ringdance.subcommands import Subcommand
@@ -240,11 +242,12 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
 def _input(arguments: argparse.Namespace) -> int:
     if not arguments.words:
         raise CommandError("give the command, as in: ringdance bench input -np 2 -- python train.py")
-    options = []
-    for option, value in (("-H", arguments.hosts), ("--hostfile", arguments.hostfile), ("-np", arguments.np)):
-        options += [option, str(value)] if value else []
+    options = ["-np", str(arguments.np)] if arguments.np else []
+    if hosts := hosts_of(arguments):
+        options += ["-H", hosts_text(hosts)]
     if not options and detect(os.environ) is None:
         options = ["-np", "1"]
+    options += ssh_words(arguments)
     for export in arguments.x:
         options += ["-x", export]
     speeds = {}
@@ -264,8 +267,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "number of ranks (default: the slots of the hosts, or 1)"
     add("-np", "-n", type=rank_count, metavar="N", help=text)
-    add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="hosts and their slots (default: 1)")
-    add("--hostfile", metavar="FILE", help="the same from a file")
+    add_host_options(parser, "hosts and their slots (default: 1)")
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     text = "that each run measures, after a warm-up (default 8)"
     add("--seconds", type=seconds, default=8.0, metavar="S", help=text)

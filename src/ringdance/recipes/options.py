@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import ringdance.numpy as hvd
-from ringdance.launch.parser import Parser
+from ringdance.launch.parser import Parser, at_least, positive
 
-T = TypeVar("T", int, float)
-
-
-def number(kind: Callable[[str], T], least: float, below: float = math.inf) -> Callable[[str], T]:
-    """Return the type of an option: numbers from ``least`` on, less than ``below``."""
-
-    def parsed(text: str) -> T:
-        value = kind(text)
-        if not least <= value < below:
-            limit = f", less than {below:g}" if below < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text}: give {least:g} or more{limit}")
-        return value
-
-    parsed.__name__ = kind.__name__  # for the error of what is no number
-    return parsed
-
-
-count, amount = number(int, 1), number(float, 0)
+number, count, amount = at_least, positive, at_least(float, 0)
 
 
 def widths(text: str) -> list[int]:

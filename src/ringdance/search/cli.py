@@ -19,7 +19,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch.cli import refuse_within_a_rank
 from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import Parser, as_program, positive, seconds
-from ringdance.launch.remote.shell import add_host_options, hosts_of
+from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command
 from ringdance.limits import usable_cores
 from ringdance.search.searcher import Searcher, places
@@ -28,7 +28,6 @@ from ringdance.search.study import Study, headline, table
 from ringdance.subcommands import Subcommand
 from ringdance.tune import plots
 
-_OF_HOSTS = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 _EXAMPLE = """
 example:
@@ -75,15 +74,12 @@ def _search(arguments: argparse.Namespace) -> int:
     here = [("localhost", max(cores, ranks or 1))]
     hosts = hosts_of(arguments) or (found.hosts if found and not found.refused else here)
     free, names = places(hosts, ranks or 1), {name for name, _ in hosts}
-    given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_HOSTS}
-    options = [f"{name}={value}" for name, value in given.items() if value]
     direct = ranks is None and names == local_names(names)
     environ = {"OMP_NUM_THREADS": str(max(1, cores // max(count for _, count in hosts))), **os.environ}
-    study, console = (
-        Study(arguments.study or arguments.space.with_suffix(".search"), space, command),
-        Console(**_PLAIN),
-    )
-    searcher = Searcher(study, console, free, command, None if direct else options, environ, arguments.grace)
+    study = Study(arguments.study or arguments.space.with_suffix(".search"), space, command)
+    console = Console(**_PLAIN)
+    options = None if direct else ssh_words(arguments)
+    searcher = Searcher(study, console, free, command, options, environ, arguments.grace)
     code = searcher.run()
     console.print(headline(study), soft_wrap=True)
     if study.best():

@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 from rich.live import Live
 
-from ringdance.cluster.hostfile import HostList
+from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.errors import LaunchError
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.signals import STOPPING
@@ -53,7 +53,8 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
     slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
-        raise LaunchError(f"a trial needs {ranks} slots (--ranks-per-trial), and there are {len(slots)} (-H)")
+        fix = f"Give each trial fewer ranks, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
+        raise LaunchError(f"a trial needs {ranks} slots, and the hosts have {len(slots)}. {fix}")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
 
@@ -184,7 +185,7 @@ class Searcher:
         one.trial.set_user_attr("command", [*launch, *filled])
         command = resolve_command(filled)
         if launch:
-            hosts = ",".join(f"[{host}]:1" if ":" in host else f"{host}:1" for host, _ in place)
+            hosts = hosts_text([(host, 1) for host, _ in place])
             command = [sys.executable, "-m", *launch, "-H", hosts, "--quiet", "--", *command]
         one.start(command, self.environ)
         until = math.inf

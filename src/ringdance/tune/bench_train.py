@@ -8,19 +8,20 @@ import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, distribution
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import ArgumentError, pip_install
 from ringdance.job_files import check_regular
 from ringdance.judging import TAKEN, spread
-from ringdance.launch.api import command_of_call, run
+from ringdance.launch.api import call, command_of_call
+from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import counts, positive
 from ringdance.launch.prepare import prepare
+from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import CommandError, JobSpec
 from ringdance.subcommands import Subcommand
 from ringdance.tune import plots
@@ -53,7 +54,7 @@ MODELS = {
 _IMAGES = ("mlp", "convnet", "resnet50", "vgg16", "inception_v3")
 FRAMEWORKS = {"torch": tuple(MODELS), **dict.fromkeys(("keras", "tensorflow", "jax"), _IMAGES)}
 _NEEDS = {"tensorflow": ["tensorflow", "keras"], "jax": ["jax", "optax", "keras"]}
-_PEERS = {"ddp": "torch", "mwms": "tensorflow", "horovod": "torch"}
+_PEERS = {"ddp": "torch", "mwms": "tensorflow"}
 _STEPS, _WARMUP, _QUICK = 30, 5, (12, 2)
 _HELP = """\
 Each number of ranks, and one rank alone, trains the model on samples from memory, in alternating blocks of
@@ -91,7 +92,7 @@ def check(given: argparse.Namespace) -> list[str]:
     has = FRAMEWORKS[given.framework]
     if given.model not in has:
         others = [name for name, models in FRAMEWORKS.items() if given.model in models]
-        where = f"; {', '.join(others)} has it" if others else ""
+        where = f". Give --framework {others[0]}, which has it" if others else ""
         raise CommandError(f"--model {given.model}: {given.framework} has {', '.join(has)}{where}")
     needed = _NEEDS.get(given.framework, [given.framework])
     if missing := [name for name in needed if find_spec(name) is None]:
@@ -103,8 +104,6 @@ def check(given: argparse.Namespace) -> list[str]:
             raise CommandError(f"--against {peer}: give one of {', '.join(_PEERS)}")
         if given.framework != _PEERS[peer]:
             raise CommandError(f"--against {peer} is for --framework {_PEERS[peer]}, not {given.framework}")
-        if peer == "horovod" and not _has_horovod():
-            raise CommandError("--against horovod: the original Horovod is not installed beside Ringdance")
     least = MODELS[given.model].least
     if given.image is not None and given.image < least:
         raise CommandError(f"--image {given.image}: {given.model} needs {least} pixels at least")
@@ -114,14 +113,6 @@ def check(given: argparse.Namespace) -> list[str]:
             what = "give a name of a file that ends in .json, in a directory that exists"
             raise CommandError(f"--output {given.output}: {what}")
     return peers
-
-
-def _has_horovod() -> bool:
-    """Return whether the original is there, rather than this project's package with its names."""
-    try:
-        return distribution("horovod") is not None and find_spec("horovod.torch") is not None
-    except (PackageNotFoundError, ModuleNotFoundError):
-        return False
 
 
 def figures(
@@ -228,7 +219,9 @@ def _train(given: argparse.Namespace) -> int:
         "image": given.image or (given.quick and model.quick) or model.size,
         "steps": given.steps or quick[0], "warmup": given.warmup or quick[1],
     }  # fmt: skip
-    threads = _threads(given)
+    shell, style = remote_shell_of(given), Style("")
+    spec = JobSpec(command_of_call(), hosts=hosts_of(given), shell=shell, style=style)
+    threads = _threads(replace(spec, ranks=given.np[-1]))
     environ = {"OMP_NUM_THREADS": str(threads), "RINGDANCE_SUMMARY_TIME": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
     for name in ("PJRT_NPROC", "NPROC", "TF_NUM_INTRAOP_THREADS"):
         environ[name] = os.environ.get(name, str(threads))
@@ -239,7 +232,7 @@ def _train(given: argparse.Namespace) -> int:
     content |= {"batch": options["batch"], "sizes": []}
     for ranks in given.np:
         print(f"\n{ranks} rank{'s' * (ranks > 1)}", flush=True)
-        found = run(_in_ranks, (options,), np=ranks, hosts=given.hosts, env=environ, prefix=False)
+        found = call(replace(spec, ranks=ranks, exports=environ), _in_ranks, (options,))
         one = content["sizes"][0]["images_per_second"] if content["sizes"] else None
         content["sizes"].append(figures(found, options["batch"], threads, one))
     print(f"\n{text(table(content), model.unit)}")
@@ -251,10 +244,9 @@ def _train(given: argparse.Namespace) -> int:
     return 0
 
 
-def _threads(given: argparse.Namespace) -> int:
+def _threads(largest: JobSpec) -> int:
     """Return the threads of a rank: the user's number, or a host's cores by the most ranks that it gets."""
-    hosts = parse_hosts(given.hosts) if given.hosts else None
-    prepared = prepare(JobSpec(command_of_call(), ranks=given.np[-1], hosts=hosts))
+    prepared = prepare(largest)
     prepared.close()
     if prepared.plan.threads:
         return prepared.plan.threads
@@ -262,7 +254,7 @@ def _threads(given: argparse.Namespace) -> int:
     first = text.partition(",")[0]
     if not first.isdecimal() or int(first) < 1:
         raise CommandError(
-            f"OMP_NUM_THREADS={text!r} is no number of threads from 1 on: set another, or unset it"
+            f"OMP_NUM_THREADS={text!r} is not a number of threads from 1 on. Remove it: unset OMP_NUM_THREADS"
         )
     return int(first)
 
@@ -289,8 +281,8 @@ def _add(parser: argparse.ArgumentParser) -> None:
     add("--framework", default="torch", metavar="F", choices=FRAMEWORKS, help=f"{names} (default: torch)")
     text = "numbers of ranks, as in 1,2,4; 1 is always among them (default: 1,2)"
     add("--np", "-np", type=sizes, default=[1, 2], metavar="N,N", help=text)
-    add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="hosts and their slots, filled one after the other")
-    text = "ddp (torch, gloo), mwms (tensorflow's MultiWorkerMirroredStrategy), horovod (torch)"
+    add_host_options(parser, "hosts and their slots, filled one after the other")
+    text = "ddp (torch, gloo), mwms (tensorflow's MultiWorkerMirroredStrategy)"
     add("--against", metavar="PEER,PEER", help=f"beside it in the same run: {text}")
     add("--batch", type=positive, metavar="N", help="samples of a rank and step (default: the model's)")
     add("--steps", type=positive, metavar="N", help=f"measured (default: {_STEPS}, with --quick {_QUICK[0]})")

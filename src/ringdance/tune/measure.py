@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import socket
@@ -17,7 +16,7 @@ import numpy as np
 import ringdance.numpy
 from ringdance import session
 from ringdance.monitor.core_use import CoreUse
-from ringdance.tune.gradient_sizes import FORWARD
+from ringdance.tune.catalog import FORWARD
 
 RATE = 1e-3
 SINGLE, LOOKS = 12, 3
@@ -160,10 +159,8 @@ def _torch(given: Mapping[str, Any]) -> Made:
         if name == "ddp":
             torch.distributed.init_process_group("nccl" if gpu else "gloo")
             model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        elif name != "alone":
-            module = hvd if name == "ringdance" else importlib.import_module("horovod.torch")
-            module.init()
-            optimizer = module.DistributedOptimizer(optimizer, model.named_parameters())
+        elif name == "ringdance":
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         steps[name] = step_of(model, optimizer)
 
     def exchange(sizes: Sequence[int]) -> Step:

@@ -18,6 +18,7 @@ from rich.table import Table
 from ringdance.errors import LaunchError
 from ringdance.judging import TAKEN
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
+from ringdance.launch.remote.shell import add_host_options, hosts_of
 from ringdance.tune import planner
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
 from ringdance.tune.planner import Options, Row, Workload, choose, from_bench, from_model, machine, predict
@@ -29,7 +30,7 @@ examples:
   ringdance plan --from bench.json --instance c5.18xlarge --np 4,32,256 --samples 1281167 --epochs 90
   ringdance plan --model resnet50 --images-per-second 395 --instance p3.16xlarge --epochs 90 --deadline 4h
   ringdance plan --model resnet50 --images-per-second 5874 --of 8 --instance p3.16xlarge --to-accuracy 75.9
-  ringdance plan --from bench.json --instance mine.yaml --np 64 --plot plan.svg
+  ringdance plan --from bench.json --instance mine.yaml --hostfile hosts
 
 mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU),
 rdma (true or false), tcp_gbits (what NCCL gets over TCP at most), price (dollars for an hour) and as_of (its
@@ -70,8 +71,9 @@ def _parser() -> Parser:
     add("--synthetic", action="store_true", help=text)
     text = f"the machines, a .yaml or .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
-    add("--np", type=counts, metavar="N,N", help="numbers of ranks (default: of 1, 2, 4, ... 32 machines)")
-    text = "ranks on a machine (default: its GPUs, or as many as its cores are enough for)"
+    text = "numbers of ranks (default: of 1, 2, 4, ... machines, up to 32 or those of -H)"
+    add("--np", "-np", type=counts, metavar="N,N", help=text)
+    text = "ranks on a machine (default: the slots of -H, its GPUs, or as many as its cores are enough for)"
     add("--ranks-per-host", type=positive, default=0, metavar="N", help=text)
     add("--gbits", type=number, metavar="G", help="another network, Gbit/s")
     kinds = ("float32", "float16", "bfloat16")
@@ -88,6 +90,8 @@ def _parser() -> Parser:
     goal.add_argument("--budget", type=number, default=0.0, metavar="P", help=text)
     add("--plot", type=plot_file, metavar="FILE", help="draw it as .svg or .png")
     add("--json", action="store_true", help="as JSON")
+    text = "as many machines of --instance, with these slots (default: 1); none is connected to"
+    add_host_options(parser.add_argument_group("hosts"), text)
     return parser
 
 
@@ -95,7 +99,11 @@ def _plan(given: argparse.Namespace) -> int:
     on = instance(given.instance)
     changed = {"gbits": given.gbits} if given.gbits else {}
     on = replace(on, **changed, **({"price": given.price, "as_of": "--price"} if given.price else {}))
-    options = Options(given.ranks_per_host, given.wire, given.samples, given.epochs)
+    hosts = hosts_of(given) or []
+    if len(slots := sorted({count for _, count in hosts} or {0})) > 1 and not given.ranks_per_host:
+        raise LaunchError(f"hosts with {slots[0]} to {slots[-1]} slots: all machines of a plan have the same "
+                          f"number of ranks. Give it: --ranks-per-host {slots[0]}")  # fmt: skip
+    options = Options(given.ranks_per_host or slots[0], given.wire, given.samples, given.epochs)
     if on.gpus and not given.synthetic:
         options = replace(options, host_spread=planner.HOST_SPREAD)
     load, options = _load(given, on, options)
@@ -105,9 +113,10 @@ def _plan(given: argparse.Namespace) -> int:
     if work and not options.samples:
         raise LaunchError(f"hours need an epoch's samples, and {load.model} has no usual ones: --samples N")
     if given.budget and on.price is None:
-        raise LaunchError(f"--budget: the price of {on.name} is not known; give --price")
+        raise LaunchError(f"--budget: the price of {on.name} is not known. Give it: --price P")
     per_host = options.per_host(load, on)
-    ranks = given.np or [per_host * 2**power for power in range(6)]
+    most = len(hosts) or 32
+    ranks = given.np or [per_host * n for n in sorted({min(2**power, most) for power in range(12)})]
     of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
     whole, rows = of_ranks(per_host).step_seconds, [of_ranks(one) for one in ranks]
     for place, row in enumerate(rows):
@@ -117,8 +126,9 @@ def _plan(given: argparse.Namespace) -> int:
     if load.others >= TAKEN:
         verdict = f"Other programs used {load.others:.0%} of the cores: no advice. Measure again alone."
     elif aim:
-        best, tried = choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
-        verdict = _verdict(best, list(tried.values()), given)
+        most = len(hosts) or _MOST
+        best, tried = choose(lambda hosts: of_ranks(hosts * per_host), most, given.deadline, given.budget)
+        verdict = _verdict(best, list(tried.values()), given, most)
     rounded = [(one, row) for one, row in zip(ranks, rows, strict=True) if one != row.ranks]
     assumed = assumptions(load, on, options, rounded)
     if given.json:
@@ -167,7 +177,8 @@ def _measured(given: argparse.Namespace, on: Instance, options: Options) -> Work
     load, rate = from_bench(given.bench), given.images_per_second
     load = replace(load, spread=given.spread * load.compute) if given.spread else load
     if given.batch and given.batch != load.batch:
-        raise LaunchError(f"--batch {given.batch}: {given.bench} is of {load.batch}; measure again")
+        again = f"ringdance bench train --model {load.model} --batch {given.batch} --output {given.bench}"
+        raise LaunchError(f"--batch {given.batch}: {given.bench} is of {load.batch}. Measure it: {again}")
     if rate:
         scaled = f"{load.source} Scaled to {rate:,.5g} samples/s of {given.of} rank{'s' * (given.of > 1)}."
         cores = 0.0 if on.gpus else load.cores or on.cores
@@ -254,7 +265,7 @@ def assumptions(
     ]
 
 
-def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) -> str:
+def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace, most: int) -> str:
     """Return in a sentence which number of machines to take."""
     hours = f"{given.deadline:.3g} hour{'s' * (given.deadline != 1)}"
     limit = hours if given.deadline else f"${given.budget:,.2f}"
@@ -268,7 +279,14 @@ def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) 
         return f"No number of hosts: a batch of {tried[0].batch:,} is beyond the reference points."
     row = min(known, key=lambda one: (one.hours if given.deadline else one.money) or 0.0)
     found = f"{_cell(row.hours)} hours" + (f" and ${_cell(row.money)}" if row.money else "")
-    return f"No number of hosts up to {_MOST} keeps {limit}: the nearest is {row.hosts}, with {found}."
+    return f"No number of hosts up to {most} keeps {limit}: the nearest is {row.hosts}, with {found}."
+
+
+def _hours(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(h|min|m|s|d)", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text} is no time, such as 2h, 90m or 1.5d")
+    return float(match[1]) * _HOURS[match[2]]
 
 
 def _plot(file: Path, rows: Sequence[Row], load: Workload) -> list[Path]:
@@ -279,10 +297,3 @@ def _plot(file: Path, rows: Sequence[Row], load: Workload) -> list[Path]:
     }  # fmt: skip
     panels["samples/s"]["bound"] = [(row.ranks, load.batch / load.compute * row.ranks) for row in rows]
     return lines(file, panels, "ranks", list(panels), logarithmic=True)
-
-
-def _hours(text: str) -> float:
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(h|min|m|s|d)", text)
-    if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text} is no time, such as 2h, 90m or 1.5d")
-    return float(match[1]) * _HOURS[match[2]]

@@ -15,7 +15,7 @@ from ringdance.errors import ArgumentError, optional
 Line = Sequence[tuple[float, float]]
 # As of observe's pages; one colour for one meaning in all plots, others get what is left in their order.
 _MEANINGS = {
-    "ringdance": 0, "measured": 0, "ddp": 1, "mwms": 1, "horovod": 1, "alone": 2, "predicted": 3, "bound": 6,
+    "ringdance": 0, "measured": 0, "ddp": 1, "mwms": 1, "alone": 2, "predicted": 3, "bound": 6,
     "linear": 6,
 }  # fmt: skip
 _THEMES = {

@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ringdance import subcommands
-from ringdance.cluster.hostfile import HostList, hosts_text, parse_hosts
+from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import counts, positive, seconds
+from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.linux import die_with_parent
 from ringdance.limits import usable_cores
@@ -110,6 +111,7 @@ class Trials:
         words = ["mpirun" if one.bind else "run", "-np", str(total)]
         if self.hosts:
             words += ["-H", hosts_text([(name, one.ranks) for name, _ in self.hosts])]
+            words += ssh_words(self.given)
         if one.bind:
             each = f"slot:PE={max(1, self.cores // one.ranks)}"  # hardware threads: what is counted here
             words += ["-use-hwthread-cpus", "-bind-to", "hwthread", "-map-by", each]
@@ -283,7 +285,9 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
         print("The command has no {batch}: the number of ranks is not varied.", file=sys.stderr)
     fit = [n for n in ranks if batch % (n * hosts) == 0]
     if not fit:
-        raise LaunchError(f"--global-batch {batch}: {ranks} ranks per host on {hosts} do not divide it")
+        near = -(-batch // (ranks[0] * hosts)) * ranks[0] * hosts
+        problem = f"--global-batch {batch} cannot be divided among {ranks} ranks on each of {hosts} hosts"
+        raise LaunchError(f"{problem}. Give --global-batch {near}")
     if left := [n for n in ranks if n not in fit]:
         print(f"Left out, as they do not divide {batch}: {left} ranks per host.", file=sys.stderr)
     return {"ranks": fit, "intra": given.intra or powers, "inter": given.inter, "bind": _BINDS[given.bind]}
@@ -291,7 +295,7 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
 
 def _threads(given: argparse.Namespace) -> int:
     resolve_command(given.command[:1])
-    hosts = parse_hosts(given.hosts) if given.hosts else []
+    hosts = hosts_of(given) or []
     trials = Trials(given, hosts, usable_cores())
     if hosts and not local_names(name for name, _ in hosts):
         trials.visible = False
@@ -343,7 +347,7 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--metric", type=_regex, metavar="REGEX", help="finds the speed in the output, as its one group")
     add("--seconds", type=seconds, default=20.0, metavar="S", help="of steady steps in a trial (default 20)")
     add("--limit", type=seconds, default=300.0, metavar="S", help="for the start of a trial (default 300)")
-    add("-H", "--hosts", metavar="H1,H2", help="hosts, with as many cores as this one (default: this one)")
+    add_host_options(parser, "hosts, with as many cores as this one (default: this one); slots do not count")
     add("command", nargs="+", metavar="COMMAND", help="after --: the training and its arguments")
 
 

@@ -153,7 +153,7 @@ def test_errors(source, prepared, tmp_path, capsys):
         ((tmp_path / "text.txt", tmp_path / "out"), "text.txt"),
         ((source, prepared, "--shards", 3), "--shards 3 instead of 4"),
         ((prepared, tmp_path / "out", "--table-size", 100), "beyond the table"),
-        ((source, tmp_path / "out", "--validation", "1.5"), "below 1"),
+        ((source, tmp_path / "out", "--validation", "1.5"), "less than 1"),
         ((tmp_path / "cut", tmp_path / "out"), "cut/train.json is damaged"),
     ):
         assert prepare(*words) == 2

@@ -16,7 +16,7 @@ from ringdance.data.prepare.shuffle import ShufflePlan
 from ringdance.data.prepare.sources import SPLITS
 from ringdance.data.tables.writing import ENDS
 from ringdance.data.writing import ENDINGS
-from ringdance.launch.parser import positive, rank_count
+from ringdance.launch.parser import at_least, positive, rank_count
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import JobSpec
 from ringdance.limits import usable_cores
@@ -256,14 +256,7 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     add("--first-label", type=int, choices=(0, 1), help=text)
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0 and below 1")
-    return share
+_share = at_least(float, 0, 1)
 
 
 def _share_or_path(text: str) -> float | Path:

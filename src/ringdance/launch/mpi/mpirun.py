@@ -26,6 +26,7 @@ _SPELLINGS = {
     "launch-agent": "prtemca prte_launch_agent {}", "tag-output": "output tag",
     "timestamp-output": "output timestamp", "display-map": "display map",
     "display-devel-map": "display map", "display-allocation": "display allocation",
+    "ssh-args": "mca plm_rsh_args {}",
     "v": "verbose", "d": "verbose", "debug-daemons": "verbose", "do-not-launch": "dry-run", "h": "help",
     "V": "version",
 }  # fmt: skip
@@ -63,6 +64,7 @@ _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.i
     **dict.fromkeys((
         "np", "N", "H", "hostfile", "x", "wdir", "bind-to", "map-by", "rank-by", "output", "output-filename",
         "display", "with-ft", "cpu-set", "timeout", "rankfile", "rf", "tune", "am", "stdin", "prefix", "path",
+        "ssh-port", "ssh-identity-file", "python",
     ), 1),
     **dict.fromkeys(("mca", "prtemca", "pmixmca"), 2),
 }  # fmt: skip
@@ -199,6 +201,8 @@ def _apply(
             line.flags |= {"closed"} if value == "none" else set()
         case "display" | "help" | "version":
             line.flags.add(name)
+        case "ssh-port" | "ssh-identity-file" | "python":
+            line.options.append(f"--{name}={value}")
         case "verbose" | "dry-run" | "no-check":
             line.options.append(f"--{name}")
         case _ if name in _PASSED_ON:

@@ -101,6 +101,9 @@ def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
     return ("StrictHostKeyChecking=accept-new",) if "stricthostkeychecking ask" in found.split("\n") else ()
 
 
+_HOW = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
+
+
 # A parser, or a group in one: argparse has no public name for what they have in common.
 def add_host_options(parser: Any, text: str = "these hosts, with their slots") -> None:
     """Add -H, --hostfile and the options of ssh, which `remote_shell_of` reads.
@@ -131,6 +134,12 @@ def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
     if arguments.hosts:
         return parse_hosts(arguments.hosts, slots)
     return parse_hostfile(arguments.hostfile) if arguments.hostfile else None
+
+
+def ssh_words(arguments: argparse.Namespace) -> list[str]:
+    """Return how to reach hosts, by the options of `add_host_options`, as words for ``ringdance run``."""
+    given = {name: getattr(arguments, name) for name in _HOW}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value]
 
 
 def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RemoteShell:

@@ -1,0 +1,156 @@
+"""Options of other launchers, and mistyped ones: the error says what to write here, or nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from horovod.runner.options import parse_args
+from ringdance.cli import main
+
+HOSTS, ALL = "write -H h1:4,h2:4, the hosts and their slots", "write -np N, the number of ranks on all hosts"
+EACH, MPIRUN = "write -np N for all hosts together, or -H h1:4,h2:4", "write `ringdance mpirun`"
+OUT, SAME = "leave it out: started once", "leave it out: it is always so"
+SETTING, ELASTIC = "write -x NAME=VALUE; `ringdance settings`", "leave it out: a job keeps the ranks"
+RUN = {
+    # torchrun and torch.distributed.launch
+    "--nproc_per_node 4 train.py": EACH,
+    "--nproc-per-node=4 train.py": EACH,
+    "--nnodes 2 train.py": HOSTS,
+    "--nnodes=1:4 train.py": HOSTS,
+    "--standalone train.py": OUT,
+    "--rdzv-backend c10d train.py": OUT,
+    "--rdzv_endpoint=h1:29400 train.py": OUT,
+    "--master_addr h1 train.py": OUT,
+    "--master-port=29500 train.py": OUT,
+    "--node_rank 0 train.py": OUT,
+    "--max-restarts 3 train.py": ELASTIC,
+    "--log-dir logs train.py": "write --output-filename DIR",
+    "-m package.train": "write python -m MODULE as the command",
+    # Open MPI's mpirun, MPICH's and Intel MPI's mpiexec
+    "-hostfile hosts train.py": "did you mean --hostfile?",
+    "-machinefile hosts train.py": "write --hostfile FILE",
+    "-f hosts train.py": "write --hostfile FILE",
+    "--host h1,h2 train.py": HOSTS,
+    "-hosts h1,h2 train.py": "did you mean --hosts?",
+    "-N 2 train.py": HOSTS,
+    "-npernode 2 train.py": EACH,
+    "-ppn 2 train.py": EACH,
+    "-perhost 2 train.py": EACH,
+    "-pernode train.py": EACH,
+    "--mca btl tcp,self train.py": MPIRUN,
+    "-mca pml ob1 train.py": MPIRUN,
+    "--bind-to none train.py": MPIRUN,
+    "-map-by slot train.py": MPIRUN,
+    "--oversubscribe train.py": SAME,
+    "--allow-run-as-root train.py": SAME,
+    "--tag-output train.py": "leave it out: each line begins with its [rank]",
+    "--timestamp-output train.py": "write --timestamps",
+    "-wdir /data train.py": "write --chdir DIR",
+    "-genv A 1 train.py": "write -x NAME=VALUE",
+    "-iface eth0 train.py": "write --network-interface A,B",
+    "-output-filename logs train.py": "did you mean --output-filename?",
+    "-verbose train.py": "did you mean --verbose?",
+    "-v train.py": "write --verbose",
+    "--display-map train.py": "write --dry-run",
+    # srun
+    "--ntasks 8 train.py": ALL,
+    "--ntasks-per-node=4 train.py": EACH,
+    "--nodes=2 train.py": HOSTS,
+    "--nodelist=h[1-4] train.py": HOSTS,
+    "-w h1 train.py": HOSTS,
+    "--cpus-per-task=4 train.py": "write -x OMP_NUM_THREADS=N",
+    "--gpus-per-task=1 train.py": "write --gpus-per-rank N",
+    "--label train.py": "leave it out: each line begins with its [rank]",
+    "--mpi=pmix train.py": OUT,
+    # horovodrun
+    "--min-np 2 train.py": ELASTIC,
+    "--max-np 4 train.py": ELASTIC,
+    "--host-discovery-script ./hosts train.py": ELASTIC,
+    "--gloo train.py": OUT,
+    "--fusion-threshold-mb 32 train.py": SETTING,
+    "--cycle-time-ms 1 train.py": SETTING,
+    "--log-level INFO train.py": SETTING,
+    "--timeline-filename t.json train.py": "write --timeline FILE",
+    "--network-interfaces eth0 train.py": "write --network-interface A,B",
+    "--check-build": "run `ringdance doctor`",
+    # mistyped
+    "--hostfiles hosts train.py": "did you mean --hostfile?",
+    "--outputfilename logs train.py": "did you mean --output-filename?",
+    "--output_filename logs train.py": "did you mean --output-filename?",
+    "--timelines t.json train.py": "did you mean --timeline?",
+    "--num_proc 2 train.py": "did you mean --num-proc?",
+    "--np 2 train.py": "did you mean -np?",
+    "--ssh_port 22 train.py": "did you mean --ssh-port?",
+    "--dryrun train.py": "did you mean --dry-run?",
+    "--detatch train.py": "did you mean --detach?",
+    "--metric-port 9400 train.py": "did you mean --metrics-port?",
+    "--start_timeout=9 train.py": "did you mean --start-timeout?",
+    # nothing here is like it
+    "--mem 4G train.py": "",
+    "--preserve train.py": "",
+    "--version train.py": "",
+    "--exclusive train.py": "",
+    "--merge train.py": "",
+    "--partition gpu train.py": "",
+}
+OTHERS = {
+    "bench train --model mlp -hostfile hosts": "did you mean --hostfile?",
+    "bench train --model mlp --nproc_per_node 2": EACH,
+    "bench input --nnodes 2 -- true": HOSTS,
+    "bench input --mca a b -- true": "",
+    "tune threads -machinefile hosts -- true": "write --hostfile FILE",
+    "tune threads -np 2 -- true": "write --ranks N, the number of ranks on each host",
+    "plan --instance p3.16xlarge -npernode 8": "write --ranks-per-host N",
+    "search space.yaml --nproc-per-node 2 -- true": "",
+    "search space.yaml -np 2 -- true": "write --ranks-per-trial N",
+    "doctor -np 4": "write --slots N, the number of ranks on each host",
+    "doctor -hostfile hosts": "did you mean --hostfile?",
+    "hosts list -machinefile hosts": "write --hostfile FILE",
+    "hosts run --gloo -- true": OUT,
+    "explain --nodelist h1": HOSTS,
+    "status --oversubscribe": "",
+}
+
+
+def said(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    unknown, _, hint = err.splitlines()[-1].partition("unrecognized arguments: ")[2].partition("; ")
+    return unknown, hint
+
+
+@pytest.mark.parametrize("line", [*(f"run {line}" for line in RUN), *OTHERS])
+def test_the_answer_names_the_right_option_or_none(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown, hint = said(line, capsys)
+    assert unknown.startswith("-")
+    meant = RUN[line.removeprefix("run ")] if line.startswith("run ") else OTHERS[line]
+    assert hint.startswith(meant) if meant else not hint
+
+
+def test_several_options_get_an_answer_each(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "run --standalone --nnodes=1 --nproc_per_node 4 --gpus_per_task 1 --foo train.py --nnodes 3"
+    unknown, hints = said(line, capsys)
+    assert unknown == "--standalone --nnodes --nproc_per_node --gpus_per_task"
+    first, *others = [hint.partition(": ") for hint in hints.split("; ")]
+    assert first[0] == "--standalone"
+    assert first[2].startswith(OUT)
+    assert [one[0] for one in others] == ["--nnodes", "--nproc_per_node", "--gpus_per_task"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-np 1 {0} -c pass --nnodes 2", "-np1 -xA=-1 {0} -c pass -hostfile x", "-np 1 -- {0} -c pass --gloo"],
+)
+def test_what_belongs_to_the_command_is_left_alone(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--dry-run", "--no-check", *line.format("python").split()]) == 0
+    assert "python" in capsys.readouterr().out
+
+
+def test_horovodrun_answers_too_and_keeps_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own = parse_args(["-np", "2", "-hostfile", "x", "--gloo", "--min-np", "1", "--output", "logs", "true"])
+    assert (own.hostfile, own.use_gloo, own.min_num_proc, own.output_filename) == ("x", True, 1, "logs")
+    for word, hint in (("--nproc_per_node=4", EACH), ("--hostfiles=x", "did you mean --hostfile?")):
+        with pytest.raises(SystemExit):
+            parse_args([word, "true"])
+        assert f"; {hint}" in capsys.readouterr().err

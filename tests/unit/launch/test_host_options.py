@@ -1,0 +1,119 @@
+"""Commands that take hosts: all take the same options, and reach the hosts as these say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringdance.cli import main
+from ringdance.cluster.hostfile import hosts_text, parse_hosts
+from ringdance.launch import mpirun_cli
+from ringdance.launch.mpi.mpirun import parse
+from ringdance.launch.remote.shell import add_host_options, ssh_words
+from ringdance.launch.spec import JobSpec
+from ringdance.observe import bench
+from ringdance.tune import bench_train, plan_cli, threads
+
+COMMANDS = (
+    "run", "bench train", "bench input", "tune threads", "plan", "search", "doctor", "explain", "hosts list",
+    "hosts run", "hosts copy", "hosts kill", "data prepare imagenet", "data prepare criteo",
+)  # fmt: skip
+HOW = ["--ssh-port=2222", "--ssh-identity-file=/k", "--python=/opt/bin/python", "--ssh-args=-o User=me"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_all_of_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    long = [one.split("=")[0] for one in HOW]
+    for option in ("-H H1", "--hosts", "--hostfile FILE", "-p N", "-i FILE", *long):
+        assert option in shown, option
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    (tmp_path / "hosts").write_text("h1 slots=4\nfe80::1 slots=4\n")
+    return str(tmp_path / "hosts")
+
+
+def test_hosts_as_text_are_read_again() -> None:
+    hosts = [("h1", 4), ("fe80::1", 2)]
+    assert hosts_text(hosts) == "h1:4,[fe80::1]:2"
+    assert parse_hosts(hosts_text(hosts)) == hosts
+
+
+def test_the_words_for_a_launcher_are_what_was_given() -> None:
+    parser = argparse.ArgumentParser()
+    add_host_options(parser)
+    assert ssh_words(parser.parse_args(["-H", "h1"])) == []
+    assert ssh_words(parser.parse_args(HOW)) == HOW
+
+
+def test_bench_input_hands_them_to_its_runs(hostfile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def measure(part: str, words: list[str], seconds: float) -> None:
+        seen.extend(words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert main(["bench", "input", "--hostfile", hostfile, *HOW, "--", "python", "train.py"]) == 130
+    assert seen == ["-H", "h1:4,[fe80::1]:4", *HOW, "--", "python", "train.py"]
+
+
+def test_bench_train_starts_its_ranks_there(hostfile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[JobSpec] = []
+
+    def prepare(spec: JobSpec) -> None:
+        seen.append(spec)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_train, "prepare", prepare)
+    assert main(["bench", "train", "--model", "mlp", "--np", "8", "--hostfile", hostfile, *HOW]) == 130
+    (spec,) = seen
+    assert (spec.ranks, spec.hosts) == (8, [("h1", 4), ("fe80::1", 4)])
+    assert (spec.shell.port, spec.shell.identity, spec.shell.python) == (2222, "/k", "/opt/bin/python")
+    assert list(spec.shell.arguments) == ["-o", "User=me"]
+
+
+@pytest.mark.parametrize("bind", ["off", "on"])
+def test_tune_threads_starts_its_trials_there(
+    bind: str, hostfile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[list[str]] = []
+
+    def run(trials: threads.Trials, one: threads.Setting, directory: Path) -> threads.Result:
+        lines.append(trials.line(one))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threads.Trials, "run", run)
+    assert main(["tune", "threads", "--hostfile", hostfile, "--bind", bind, *HOW, "--", "true"]) == 130
+    kind, *words = lines[0]
+    assert words[:8] == ["-np", "2", "-H", "h1:1,[fe80::1]:1", *HOW]
+    if kind == "mpirun":  # which understands them, too
+        line = parse(words, {})
+        assert line.ssh == ["-o", "User=me"]
+        assert [one for one in HOW[:3] if one not in line.options] == []
+        assert mpirun_cli.cli.parser().parse_args([*line.options, "true"]).ssh_port == 2222
+
+
+def test_a_plan_is_for_these_hosts(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", "resnet50", "--images-per-second", "395", "--instance", "p3.16xlarge", "--json"]
+
+    def ranks(*words: str) -> list[tuple[int, int]]:
+        assert plan_cli.main([*model, *words]) == 0
+        return [(row["ranks"], row["hosts"]) for row in json.loads(capsys.readouterr().out)["rows"]]
+
+    assert ranks("--hostfile", hostfile) == [(4, 1), (8, 2)]
+    assert ranks("-H", "h1:8,h2:8,h3:8", "-p", "2222") == [(8, 1), (16, 2), (24, 3)]
+    assert ranks("-H", "h1:8,h2:8", "-np", "64") == [(64, 8)]
+    assert ranks("-H", "h1:8,h2:4", "--ranks-per-host", "4") == [(4, 1), (8, 2)]
+    assert plan_cli.main([*model, "-H", "h1:8,h2:4"]) == 2
+    assert "hosts with 4 to 8 slots" in capsys.readouterr().err
+    goal = ["--epochs", "90", "--deadline", "1h", "-H", "h1:8,h2:8"]
+    assert plan_cli.main([*model, *goal]) == 0
+    assert "No number of hosts up to 2 keeps 1 hour" in json.loads(capsys.readouterr().out)["verdict"]
