@@ -27,7 +27,7 @@ from ringdance.hosts.run import Run
 from ringdance.job_files import NO_FORMAT, read_regular
 from ringdance.launch.background import records
 from ringdance.launch.cause import OF_OTHERS, OUTCOME_FILE, Cause, signal_name
-from ringdance.launch.parser import Parser, as_program, seconds
+from ringdance.launch.parser import Parser, as_program, number
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
     parser.add_argument("--json", action="store_true", help="what is known of the ranks as JSON")
     text = "seconds for the answers of other hosts (default 20)"
-    parser.add_argument("--timeout", type=seconds, default=20.0, metavar="S", help=text)
+    parser.add_argument("--timeout", type=number, default=20.0, metavar="S", help=text)
     add_arguments(parser)
 
     def action() -> int:

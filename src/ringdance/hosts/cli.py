@@ -9,7 +9,7 @@ from contextlib import closing
 from ringdance import subcommands
 from ringdance.hosts import commands
 from ringdance.hosts.host_set import HostSet, add_arguments, host_set
-from ringdance.launch.parser import seconds
+from ringdance.launch.parser import number
 from ringdance.subcommands import Subcommand
 
 _DESCRIPTION = "Look at hosts, run commands on them, copy files to them, end jobs."
@@ -59,7 +59,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "working directory of the command (default: the home directory)"
     add("--chdir", dest="directory", default="", metavar="DIR", help=text)
-    add("--timeout", type=seconds, metavar="S", help="end the command after so many seconds (default: never)")
+    add("--timeout", type=number, metavar="S", help="end the command after so many seconds (default: never)")
     add("--live", action="store_true", help="show each line at once, as `<host> text`")
     _add_json(parser)
     add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")

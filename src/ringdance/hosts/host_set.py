@@ -15,7 +15,7 @@ from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import merge
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
-from ringdance.launch.parser import seconds
+from ringdance.launch.parser import number
 from ringdance.launch.remote.connect import Remote, attempt, close_all
 from ringdance.launch.remote.shell import RemoteShell, add_host_options, hosts_of, remote_shell_of
 
@@ -149,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     add_host_options(group)
     text = "seconds for a host to answer (default %(default)g)"
-    group.add_argument("--connect-timeout", type=seconds, default=15.0, metavar="S", help=text)
+    group.add_argument("--connect-timeout", type=number, default=15.0, metavar="S", help=text)
 
 
 def host_set(arguments: argparse.Namespace) -> HostSet:

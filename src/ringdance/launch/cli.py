@@ -12,7 +12,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.background.detach import start as start_detached
 from ringdance.launch.output.stream import Style
-from ringdance.launch.parser import Parser, as_program, rank_count, seconds
+from ringdance.launch.parser import Parser, as_program, number, rank_count
 from ringdance.launch.prepare import Check, Log, PreparedJob, prepare
 from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     add("--color", "--colour", action="store_true", dest="colour", help=text)
     add("--gpus-per-rank", type=int, default=0, metavar="N", help="GPUs that each rank needs on its host")
     text = "seconds until all ranks must have started (default 60)"
-    add("--start-timeout", type=seconds, default=60.0, metavar="S", help=text)
+    add("--start-timeout", type=number, default=60.0, metavar="S", help=text)
     text = "seconds for the ranks to end after Ctrl-C, SIGTERM or SIGHUP (default 30); Ctrl-C again ends them"
     add("--grace", type=float, default=30.0, metavar="S", help=text)
     add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
@@ -103,7 +103,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     text = "network interfaces to use (default: those by which all hosts reach one another)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
     text = "seconds without a heartbeat after which a host is lost (default 30)"
-    add("--host-timeout", type=seconds, default=30.0, metavar="S", help=text)
+    add("--host-timeout", type=number, default=30.0, metavar="S", help=text)
     text = "do not check the hosts before the start; with --dry-run: do not connect to any"
     add("--no-check", action="store_true", help=text)
 

@@ -44,7 +44,6 @@ _ROWS = (
         "-x", "write -x NAME=VALUE; `ringdance settings` lists the names",
     ),
     ("cpus-per-task", "-x", "write -x OMP_NUM_THREADS=N"),
-    ("tcp", "-x", "write -x NCCL_IB_DISABLE=1"),
     ("genv export", "-x", "write -x NAME=VALUE"),
     ("wdir wd workdir D", "--chdir", "write --chdir DIR"),
     ("output error log-dir redirects tee o", "--output-filename", "write --output-filename DIR"),

@@ -138,13 +138,6 @@ def number(text: str) -> float:
     return found
 
 
-def seconds(text: str) -> float:
-    """Return a time in seconds, more than 0."""
-    if not (found := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 seconds")
-    return found
-
-
 def as_program(name: str, action: Callable[[], int]) -> int:
     """Return the exit code of a command line's `action`; print what it raises in one line."""
     try:

@@ -19,7 +19,7 @@ from ringdance import subcommands
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import hosts_text
 from ringdance.judging import BUSY, IDLE_CORES, LITTLE, NO_CORES, TAKEN
-from ringdance.launch.parser import rank_count, seconds
+from ringdance.launch.parser import number, rank_count
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import CommandError
 from ringdance.observe.limits import Limit
@@ -247,12 +247,10 @@ def _input(arguments: argparse.Namespace) -> int:
         options += ["-H", hosts_text(hosts)]
     if not options and detect(os.environ) is None:
         options = ["-np", "1"]
-    options += ssh_words(arguments)
-    for export in arguments.x:
-        options += ["-x", export]
+    options += [*ssh_words(arguments), *(f"-x{export}" for export in arguments.x)]
     speeds = {}
-    for number, (part, title) in enumerate(PARTS.items(), 1):
-        print(f"{number} of 3: {title}, about {1.3 * arguments.seconds:.0f} s ...", file=sys.stderr)
+    for place, (part, title) in enumerate(PARTS.items(), 1):
+        print(f"{place} of 3: {title}, about {1.3 * arguments.seconds:.0f} s ...", file=sys.stderr)
         speeds[part] = measure(part, [*options, *arguments.words], arguments.seconds)
     found = judge(speeds)
     if arguments.json:
@@ -270,7 +268,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add_host_options(parser, "hosts and their slots (default: 1)")
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     text = "that each run measures, after a warm-up (default 8)"
-    add("--seconds", type=seconds, default=8.0, metavar="S", help=text)
+    add("--seconds", type=number, default=8.0, metavar="S", help=text)
     add("--json", action="store_true", help="as JSON")
     add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
 

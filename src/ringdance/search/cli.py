@@ -18,7 +18,7 @@ from ringdance.cluster.detect import detect
 from ringdance.errors import LaunchError
 from ringdance.launch.cli import refuse_within_a_rank
 from ringdance.launch.hosts import local_names
-from ringdance.launch.parser import Parser, as_program, positive, seconds
+from ringdance.launch.parser import Parser, as_program, number, positive
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command
 from ringdance.limits import usable_cores
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "start each trial by `ringdance run` with N ranks (default: one process, by itself)"
     add("--ranks-per-trial", type=positive, metavar="N", help=text)
     text = "seconds for trials to end after Ctrl-C, or once pruned (default 30); Ctrl-C again ends them"
-    add("--grace", type=seconds, default=30.0, metavar="S", help=text)
+    add("--grace", type=number, default=30.0, metavar="S", help=text)
     add("command", nargs="+", metavar="COMMAND", help="after --: a trial, with {lr} for the parameter lr")
     add_host_options(made.add_argument_group("hosts"), "hosts and their slots (default: the cores here)")
     return made

@@ -31,7 +31,7 @@ from ringdance import subcommands
 from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
-from ringdance.launch.parser import counts, positive, seconds
+from ringdance.launch.parser import counts, number, positive
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.linux import die_with_parent
@@ -300,9 +300,9 @@ def _threads(given: argparse.Namespace) -> int:
     if hosts and not local_names(name for name, _ in hosts):
         trials.visible = False
     space = _space(given, trials.cores, max(1, len(trials.hosts)))
-    for number in (signal.SIGTERM, signal.SIGHUP):  # leave as little behind as Ctrl-C
-        if signal.getsignal(number) != signal.SIG_IGN:  # as after nohup
-            signal.signal(number, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # leave as little behind as Ctrl-C
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as after nohup
+            signal.signal(signum, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="ringdance-threads-") as directory:
 
         def run(one: Setting) -> Result:
@@ -345,8 +345,8 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--inter", type=counts, default=[0, 1, 2], metavar="A,B", help=text)
     add("--bind", choices=_BINDS, default="both", help="ranks bound to cores (default: both)")
     add("--metric", type=_regex, metavar="REGEX", help="finds the speed in the output, as its one group")
-    add("--seconds", type=seconds, default=20.0, metavar="S", help="of steady steps in a trial (default 20)")
-    add("--limit", type=seconds, default=300.0, metavar="S", help="for the start of a trial (default 300)")
+    add("--seconds", type=number, default=20.0, metavar="S", help="of steady steps in a trial (default 20)")
+    add("--limit", type=number, default=300.0, metavar="S", help="for the start of a trial (default 300)")
     add_host_options(parser, "hosts, with as many cores as this one (default: this one); slots do not count")
     add("command", nargs="+", metavar="COMMAND", help="after --: the training and its arguments")
 
