@@ -161,7 +161,7 @@ def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
         ("--ranks 1,2 -- true", "the batch of all ranks would change"),
         ("--intra 0,2 -- true", "'0,2' are no numbers from 1 on"),
         ("--metric speed -- true", "no regular expression with one group"),
-        ("--seconds 0 -- true", "0 is not more than 0 seconds"),
+        ("--seconds 0 -- true", "0 is not more than 0"),
         ("-- no-such-program", "no-such-program"),
         ("", "COMMAND"),
     ],
@@ -173,7 +173,8 @@ def test_what_is_wrong_is_refused(line: str, why: str, capsys: pytest.CaptureFix
 
 def test_a_bound_rank_gets_all_of_its_cores() -> None:
     """By the line that mpiexec gets; hosts are named as `ringdance mpirun` reads them."""
-    given = argparse.Namespace(global_batch=64, command=["train", "{batch}"])
+    ssh = dict.fromkeys(("ssh_port", "ssh_identity_file", "python", "ssh_args"))
+    given = argparse.Namespace(global_batch=64, command=["train", "{batch}"], **ssh)
     trials = Trials(given, [("fe80::1", 8), ("h2", 8)], 8)
     kind, *words = trials.line(Setting(2, 4, 0, 1))
     line = parse(words, {})
