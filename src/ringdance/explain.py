@@ -270,7 +270,7 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
     if not waiting and early:
         return f"All ranks have to call init(): ranks {', '.join(early)} have not done so yet."
     if not waiting:
-        return "No rank waits for another."
+        return "No rank that was seen waits for another." if missing else "No rank waits for another."
     if late:
         numbers = ", ".join(str(rank.number) for rank in waiting)
         others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"

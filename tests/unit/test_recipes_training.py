@@ -170,7 +170,7 @@ def test_each_run_costs_its_own_price(tmp_path: Path, capsys: pytest.CaptureFixt
         assert run.log.cost() == shown
         run.close()
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("done in 9:00:00, cost 16.00 for 6:00:00 of it: an earlier run was given no --")
+    assert last.startswith("done in 9:00:00, cost 16.00 for 6:00:00 of it: the rest was given no --")
 
 
 def test_a_score_that_is_not_a_number_ends_the_training_with_a_checkpoint(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class TrainingLog:
         self.add_up(now := Position())
         cost = f", cost {self.cost()}" if now.priced else ""
         if now.priced and now.seconds - now.priced >= 1:
-            cost += f" for {clock(now.priced)} of it: an earlier run was given no --price-per-hour"
+            cost += f" for {clock(now.priced)} of it: the rest was given no --price-per-hour"
         self.print(f"done in {clock(now.seconds)}{cost}")
         if self.board is not None:
             self.board.close()

@@ -36,14 +36,15 @@ def _space(path: str, found: dict[str, Any], need: int) -> Iterator[Finding]:
     """Judge free space: `need` suffices, and 5% of a disk, but not 5% of a tiny one."""
     if "free" in found:
         enough = found["free"] >= min(need, max(found["total"] // 20, need // 4))
-        fix = _REMOVE.format(shlex.quote(found["nearest"]))
-        yield Finding(
-            f"{path}: {size(found['free'])} of {size(found['total'])} are free", "" if enough else fix
-        )
+        text = f"{path}: {size(found['free'])} of {size(found['total'])} are free"
+        yield Finding(text, "" if enough else _REMOVE.format(shlex.quote(found["nearest"])))
 
 
 def _folder_space(host: Host) -> Iterator[Finding]:
     for path, found in host["disk"]["directories"].items():
+        if not found["exists"]:
+            text = f"{path} does not exist: a job would make it in {found['nearest']}"
+            yield Finding(text, f"mkdir -p {shlex.quote(path)}, or mount its disk")
         yield from _space(path, found, 10 * GB)
 
 
@@ -81,7 +82,7 @@ CHECKS = (
     Check("folder-writable", "disk", ERROR,
           "whether the directories for logs and checkpoints (--folder) can be written", _writable),
     Check("folder-space", "disk", WARNING,
-          "free space in the directories for logs and checkpoints: 10 GiB or 5%", _folder_space),
+          "whether directories for logs and checkpoints exist, with 10 GiB or 5% free", _folder_space),
     Check("inodes", "disk", WARNING,
           "free inodes: 'No space left on device' on a disk that has space", _inodes),
     Check("temporary-folder", "disk", ERROR,
