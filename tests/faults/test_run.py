@@ -204,7 +204,7 @@ def test_no_rank_is_said_to_be_alone_that_joins_in_another_program(tmp_path: Pat
 
 
 def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -> None:
-    ends = "import ringdance.numpy as hvd\nif rank: print('no torchvision', file=sys.stderr)\nelse: hvd.init()\n"
+    ends = "import ringdance.numpy as hvd\nif rank: sys.stderr.write('no torchvision\\n')\nelse: hvd.init()\n"
     done = run("-np", "3", "python", program(ends))
     assert done.returncode == 1
     why = "other ranks still ran; its last line on stderr: no torchvision"  # before what is only a guess
