@@ -47,7 +47,7 @@ class Workload:
         ranks: that took this step together.
         cores: that a rank computes on; 0 where it has a GPU.
         source: where this comes from, as a sentence.
-        others: share of a host's cores that other programs used during the measurement.
+        others: share of a host's cores that other programs used during the measurement, of any size.
     """
 
     model: str
@@ -189,7 +189,8 @@ def from_bench(path: Path) -> Workload:
         compute = float(times.get("alone") or times["ringdance"] * (1 - row.get("exposed_share", 0.0)))
         gradients = [(typed(one, "bytes", int), typed(one, "seconds", float)) for one in row["gradients"]]
         single = typed({"single_steps": row.get("single_steps") or []}, "single_steps", list[float])
-        gpus, cores, others = bool(row.get("gpus")), typed(row, "cores", int), float(row.get("others", 0))
+        gpus, cores = bool(row.get("gpus")), typed(row, "cores", int)
+        others = max(float(size.get("others", 0)) for size in found["sizes"])
         each = row.get("threads") or cores / max(1, row.get("ranks_per_host", ranks))
         batch, model = typed(found, "batch", int), typed(found, "model", str)
         possible = all(0 <= size < 1 << 40 and ready >= 0 for size, ready in gradients)

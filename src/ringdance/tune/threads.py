@@ -110,8 +110,7 @@ class Trials:
         total = one.ranks * max(1, len(self.hosts))
         words = ["mpirun" if one.bind else "run", "-np", str(total)]
         if self.hosts:
-            words += ["-H", hosts_text([(name, one.ranks) for name, _ in self.hosts])]
-            words += ssh_words(self.given)
+            words += ["-H", hosts_text([(name, one.ranks) for name, _ in self.hosts]), *ssh_words(self.given)]
         if one.bind:
             each = f"slot:PE={max(1, self.cores // one.ranks)}"  # hardware threads: what is counted here
             words += ["-use-hwthread-cpus", "-bind-to", "hwthread", "-map-by", each]
