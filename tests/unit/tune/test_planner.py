@@ -413,8 +413,8 @@ def test_the_output_has_all_assumptions(
 def test_what_was_measured_beside_other_programs_is_no_advice(
     bench: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = [{**size, "others": 0.1} for size in MEASURED["sizes"]]
-    sizes[0]["others"] = 0.4  # of one rank: it may not have been less beside two
+    used = MEASURED["sizes"][0]  # the other programs were seen beside one rank only
+    sizes = [{**used, "ranks": 1, "ranks_per_host": 1, "others": 0.4}, {**used, "others": 0.1}]
     bench.write_text(json.dumps({**MEASURED, "sizes": sizes}))
     words = ["--from", str(bench), "--instance", str(bench.parent / "two.toml"), "--samples", "1000000"]
     assert plan_cli.main([*words, "--epochs", "1", "--deadline", "1d", "--json"]) == 0
