@@ -203,6 +203,7 @@ def test_no_rank_is_said_to_be_alone_that_joins_in_another_program(tmp_path: Pat
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(find_mpi().family != "openmpi", reason="mpiexec waits; init() names them after 120 s")
 def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -> None:
     ends = "import ringdance.numpy as hvd\nif rank: sys.stderr.write('no torchvision\\n')\nelse: hvd.init()\n"
     done = run("-np", "3", "python", program(ends))

@@ -287,7 +287,8 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         if cause.traceback:
             traceback = cause.traceback.rstrip()
             if len(cause.message) > _LONG:  # once is enough
-                traceback = traceback.replace(cause.message.partition(": ")[2], "(see above)")
+                text = cause.message[cause.message.find(": ") + 1 :].strip()  # all of it without ": "
+                traceback = traceback.replace(text, "(see above)")
             lines += ["", traceback, ""]
     shown = 4
     for other in verdict.others[:shown]:

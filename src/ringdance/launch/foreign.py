@@ -27,10 +27,7 @@ _ROWS = (
         "local-addr use-env start-method role gloo mpi jsrun launcher monitor-interval", "-H",
         "leave it out: started once, on one host, this starts and connects the ranks of all hosts",
     ),
-    (
-        "oversubscribe allow-run-as-root disable-cache", "-H",
-        "leave it out: it is always so; a host takes as many ranks as its slots say, -H h1:8",
-    ),
+    ("oversubscribe allow-run-as-root disable-cache", "-H", "leave it out: it is always so, as in -H h1:8"),
     (
         "mca gmca bind-to map-by rank-by report-bindings cpu-bind cpu-set rankfile rf mpi-args binding-args",
         "--detach", "write `ringdance mpirun` for `ringdance run`: it takes Open MPI's options, such as "

@@ -71,7 +71,7 @@ def _parser() -> Parser:
     add("--synthetic", action="store_true", help=text)
     text = f"the machines, a .yaml or .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
-    text = "numbers of ranks (default: of 1, 2, 4, ... machines, up to 32 or those of -H)"
+    text = "numbers of ranks (default: of 1, 2, 4, ... machines, up to 32, or all of -H)"
     add("--np", "-np", type=counts, metavar="N,N", help=text)
     text = "ranks on a machine (default: the slots of -H, its GPUs, or as many as its cores are enough for)"
     add("--ranks-per-host", type=positive, default=0, metavar="N", help=text)

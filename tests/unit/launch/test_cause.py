@@ -177,6 +177,8 @@ def test_a_long_message_is_shown_once() -> None:
     assert shown.count(text.strip().partition(": ")[2]) == 1
     assert shown.count("/tmp/a-0.json") == 1
     assert "DeadlockError: (see above)" in shown
+    unnamed = mark(0, 1.0, "x" * 400)
+    assert render(verdict([unnamed], ended(0, 1)), 2).count("(see above)") == 1
     assert "then rank 1 on h, pid 101: the same error" in shown
 
 
