@@ -53,6 +53,8 @@ _ROWS = (
     ("m module", "--detach", "write python -m MODULE as the command, after all options"),
     ("check-build", "--detach", "run `ringdance doctor`"),
     ("v", "--verbose", "write --verbose"),
+    ("batch-size b", "--batch", "write --batch N, of each rank"),
+    ("lr learning-rate", "--rate", "write --rate R, for the whole batch"),
 )  # fmt: skip
 """Names without dashes; the option that a command has if the answer fits; the answer."""
 

@@ -31,6 +31,7 @@ class Rank:
 
     Attributes:
         rows: samples in their order.
+        steps: those that are judged by: from the first sample with a step to the last.
         step_seconds: mean time of a step.
         exposed: share of the time in which training waited for exchanges.
         training: samples since the first step, of which nothing is counted, until the last one.
@@ -42,6 +43,7 @@ class Rank:
     host: str
     rows: list[Row]
     training: list[Row] = field(init=False)
+    steps: int = field(init=False)
     step_seconds: float = field(init=False)
     exposed: float = field(init=False)
     cores: float = field(init=False)
@@ -53,11 +55,11 @@ class Rank:
         stepped = [row for row in self.rows if row["steps"] and row["steps"] < last["steps"]]
         # After the first step, which often compiles; a short run may have no sample since then.
         first = stepped[0] if stepped else self.rows[0]
-        steps = last["steps"] - first["steps"]
+        self.steps = last["steps"] - first["steps"]
         seconds = last.get("last_step_time", 0) - first.get("last_step_time", first["time"])
-        if steps < 1 or seconds <= 0:
+        if self.steps < 1 or seconds <= 0:
             raise ValueError(f"rank {self.rank}")
-        self.step_seconds = seconds / steps
+        self.step_seconds = seconds / self.steps
         waited = last["exposed_seconds"] - first["exposed_seconds"]
         self.exposed = min(1.0, max(0.0, waited / seconds))
         self.cores = (last["cpu_seconds"] - first["cpu_seconds"]) / max(1e-3, last["time"] - first["time"])

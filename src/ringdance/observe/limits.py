@@ -8,6 +8,8 @@ from statistics import fmean
 from ringdance.judging import BUSY, FULL_CORES, FULL_GPU, IDLE_CORES, IDLE_GPU, LEAST, NO_CORES, TAKEN, WORTH
 from ringdance.observe.figures import Rank, Run
 
+_FEW = 10  # steps
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -57,6 +59,8 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
         f"Skew: the other ranks wait {skew:.0%} of the time beyond that, for the slowest.",
         f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores{of_gpu}",
     ]
+    if (steps := min(one.steps for one in run.ranks)) < _FEW:
+        evidence.append(f"Judged by {steps} step{'s' * (steps > 1)} of a rank: a longer run says more.")
     if uneven >= 0.01:
         text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, now for this rank, now for that one."
         evidence.insert(1, text)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import json
 import os
 import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +73,11 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     if arguments.recipe not in _PRESETS:
-        if arguments.json:
-            raise CommandError(f"{arguments.recipe} has no presets, which --json would show.")
         manuals = ((one, ast.get_docstring(ast.parse(one.read_text()))) for one in _files(arguments.recipe))
         print("\n\n".join(f"{one.name}\n\n{textwrap.indent(text or '', '  ')}" for one, text in manuals))
         return 0
     presets, described = _PRESETS[arguments.recipe]
-    if arguments.json:
-        print(json.dumps({name: asdict(preset) for name, preset in presets.items()}, indent=1))
-    else:
-        print("\n\n".join(f"{name}\n{_about(one, *described(one))}" for name, one in presets.items()))
+    print("\n\n".join(f"{name}\n{_about(one, *described(one))}" for name, one in presets.items()))
     return 0
 
 
@@ -164,11 +157,6 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite files of these names")
 
 
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
-    parser.add_argument("--json", action="store_true", help="as JSON")
-
-
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="RECIPE/SCRIPT", help="such as deepfm/score; `list` shows them")
     text = "of the script; --help shows them"
@@ -177,7 +165,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 _SUBCOMMANDS = {
     "list": Subcommand(_list, "list the recipes and their files", lambda parser: None),
-    "show": Subcommand(_show, "show a recipe's presets, or its scripts' manuals", _add_show),
+    "show": Subcommand(_show, "show a recipe's presets, or its scripts' manuals", _add_recipe),
     "copy": Subcommand(_copy, "copy a recipe's files into a directory, to run and to change", _add_copy),
     "run": Subcommand(_run, "run a script of a recipe with this Python", _add_run, _RUN_EPILOG),
 }

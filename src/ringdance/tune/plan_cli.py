@@ -37,7 +37,7 @@ rdma (true or false), tcp_gbits (what NCCL gets over TCP at most), price (dollar
 date). A plan ends with what it assumes.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
-_MOST = 512  # hosts
+_MOST, _FAR = 512, 64  # hosts; times the ranks of the measurement
 _COLUMNS = {
     "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "by rank": "efficiency",
     "by host": "host_efficiency", "step": "step_seconds", "exposed": "exposed_seconds",
@@ -116,6 +116,8 @@ def _plan(given: argparse.Namespace) -> int:
         raise LaunchError(f"--budget: the price of {on.name} is not known. Give it: --price P")
     per_host = options.per_host(load, on)
     most = len(hosts) or 32
+    if hosts and (asked := max(given.np or [0])) > (there := most * per_host):
+        raise LaunchError(f"--np {asked}: the hosts have {there} ranks. Leave the hosts out to plan for more")
     ranks = given.np or [per_host * n for n in sorted({min(2**power, most) for power in range(12)})]
     of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
     whole, rows = of_ranks(per_host).step_seconds, [of_ranks(one) for one in ranks]
@@ -129,6 +131,8 @@ def _plan(given: argparse.Namespace) -> int:
         most = len(hosts) or _MOST
         best, tried = choose(lambda hosts: of_ranks(hosts * per_host), most, given.deadline, given.budget)
         verdict = _verdict(best, list(tried.values()), given, most)
+        if best and best.ranks > _FAR * load.ranks:
+            verdict += f" That is {best.ranks / load.ranks:,.0f} times the ranks measured: measure more."
     rounded = [(one, row) for one, row in zip(ranks, rows, strict=True) if one != row.ranks]
     assumed = assumptions(load, on, options, rounded)
     if given.json:

@@ -109,6 +109,9 @@ OTHERS = {
     "hosts run --gloo -- true": OUT,
     "explain --nodelist h1": HOSTS,
     "status --oversubscribe": "",
+    "bench train --batch-size 32": "write --batch N, of each rank",
+    "plan --instance p3.16xlarge --batch-size 32": "write --batch N, of each rank",
+    "status --lr 0.1": "",
 }
 
 

@@ -191,6 +191,16 @@ def test_samples_are_shown_once_the_batch_is_known(
     assert [text.count(f"<td>{rate}</td><td>100%</td>") for rate in ("320", "1280")] == [1, 2]
 
 
+def test_a_run_of_few_steps_says_so(tmp_path: Path) -> None:
+    file = write(tmp_path, [0.1]) / "metrics-0.jsonl"
+    text = "Judged by {}: a longer run says more."
+    lines = file.read_text().splitlines()
+    assert not any("Judged" in one for one in judge(read_run(tmp_path)).evidence)
+    late = json.loads(lines[1]) | {"steps": 2, "time": 1030.0, "last_step_time": 1030.0}
+    file.write_text("\n".join([*lines[:2], json.dumps(late)]))
+    assert text.format("1 step of a rank") in judge(read_run(tmp_path)).evidence
+
+
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert report.main([str(tmp_path / "empty")]) == 2

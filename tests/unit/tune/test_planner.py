@@ -329,6 +329,7 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--batch", "8"), "train --model small --batch 8"),
         (("--from", "{other}", "--instance", "c5.9xlarge"), "no measurement"),
         (("--from", "nowhere.json", "--instance", "c5.9xlarge"), "No such file"),
+        ((*KNOWN, "--np", "8,32", "-H", "a:8,b:8"), "--np 32: the hosts have 16 ranks. Leave the hosts out"),
         ((*KNOWN, "--np", "99999999999"), "100,000,000,000 ranks: up to 1,000,000"),
         ((*KNOWN[:4], "--instance", "nowhere.yaml"), "No such file"),
     ],
@@ -408,6 +409,15 @@ def test_the_output_has_all_assumptions(
     faster = ["--from", str(bench), "--instance", "p3.16xlarge", "--images-per-second", "3200"]
     assert plan_cli.main([*faster, "--np", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["step_seconds"] == pytest.approx(0.01, rel=0.7)
+
+
+def test_advice_far_beyond_the_measurement_says_so(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--from", str(bench), "--instance", str(bench.parent / "two.toml"), "--samples", "1000000"]
+    for deadline, far in (("1d", False), ("2m", True)):
+        assert plan_cli.main([*words, "--epochs", "1", "--deadline", deadline, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["best"]["ranks"] > 64) == far
+        assert ("times the ranks measured: measure more." in found["verdict"]) == far
 
 
 def test_what_was_measured_beside_other_programs_is_no_advice(
