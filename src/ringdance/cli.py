@@ -57,7 +57,6 @@ _COMMANDS = {
         "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),
         "k8s": ("ringdance.submit.kubernetes.cli", "write manifests of jobs for Kubernetes"),
         "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
-        "ec2": ("ringdance.submit.ec2", "write host files of EC2 instances"),
     },
 }
 """Commands in groups: the module with their ``main`` or what is named and the help."""

@@ -24,7 +24,7 @@ class Allocation:
         refused: why this is not the host on which a job on all of them is started, or "".
         unattended: the scheduler has started this process for the job: it is no shell that a person uses, and
             no step for which one process was asked.
-        outside: this host is none of them.
+        maybe_outside: this host may be none of them, as the pod of an MPIJob's launcher.
         start: what starts a script on all of them.
     """
 
@@ -35,5 +35,5 @@ class Allocation:
     start_timeout: float = 0.0
     refused: str = ""
     unattended: bool = True
-    outside: bool = False
+    maybe_outside: bool = False
     start: str = "`ringdance run python SCRIPT`"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
 from ringdance.cluster import kubernetes, lsf, sagemaker, slurm
 from ringdance.cluster.allocation import Allocation
+from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
 
 
@@ -34,6 +36,12 @@ def left_idle(environ: Mapping[str, str], launched: bool) -> Allocation | None:
     """
     with suppress(LaunchError):
         found = detect(environ)
-        if found and found.unattended and (found.outside or (len(found.hosts) > 1 and not launched)):
+        if found is None or not found.unattended:
+            return None
+        if len(found.hosts) > 1 and not launched:
             return found
+        names = [name for name, _ in found.hosts]
+        own = {socket.gethostname().partition(".")[0]}
+        if found.maybe_outside and own.isdisjoint(name.partition(".")[0] for name in names):
+            return None if local_names(names) else found
     return None

@@ -90,13 +90,15 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
 
 
 def _has_no_slots(entry: str) -> bool:
-    return not _is_address(entry.rpartition(":")[0]) and bool(NAME.fullmatch(entry) or entry.endswith("]"))
+    name, _, slots = entry.rpartition(":")
+    with_slots = slots.isdecimal() and _is_address(name)
+    return not with_slots and bool(NAME.fullmatch(entry) or entry.endswith("]"))
 
 
 def _is_address(text: str) -> bool:
     """Return whether a text is an IPv6 address; what follows it after a colon is a number of slots."""
     try:
-        return ipaddress.ip_address(text).version == 6
+        return ipaddress.ip_address(text).version == 6 and bool(NAME.fullmatch(text))
     except ValueError:
         return False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 from collections.abc import Mapping
 
 from ringdance.cluster.allocation import CONTAINERS_START_S, Allocation
@@ -30,18 +29,24 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     for name, path in files:
         if os.path.exists(path):
             hosts = parse_hostfile(path, name, int(slots) if slots.isdigit() else 1)
-            arguments = [*_ssh_arguments(environ), *shlex.split(environ.get("OMPI_MCA_plm_rsh_args", ""))]
-            pods = {host.partition(".")[0] for host, _ in hosts}
+            arguments = [*_ssh_arguments(environ), *_words(environ, "OMPI_MCA_plm_rsh_args")]
+            where = f"{path} (from {name})"
             return Allocation(
-                hosts, f"{path} (from {name})", "ssh", arguments, CONTAINERS_START_S,
-                unattended=in_pod, outside=in_pod and socket.gethostname().partition(".")[0] not in pods,
-            )  # fmt: skip
+                hosts, where, "ssh", arguments, CONTAINERS_START_S, unattended=in_pod, maybe_outside=in_pod
+            )
     return None
+
+
+def _words(environ: Mapping[str, str], name: str) -> list[str]:
+    try:
+        return shlex.split(environ.get(name, ""))
+    except ValueError as error:
+        raise LaunchError(f"{name}={environ[name]}: {error}") from None
 
 
 def _ssh_arguments(environ: Mapping[str, str]) -> list[str]:
     """Return the arguments that the operator gives the remote shell, which must be ssh."""
-    program, *arguments = shlex.split(environ.get(_AGENT, "")) or ["ssh"]
+    program, *arguments = _words(environ, _AGENT) or ["ssh"]
     if os.path.basename(program) not in ("ssh", "rsh"):
         raise LaunchError(
             f"{_AGENT}={environ[_AGENT]}: this job reaches its workers by that program, as MPIJobs older "

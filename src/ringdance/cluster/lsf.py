@@ -18,8 +18,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         hosts = merge((name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True))
     elif os.path.exists(environ.get("LSB_DJOB_HOSTFILE", "")):
         hosts = parse_hostfile(environ["LSB_DJOB_HOSTFILE"], "LSB_DJOB_HOSTFILE", 1)
-    elif environ.get("LSB_HOSTS"):
-        hosts = merge((name, 1) for name in environ["LSB_HOSTS"].split())
+    elif names := environ.get("LSB_HOSTS", "").split():
+        hosts = merge((name, 1) for name in names)
     else:
         return None
     first, *others = hosts

@@ -80,6 +80,6 @@ def preflight(ready: PreparedJob) -> list[Result]:
         if result.severity == ERROR and result.check in _WARNINGS
         else result
         for result in results
-        if result.wrong
+        if result.wrong and result.check != "folder-exists"  # a job makes it
     ]
     return sorted(wrong, key=lambda result: result.severity != ERROR)

@@ -13,8 +13,8 @@ from typing import Any
 
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import merge
+from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import number
 from ringdance.launch.remote.connect import Remote, attempt, close_all
 from ringdance.launch.remote.shell import RemoteShell, add_host_options, hosts_of, remote_shell_of

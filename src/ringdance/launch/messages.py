@@ -57,10 +57,8 @@ class Channel:
         """Send, with open file descriptors for the other process; return False if the peer has closed."""
         data = json.dumps(message).encode() + b"\n"
         try:
-            if descriptors:
-                socket.send_fds(self.sock, [data], list(descriptors))
-            else:
-                self.sock.sendall(data)
+            sent = socket.send_fds(self.sock, [data], list(descriptors)) if descriptors else 0
+            self.sock.sendall(data[sent:])
         except OSError:
             return False
         return True

@@ -134,7 +134,7 @@ def counts(text: str) -> list[int]:
 def number(text: str) -> float:
     """Return a number above 0."""
     if not 0 < (found := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+        raise argparse.ArgumentTypeError(f"{text}: give a finite number, more than 0")
     return found
 
 

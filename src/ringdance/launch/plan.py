@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.cluster.slurm import of_a_step
+from ringdance.cluster.this_machine import LOCAL_NAMES
 from ringdance.errors import LaunchError, pip_install
 from ringdance.launch.agent.paths import bare_command, rank_line
 from ringdance.launch.hosts import (
-    LOCAL_NAMES,
     Host,
     HostFacts,
     Networks,

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
 from ringdance.launch.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
-from ringdance.launch.hosts import assign_ranks, facts_from, local_names
+from ringdance.launch.hosts import assign_ranks, facts_from
 from ringdance.launch.mpi import find_mpi
 from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Style
 from ringdance.launch.plan import Plan, build_plan

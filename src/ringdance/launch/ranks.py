@@ -274,7 +274,7 @@ class RankTable:
         reported: dict[int | None, Cause] = {}
         if verdict:
             for cause in (verdict.cause, *verdict.others):
-                if cause is verdict.cause or cause.follows or cause.message == verdict.cause.message:
+                if cause is verdict.cause or cause.follows or cause.same(verdict.cause):
                     reported[cause.rank] = cause
         for rank in self._ranks.values():
             if rank.rank in reported:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
+from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import local_names
 from ringdance.launch.output.stream import Style
 from ringdance.launch.remote.environment import ALL
 from ringdance.launch.remote.shell import RemoteShell

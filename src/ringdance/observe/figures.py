@@ -184,7 +184,7 @@ def read_run(directory: Path) -> Run:
             advice = "its ranks have not called hvd.init(), or ended within it"
             said = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
             if end := next((text.splitlines()[-1] for text in said if text), ""):
-                advice = f"a rank's stderr ends with {end!r}. If that is not why, {advice}"
+                advice = f"a rank's stderr ends with {end[-300:]!r}. If that is not why, {advice}"
         raise LaunchError(f"{directory} {what}: {advice}")
     rows = sorted((row for file in files for row in _read(file)), key=itemgetter("time"))
     processes: dict[tuple[int, str, int], list[Row]] = defaultdict(list)

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
+from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
 from ringdance.launch.cli import refuse_within_a_rank
-from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import Parser, as_program, number, positive
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from ringdance import subcommands
 from ringdance.cluster.hostfile import HostList, hosts_text
+from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import local_names
 from ringdance.launch.parser import counts, number, positive
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command

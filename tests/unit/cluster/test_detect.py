@@ -189,7 +189,8 @@ def test_lsf_by_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"SLURM_JOB_NODELIST": "n1"}, {"SM_HOSTS": "[]"}, {"LSB_JOBID": "1"}, {"HYDRA_HOST_FILE": "/no"}],
+    [{}, {"SLURM_JOB_NODELIST": "n1"}, {"SM_HOSTS": "[]"}, {"LSB_JOBID": "1"},
+     {"LSB_JOBID": "1", "LSB_HOSTS": " "}, {"HYDRA_HOST_FILE": "/no"}],
 )
 def test_a_plain_machine(environ: dict[str, str]) -> None:
     assert detect(environ) is None
@@ -201,6 +202,8 @@ def test_the_program_that_reaches_pods(tmp_path: Path) -> None:
     found = detect({**named, "OMPI_MCA_plm_rsh_agent": "/usr/bin/ssh -p 2222"})
     assert found
     assert list(found.ssh_arguments) == ["-p", "2222", "-q"]
+    with pytest.raises(LaunchError, match=r"OMPI_MCA_plm_rsh_args=-o 'x: No closing quotation"):
+        detect({**named, "OMPI_MCA_plm_rsh_args": "-o 'x"})
     with pytest.raises(LaunchError, match="An old MPIJob"):
         detect({**named, "OMPI_MCA_plm_rsh_agent": "/etc/mpi/kubexec.sh"})
 
@@ -264,5 +267,12 @@ def test_ranks_in_the_launcher_s_pod_leave_the_workers_idle(
         for launched in (True, False):
             assert left_idle({**environ, **pod}, launched)
     assert not left_idle(environ, False)  # a user's own host file
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert not left_idle({**environ, "OMPI_MCA_plm_rsh_args": "-o 'x", **pod}, False)  # cannot be read
+    for own in ("localhost", "127.0.0.1"):
+        file.write_text(f"{own} slots=8\n")
+        for launched in (True, False):
+            assert not left_idle({**environ, **pod}, launched)
+    file.write_text("job-worker-0.job.ns.svc slots=8\n")
     monkeypatch.setattr("socket.gethostname", lambda: "job-worker-0")
-    assert not left_idle({**environ, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True)
+    assert not left_idle({**environ, **pod}, True)

@@ -361,6 +361,11 @@ def test_what_an_interrupted_run_or_a_damaged_index_names_is_removed(tmp_path, m
     assert not list(tmp_path.glob("validation*"))
 
 
+def test_a_validation_that_is_nothing_says_what_it_may_be(capsys):
+    assert main(["prepare", "criteo", "a", "b", "--validation", "nowhere"]) == 2
+    assert "--validation: nowhere is no file, no directory and no share" in capsys.readouterr().err
+
+
 def test_broken_rows_are_listed_in_time_linear_in_the_files(tmp_path, monkeypatch):
     file = SourceFile("x", 0, "rows", 39, 0, 1, 0)
     plan = ShufflePlan([file] * 50, "rows", 0, 1000, False, 0.0, None, 1 << 20)

@@ -180,10 +180,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
     expect("folder-space", machine, "1 MiB of 8 MiB are free", usage=usage)
 
 
+@breaks("folder-exists")
 def test_a_directory_that_is_not_there() -> None:
     found = {"exists": False, "nearest": "/", "free": 100 << 30, "total": 200 << 30}
     facts = {HERE: {"disk": {"directories": {"/not mounted": found}}}}
-    missing, _ = examine(facts, NOTHING, ["folder-space"])
+    [missing] = examine(facts, NOTHING, ["folder-exists"])
     assert "/not mounted does not exist: a job would make it in /" in missing.text
     assert missing.fix == "mkdir -p '/not mounted', or mount its disk"
 

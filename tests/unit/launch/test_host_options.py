@@ -110,7 +110,9 @@ def test_a_plan_is_for_these_hosts(hostfile: str, capsys: pytest.CaptureFixture[
 
     assert ranks("--hostfile", hostfile) == [(4, 1), (8, 2)]
     assert ranks("-H", "h1:8,h2:8,h3:8", "-p", "2222") == [(8, 1), (16, 2), (24, 3)]
-    assert ranks("-H", "h1:8,h2:8", "-np", "64") == [(64, 8)]
+    assert ranks("-H", "h1:8,h2:8", "-np", "16") == [(16, 2)]
+    assert plan_cli.main([*model, "-H", "h1:8,h2:8", "-np", "64"]) == 2
+    assert "--np 64: the hosts have 16 ranks" in capsys.readouterr().err
     assert ranks("-H", "h1:8,h2:4", "--ranks-per-host", "4") == [(4, 1), (8, 2)]
     assert plan_cli.main([*model, "-H", "h1:8,h2:4"]) == 2
     assert "hosts with 4 to 8 slots" in capsys.readouterr().err

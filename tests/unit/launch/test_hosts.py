@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from ringdance.cluster import this_machine
+from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
-from ringdance.launch import hosts
-from ringdance.launch.hosts import HostFacts, assign_ranks, local_names, rank_numbers, shared_networks
+from ringdance.launch.hosts import HostFacts, assign_ranks, rank_numbers, shared_networks
 
 
 def test_names_of_this_machine() -> None:
@@ -27,8 +28,8 @@ def test_names_are_looked_up_at_the_same_time_and_once(monkeypatch: pytest.Monke
         time.sleep(0.1)
         raise OSError("no such name")
 
-    monkeypatch.setattr(hosts.socket, "getaddrinfo", slow)
-    monkeypatch.setattr(hosts, "_KEPT_S", 1e9)
+    monkeypatch.setattr(this_machine.socket, "getaddrinfo", slow)
+    monkeypatch.setattr(this_machine, "_KEPT_S", 1e9)
     names, began = [f"node{number}.invalid" for number in range(60)], time.monotonic()
     for _ in range(3):
         assert local_names([*names, "localhost"]) == {"localhost"}

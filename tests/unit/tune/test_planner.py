@@ -329,7 +329,6 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--batch", "8"), "train --model small --batch 8"),
         (("--from", "{other}", "--instance", "c5.9xlarge"), "no measurement"),
         (("--from", "nowhere.json", "--instance", "c5.9xlarge"), "No such file"),
-        ((*KNOWN, "--np", "8,32", "-H", "a:8,b:8"), "--np 32: the hosts have 16 ranks. Leave the hosts out"),
         ((*KNOWN, "--np", "99999999999"), "100,000,000,000 ranks: up to 1,000,000"),
         ((*KNOWN[:4], "--instance", "nowhere.yaml"), "No such file"),
     ],

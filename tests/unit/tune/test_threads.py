@@ -161,7 +161,7 @@ def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
         ("--ranks 1,2 -- true", "the batch of all ranks would change"),
         ("--intra 0,2 -- true", "'0,2' are no numbers from 1 on"),
         ("--metric speed -- true", "no regular expression with one group"),
-        ("--seconds 0 -- true", "0 is not more than 0"),
+        ("--seconds 0 -- true", "0: give a finite number, more than 0"),
         ("-- no-such-program", "no-such-program"),
         ("", "COMMAND"),
     ],

@@ -260,7 +260,10 @@ _share = at_least(float, 0, 1)
 
 
 def _share_or_path(text: str) -> float | Path:
-    return Path(text) if os.path.exists(text) else _share(text)
+    try:
+        return Path(text) if os.path.exists(text) else _share(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no file, no directory and no share") from None
 
 
 def _add_clicks(parser: argparse.ArgumentParser) -> None:

@@ -40,11 +40,15 @@ def _space(path: str, found: dict[str, Any], need: int) -> Iterator[Finding]:
         yield Finding(text, "" if enough else _REMOVE.format(shlex.quote(found["nearest"])))
 
 
-def _folder_space(host: Host) -> Iterator[Finding]:
+def _folder_exists(host: Host) -> Iterator[Finding]:
     for path, found in host["disk"]["directories"].items():
         if not found["exists"]:
             text = f"{path} does not exist: a job would make it in {found['nearest']}"
             yield Finding(text, f"mkdir -p {shlex.quote(path)}, or mount its disk")
+
+
+def _folder_space(host: Host) -> Iterator[Finding]:
+    for path, found in host["disk"]["directories"].items():
         yield from _space(path, found, 10 * GB)
 
 
@@ -81,8 +85,8 @@ def _temporary(host: Host) -> Finding:
 CHECKS = (
     Check("folder-writable", "disk", ERROR,
           "whether the directories for logs and checkpoints (--folder) can be written", _writable),
-    Check("folder-space", "disk", WARNING,
-          "whether directories for logs and checkpoints exist, with 10 GiB or 5% free", _folder_space),
+    Check("folder-exists", "disk", WARNING, "whether these directories exist", _folder_exists),
+    Check("folder-space", "disk", WARNING, "whether they have 10 GiB or 5% free", _folder_space),
     Check("inodes", "disk", WARNING,
           "free inodes: 'No space left on device' on a disk that has space", _inodes),
     Check("temporary-folder", "disk", ERROR,

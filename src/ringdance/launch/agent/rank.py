@@ -176,13 +176,14 @@ class _Supervisor:
         self, hello: dict[str, Any], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
         """Hand over the streams; return the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
-        alive, descriptors, numbers, port = self._channel.send(hello, streams), list[int](), {}, 0
-        while alive and not descriptors:
-            messages, descriptors, alive = self._channel.receive()
+        alive, descriptors = self._channel.send(hello, streams), list[int]()
+        while alive:  # a large message comes in parts, the descriptor with the first
+            messages, more, alive = self._channel.receive()
+            descriptors += more
             for message in messages:
-                numbers, port = message["go"], message["port"]
                 os.environ.update(message["environ"])
-        return (numbers, port, descriptors[0]) if descriptors else None
+                return message["go"], message["port"], descriptors[0]
+        return None
 
     def _send(self, number: int) -> None:
         # Not to its group: helpers in it remove shared memory when they are alone; the sweep ends them later.

@@ -94,6 +94,7 @@ class MpirunLine:
         cwd: directory of the ranks, or "".
         flags: "spread" (a rank to each host in turn), "oversubscribe", "tag" and "timestamp" (before output
             lines), "display" (the plan), "closed" (no rank reads stdin), "help", "version".
+        bound: to what ranks are bound, or "".
         notes: warnings for the user.
         command: the program and its arguments.
     """
@@ -107,6 +108,7 @@ class MpirunLine:
     mpi: list[str] = field(default_factory=list)
     cwd: str = ""
     flags: set[str] = field(default_factory=set)
+    bound: str = ""
     notes: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
 
@@ -151,6 +153,9 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
     line.command = rest
     if dropped:
         line.notes.append(f"no effect: -mca {', '.join(dropped)}, of how Open MPI 4 starts processes")
+    if line.bound in ("", "none") and any(":PE=" in word.upper() for word in line.mpi):
+        line.mpi += ["--bind-to", "core"]  # Open MPI refuses several cores for a rank that is bound to none
+        line.notes += ["--bind-to none: no effect, as PE=N binds ranks to N cores"] * bool(line.bound)
     if ":" in rest:
         raise LaunchError("several programs in one job (`:` between them) are not supported")
     if named:  # chosen among those of a host file, if there is one
@@ -182,8 +187,9 @@ def _apply(
             line.cwd = value
         case "map-by" | "rank-by":
             _map_by(line, name, value)
-        case "bind-to" if value.lower() != "none":
-            line.mpi += ["--bind-to", value]
+        case "bind-to":
+            line.bound = value.lower()
+            line.mpi += ["--bind-to", value] if line.bound != "none" else []
         case "output-filename":
             _output_filename(line, option, value)
         case "output":
@@ -195,11 +201,13 @@ def _apply(
                     line.flags.add(kind)
                 else:
                     line.notes.append(f"{option} {kind}: no effect")
-        case "display" if not value.startswith(("map", "alloc")):
-            line.mpi += ["--display", value]
+        case "display":
+            shown = [part for part in value.split(",") if not part.startswith(("map", "alloc"))]
+            line.flags |= {name} if value.count(",") >= len(shown) else set()
+            line.mpi += ["--display", ",".join(shown)] if shown else []
         case "stdin" if value in ("0", "none"):
             line.flags |= {"closed"} if value == "none" else set()
-        case "display" | "help" | "version":
+        case "help" | "version":
             line.flags.add(name)
         case "ssh-port" | "ssh-identity-file" | "python":
             line.options.append(f"--{name}={value}")

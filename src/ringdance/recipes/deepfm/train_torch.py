@@ -114,9 +114,7 @@ class Model:
 
     def restore(self, state: dict[str, Array]) -> None:
         """Take such values."""
-        # A version before has called it "adam".
-        known = {name.replace("adam/", "optimizer/", 1): one for name, one in state.items()}
-        restore(known, self.inner, layers=self.layers)
+        restore(state, self.inner, layers=self.layers)
 
     def export(self, directory: Path) -> None:
         """Write the layers for score.py, as a program without this file."""

@@ -165,7 +165,7 @@ class Estimator(TrainingJob):
         if given is not None and ranks not in (None, given):
             raise ArgumentError(f"processes_per_host is {given}, but in `distribution` it is {ranks}")
         self.processes_per_host = given if ranks is None else ranks
-        self.mpi = mpi.get("enabled", True if mpi or given is not None else None)
+        self.mpi = mpi.get("enabled", True if mpi or given or self.custom_mpi_options else None)
         self.custom_mpi_options, notes = mpi_options(mpi.get("custom_mpi_options") or self.custom_mpi_options)
         for note in notes:
             warnings.warn(f"custom_mpi_options: {note}", stacklevel=3)

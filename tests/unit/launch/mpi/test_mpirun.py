@@ -83,9 +83,12 @@ def test_host_files(tmp_path: Path) -> None:
         ("-bind-to core", ["--bind-to", "core"]),
         ("--bind-to=socket --map-by=socket", ["--bind-to", "socket", "--map-by", "socket"]),
         ("-bind-to core -map-by slot:PE=2", ["--bind-to", "core", "--map-by", "slot:PE=2"]),
-        ("--map-by ppr:2:node:pe=4 -stdin 0", ["--map-by", "slot:PE=4"]),
+        ("--map-by ppr:2:node:pe=4 -stdin 0", ["--map-by", "slot:PE=4", "--bind-to", "core"]),
+        ("-map-by socket:PE=2", ["--map-by", "socket:PE=2", "--bind-to", "core"]),
+        ("-bind-to hwthread -map-by slot:PE=2", ["--bind-to", "hwthread", "--map-by", "slot:PE=2"]),
         ("-map-by numa:span --rank-by fill", ["--map-by", "numa:span"]),
         ("--display bind", ["--display", "bind"]),
+        ("--display map,bind", ["--display", "bind"]),
         ("-bind-to-core -bycore", ["--bind-to", "core", "--map-by", "core"]),
         ("-mca btl_tcp_if_exclude lo,docker0", ["--mca", "btl_tcp_if_exclude", "lo,docker0"]),
         ("-mca btl_tcp_if_include 10.0.0.0/8", ["--mca", "btl_tcp_if_include", "10.0.0.0/8"]),
@@ -153,6 +156,7 @@ def test_unsupported_options_are_errors(line: str, message: str) -> None:
         ("--output-filename /d:nocopy", "--output-filename /d:nocopy: the output is shown here too"),
         ("-merge-stderr-to-stdout", "-merge-stderr-to-stdout: no effect, the two streams stay apart"),
         ("-mca oob_tcp_port 9", "no effect: -mca oob_tcp_port, of how Open MPI 4 starts processes"),
+        ("-bind-to none -map-by slot:PE=2", "--bind-to none: no effect, as PE=N binds ranks to N cores"),
     ],
 )
 def test_options_without_effect_are_named(line: str, note: str) -> None:
@@ -170,7 +174,7 @@ def test_each_option_does_something_or_is_named() -> None:
         if found == MpirunLine(command=COMMAND):
             silent.append(name)
     assert silent == [
-        "byslot", "bind-to-none", "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes",
+        "byslot", "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes",
         "noprefix", "disable-recovery", "leave-session-attached",
     ]  # fmt: skip
 
