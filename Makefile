@@ -9,6 +9,7 @@
 #   make lint         ruff, mypy, import-linter, codespell
 #   make bench        the benchmarks; JSON into the directory results
 #   make docs         the documentation, into docs/_build
+#   make dist         sdist and wheel of both distributions, into dist
 #   make clean        remove environments, caches and build results
 #
 # PYTHON=/path/to/python chooses the interpreter. pip's own settings hold, PIP_EXTRA_INDEX_URL among them.
@@ -16,7 +17,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-mxnet test-detection test-matrix lint bench docs clean
+.PHONY: help demo test test-all test-mxnet test-detection test-matrix lint bench docs dist clean
 
 VENV := .venv
 # --no-compile: most modules of the large packages are never imported; the others compile when they are.
@@ -42,7 +43,7 @@ define make_venv
 endef
 
 help:
-	@sed -n '3,12s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
@@ -115,10 +116,19 @@ test-matrix:
 bench: $(VENV)/.dev
 	@$(WITH) benchmarks/run_all.sh results
 
+# The date of the last commit, and no user's umask: equal sources give equal files.
+dist:
+	@$(call make_venv,.venv-dist)
+	@.venv-dist/$(subst -c constraints.txt,,$(PIP)) build twine
+	rm -rf dist
+	umask 022; export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct); \
+	for project in . compat/horovod; do .venv-dist/bin/python -m build --quiet --outdir dist $$project; done
+	.venv-dist/bin/twine check --strict dist/*
+
 docs: $(VENV)/.dev
 	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
 	@echo "Open docs/_build/index.html"
 
 clean:
-	rm -rf .venv .venv-mpich .venv-impi .venv-sagemaker .venv-torchvision .venv-mxnet .venv-matrix .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
+	rm -rf .venv .venv-mpich .venv-impi .venv-sagemaker .venv-torchvision .venv-mxnet .venv-matrix .venv-dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -83,6 +83,7 @@ def all_jobs() -> list[Job]:
             "dropin/test_sagemaker_*.py", "dropin/test_data_service.py",
         )),
         Job("dropin", "pages", ("dropin/test_docs.py",)),
+        Job("dropin", "dist", ("dropin/test_dist.py",), only_slow=True),
         Job("lint", "ruff", command=("ruff", "check")),
         Job("lint", "imports", command=("lint-imports",)),
         Job("lint", "words", command=("codespell",)),
