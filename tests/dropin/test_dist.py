@@ -1,4 +1,4 @@
-"""What `make dist` makes: the same files again, and a wheel with which the first commands work without a clone."""
+"""What `make dist` makes: the same files again, and wheels with which the first commands work."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_the_first_commands_work_from_the_wheels_alone(clone: Path, tmp_path: Pa
     run("ringdance data generate criteo clicks --rows 20000 --validation 0.1")
     assert "AUC 0." in run("ringdance run -np 2 ringdance recipes run deepfm/train_torch clicks --epochs 1")
     (place / "old.py").write_text("import horovod.torch as hvd\nhvd.init()\nprint(hvd.rank(), hvd.size())\n")
-    assert sorted(run("horovodrun -np 2 python old.py").splitlines()) == ["[0]<stdout>:0 2", "[1]<stdout>:1 2"]
+    lines = sorted(run("horovodrun -np 2 python old.py").splitlines())
+    assert lines == ["[0]<stdout>:0 2", "[1]<stdout>:1 2"]
     found = run("ringdance doctor --quick", (0, 1))  # 1: a warning, of what else is on this machine
     assert " in order" in found
     assert " error " not in found
