@@ -1,0 +1,166 @@
+"""Change one operator, constant or condition at random, many times, and see which changes the tests catch.
+
+    python tests/mutants.py --count 100 --seed 1 --output mutants.json    hours; go on with the same line
+    python tests/mutants.py --show mutants.json                           what survived
+
+A file of src/ringdance is changed in place and restored, so the clone must have no changes of its own. The
+jobs that know the changed part run until one fails; a change that none of them sees has survived. Left out:
+docstrings, annotations, messages, time bounds (names that end in _S, floats), and comparisons of equal
+boundaries (< for <=).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "ringdance"
+JOBS = {
+    "core": ("unit/engine", "ranks/numpy-2", "ranks/numpy-3", "ranks/torch-2", "faults"),
+    "training": ("ranks/numpy-2", "unit/engine", "ranks/torch-2", "ranks/tensorflow-2", "dropin/scripts"),
+    "torch": ("ranks/torch-2", "unit/engine", "dropin/launching", "dropin/torch-3"),
+    "launch": ("unit/tools", "dropin/launching", "dropin/commands", "faults"),
+}
+"""The jobs of `make test` that know a part, the quickest first."""
+COMPARED = {
+    ast.Lt: ">", ast.LtE: ">", ast.Gt: "<", ast.GtE: "<", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
+    ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "+"}
+
+
+class Mutant(NamedTuple):
+    """A change: of the text between two offsets of a file."""
+
+    file: str
+    line: int
+    begin: int
+    end: int
+    text: str
+    old: str
+
+
+def mutants(path: Path) -> Iterator[Mutant]:
+    """Yield all changes of a file."""
+    text = path.read_text()
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    data, name = text.encode(), str(path.relative_to(ROOT))
+
+    def offset(line: int, column: int) -> int:
+        return starts[line - 1] + column
+
+    def span(node: ast.expr) -> tuple[int, int]:
+        assert node.end_lineno
+        assert node.end_col_offset is not None
+        return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
+
+    def made(line: int, begin: int, end: int, new: str) -> Mutant:
+        return Mutant(name, line, begin, end, new, data[begin:end].decode())
+
+    def between(left: ast.expr, right: ast.expr, new: str) -> Mutant | None:
+        begin, end = span(left)[1], span(right)[0]
+        if set(data[begin:end].decode()) & set("()#\n"):
+            return None
+        return made(left.lineno, begin, end, f" {new} ")
+
+    def visit(node: ast.AST) -> Iterator[Mutant | None]:
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and (new := COMPARED.get(type(node.ops[0]))):
+            yield between(node.left, node.comparators[0], new)
+        elif isinstance(node, ast.BinOp) and (new := COMPUTED.get(type(node.op))):
+            if not any(isinstance(one, (ast.Constant, ast.JoinedStr)) and not isinstance(
+                getattr(one, "value", ""), int) for one in (node.left, node.right)):  # fmt: skip
+                yield between(node.left, node.right, new)
+        elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+            yield between(*node.values, "or" if isinstance(node.op, ast.And) else "and")
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield made(node.lineno, span(node)[0], span(node.operand)[0], "")
+        elif isinstance(node, (ast.If, ast.While, ast.IfExp)) and isinstance(node.test, (ast.Name, ast.Call)):
+            begin, end = span(node.test)
+            yield made(node.lineno, begin, end, f"(not {data[begin:end].decode()})")
+        elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
+            new = str(not node.value) if type(node.value) is bool else str(node.value + 1)
+            yield made(node.lineno, *span(node), new)
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "decorator_list", "type_params"):
+                continue
+            if isinstance(node, (ast.JoinedStr, ast.Raise)) or _is_of_time(node):
+                continue
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, ast.AST):
+                    yield from visit(one)
+
+    yield from filter(None, visit(ast.parse(text)))
+
+
+def _is_of_time(node: ast.AST) -> bool:
+    targets = [*getattr(node, "targets", []), getattr(node, "target", None)]
+    return any(isinstance(one, ast.Name) and one.id.endswith("_S") for one in targets)
+
+
+def caught_by(mutant: Mutant) -> str:
+    """Return the job that fails with a change, or ""."""
+    path = ROOT / mutant.file
+    data = path.read_bytes()
+    changed = data[: mutant.begin] + mutant.text.encode() + data[mutant.end :]
+    try:
+        compile(changed, mutant.file, "exec")
+        path.write_bytes(changed)
+        for job in JOBS[path.relative_to(SOURCE).parts[0]]:
+            command = [sys.executable, str(ROOT / "tests" / "run.py"), job]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                return job
+    finally:
+        path.write_bytes(data)
+    return ""
+
+
+def main() -> None:
+    """Draw, run, and note what was caught."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--count", type=int, default=100, metavar="N", help="how many changes; default: 100")
+    add("--seed", type=int, default=0)
+    add("--parts", nargs="+", default=list(JOBS), choices=list(JOBS), metavar="PART", help=" ".join(JOBS))
+    add("--output", type=Path, default=Path("mutants.json"), metavar="FILE", help="default: mutants.json")
+    add("--show", type=Path, metavar="FILE", help="only print what survived")
+    given = parser.parse_args()
+    if given.show:
+        rows = json.loads(given.show.read_text())
+        show(rows)
+        return
+    if subprocess.run(["git", "diff", "--quiet", "--", "src"], cwd=ROOT, check=False).returncode:
+        sys.exit("src has changes of its own: commit them")
+    paths = [path for part in given.parts for path in sorted((SOURCE / part).rglob("*.py"))]
+    every = [one for path in paths for one in mutants(path)]
+    drawn = random.Random(given.seed).sample(every, min(given.count, len(every)))
+    rows = json.loads(given.output.read_text()) if given.output.exists() else []
+    for number, mutant in enumerate(drawn):
+        if number < len(rows):
+            continue
+        rows.append({**mutant._asdict(), "caught": caught_by(mutant)})
+        given.output.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{number + 1}: {mutant.file}:{mutant.line} {rows[-1]['caught'] or 'SURVIVED'}", flush=True)
+    show(rows)
+
+
+def show(rows: list[dict[str, str]]) -> None:
+    """Print the changes that survived, and how many were caught."""
+    for row in rows:
+        if not row["caught"]:
+            print(f"{row['file']}:{row['line']}: {row['old']!r} -> {row['text']!r}")
+    print(f"caught: {sum(bool(row['caught']) for row in rows)} of {len(rows)}")
+
+
+if __name__ == "__main__":
+    main()
