@@ -29,6 +29,8 @@ def test_waits_are_spans(tmp_path: Path) -> None:
             time.sleep(0.2)  # so that rank 0 waits
         hvd.allreduce(torch.ones(3), name="late")
         hvd.allreduce(torch.ones(3))
+        if RANK:
+            time.sleep(0.2)
         loss_of(net, 0, RANK).backward()
         optimizer.step()
     hvd.allreduce(torch.ones(3), name="later")
@@ -36,10 +38,10 @@ def test_waits_are_spans(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = {one["name"]: one["dur"] for one in events if one.get("name", "").startswith(PREFIX)}
     assert {f"{PREFIX}allreduce.late", f"{PREFIX}allreduce.noname"} < set(spans)
-    assert any(name.startswith(f"{PREFIX}gradients of ") for name in spans)
     assert f"{PREFIX}allreduce.later" not in spans
     if RANK == 0:
         assert spans[f"{PREFIX}allreduce.late"] > 0.1e6
+        assert any(name.startswith(f"{PREFIX}gradients of ") for name in spans)
     rows = {one.key for one in profiler.key_averages()}
     assert set(spans) <= rows
 

@@ -27,12 +27,13 @@ from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOp
 from ringdance.keras.rates import set_learning_rate
 from ringdance.keras.reduction import init as init
 from ringdance.keras.values import *
+from ringdance.numpy import barrier
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
     *__all__, *values.__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer",
-    "PartialDistributedOptimizer", "Shard", "callbacks", "elastic", "image_loader", "load_model",
+    "PartialDistributedOptimizer", "Shard", "barrier", "callbacks", "elastic", "image_loader", "load_model",
     "pipe_loader", "set_learning_rate", "shard", "table_loader",
 ]

@@ -208,7 +208,8 @@ def on_rank_zero(callback: Any) -> Any:
 
     For what writes: ``on_rank_zero(keras.callbacks.CSVLogger("log.csv"))``, ``ModelCheckpoint``,
     ``TensorBoard``. Not for what changes training (``EarlyStopping``, ``ReduceLROnPlateau``,
-    ``BackupAndRestore``, with a directory for each rank): that has to happen on all ranks alike.
+    ``BackupAndRestore``, with a directory for each rank, on the same number of ranks): that has to happen on
+    all ranks alike.
 
     Raises:
         ArgumentError: this callback changes training.

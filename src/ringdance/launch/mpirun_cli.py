@@ -115,7 +115,7 @@ def install(directory: Path) -> list[Path]:
     """
     mpi = find_mpi()
     mpirun, daemon = directory.absolute() / "mpirun", directory.absolute() / "orted"
-    words = [sys.executable, "-P", "-m", "ringdance", "mpirun"]
+    words = list[str]()
     prted = Path(mpi.mpiexec).parent / "prted"
     files = [mpirun]
     if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
@@ -126,9 +126,14 @@ def install(directory: Path) -> list[Path]:
         if daemon.is_symlink():
             daemon.unlink()
         daemon.symlink_to(prted)
-        words += ["--launch-agent", str(daemon)]
+        words = ["--launch-agent", str(daemon)]
         files.append(daemon)
-    mpirun.write_text(f'#!/bin/sh\n# {_NAME}\nexec {shlex.join(words)} "$@"\n')
+    # In no shell but for a path with spaces: some drop variables that they cannot name.
+    begin = f"#!{sys.executable} -P\n"
+    if " " in sys.executable or len(begin) > 127:  # the same file for a shell and for Python
+        begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -P \"$0\" \"$@\"\n' '''\n"
+    program = f"sys.exit(main(['mpirun', *{words}, *sys.argv[1:]]))\n"
+    mpirun.write_text(f"{begin}# {_NAME}\nimport sys\nfrom ringdance.cli import main\n{program}")
     mpirun.chmod(0o755)
     return files
 

@@ -91,6 +91,9 @@ class Parser(argparse.ArgumentParser):
         elif choice := _CHOICE.search(message):
             near = difflib.get_close_matches(choice[1], re.findall(r"[^\s,']+", choice[2]), n=1)
             hints = [f"did you mean {one}?" for one in near]
+        elif message.endswith("expected one argument"):
+            option = message.split()[1].split("/")[-1].rstrip(":")
+            hints = [f"a value that begins with - follows an =, as in {option}=-x"]
         super().error("; ".join([message, *hints]))
 
 

@@ -26,6 +26,9 @@ class CommandError(LaunchError):
         self.code = code
 
 
+_LAUNCHERS = frozenset(("mpirun", "mpiexec", "orterun", "prterun", "srun", "torchrun", "horovodrun"))
+
+
 @dataclass(frozen=True)
 class JobSpec:
     """A job to be run from here.
@@ -116,6 +119,15 @@ class JobSpec:
         return spec
 
 
+def refuse_launcher(command: Sequence[str]) -> None:
+    """Raise a LaunchError if each rank would start ranks of its own, in a job of their own."""
+    if (program := os.path.basename(command[0]) if command else "") in _LAUNCHERS:
+        raise LaunchError(
+            f"{program} starts ranks itself: each rank would run a job of its own. Leave {program} and its "
+            "options out, and give what each rank runs, as in: -- python train.py"
+        )
+
+
 def check_machine() -> None:
     """Raise a CommandError if no job can start on this machine."""
     problem = machine.problem()
@@ -153,6 +165,7 @@ def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
     command = list(command[1:] if command[:1] == ["--"] else command)
     if not command:
         raise CommandError("missing COMMAND, for example: ringdance run -np 2 python train.py")
+    refuse_launcher(command)
     program = command[0]
     if program in ("python", "python3"):
         path: str | None = sys.executable

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ringdance.errors import LaunchError
+from ringdance.launch.spec import refuse_launcher
 
 T = TypeVar("T")
 
@@ -108,6 +109,7 @@ def check_options(job: Any) -> None:
 
 def launch_line(ranks: int, names: Iterable[str], command: Sequence[str]) -> list[str]:
     """Return the launcher's line within a job; variables go to the ranks by their `names`."""
+    refuse_launcher(command)
     exports = [word for name in names for word in ("-x", name)]
     return ["ringdance", "run", "-np", str(ranks), *exports, "--", *command]
 

@@ -70,7 +70,8 @@ class BatchJob:
             "cpus-per-task": self.cpus_per_rank, "gpus-per-node": self.gpus, "time": self.time,
             "partition": self.partition, "account": self.account, "mem": self.memory, "output": self.output,
         }  # fmt: skip
-        words = [f"--{name}={value}" for name, value in options.items() if value] + list(self.sbatch)
+        words = [f"--{name}={value}" for name, value in options.items() if value]
+        words += [word if word.startswith("-") else f"--{word}" for word in self.sbatch]
         lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(word)}" for word in words), "set -e", *self.setup]
         # The launcher takes hosts and slots from the allocation; exec, so that signals of scancel reach it.
         return "\n".join([*lines, f"exec {shlex.join(launch_line(self.ranks, self.env, self.command))}", ""])

@@ -26,7 +26,6 @@ _THEMES = {
 }  # fmt: skip
 _DASHED = 6  # colour of bounds
 _APART = 1 / 12  # of the x axis, between points that are all named
-_GAP = 13  # points between labels
 
 
 def plot_file(text: str) -> Path:
@@ -119,8 +118,8 @@ def _write(
             for name, line in panel.items():
                 _line(axes, name, line, noise.get(title, {}).get(name), colours[name], palette)
             _scale(axes, panel, logarithmic, from_zero)
-            figure.draw_without_rendering()  # so that labels know where their lines are
-            _label(axes, panel, {name: palette[colours[name]] for name in panel})
+            if len(panel) > 1:
+                axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
         # Without the date, equal figures give equal files.
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -132,7 +131,7 @@ def _line(
     xs, ys = [x for x, _ in line], [y for _, y in line]
     bound, colour = number == _DASHED, palette[number]
     style, width, marker = ("--", 1.5, "") if bound else ("-", 2.0, "o")
-    axes.plot(xs, ys, color=colour, linewidth=width, linestyle=style, marker=marker, markersize=4)
+    axes.plot(xs, ys, label=name, color=colour, linewidth=width, linestyle=style, marker=marker, markersize=4)
     if noise:
         low, high = ([y + sign * half for y, half in zip(ys, noise, strict=True)] for sign in (-1, 1))
         axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
@@ -154,19 +153,3 @@ def _scale(axes: Any, panel: Mapping[str, Line], logarithmic: bool, from_zero: b
     if all(right - left > _APART * (places[-1] - places[0]) for left, right in pairwise(places)):
         axes.set_xticks(xs)
     axes.minorticks_off()
-
-
-def _label(axes: Any, panel: Mapping[str, Line], colours: Mapping[str, str]) -> None:
-    """Write each line's name to the right of the axes, as high as its last point, without overlaps."""
-    gap = _GAP * axes.figure.dpi / 72 / axes.bbox.height
-    place_of = (axes.transData - axes.transAxes).transform
-    ends = {name: place_of(line[-1])[1] for name, line in panel.items() if line}
-    names = sorted(ends, key=lambda name: -float(ends[name]))
-    top = 1 + gap
-    for name in names:
-        ends[name] = top = min(ends[name], top - gap)
-    for place, name in enumerate(reversed(names)):
-        axes.annotate(
-            name, (1, max(ends[name], place * gap)), (8, 0), "axes fraction", "offset points", va="center",
-            color=colours[name], fontweight="bold", fontsize=9, annotation_clip=False,
-        )  # fmt: skip

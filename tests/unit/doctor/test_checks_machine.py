@@ -12,6 +12,7 @@ from breaking import HERE, NOTHING, Machine, breaks, expect, wrong
 
 from ringdance.doctor.check import Usage
 from ringdance.doctor.examine import examine
+from ringdance.doctor.probes import python as probes_python
 
 
 def replaced(tmp_path: Path, file: str, text: str) -> str:
@@ -189,15 +190,6 @@ def test_a_directory_that_is_not_there() -> None:
     assert missing.fix == "mkdir -p '/not mounted', or mount its disk"
 
 
-@breaks("inodes")
-def test_no_more_files(tmp_path: Path) -> None:
-    machine = Machine(
-        shell=f"mount -t tmpfs -o nr_inodes=100 none {tmp_path}; for i in $(seq 97); do : "
-        f">{tmp_path}/$i; done"
-    )
-    expect("inodes", machine, "inodes are free", usage=Usage(directories=(str(tmp_path),)))
-
-
 @breaks(
     "temporary-folder", "temporary-space", "temporary-programs", "temporary-local", "temporary-path-length"
 )
@@ -251,3 +243,9 @@ def test_localhost_that_is_somewhere_else(tmp_path: Path) -> None:
 def test_infiniband() -> None:
     machine = Machine(shell=INFINIBAND, limits={"RLIMIT_MEMLOCK": 64 << 10})
     expect("limit-locked-memory", machine, "may lock 64 KiB only")
+
+
+def test_python_s_own_archive_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SageMaker's toolkit puts it into PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/lib/python311.zip:{tmp_path}/gone")
+    assert probes_python.collect(NOTHING)["missing_path"] == [f"{tmp_path}/gone"]

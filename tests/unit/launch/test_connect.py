@@ -41,6 +41,8 @@ def test_a_signal_leaves_no_ssh_whose_host_hangs(tmp_path: Path, number: signal.
     )
     (tmp_path / "ssh").chmod(0o755)
     text = BEGIN + (
+        "import signal\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup's tests ignore it
         "shell = RemoteShell(local=['here'], start_timeout=100.0)\n"
         "connect(['here', 'hangs', 'fails'], shell, 100.0)\n"
     )

@@ -112,6 +112,15 @@ OTHERS = {
     "bench train --batch-size 32": "write --batch N, of each rank",
     "plan --instance p3.16xlarge --batch-size 32": "write --batch N, of each rank",
     "status --lr 0.1": "",
+    "slurm script --cpus-per-task 4 -- python train.py": "write --cpus-per-rank N",
+    "slurm script --mem 8G -- python train.py": "write --memory SIZE",
+    "slurm script --ntasks-per-node 4 -- python train.py": "write --nodes N and --ranks-per-node N",
+    "slurm script --nnodes 2 -- python train.py": "write --nodes N",
+    "k8s manifest --cpus-per-task 4 -- python train.py": "write --cpus N, the cores of each pod",
+    "k8s manifest --replicas 4 -- python train.py": "write --workers N",
+    "k8s manifest --slots-per-worker 4 -- python train.py": "write --slots N",
+    "sagemaker submit --nproc-per-node 4 train.py": "write --processes-per-host N",
+    "sagemaker submit --nnodes 4 train.py": "write --instance-count N",
 }
 
 
@@ -157,3 +166,20 @@ def test_horovodrun_answers_too_and_keeps_its_own(capsys: pytest.CaptureFixture[
         with pytest.raises(SystemExit):
             parse_args([word, "true"])
         assert f"; {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("inner", ["mpirun -np 2", "/usr/bin/mpiexec -n 2", "srun", "torchrun --nnodes 1"])
+@pytest.mark.parametrize("outer", ["run -np 2", "k8s manifest --image i", "slurm script"])
+def test_a_launcher_in_a_job_is_refused(
+    outer: str, inner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each rank would start a job of its own, all of which would end well."""
+    assert main([*outer.split(), "--", *inner.split(), "python", "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "starts ranks itself: each rank would run a job of its own" in err
+
+
+def test_a_value_that_begins_with_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sagemaker", "submit", "--mpi-options", "-x A=1", "train.py"]) == 2
+    assert "a value that begins with - follows an =, as in --mpi-options=-x" in capsys.readouterr().err

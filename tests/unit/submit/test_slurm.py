@@ -17,7 +17,7 @@ JOB = BatchJob(
     command=["python", "train.py", "--note", "it's $HOME; true"], nodes=4, cpus_per_rank=6, gpus=8,
     time="1-12:00:00", partition="gpu", account="vision", memory="200G",
     setup=["export COLOUR=red"], env=["COLOUR"],
-    sbatch=["--exclusive", "--comment=two words"],
+    sbatch=["exclusive", "--comment=two words"],
 )  # fmt: skip
 
 

@@ -57,18 +57,6 @@ def _temporary_space(host: Host) -> Iterator[Finding]:
     return _space(temporary["path"], temporary, GB)
 
 
-def _inodes(host: Host) -> Iterator[Finding]:
-    temporary = host["disk"]["temporary"]
-    for path, found in {**host["disk"]["directories"], temporary["path"]: temporary}.items():
-        if found.get("inodes"):
-            few = found["inodes_free"] < min(10_000, found["inodes"] // 20)
-            where = f"du --inodes -x {shlex.quote(found['nearest'])} | sort -n | tail"
-            yield Finding(
-                f"{path}: {found['inodes_free']} of {found['inodes']} inodes are free",
-                f"remove small files; see where they are: {where}" if few else "",
-            )
-
-
 def _temporary(host: Host) -> Finding:
     found = host["disk"]["temporary"]
     path = found["path"]
@@ -87,8 +75,6 @@ CHECKS = (
           "whether the directories for logs and checkpoints (--folder) can be written", _writable),
     Check("folder-exists", "disk", WARNING, "whether these directories exist", _folder_exists),
     Check("folder-space", "disk", WARNING, "whether they have 10 GiB or 5% free", _folder_space),
-    Check("inodes", "disk", WARNING,
-          "free inodes: 'No space left on device' on a disk that has space", _inodes),
     Check("temporary-folder", "disk", ERROR,
           "whether the directory for temporary files (TMPDIR) exists and can be written", _temporary),
     Check("temporary-space", "disk", WARNING,

@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.metadata
 import os
 import platform
+import re
 import site
 import sys
 import sysconfig
@@ -26,6 +27,8 @@ _EASILY_SHADOWED = (
     "profile", "test", "platform", "operator", "calendar", "secrets", "statistics", "tokenize", "inspect",
 )  # fmt: skip
 
+_ARCHIVE = re.compile(r"/python3\d+\.zip$")
+
 
 def collect(usage: Usage) -> dict[str, Any]:
     """Version and location of the interpreter; versions of distributions; what shadows them."""
@@ -36,7 +39,8 @@ def collect(usage: Usage) -> dict[str, Any]:
         "ringdance": ringdance.__version__,
         "versions": {name: found for name in DISTRIBUTIONS if (found := _version(name))},
         "shadows": _shadows([usage.cwd or os.getcwd(), *path]),
-        "missing_path": [entry for entry in path if not os.path.exists(entry)],
+        # Python itself has an archive of this name in its path, which hardly ever exists.
+        "missing_path": [one for one in path if not os.path.exists(one) and not _ARCHIVE.search(one)],
         "user_site": _user_site(),
         # A virtual environment made inside a conda one is usual: it has no conda-meta of its own.
         "conda": os.path.realpath(os.environ.get("CONDA_PREFIX", "")) if "CONDA_PREFIX" in os.environ else "",

@@ -281,20 +281,13 @@ def killed_for_memory() -> int:
 
 
 def room(path: str) -> dict[str, Any]:
-    """Return ``total`` and ``free`` bytes, ``inodes`` and ``inodes_free`` of a path's file system.
-
-    Where the file system has no fixed number of inodes, ``inodes`` is 0 and ``inodes_free`` None.
+    """Return ``total`` and ``free`` bytes of a path's file system.
 
     Raises:
         OSError: there is no such path.
     """
     found = os.statvfs(path)
-    return {
-        "total": found.f_frsize * found.f_blocks,
-        "free": found.f_frsize * found.f_bavail,
-        "inodes": found.f_files,
-        "inodes_free": found.f_favail if found.f_files else None,
-    }
+    return {"total": found.f_frsize * found.f_blocks, "free": found.f_frsize * found.f_bavail}
 
 
 def shared_memory() -> int:

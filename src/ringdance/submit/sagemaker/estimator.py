@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -194,6 +195,8 @@ class Estimator(TrainingJob):
         for name, example in _EXAMPLES.items():
             if not getattr(self, name):
                 raise ArgumentError(f"{name} is missing, for example {example!r}")
+        if not self.instance_type.startswith("ml."):
+            raise ArgumentError(f"instance_type {self.instance_type!r}: it begins with ml., as ml.c5.xlarge")
         for name in ("instance_count", "processes_per_host"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ArgumentError(f"{name} {getattr(self, name)}: must be at least 1")
@@ -238,7 +241,10 @@ class Estimator(TrainingJob):
             raise LaunchError(f"role {self.role!r}: give its ARN, arn:aws:iam::ACCOUNT:role/NAME")
         if self.code_location:
             bucket = self.code_location.removeprefix("s3://").partition("/")[0]
-        return create_request(self, name or self._new_name(), inputs, region, bucket)
+        name = name or self._new_name()
+        if not re.fullmatch("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name):
+            raise ArgumentError(f"name {name!r}: up to 63 letters, digits and '-', as the service takes it")
+        return create_request(self, name, inputs, region, bucket)
 
     def _find_region(self) -> str:
         given = self.region or getattr(self.boto_session, "region_name", None)

@@ -208,6 +208,25 @@ def test_the_program_for_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert done.stdout.startswith("ringdance mpirun")
     assert family_of(done.stdout) is None
     assert str(sys.executable) in (directory / "mpirun").read_text()
+    # Debian's shell drops what it cannot name.
+    words = [directory / "mpirun", "-np", "1", "-x", "SM_HP_LEARNING-RATE", "--dry-run", "true"]
+    environ = {**os.environ, "SM_HP_LEARNING-RATE": "0.1"}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
+    assert "is not set here" not in done.stderr
+
+
+def test_the_program_of_a_python_whose_path_has_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpirun_cli, "find_mpi", lambda: Mpi("mpich", "/x/mpiexec", "test"))
+    python = tmp_path / "a b" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    [program] = install(tmp_path)
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("ringdance mpirun")
 
 
 @pytest.mark.parametrize("link", [False, True])
