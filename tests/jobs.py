@@ -79,11 +79,10 @@ def all_jobs() -> list[Job]:
         Job("unit", "project", ("unit/test_*.py",)),
         Job("dropin", "launching", (
             "dropin/test_horovodrun.py", "dropin/test_stall.py", "dropin/test_ray.py",
-            "dropin/test_torch_backend.py",
+            "dropin/test_torch_backend.py", "dropin/test_dist.py",
             "dropin/test_sagemaker_*.py", "dropin/test_data_service.py",
         )),
         Job("dropin", "pages", ("dropin/test_docs.py",)),
-        Job("dropin", "dist", ("dropin/test_dist.py",), only_slow=True),
         Job("lint", "ruff", command=("ruff", "check")),
         Job("lint", "imports", command=("lint-imports",)),
         Job("lint", "words", command=("codespell",)),
