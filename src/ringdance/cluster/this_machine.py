@@ -15,7 +15,7 @@ _AT_ONCE, _KEPT_S = 64, 300.0  # names that are looked up at a time; how long an
 
 
 def local_names(names: Iterable[str]) -> frozenset[str]:
-    """Return those of `names` that are this machine: its own name or one of its addresses.
+    """Return which of `names` are this machine: its own name or one of its addresses.
 
     They are looked up at the same time, and once in a start: it asks several times.
     """

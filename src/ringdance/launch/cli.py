@@ -16,7 +16,7 @@ from ringdance.launch.parser import Parser, as_program, number, rank_count
 from ringdance.launch.prepare import Check, Log, PreparedJob, prepare
 from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
-from ringdance.launch.spec import JobSpec, parse_exports, resolve_command
+from ringdance.launch.spec import JobSpec, parse_exports, refuse_launcher, resolve_command
 from ringdance.launch.terminal import run_in_terminal
 from ringdance.settings import parse
 
@@ -217,6 +217,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         LaunchError: a value is wrong, or the command cannot be run.
     """
     refuse_within_a_rank()
+    refuse_launcher(arguments.command)
     exports = parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ)
     return JobSpec(
         resolve_command(arguments.command, arguments.chdir),

@@ -16,7 +16,6 @@ _ROWS = (
     ("slots-per-worker", "--slots", "write --slots N"),
     (f"{_PER_HOST} {_RANKS}", "--processes-per-host", "write --processes-per-host N"),
     ("nnodes nodes N", "--instance-count", "write --instance-count N"),
-    ("hyperparameters", "--instance-count", "give the script's arguments behind its name"),
     (_PER_HOST, "--ranks-per-host", "write --ranks-per-host N"),
     (_PER_HOST, "--ranks", "write --ranks N"),
     (_PER_HOST, "--slots", "write --slots N"),

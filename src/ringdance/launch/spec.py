@@ -121,7 +121,10 @@ class JobSpec:
 
 def refuse_launcher(command: Sequence[str]) -> None:
     """Raise a LaunchError if each rank would start ranks of its own, in a job of their own."""
-    if (program := os.path.basename(command[0]) if command else "") in _LAUNCHERS:
+    words = list(command[1:] if command[:1] == ["--"] else command) or [""]
+    program, joins = os.path.basename(words[0]), any("nnodes" in word or "rdzv" in word for word in words)
+    # One torchrun on each host is usual: they meet in one job.
+    if program in _LAUNCHERS and not (program == "torchrun" and joins):
         raise LaunchError(
             f"{program} starts ranks itself: each rank would run a job of its own. Leave {program} and its "
             "options out, and give what each rank runs, as in: -- python train.py"
@@ -165,7 +168,6 @@ def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
     command = list(command[1:] if command[:1] == ["--"] else command)
     if not command:
         raise CommandError("missing COMMAND, for example: ringdance run -np 2 python train.py")
-    refuse_launcher(command)
     program = command[0]
     if program in ("python", "python3"):
         path: str | None = sys.executable

@@ -363,7 +363,7 @@ def test_what_an_interrupted_run_or_a_damaged_index_names_is_removed(tmp_path, m
 
 def test_a_validation_that_is_nothing_says_what_it_may_be(capsys):
     assert main(["prepare", "criteo", "a", "b", "--validation", "nowhere"]) == 2
-    assert "--validation: nowhere is no file, no directory and no share" in capsys.readouterr().err
+    assert "--validation: nowhere: give a file, a directory or a share" in capsys.readouterr().err
 
 
 def test_broken_rows_are_listed_in_time_linear_in_the_files(tmp_path, monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from horovod.runner.options import parse_args
 from ringdance.cli import main
+from ringdance.launch.spec import refuse_launcher, resolve_command
 
 HOSTS, ALL = "write -H h1:4,h2:4, the hosts and their slots", "write -np N, the number of ranks on all hosts"
 EACH, MPIRUN = "write -np N for all hosts together, or -H h1:4,h2:4", "write `ringdance mpirun`"
@@ -168,7 +171,7 @@ def test_horovodrun_answers_too_and_keeps_its_own(capsys: pytest.CaptureFixture[
         assert f"; {hint}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("inner", ["mpirun -np 2", "/usr/bin/mpiexec -n 2", "srun", "torchrun --nnodes 1"])
+@pytest.mark.parametrize("inner", ["mpirun -np 2", "/usr/bin/mpiexec -n 2", "srun", "torchrun"])
 @pytest.mark.parametrize("outer", ["run -np 2", "k8s manifest --image i", "slurm script"])
 def test_a_launcher_in_a_job_is_refused(
     outer: str, inner: str, capsys: pytest.CaptureFixture[str]
@@ -178,6 +181,15 @@ def test_a_launcher_in_a_job_is_refused(
     out, err = capsys.readouterr()
     assert not out
     assert "starts ranks itself: each rank would run a job of its own" in err
+
+
+def test_a_launcher_that_joins_its_like_or_runs_alone_is_not_refused(tmp_path: Path) -> None:
+    for words in ("torchrun --nnodes=2 --rdzv-endpoint h1:1 train.py", "-- python mpirun.py", ""):
+        refuse_launcher(words.split())
+    # A trial of `ringdance search` that starts its ranks itself.
+    (tmp_path / "mpirun").write_text("#!/bin/sh\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    assert resolve_command([str(tmp_path / "mpirun"), "-np", "2"])[1:] == ["-np", "2"]
 
 
 def test_a_value_that_begins_with_a_dash(capsys: pytest.CaptureFixture[str]) -> None:

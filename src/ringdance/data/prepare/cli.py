@@ -263,7 +263,7 @@ def _share_or_path(text: str) -> float | Path:
     try:
         return Path(text) if os.path.exists(text) else _share(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no file, no directory and no share") from None
+        raise argparse.ArgumentTypeError(f"{text}: give a file, a directory or a share, 0 to 1") from None
 
 
 def _add_clicks(parser: argparse.ArgumentParser) -> None:

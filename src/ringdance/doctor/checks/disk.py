@@ -73,8 +73,8 @@ def _temporary(host: Host) -> Finding:
 CHECKS = (
     Check("folder-writable", "disk", ERROR,
           "whether the directories for logs and checkpoints (--folder) can be written", _writable),
-    Check("folder-exists", "disk", WARNING, "whether these directories exist", _folder_exists),
-    Check("folder-space", "disk", WARNING, "whether they have 10 GiB or 5% free", _folder_space),
+    Check("folder-exists", "disk", WARNING, "whether the directories of --folder exist", _folder_exists),
+    Check("folder-space", "disk", WARNING, "10 GiB or 5% free in the directories of --folder", _folder_space),
     Check("temporary-folder", "disk", ERROR,
           "whether the directory for temporary files (TMPDIR) exists and can be written", _temporary),
     Check("temporary-space", "disk", WARNING,

@@ -12,7 +12,7 @@ from ringdance.cli import open_standard_streams
 from ringdance.launch.cli import refuse_within_a_rank
 from ringdance.launch.parser import as_program
 from ringdance.launch.prepare import prepare
-from ringdance.launch.spec import CommandError, resolve_command
+from ringdance.launch.spec import CommandError, refuse_launcher, resolve_command
 from ringdance.launch.terminal import run_in_terminal
 
 __all__ = ["check_build", "parse_args", "run_commandline"]
@@ -37,6 +37,7 @@ def _main() -> int:
 
 def _run(args: argparse.Namespace) -> int:
     refuse_within_a_rank()
+    refuse_launcher(args.command)
     order = order_of(args, resolve_command(args.command))
     ready = prepare(order, _say)
     tell(args, ready.spec, _say)
