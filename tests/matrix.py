@@ -180,7 +180,7 @@ def run_tests(row: Row, words: list[str]) -> tuple[int, Counter[str]]:
         lines.append(line)
 
     command = [str(row.directory / "bin" / "python"), str(TESTS / "run.py"), *words]
-    code = stream(command, environ, LIMIT, show)
+    code, _ = stream(command, environ, LIMIT, show)
     found = re.findall(r"(\d+) (passed|failed|errors|skipped)", lines[-1])
     return code, Counter({what: int(number) for number, what in found})
 

@@ -3,7 +3,7 @@
 A job is one pytest, one mpiexec with a pytest on every rank (only rank 0 prints; the output of a rank that
 fails follows), or one tool of `make lint`. Jobs run side by side as far as there are cores. The output of a
 job is kept in build/tests/JOB.log and shown if it fails; build/tests/durations.json has part, job, tests,
-seconds and the slowest test functions of each job. The last line counts all tests.
+seconds, processor time and the slowest test functions of each job. The last line counts all tests.
 """
 
 from __future__ import annotations
@@ -55,18 +55,23 @@ class Outcome:
     counts: Counter[str]
     problems: list[str]
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     slowest: list[tuple[str, float]] = field(default_factory=list)
     output: str = ""
 
     def __str__(self) -> str:
         words = [f"{number} {what}" for what, number in self.counts.items()]
-        return f"{self.job}: " + ", ".join([*self.problems, *words]) + f" ({self.seconds:.0f} s)"
+        took = f" ({self.seconds:.0f} s, {self.processor_seconds:.0f} s of processors)"
+        return f"{self.job}: " + ", ".join([*self.problems, *words]) + took
 
 
 def stream(
     command: list[str], environ: dict[str, str], limit: float, show: Callable[[str], object] = print
-) -> int:
-    """Run `command`, pass each line of its output to `show`, and return its exit code."""
+) -> tuple[int, float]:
+    """Run `command` and pass each line of its output to `show`.
+
+    Return its exit code, and the processor time in seconds of it and of the processes it waited for.
+    """
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -83,11 +88,22 @@ def stream(
     try:
         for line in process.stdout:
             show(line.rstrip("\n"))
-        return process.wait()
+        took = processor_time(process.pid)
+        return process.wait(), took
     finally:
         expired.cancel()
         end_group(process)
         _running.discard(process)
+
+
+def processor_time(child: int) -> float:
+    """Wait until a child has ended, without reaping it; return its processor time, its descendants' too."""
+    try:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    except (ChildProcessError, FileNotFoundError):  # the time limit's thread was first
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
 
 
 def end_after(limit: float, process: subprocess.Popen[str], show: Callable[[str], object]) -> threading.Timer:
@@ -170,12 +186,12 @@ def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], ob
         os.chmod(directory, 0o755)  # some tests have users of their own
         job = replace(job, environ=own_temporary(Path(directory, "tmp")) | job.environ)
         run = run_command if job.command else run_ranks if job.ranks else run_plain
-        problems = run(job, Path(directory), options, limit, keep)
+        problems, processors = run(job, Path(directory), options, limit, keep)
         counts, slowest = read_report(Path(directory, "rank-0.xml"))
     if job.command:
         counts["passed"] += not problems
     seconds = time.monotonic() - start
-    return Outcome(job, counts, problems, round(seconds, 1), slowest, "\n".join(lines))
+    return Outcome(job, counts, problems, round(seconds, 1), round(processors, 1), slowest, "\n".join(lines))
 
 
 def own_temporary(directory: Path) -> dict[str, str]:
@@ -193,36 +209,33 @@ def own_temporary(directory: Path) -> dict[str, str]:
     return {"TMPDIR": str(directory)} | {name: os.environ.get(name, path) for name, path in kept.items()}
 
 
-Runner = Callable[[Job, Path, list[str], float, Callable[[str], object]], list[str]]
-
-
 def run_command(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
-) -> list[str]:
-    """Run a tool that is installed beside this Python; return the problems."""
+) -> tuple[list[str], float]:
+    """Run a tool that is installed beside this Python; return the problems and the processor time."""
     program = str(Path(sys.executable).parent / job.command[0])
-    code = stream([program, *job.command[1:]], dict(os.environ), limit, show)
-    return [f"FAILED (exit code {code})"] if code else []
+    code, took = stream([program, *job.command[1:]], dict(os.environ), limit, show)
+    return [f"FAILED (exit code {code})"] if code else [], took
 
 
 def run_plain(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
-) -> list[str]:
-    """Run one pytest, on several processes if the job says so; return the problems."""
+) -> tuple[list[str], float]:
+    """Run one pytest, on several processes if the job says so; return the problems and the processor time."""
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={directory / 'rank-0.xml'}"]
     command += ["-n", str(job.workers), "--dist", "worksteal"] if job.workers else []
     environ = {**os.environ, **job.environ}
-    code = stream([*command, *job.files(), *job.options, *options], environ, limit, show)
-    return [f"FAILED (exit code {code})"] if code not in (0, NOTHING_COLLECTED) else []
+    code, took = stream([*command, *job.files(), *job.options, *options], environ, limit, show)
+    return [f"FAILED (exit code {code})"] if code not in (0, NOTHING_COLLECTED) else [], took
 
 
 def run_ranks(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
-) -> list[str]:
+) -> tuple[list[str], float]:
     """Run a pytest on every rank; mpiexec's exit code is not believed, each rank has to report its own."""
     command, environ = launcher(job.ranks)
     command += [sys.executable, __file__, "--as-rank", str(directory), *job.files(), *job.options, *options]
-    code = stream(command, environ | job.environ, limit, show)
+    code, took = stream(command, environ | job.environ, limit, show)
     problems = []
     for rank in range(job.ranks):
         report = directory / f"rank-{rank}.json"
@@ -233,7 +246,7 @@ def run_ranks(
         output = directory / f"rank-{rank}.txt"
         if output.exists():
             show(f"\n--- {job}: output of rank {rank} ---\n{output.read_text(errors='replace')}")
-    return problems or ([f"FAILED (mpiexec's exit code {code})"] if code else [])
+    return problems or ([f"FAILED (mpiexec's exit code {code})"] if code else []), took
 
 
 def as_rank(directory: str, words: list[str]) -> int:
@@ -298,7 +311,7 @@ def record(outcomes: list[Outcome]) -> None:
     """Write durations.json."""
     rows = [
         {"part": one.job.part, "job": one.job.name, "tests": one.counts, "seconds": one.seconds,
-         "slowest": one.slowest}
+         "processor_seconds": one.processor_seconds, "slowest": one.slowest}
         for one in sorted(outcomes, key=lambda one: -one.seconds)
     ]  # fmt: skip
     (LOGS / "durations.json").write_text(json.dumps(rows, indent=1) + "\n")
@@ -346,10 +359,11 @@ def main() -> int:
     record(outcomes)
     parts: Counter[str] = Counter()
     for one in outcomes:
-        parts[one.job.part] += one.seconds
+        parts[one.job.part] += one.processor_seconds
     total: Counter[str] = sum((one.counts for one in outcomes), Counter())
     failed = [one for one in outcomes if one.problems]
-    print("\nSeconds of jobs by part: " + ", ".join(f"{part} {took:.0f}" for part, took in parts.items()))
+    words = ", ".join(f"{part} {took:.0f}" for part, took in parts.items())
+    print(f"\nProcessor time, seconds: {words}; {sum(parts.values()) / 60:.1f} minutes together")
     print("\n".join(map(str, failed)))
     words = ", ".join(f"{number} {what}" for what, number in total.items()) or "no tests ran"
     print(f"===== {words} in {time.monotonic() - start:.2f}s{' : FAILED' if failed else ''} =====")

@@ -59,7 +59,7 @@ def run(step: Step) -> tuple[bool, str]:
         lines.append(line)
 
     command = [str(bin_ / "python"), str(ROOT / "tests" / "run.py"), *step.words]
-    code = stream(command, environ, SLOW_LIMIT, show)
+    code, _ = stream(command, environ, SLOW_LIMIT, show)
     return code in (0, NOTHING_COLLECTED), lines[-1]
 
 
