@@ -96,18 +96,20 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/codespell
 
-test: $(VENV)/.dev
+# One job each with MPICH and with MXNet, for whose last version Python 3.11 is the newest.
+OTHERS := .venv-mpich/.dev $(if $(shell command -v python3.11),.venv-mxnet/.dev)
+
+test: $(VENV)/.dev $(OTHERS)
 	$(VENV)/bin/python tests/run.py
 
-test-all: $(VENV)/.dev .venv-mpich/.dev .venv-impi/.dev .venv-torchvision/.dev \
-  $(if $(shell command -v cc),.venv-sagemaker/.dev) $(if $(shell command -v python3.11),.venv-mxnet/.dev)
-	$(VENV)/bin/python tests/run_all.py
+test-all: $(VENV)/.dev $(OTHERS) .venv-impi/.dev .venv-torchvision/.dev $(if $(shell command -v cc),.venv-sagemaker/.dev)
+	$(VENV)/bin/python tests/run.py --resume
 
 test-mxnet: .venv-mxnet/.dev
-	PATH="$(CURDIR)/.venv-mxnet/bin:$$PATH" .venv-mxnet/bin/python tests/run.py --all $(addprefix dropin/,mxnet mxnet-1 mxnet-2 mxnet-3)
+	.venv-mxnet/bin/python tests/run.py --all $(addprefix dropin/,mxnet mxnet-1 mxnet-2 mxnet-3)
 
 test-detection: .venv-torchvision/.dev
-	PATH="$(CURDIR)/.venv-torchvision/bin:$$PATH" .venv-torchvision/bin/python tests/run.py --all ranks/torchvision-2
+	.venv-torchvision/bin/python tests/run.py --all ranks/torchvision-2
 
 test-matrix:
 	@$(call make_venv,$(VENV))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class Job:
         alone: run nothing beside it.
         only_slow: runs with --slow only, and then all its tests.
         needs: packages without which there is nothing to run.
+        venv: the environment that runs it, a directory of this repository; without one, this Python's.
     """
 
     part: str
@@ -40,9 +42,14 @@ class Job:
     alone: bool = False
     only_slow: bool = False
     needs: tuple[str, ...] = ()
+    venv: str = ""
 
     def __str__(self) -> str:
         return f"{self.part}/{self.name}"
+
+    def python(self) -> Path:
+        """Return the interpreter that runs it."""
+        return TESTS.parent / self.venv / "bin" / "python" if self.venv else Path(sys.executable)
 
     def files(self) -> list[str]:
         """Expand the patterns, and leave out what does not exist."""
@@ -102,7 +109,8 @@ def all_jobs() -> list[Job]:
         Job("ranks", f"torch-gloo-{size}", by_gloo, size, only_slow=True, needs=("torch",),
             environ={"RINGDANCE_CPU_OPERATIONS": "gloo"}) for size in (2, 3)
     ]  # fmt: skip
-    jobs += [Job("ranks", "torchvision-2", ("torchvision_jobs",), 2, only_slow=True, needs=("torchvision",))]
+    vision = {"only_slow": True, "venv": ".venv-torchvision"}
+    jobs += [Job("ranks", "torchvision-2", ("torchvision_jobs",), 2, **vision)]
     for size in (2, 3):
         later = size == 3
         jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, **jax)]
@@ -122,16 +130,29 @@ def all_jobs() -> list[Job]:
                 only_slow=later if name == "tensorflow" else not later)
             for name, paths in contract.items()
         ]  # fmt: skip
-    # An environment of its own, where all tests run: `make test-mxnet`.
-    mxnet = {"needs": ("mxnet",), "options": keras, "only_slow": True}
+    mxnet = {"options": keras, "venv": ".venv-mxnet"}
+    by_mxnet = ("dropin/contract/test_mxnet_*.py",)
     jobs += [
-        Job("dropin", f"mxnet-{size}", ("dropin/contract/test_mxnet_*.py",), size, **mxnet)
-        for size in (1, 2, 3)
-    ]  # fmt: skip
-    jobs += [Job("dropin", "mxnet", ("dropin/test_mxnet_*.py",), **mxnet)]
-    return [
-        *jobs,
+        Job("dropin", f"mxnet-{size}", by_mxnet, size, only_slow=size != 2, **mxnet) for size in (1, 2, 3)
+    ]
+    jobs += [Job("dropin", "mxnet", ("dropin/test_mxnet_*.py",), only_slow=True, **mxnet)]
+    for name in ("mpich", "impi"):
+        jobs += [
+            Job("ranks", f"numpy-{size}-{name}", numpy, size, only_slow=(size, name) != (2, "mpich"),
+                venv=f".venv-{name}")
+            for size in (1, 2, 3, 4)
+        ]  # fmt: skip
+    jobs += [
         Job("faults", "faults", ("faults",), workers=4, alone=True),
         Job("faults", "browser", ("browser",), alone=True, needs=("playwright",)),
         Job("hosts", "hosts", ("hosts",), alone=True),
     ]
+    for name in ("mpich", "impi"):
+        other = {"only_slow": True, "alone": True, "venv": f".venv-{name}"}
+        jobs += [
+            Job("faults", f"faults-{name}", ("faults",), workers=4, options=("-m", "not slow"), **other),
+            Job("hosts", f"hosts-{name}", ("hosts",), environ={"KILL_TRIALS": "1"}, **other),
+        ]
+    toolkit = ("-k", "sagemaker")
+    jobs += [Job("hosts", "sagemaker", ("hosts",), only_slow=True, options=toolkit, venv=".venv-sagemaker")]
+    return jobs

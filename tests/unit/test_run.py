@@ -1,15 +1,15 @@
-"""tests/run.py and tests/run_all.py: nothing is left out, and what has passed is not run again."""
+"""tests/run.py: nothing is left out, and what has passed is not run again."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import run
-import run_all
 
 TESTS = Path(run.__file__).parent
 
@@ -21,7 +21,7 @@ def test_every_file_is_in_one_job_at_least_and_most_in_make_test() -> None:
 
     jobs = run.all_jobs()
     assert files_of(jobs) == set(TESTS.rglob("test_*.py"))
-    some = [job for job in jobs if not job.only_slow or {"torchvision", "mxnet"}.intersection(job.needs)]
+    some = [job for job in jobs if not job.only_slow or job.venv in (".venv-torchvision", ".venv-mxnet")]
     assert files_of(some) == files_of(jobs)
 
 
@@ -58,6 +58,25 @@ def test_what_a_test_leaves_in_the_temporary_directory_goes_with_its_job(tmp_pat
     assert not Path((tmp_path / "place").read_text()).exists()
 
 
+def test_a_process_that_a_job_leaves_is_named_and_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "GRACE", 0.5)
+    (tmp_path / "test_one.py").write_text(
+        "import subprocess\n"
+        "def test_one():\n"
+        "    process = subprocess.Popen(['sleep', '77'], start_new_session=True)\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(process.pid))\n"
+    )
+    outcome = run.run_job(run.Job("unit", "one", options=(f"{tmp_path}",)), [], 60.0, lambda line: None)
+    pid = int((tmp_path / "pid").read_text())
+    assert outcome.problems == [f"FAILED: left process {pid} (sleep 77 )"]
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}/exe").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}/exe").exists()
+
+
 def test_durations_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pytest with a test that passes, one that fails and one that is skipped."""
     (tmp_path / "test_three.py").write_text(
@@ -83,48 +102,54 @@ def test_durations_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Two steps of make test-all that only note that they were run; the first one fails at first."""
-    done: list[str] = []
+def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Two jobs of which only the names are noted when they run; the first one fails at first."""
+    names: list[str] = []
 
-    def run_step(step: run_all.Step) -> tuple[bool, str]:
-        done.append(str(step))
-        return done.count(str(step)) > 1 or "first" not in str(step), "=== 1 passed ==="
+    def run_job(job: run.Job, *_: object) -> run.Outcome:
+        names.append(job.name)
+        failed = job.name == "first" and names.count("first") == 1
+        return run.Outcome(job, Counter(passed=1), ["FAILED"] if failed else [])
 
-    monkeypatch.setattr(run_all, "run", run_step)
-    both = [run_all.Step(".venv", (name,)) for name in ("first", "last")]
-    monkeypatch.setattr(run_all, "all_steps", lambda: both)
-    monkeypatch.setattr(run_all, "LOGS", tmp_path)
-    monkeypatch.setattr(run_all, "PASSED", tmp_path / "all.json")
-    monkeypatch.setattr("sys.argv", ["run_all.py"])
-    return done
+    (tmp_path / "Makefile").touch()
+    monkeypatch.setattr(run, "run_job", run_job)
+    jobs = [run.Job("unit", "first"), run.Job("unit", "last", alone=True)]
+    monkeypatch.setattr(run, "all_jobs", lambda: jobs)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "LOGS", tmp_path / "build")
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    return names
 
 
 def test_what_has_passed_on_the_same_sources_is_not_run_again(
-    steps: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    done: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_all, "digest", lambda: "one state")
-    assert run_all.main() == 1
-    assert "FAILED: .venv: first" in capsys.readouterr().out
-    assert run_all.main() == 0
-    assert steps == [".venv: first", ".venv: last", ".venv: first"]
-    assert "2 of 2 passed on these sources, 0 left" in capsys.readouterr().out
-    monkeypatch.setattr(run_all, "digest", lambda: "another state")
-    monkeypatch.setattr("sys.argv", ["run_all.py", "--left"])
-    assert run_all.main() == 1
-    assert "left: .venv: first\nleft: .venv: last\n" in capsys.readouterr().out
-    assert len(steps) == 3
+    monkeypatch.setattr("sys.argv", ["run.py", "--resume"])
+    assert run.main() == 1
+    assert run.main() == 0
+    assert done == ["first", "last", "first"]
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["run.py", "--left"])
+    assert run.main() == 0
+    assert "passed: unit/first: 1 passed" in capsys.readouterr().out
+    (tmp_path / "Makefile").write_text("changed")
+    assert run.main() == 1
+    assert "left: unit/first\nleft: unit/last\n" in capsys.readouterr().out
+    assert len(done) == 3
 
 
 def test_an_interrupt_keeps_what_has_passed(
-    steps: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    done: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(step: run_all.Step) -> tuple[bool, str]:
-        if "last" in str(step):
+    def interrupted(job: run.Job, *_: object) -> run.Outcome:
+        if job.name == "last":
             raise KeyboardInterrupt
-        return True, ""
+        return run.Outcome(job, Counter(passed=1), [])
 
-    monkeypatch.setattr(run_all, "digest", lambda: "one state")
-    monkeypatch.setattr(run_all, "run", interrupted)
-    assert run_all.main() == 1
-    assert "left: .venv: last\n===== 1 of 2 passed" in capsys.readouterr().out
+    monkeypatch.setattr(run, "run_job", interrupted)
+    monkeypatch.setattr("sys.argv", ["run.py", "--resume"])
+    with pytest.raises(KeyboardInterrupt):
+        run.main()
+    monkeypatch.setattr("sys.argv", ["run.py", "--left"])
+    assert run.main() == 1
+    assert capsys.readouterr().out.endswith("left: unit/last\n")
