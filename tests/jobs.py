@@ -64,6 +64,10 @@ def all_jobs() -> list[Job]:
         "ranks/test_collectives_*.py", "ranks/test_numpy_*.py", "ranks/test_re*.py", "ranks/test_random_*.py"
     )  # fmt: skip
     torch = ("ranks/test_torch_*.py", "ranks/test_compat_*.py", "ranks/test_documented_*.py")
+    hosts = {
+        "harm": ("hosts/test_[fkgp]*.py",),
+        "jobs": ("hosts/test_[!fkgp]*.py",),
+    }
     contract = {name: (f"dropin/contract/test_{name}_*.py",) for name in ("torch", "tensorflow")}
     # XLA takes a third less time for a test that compiles programs and runs them once.
     xla = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
@@ -145,7 +149,7 @@ def all_jobs() -> list[Job]:
     jobs += [
         Job("faults", "faults", ("faults",), workers=4, alone=True),
         Job("faults", "browser", ("browser",), alone=True, needs=("playwright",)),
-        Job("hosts", "hosts", ("hosts",), alone=True),
+        *(Job("hosts", name, paths) for name, paths in hosts.items()),
     ]
     for name in ("mpich", "impi"):
         other = {"only_slow": True, "alone": True, "venv": f".venv-{name}"}
@@ -153,6 +157,5 @@ def all_jobs() -> list[Job]:
             Job("faults", f"faults-{name}", ("faults",), workers=4, options=("-m", "not slow"), **other),
             Job("hosts", f"hosts-{name}", ("hosts",), environ={"KILL_TRIALS": "1"}, **other),
         ]
-    toolkit = ("-k", "sagemaker")
-    jobs += [Job("hosts", "sagemaker", ("hosts",), only_slow=True, options=toolkit, venv=".venv-sagemaker")]
-    return jobs
+    sagemaker = ("hosts/test_sagemaker.py",)
+    return [*jobs, Job("hosts", "sagemaker", sagemaker, only_slow=True, venv=".venv-sagemaker")]

@@ -4,7 +4,7 @@
     python tests/mutants.py --show mutants.json                           what survived
 
 A file of src/ringdance is changed in place and restored, so the clone must have no changes of its own. The
-jobs that know the changed part run until one fails; a change that none of them sees has survived. Left out:
+part's unit tests and then the jobs that know it run until one fails; what none of them sees has survived. Left out:
 docstrings, annotations, messages, time bounds (names that end in _S, floats), and comparisons of equal
 boundaries (< for <=).
 """
@@ -115,10 +115,14 @@ def caught_by(mutant: Mutant) -> str:
     try:
         compile(changed, mutant.file, "exec")
         path.write_bytes(changed)
-        for job in JOBS[path.relative_to(SOURCE).parts[0]]:
-            command = [sys.executable, str(ROOT / "tests" / "run.py"), job]
-            if subprocess.run(command, capture_output=True, check=False).returncode:
-                return job
+        part = path.relative_to(SOURCE).parts[0]
+        units = f"tests/unit/{part}"
+        commands = {units: ["-m", "pytest", "-x", "-q", "-m", "not slow", units]}
+        commands |= {job: ["tests/run.py", "-x", job] for job in JOBS[part]}
+        for name, words in commands.items():
+            command = [sys.executable, *words]
+            if subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode:
+                return name
     finally:
         path.write_bytes(data)
     return ""

@@ -370,10 +370,11 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help=resumed)
     parser.add_argument("--left", action="store_true", help="only print what --resume would run")
     parser.add_argument("-k", default="", help="only tests that match, as in pytest")
+    parser.add_argument("-x", action="store_true", help="end a job at its first failure, as in pytest")
     arguments = parser.parse_args()
     resume = arguments.resume or arguments.left
     which = "" if arguments.all or resume else "slow" if arguments.slow else "not slow"
-    options = ["-k", arguments.k] if arguments.k else []
+    options = (["-k", arguments.k] if arguments.k else []) + ["-x"] * arguments.x
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin with it ignored
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Three simulated hosts for all tests here, or the reason why there are none."""
+"""Three simulated hosts for all tests here, or the reason why there are none. Most tests here are slow."""
 
 import sys
 import tempfile
@@ -10,6 +10,27 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hosts import Hosts, why_not
+
+IN_MAKE_TEST = {
+    "test_ranks_are_where_the_plan_says",
+    "test_training_on_numpy_arrays",
+    "test_horovodrun",
+    "test_hosts_that_cannot_be_used",
+    "test_ranks_of_all_hosts_are_in_the_launchers_file[False]",
+    "test_the_leaders_link_carries_it_once",
+    "test_who_died[kill-h1:2,h2:1,h3:1-0]",
+    "test_who_died[exit 0-h1:1,h2:2,h3:3-1]",
+    "test_harm[0-kill_agent-True]",
+    "test_harm[0-unplug-False]",
+    "test_ranks_have_time_to_save[True-3]",
+    "test_risks_are_named_in_one_line",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not {item.name, item.name.partition("[")[0]} & IN_MAKE_TEST:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(500)]
+pytestmark = pytest.mark.limit(500)
 RINGDANCE = (sys.executable, "-m", "ringdance")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "strategies" / "compare.py"
 STRATEGIES = {

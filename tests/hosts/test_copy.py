@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts, wait_until, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(250)]
+pytestmark = pytest.mark.limit(250)
 LINE = (sys.executable, "-m", "ringdance", "hosts")
 SIZE = 40_000_000
 

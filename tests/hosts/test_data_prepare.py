@@ -12,7 +12,7 @@ from hosts import Hosts
 
 from ringdance.data import planted
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 PIL = pytest.importorskip("PIL.Image")
 PREPARE = (sys.executable, "-m", "ringdance", "data", "prepare")
 

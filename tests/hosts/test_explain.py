@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 HANG = """
 import pathlib, time
 import numpy as np, ringdance.numpy as hvd

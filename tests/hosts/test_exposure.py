@@ -12,7 +12,6 @@ from hosts import Hosts, wait_until
 from ringdance.launch.mpi import find_mpi
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.limit(120),
     pytest.mark.skipif(find_mpi().family != "openmpi", reason="the table is Open MPI's"),
 ]

@@ -14,7 +14,6 @@ from hosts import Hosts, wait_until
 from ringdance.launch.mpi import find_mpi
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.limit(300),
     pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH's UCX crashes where a peer has died"),
 ]

@@ -14,7 +14,7 @@ from jobs import SAVES
 RUN = (sys.executable, "-m", "ringdance", "run", "--no-check", "-H", "h1:2,h2:2,h3:2")
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [3, 20])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_ranks_have_time_to_save(three_hosts: Hosts, tmp_path: Path, everywhere: bool, seconds: int) -> None:
     """The launcher gets SIGTERM, or all processes of all hosts do, as by schedulers."""

@@ -14,7 +14,7 @@ from jobs import PLACES
 
 from ringdance.launch.mpi import find_mpi
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(120), pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = [pytest.mark.limit(120), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 LINE = (sys.executable, "-m", "ringdance")
 
 

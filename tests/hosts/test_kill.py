@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 RUN = (sys.executable, "-m", "ringdance", "run")
 DAEMONS = ("/prted", "/orted", "/hydra_pmi_proxy")
 LIMIT = 10.0  # seconds, of the contract: not a matter of speed

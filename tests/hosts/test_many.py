@@ -13,7 +13,6 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "many_hosts.py"
 HOSTS = 500
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.limit(400),
     pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare (util-linux)"),
 ]

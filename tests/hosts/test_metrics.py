@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 LOOP = """
 import sys, time
 import numpy as np, ringdance.numpy as hvd

@@ -23,7 +23,7 @@ from ringdance.launch.mpi import find_mpi
 from ringdance.submit.kubernetes.job import JobRequest
 from ringdance.submit.kubernetes.manifest import SSH_DIRECTORY, UNTIL_RANKS_END, manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 ROOT = Path(__file__).resolve().parents[2]
 BIN = os.path.dirname(sys.executable)
 RANKS = [(rank, f"h{rank // 2 + 2}") for rank in range(4)]

@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 from hosts import Hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 RUN = (sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1,h3:1")
 MARK = "the rank of "
 Run = Callable[..., CompletedProcess[str]]

@@ -13,7 +13,7 @@ import pytest
 from hosts import Hosts
 from jobs import ENV_INIT, PLACES, TRAINING
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 ROOT = Path(__file__).resolve().parents[2]
 RUN = (sys.executable, "-m", "ringdance", "run")
 

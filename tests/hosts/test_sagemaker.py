@@ -21,7 +21,7 @@ from jobs import TRAINING
 
 from ringdance.submit.sagemaker import Estimator
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 BIN = Path(sys.executable).parent
 DONE = Path("/tmp/done.h1")  # the toolkit's sign for the other hosts; /tmp is shared here
 

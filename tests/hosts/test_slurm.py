@@ -17,7 +17,7 @@ from slurm import Slurm
 
 from ringdance.launch.mpi import find_mpi
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 RUN = (sys.executable, "-m", "ringdance", "run")
 SALLOC = ("salloc", "--quiet", "--nodes=3", "--ntasks-per-node=2")
 

@@ -12,7 +12,7 @@ from hosts import Hosts
 
 from ringdance.monitor.chrome import END
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 LOOP = """
 import time
 import numpy as np, ringdance.numpy as hvd

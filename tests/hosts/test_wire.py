@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hosts import why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(200)]
+pytestmark = pytest.mark.limit(200)
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "wire.py"
 
 

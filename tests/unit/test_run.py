@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,14 @@ def test_every_file_is_in_one_job_at_least_and_most_in_make_test() -> None:
     assert files_of(jobs) == set(TESTS.rglob("test_*.py"))
     some = [job for job in jobs if not job.only_slow or job.venv in (".venv-torchvision", ".venv-mxnet")]
     assert files_of(some) == files_of(jobs)
+
+
+def test_what_make_test_has_of_the_tests_on_hosts_is_there() -> None:
+    text = "".join(path.read_text() for path in (TESTS / "hosts").glob("test_*.py"))
+    table = (TESTS / "hosts" / "conftest.py").read_text()
+    names = re.findall(r'^    "(test_\w+)', table, re.MULTILINE)
+    assert len(names) >= 10
+    assert [name for name in names if f"def {name}(" not in text] == []
 
 
 def test_jobs_run_side_by_side_except_those_that_are_alone(
