@@ -4,9 +4,9 @@
     python tests/mutants.py --show mutants.json                           what survived
 
 A file of src/ringdance is changed in place and restored, so the clone must have no changes of its own. The
-part's unit tests and then the jobs that know it run until one fails; what none of them sees has survived. Left out:
-docstrings, annotations, messages, time bounds (names that end in _S, floats), and comparisons of equal
-boundaries (< for <=).
+part's unit tests and then the jobs that know it run until one fails; what none of them sees has survived.
+Left out: docstrings, annotations, messages, time bounds (names that end in _S, floats), and comparisons of
+equal boundaries (< for <=).
 """
 
 from __future__ import annotations
