@@ -16,7 +16,7 @@ IN_MAKE_TEST = {
     "test_training_on_numpy_arrays",
     "test_horovodrun",
     "test_hosts_that_cannot_be_used",
-    "test_ranks_of_all_hosts_are_in_the_launchers_file[False]",
+    "test_figures_of_all_hosts_come_to_the_launcher[False]",
     "test_the_leaders_link_carries_it_once",
     "test_who_died[kill-h1:2,h2:1,h3:1-0]",
     "test_who_died[exit 0-h1:1,h2:2,h3:3-1]",

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -113,8 +113,9 @@ HARMS = [kill_rank, kill_daemon, kill_agent, kill_host, power_off, unplug, inter
 
 
 @pytest.fixture
-def whole(three_hosts: Hosts) -> Hosts:
-    """The hosts, repaired after the last test."""
+def whole(three_hosts: Hosts) -> Iterator[Hosts]:
+    """The hosts, which are repaired after each test."""
+    yield three_hosts
     for name in three_hosts.names:
         three_hosts.plug(name)
         if not three_hosts.alive(name):
@@ -122,7 +123,6 @@ def whole(three_hosts: Hosts) -> Hosts:
     for name in three_hosts.names:
         ssh = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", name, "true")
         assert wait_until(lambda ssh=ssh: three_hosts.run("h1", *ssh).returncode == 0, 20.0) is not None
-    return three_hosts
 
 
 @pytest.mark.parametrize("idle", [False, True])
