@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringdance.doctor.check import AREAS, ERROR, NOTE, SEVERITIES, WARNING, Facts, Result
-from ringdance.doctor.checks import CHECKS
+from ringdance.doctor.examine import CHECKS
 
 _STYLES = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "cyan", "unknown": "dim", "ok": "green"}
 _WIDTH = 100
@@ -23,18 +23,14 @@ def _console() -> Console:
     return Console(width=_WIDTH, highlight=False)
 
 
-def print_checks(as_json: bool) -> None:
+def print_checks() -> None:
     """Print all checks."""
     fields = ("name", "area", "severity", "description")
-    rows = [{field: getattr(check, field) for field in fields} for check in CHECKS.values()]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
     table = Table(*fields, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row.values())
+    for check in CHECKS.values():
+        table.add_row(*(getattr(check, field) for field in fields))
     _console().print(table)
-    print(f"\n{len(rows)} checks")
+    print(f"\n{len(CHECKS)} checks")
 
 
 def print_json(facts: Mapping[str, Facts], results: Sequence[Result]) -> None:
