@@ -39,7 +39,7 @@ class RankTimes:
     Attributes:
         threads: spans by name of their thread.
         times: of the marks between steps.
-        numbers, steps, ends: of the steps, without those in which records were lost; if there are no others,
+        numbers, steps: of the steps, without those in which records were lost; if there are no others,
             all of them, without that time.
         uncertainty: of its clock.
         lost: how many records.
@@ -57,7 +57,6 @@ class RankTimes:
     uncertainty: float = 0.0
     lost: int = field(init=False)
     steps: Array = field(init=False)
-    ends: Array = field(init=False)
     exposed: Array = field(init=False)
     parts: dict[str, Array] = field(init=False)
     hidden: Array = field(init=False)
@@ -77,7 +76,7 @@ class RankTimes:
         times = self.times - gaps.until(self.times)
         waits, batches = cover("waits"), cover("batches")
         self.numbers = [number for number, is_whole in zip(self.numbers, whole, strict=True) if is_whole]
-        self.steps, self.ends = np.diff(times)[whole], self.times[1:][whole]
+        self.steps = np.diff(times)[whole]
         self.exposed = waits.within(times)[whole]
         inside = waits.within(times, batches)[whole]
         self.hidden = batches.within(times)[whole] - inside

@@ -32,12 +32,10 @@ ALL = JobRequest(
     ],
     env={"NCCL_DEBUG": "INFO"},
     secret_env={"HF_TOKEN": ("hub", "token")},
-    namespace="lab",
     retries=2,
     limit=3600,
     node_selector={"gpu": "a100"},
     pull_secrets=["registry"],
-    service_account="trainer",
 )  # fmt: skip
 SMALL = JobRequest(name="small", image="x:1", command=["true"])
 
@@ -117,7 +115,7 @@ def test_ranks_command_and_environment(kind: str) -> None:
     secret = {"secretKeyRef": {"name": "hub", "key": "token"}}
     assert {"name": "HF_TOKEN", "valueFrom": secret} in launcher["env"]
     assert "nvidia.com/gpu" not in launcher["resources"]["limits"]
-    large = pods(manifest(replace(ALL, kind=kind, workers=200, launcher_memory="")))
+    large = pods(manifest(replace(ALL, kind=kind, workers=200)))
     (limits,) = (pod["containers"][0]["resources"]["limits"] for pod in large if "sshd" not in str(pod))
     assert limits == {"memory": "4224Mi"}  # ssh and mpiexec's part take 8 MiB for each worker
 
