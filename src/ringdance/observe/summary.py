@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringdance.monitor.chrome import END
-from ringdance.observe.intervals import Array, Cover
 from ringdance.observe.trace import Key, Span, Trace
 
 PARTS = {
@@ -21,6 +21,7 @@ PARTS = {
 }  # fmt: skip
 """What exposed communication consists of: names of the spans that tell."""
 
+Array = NDArray[np.float64]
 Members = dict[int, tuple[float, float]]
 """Begin and end of a negotiation, by rank."""
 
@@ -30,6 +31,35 @@ _RANK = re.compile(r"rank (\d{1,9}) on (.*) \(pid (\d{1,9})\)")
 _THREAD = re.compile(r"rank (\d{1,9})")
 _STEP = re.compile(r"step (\d{1,18})")
 _LOST = re.compile(r"(\d{1,18}) records lost")
+
+
+class Cover:
+    """The union of spans.
+
+    Args:
+        spans: begin and end of each, in any order.
+    """
+
+    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
+        self.spans = sorted(spans)
+        edges, lengths = [0.0], [0.0]
+        for began, ended in self.spans:
+            began = max(began, edges[-1])
+            if ended > began:
+                edges += [began, ended]
+                lengths += [lengths[-1], lengths[-1] + ended - began]
+        self._edges, self._lengths = np.array(edges), np.array(lengths)
+
+    def until(self, times: Sequence[float] | Array) -> Array:
+        """Return the covered time before each of some times."""
+        return np.interp(times, self._edges, self._lengths)
+
+    def within(self, times: Sequence[float] | Array, other: Cover | None = None) -> Array:
+        """Return the covered time between each two successive times; where ``other`` covers it too."""
+        covered = self.until(times)
+        if other is not None:  # |A and B| = |A| + |B| - |A or B|
+            covered = covered + other.until(times) - Cover([*self.spans, *other.spans]).until(times)
+        return np.diff(covered)
 
 
 @dataclass

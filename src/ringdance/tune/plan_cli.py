@@ -20,17 +20,7 @@ from ringdance.judging import TAKEN
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
 from ringdance.tune import planner
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
-from ringdance.tune.planner import (
-    Options,
-    Row,
-    Workload,
-    choose,
-    from_bench,
-    from_model,
-    from_run,
-    machine,
-    predict,
-)
+from ringdance.tune.planner import Options, Row, Workload, machine, predict
 
 _EPILOG = """\
 examples:
@@ -126,7 +116,7 @@ def _plan(given: argparse.Namespace) -> int:
     if load.others >= TAKEN:
         verdict = f"Other programs used {load.others:.0%} of the cores: no advice. Measure again alone."
     elif aim:
-        best, tried = choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
+        best, tried = planner.choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
         verdict = _verdict(best, list(tried.values()), given)
         if best and best.ranks > _FAR * load.ranks:
             verdict += f" That is {best.ranks / load.ranks:,.0f} times the ranks measured: measure more."
@@ -164,7 +154,7 @@ def _load(given: argparse.Namespace, on: Instance, options: Options) -> tuple[Wo
     if model is not None:
         options = replace(options, samples=options.samples or model.samples)
     if given.bench is None and model is not None:
-        load = from_model(model, given.images_per_second, given.batch or model.batch, on, options, given.of)
+        load = planner.from_model(model, given.images_per_second, given.batch or model.batch, on, options, given.of)
     if given.to_accuracy:
         options = replace(options, curve=curve(load.model, given.to_accuracy))
     return load, options
@@ -175,9 +165,9 @@ def _measured(given: argparse.Namespace, on: Instance, options: Options) -> Work
     if given.bench.is_dir():
         if not given.batch:
             raise LaunchError(f"--from {given.bench}: give the samples of a rank and step too, --batch N")
-        load = from_run(given.bench, given.batch)
+        load = planner.from_run(given.bench, given.batch)
     else:
-        load = from_bench(given.bench)
+        load = planner.from_bench(given.bench)
     if given.batch and given.batch != load.batch:
         again = f"ringdance bench train --model {load.model} --batch {given.batch} --output {given.bench}"
         raise LaunchError(f"--batch {given.batch}: {given.bench} is of {load.batch}. Measure it: {again}")

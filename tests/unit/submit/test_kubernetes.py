@@ -28,7 +28,7 @@ ALL = JobRequest(
     volumes=[
         parse_volume(text)
         for text in ("pvc:data:/data:ro", "nfs:10.0.0.7:/export:/nfs", "host:/scratch:/scratch",
-                     "configmap:c:/etc/c", "secret:s:/etc/s", "empty:10Gi:/tmp/work", "empty::/var/x")
+                     "secret:s:/etc/s")
     ],
     env={"NCCL_DEBUG": "INFO"},
     secret_env={"HF_TOKEN": ("hub", "token")},
@@ -193,7 +193,7 @@ def test_a_trainjob_is_open_mpi_s() -> None:
         manifest(replace(request, kind="TrainJob"))
 
 
-@pytest.mark.parametrize("text", ["data:/data", "pvc::/data", "pvc:x:data", "nfs:h:x:/y", "empty:9XB:/x", ""])
+@pytest.mark.parametrize("text", ["data:/data", "pvc::/data", "pvc:x:data", "nfs:h:x:/y", "empty:9Gi:/x", ""])
 def test_bad_volumes(text: str) -> None:
     with pytest.raises(LaunchError, match="--volume"):
         parse_volume(text)

@@ -40,8 +40,7 @@ class Volume:
 def parse_volume(text: str) -> Volume:
     """Parse a volume of the command line: ``KIND:WHAT:PATH``, with ``:ro`` at the end if read-only.
 
-    ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``configmap:NAME:/etc/x``,
-    ``secret:NAME:/etc/x``, ``empty:SIZE:/scratch``.
+    ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``secret:NAME:/etc/x``.
 
     Raises:
         LaunchError: it has another form.
@@ -55,18 +54,14 @@ def parse_volume(text: str) -> Volume:
             source = {"nfs": {"server": server, "path": export}}
         case ["host", directory, path] if directory.startswith("/"):
             source = {"hostPath": {"path": directory}}
-        case ["configmap", name, path] if name:
-            source = {"configMap": {"name": name}}
         case ["secret", name, path] if name:
             source = {"secret": {"secretName": name}}
-        case ["empty", size, path] if not size or re.fullmatch(_QUANTITY, size):
-            source = {"emptyDir": {"sizeLimit": size} if size else {}}
         case _:
             source, path = {}, ""
     if not path.startswith("/"):
         raise LaunchError(
-            f"--volume {text}: write pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH, "
-            "configmap:NAME:/PATH, secret:NAME:/PATH or empty:SIZE:/PATH; :ro at the end for reading only"
+            f"--volume {text}: write pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH or "
+            "secret:NAME:/PATH; :ro at the end for reading only"
         )
     return Volume(source, path, read_only)
 
@@ -103,8 +98,7 @@ class JobRequest:
     memory: str = option("of each worker, such as 32Gi", "", **_SIZE)
     shm: str = option("size of /dev/shm, where ranks exchange data", "2Gi", **_SIZE)
     volumes: Sequence[Volume] = option(
-        "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, configmap:NAME:/x, secret:NAME:/x, "
-        "empty:SIZE:/scratch",
+        "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, secret:NAME:/x",
         list, "--volume", metavar="KIND:WHAT:PATH[:ro]",
         convert=lambda texts: [parse_volume(text) for text in texts],
     )  # fmt: skip
