@@ -116,7 +116,9 @@ def _plan(given: argparse.Namespace) -> int:
     if load.others >= TAKEN:
         verdict = f"Other programs used {load.others:.0%} of the cores: no advice. Measure again alone."
     elif aim:
-        best, tried = planner.choose(lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget)
+        best, tried = planner.choose(
+            lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget
+        )
         verdict = _verdict(best, list(tried.values()), given)
         if best and best.ranks > _FAR * load.ranks:
             verdict += f" That is {best.ranks / load.ranks:,.0f} times the ranks measured: measure more."
@@ -154,7 +156,8 @@ def _load(given: argparse.Namespace, on: Instance, options: Options) -> tuple[Wo
     if model is not None:
         options = replace(options, samples=options.samples or model.samples)
     if given.bench is None and model is not None:
-        load = planner.from_model(model, given.images_per_second, given.batch or model.batch, on, options, given.of)
+        rate, batch = given.images_per_second, given.batch or model.batch
+        load = planner.from_model(model, rate, batch, on, options, given.of)
     if given.to_accuracy:
         options = replace(options, curve=curve(load.model, given.to_accuracy))
     return load, options
