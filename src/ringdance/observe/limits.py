@@ -139,7 +139,7 @@ def _scale(run: Run, evidence: list[str]) -> str:
     if is_full(run):
         return (
             f"The {what} are busy. First up: faster {what}, or mixed precision. Then out: more ranks on more "
-            "hosts (`ringdance run -H h1:N,h2:N`); `ringdance report` of both runs shows what they bring."
+            "hosts (`ringdance run -H h1:N,h2:N`); `ringdance plan --from RUN_DIR` predicts what they bring."
         )
     how = (
         "give each rank more threads (OMP_NUM_THREADS) or start more ranks on the same hosts. Then out: more "

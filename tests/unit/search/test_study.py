@@ -109,7 +109,8 @@ def test_the_best_command_has_a_directory_without_the_trials_files(
     """A script that goes on with what it finds there would have nothing left to do."""
     study = Study(tmp_path, space())
     trial, own = study.trial(), tmp_path / "trials" / "0000"
-    trial.set_user_attr("command", fill(["train", "--out={dir}/run", "{params}", "{x}"], trial.params, own))
+    command = ["train", "--out={dir}/run", "{params}", "{x}"]
+    trial.set_user_attr("command", fill(command, trial.params, own, slots="0"))
     study.tell(trial, "COMPLETE", 1.0)
     study._lock.close()
     assert main(["search", "best", str(tmp_path)]) == 0
