@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -92,7 +94,7 @@ def _main(arguments: argparse.Namespace) -> int:
             progress.update(line, description=f"checking {several(hosts.names, 4)}{slow}")
             facts, results = inspect(hosts, usage, probes, _PROBES_S, arguments.check or None)
     if arguments.json:
-        report.print_json(facts, results)
+        print(json.dumps({"results": [asdict(result) for result in results], "facts": facts}, indent=2))
     else:
         report.print_text(list(facts), results, verbose=arguments.verbose or bool(arguments.check))
     return int(any(result.severity in SEVERITIES[:2] for result in results))

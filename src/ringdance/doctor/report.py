@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdance.doctor.check import AREAS, ERROR, NOTE, SEVERITIES, WARNING, Facts, Result
+from ringdance.doctor.check import AREAS, ERROR, NOTE, SEVERITIES, WARNING, Result
 from ringdance.doctor.examine import CHECKS
 
 _STYLES = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "cyan", "unknown": "dim", "ok": "green"}
@@ -31,11 +29,6 @@ def print_checks() -> None:
         table.add_row(*(getattr(check, field) for field in fields))
     _console().print(table)
     print(f"\n{len(CHECKS)} checks")
-
-
-def print_json(facts: Mapping[str, Facts], results: Sequence[Result]) -> None:
-    """Print results and facts."""
-    print(json.dumps({"results": [asdict(result) for result in results], "facts": facts}, indent=2))
 
 
 def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = False) -> None:
