@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def rows(first: Path, second: Path, gbits: float, shared: int) -> list[dict[str,
         if size["ranks"] == 1:
             continue
         on = Instance("here", size["cores"], gbits, gpus=size["ranks_per_host"] if size["gpus"] else 0)
-        options = Options(size["ranks_per_host"], crowd=shared)
+        on = replace(on, cores=on.cores / shared)  # simulated hosts share those of one machine
+        options = Options(size["ranks_per_host"])
         predicted = predict(load, on, size["ranks"], options)
         measured = size["step_seconds"]["ringdance"]
         found.append({

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from itertools import product
 from math import ceil, log2
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -32,9 +33,9 @@ from rich.table import Table
 from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.errors import LaunchError, SettingError
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
+from ringdance.observe import svg
 from ringdance.settings import Settings, load
 from ringdance.tune.catalog import models
-from ringdance.tune.plots import lines, plot_file
 from ringdance.tune.simulator import Machine, simulate
 
 _WIRES = ("float32", "bfloat16", "float16")
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     add("--wire", type=_list(_wire), default=["float32"], metavar="TYPE,TYPE", help=text)
     text = "a property of the hosts; may be repeated, see below"
     add("--set", type=_property, action="append", default=[], metavar="NAME=VALUE", help=text)
-    add("--plot", type=plot_file, metavar="FILE", help="draw the efficiency as .svg or .png, and FILE-dark")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw the efficiency")
     add("--json", action="store_true", help="all figures as JSON")
 
     def action() -> int:
@@ -79,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
         else:
             _show(Console(), rows)
         if arguments.plot:
-            lines(arguments.plot, _panels(rows), "hosts", "efficiency, %", logarithmic=True)
+            panels = _panels(rows)
+            labels = (["hosts"] * len(panels), ["efficiency, %"] * len(panels))
+            svg.write(arguments.plot, panels, *labels, logarithmic=True)
         return 0
 
     return as_program("scaling.py", action)

@@ -3,7 +3,7 @@
     python benchmarks/seeds.py seeds.svg -- ringdance recipes run deepfm/train_torch clicks --epochs 6
 
 `--seed N` is added to the command, from 0 on. Its table of losses and its evaluations are read from what it
-prints. Writes a plot for light pages and one for dark ones. Prints the first and the last loss of each seed,
+prints. Writes a plot. Prints the first and the last loss of each seed,
 the best evaluation, and the most that one fell below the best before it.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ringdance.tune import plots
+from ringdance.observe import svg
 
 _EVALUATION = re.compile(r"\b(AUC|top-1|bbox AP)\s+(\d[\d.]*)(%?)")
 Points = list[tuple[float, float]]
@@ -48,10 +48,11 @@ def main() -> None:
     """Train, print and draw."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("plot", type=plots.plot_file, metavar="FILE.svg")
+    parser.add_argument("plot", type=Path, metavar="FILE.svg")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
     given = parser.parse_args()
+    given.plot.touch()  # before anything is trained for it
     panels: dict[str, dict[str, Points]] = {}
     print("| seed | first loss | last loss | best evaluation | largest fall |", *["|---" * 5 + "|"], sep="\n")
     for seed in range(given.seeds):
@@ -62,8 +63,7 @@ def main() -> None:
         best = max((score for _, score in evaluations), default=float("nan"))
         figures = losses[0][1], losses[-1][1], best, max(0.0, fall(evaluations))
         print(f"| {seed} |", *(f"{one:.4f} |" for one in figures), flush=True)
-    written: list[Path] = plots.lines(given.plot, panels, "epochs", list(panels), from_zero=False)
-    print(*written, sep="\n", file=sys.stderr)
+    svg.write(given.plot, panels, ["epochs"] * len(panels), list(panels), from_zero=False)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ rows of the table that a batch has, Adam on the rest. Each trains for --rows row
 on the validation part is taken after the same rows for all, outside that time. A strategy that fails is a row
 with its error.
 
---output has a JSON file and a log of each strategy, table.md, advice.txt and, with matplotlib, curves.svg.
+--output has a JSON file and a log of each strategy, table.md, advice.txt and curves.svg.
 What is there already is kept, so that the same command goes on where it was stopped; --again runs it anew.
 
 exit code: 0 if all strategies have figures, 1 if some failed, 2 for a wrong argument
@@ -312,14 +312,6 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _drawn(results: list[Result], file: Path) -> list[str]:
-    try:
-        return [one.name for one in curves(results, file)]
-    except ArgumentError as error:  # no matplotlib
-        _progress(str(error))
-        return []
-
-
 def main() -> int:
     """Compare the strategies, or be one process of one."""
     given = options()
@@ -335,8 +327,8 @@ def main() -> int:
     texts = {"table.md": table(results), "advice.txt": advice(results)}
     for name, text in texts.items():
         (given.output / name).write_text(text)
-    drawn = _drawn(results, given.output / "curves.svg")
-    print(*texts.values(), f"In {given.output}: {', '.join([*texts, *drawn])}", sep="\n")
+    curves(results, given.output / "curves.svg")
+    print(*texts.values(), f"In {given.output}: {', '.join([*texts, 'curves.svg'])}", sep="\n")
     return 1 if any(one.error for one in results) else 0
 
 

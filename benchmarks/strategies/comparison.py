@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringdance.tune import plots
+from ringdance.observe import svg
 
 _EQUAL_AUC = 0.002  # closer ones count as equal, on so many rows of the validation part
 _EQUAL_ROWS = 30_000
@@ -103,11 +103,8 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([*lines, *failed]) + "\n"
 
 
-def curves(results: Sequence[Result], file: Path) -> list[Path]:
-    """Draw AUC against rows and against time, for each framework; return the files, none without figures.
-
-    Raises ArgumentError without matplotlib.
-    """
+def curves(results: Sequence[Result], file: Path) -> None:
+    """Draw AUC against rows and against time, for each framework; nothing is written without figures."""
     panels, x_labels = {}, []
     axes = ((0, 1000, "rows", "thousand rows"), (1, 1, "time", "seconds of training"))
     for framework, title in _NAMES.items():
@@ -117,8 +114,9 @@ def curves(results: Sequence[Result], file: Path) -> list[Path]:
             panels[f"{title}, by {word}"] = {
                 one.strategy: [(point[axis] / scale, point[2]) for point in one.curve] for one in chosen
             }
-    y_label = "AUC on the validation part"
-    return plots.lines(file, panels, x_labels, y_label, from_zero=False) if panels else []
+    y_labels = ["AUC on the validation part"] * len(panels)
+    if panels:
+        svg.write(file, panels, x_labels, y_labels, from_zero=False)
 
 
 def advice(results: Sequence[Result]) -> str:

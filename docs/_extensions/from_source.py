@@ -24,7 +24,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from ringdance.doctor.checks import CHECKS
+from ringdance.doctor.examine import CHECKS
 from ringdance.settings import NO_EFFECT, SETTINGS, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
 

@@ -42,7 +42,6 @@ _COMMANDS = {
         "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
         "timeline": ("ringdance.observe.timeline", "show where the time of a step goes"),
         "report": ("ringdance.observe.report", "write a page about what limits runs, and what to try next"),
-        "advise": ("ringdance.tune.advise", "say whether to scale a run up, out or not at all"),
         "bench": ("ringdance.observe.bench", "measure what limits a training, and how it scales over ranks"),
     },
     "tune and predict": {
@@ -54,7 +53,6 @@ _COMMANDS = {
         "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
     },
     "submit": {
-        "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),
         "k8s": ("ringdance.submit.kubernetes.cli", "write manifests of jobs for Kubernetes"),
         "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
     },

@@ -61,7 +61,7 @@ def read_regular(path: Path) -> str:
 @cache
 def _yaml_loader() -> Any:
     """Return PyYAML's loader for YAML 1.2: it reads 1.1, where 1e-4 is a text, 1:2 is 62, and 010 is 8."""
-    yaml: Any = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or write JSON or TOML)")
+    yaml: Any = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml")
     loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for name, words in _YAML.items():
         loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{words})$"), None)
@@ -71,12 +71,12 @@ def _yaml_loader() -> Any:
     return loader
 
 
-def read_yaml(text: str) -> list[Any]:
-    """Return the documents of a text in YAML 1.2. Raises ValueError for another."""
+def read_yaml(text: str) -> Any:
+    """Return the content of a text in YAML 1.2. Raises ValueError for another."""
     loader = _yaml_loader()
     yaml: Any = optional("yaml", LaunchError)
     try:
-        return list(yaml.load_all(text, loader))
+        return yaml.load(text, loader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 

@@ -1,6 +1,6 @@
 """What all that judges a training shares: thresholds, who waits for whom, how far few steps spread.
 
-Used by the summary of a job, ``ringdance report``, ``advise``, ``bench`` and ``plan``. Standard library only.
+Used by the summary of a job, ``ringdance report``, ``bench`` and ``plan``. Standard library only.
 """
 
 from __future__ import annotations

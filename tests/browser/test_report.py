@@ -78,7 +78,7 @@ def test_the_page_can_be_read_everywhere(browser: Any, page: Path, width: int, l
     tab.goto(page.as_uri())
     assert tab.evaluate(OVERFLOW) <= 0
     plots = tab.evaluate(PLOTS)
-    assert len(plots) >= 6
+    assert len(plots) >= 5
     assert all(all(one) for one in plots), plots
     assert tab.evaluate(LETTERS) >= 9
     assert tab.evaluate(HEADINGS) == []

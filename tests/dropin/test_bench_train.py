@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "howto" / "bench-train.md"
 
 @pytest.mark.slow
 @pytest.mark.limit(200)
-def test_the_command_of_the_page_writes_figures_a_table_and_a_plot(tmp_path: Path) -> None:
+def test_the_command_of_the_page_writes_figures_and_a_plot(tmp_path: Path) -> None:
     command = next(line for block in blocks(PAGE) for line, _ in block.commands() if "--model mlp" in line)
     done = subprocess.run(
         ["bash", "-c", f"{command} --steps 6 --warmup 1"],
@@ -38,13 +38,8 @@ def test_the_command_of_the_page_writes_figures_a_table_and_a_plot(tmp_path: Pat
         times = [row["seconds"] for row in one["gradients"]]
         assert 0 < times[0] <= times[-1]
         assert times == sorted(times)
-    assert (tmp_path / "mlp.csv").read_text().startswith("ranks,hosts,images_per_second,noise,speed_up,")
     assert done.stdout.count("total      loss") == 2
-    if (tmp_path / "mlp.svg").exists():
-        for name in ("mlp.svg", "mlp-dark.svg"):
-            assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
-    else:
-        assert "no plot: Plots need matplotlib" in done.stdout
+    assert ElementTree.parse(tmp_path / "mlp.svg").getroot().tag.endswith("svg")
 
 
 @pytest.mark.slow
@@ -53,8 +48,7 @@ def test_the_command_of_the_page_writes_figures_a_table_and_a_plot(tmp_path: Pat
 def test_other_frameworks(framework: str, tmp_path: Path) -> None:
     pytest.importorskip("keras")
     pytest.importorskip(framework)
-    peer = "--against mwms" if framework == "tensorflow" else ""
-    words = f"bench train --model mlp --framework {framework} --np 2 --quick --output found.json {peer}"
+    words = f"bench train --model mlp --framework {framework} --np 2 --steps 12 --output found.json"
     done = subprocess.run(
         ["ringdance", *words.split()],
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=280,
@@ -63,7 +57,6 @@ def test_other_frameworks(framework: str, tmp_path: Path) -> None:
     sizes = json.loads((tmp_path / "found.json").read_text())["sizes"]
     assert all(one["assumed"] for one in sizes)
     assert all(sum(row["bytes"] for row in one["gradients"]) == 669_706 * 4 for one in sizes)
-    assert ("mwms" in sizes[0]["step_seconds"]) == (framework == "tensorflow")
 
 
 @pytest.mark.slow

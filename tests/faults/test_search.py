@@ -295,7 +295,6 @@ def test_the_digits_of_the_page_are_tuned(tmp_path: Path) -> None:
     assert best is not None
     assert best.value is not None
     assert best.value > 95
-    assert (tmp_path / "search-dark.svg").exists()
 
 
 @pytest.mark.skipif(bool(here_hosts.why_not()), reason=here_hosts.why_not() or "-")

@@ -83,16 +83,17 @@ def test_failures_alone_are_reported_too(tmp_path: Path):
     failed = [Result("tensorflow", "mirrored", error="Error: none")]
     assert "TensorFlow mirrored failed: Error: none" in advice(failed)
     assert "failed" in table(failed)
-    assert curves(failed, tmp_path / "curves.svg") == []
+    curves(failed, tmp_path / "curves.svg")
+    assert not (tmp_path / "curves.svg").exists()
 
 
 def test_curves_are_a_picture_with_all_strategies(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    files = curves([result("single", 500), result("ringdance", 1000)], tmp_path / "curves.svg")
-    assert [one.name for one in files] == ["curves.svg", "curves-dark.svg"]
-    words = [one.text for one in ElementTree.parse(files[0]).iter("{http://www.w3.org/2000/svg}text")]
-    assert words.count("AUC on the validation part") == words.count("single") == words.count("ringdance") == 2
-    assert {"PyTorch, by rows", "PyTorch, by time", "thousand rows", "seconds of training"} <= {*words}
+    file = tmp_path / "curves.svg"
+    curves([result("single", 500), result("ringdance", 1000)], file)
+    words = [one.text for one in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+    assert words.count("single") == words.count("ringdance") == 2
+    titles = {f"PyTorch, by {word}, AUC on the validation part" for word in ("rows", "time")}
+    assert {*titles, "thousand rows", "seconds of training"} <= {*words}
 
 
 def test_auc_counts_ties_by_half():

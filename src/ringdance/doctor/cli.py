@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -15,8 +17,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from ringdance.cluster.detect import detect
 from ringdance.doctor import report
 from ringdance.doctor.check import SEVERITIES, Usage
-from ringdance.doctor.checks import CHECKS
-from ringdance.doctor.examine import inspect
+from ringdance.doctor.examine import CHECKS, inspect
 from ringdance.doctor.probe import PROBES, QUICK
 from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import of_hosts
@@ -24,7 +25,7 @@ from ringdance.launch.hosts import several
 from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 
-_CONNECT_S = 20.0
+_CONNECT_S, _PROBES_S = 20.0, 120.0
 _EPILOG = """\
 examples:
   ringdance doctor                              check this machine
@@ -53,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--check", action="append", default=[], metavar="NAME", help="this check or area only; repeatable")
     add("--quick", action="store_true", help="import no framework, start no ranks")
-    add("--seconds", type=float, default=120.0, metavar="S", help="limit for collecting facts (default 120)")
     add("--json", action="store_true", help="as JSON")
     add("--verbose", action="store_true", help="show also what is in order")
     add("--list", action="store_true", help="print all checks and exit")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        report.print_checks(arguments.json)
+        report.print_checks()
         return 0
     names = {given: [one.name for one in CHECKS.values() if given in (one.name, one.area)]
              for given in arguments.check}  # fmt: skip
@@ -92,9 +92,9 @@ def _main(arguments: argparse.Namespace) -> int:
         with closing(hosts):
             hosts.connect(_CONNECT_S, lambda text: progress.update(line, description=text))
             progress.update(line, description=f"checking {several(hosts.names, 4)}{slow}")
-            facts, results = inspect(hosts, usage, probes, arguments.seconds, arguments.check or None)
+            facts, results = inspect(hosts, usage, probes, _PROBES_S, arguments.check or None)
     if arguments.json:
-        report.print_json(facts, results)
+        print(json.dumps({"results": [asdict(result) for result in results], "facts": facts}, indent=2))
     else:
         report.print_text(list(facts), results, verbose=arguments.verbose or bool(arguments.check))
     return int(any(result.severity in SEVERITIES[:2] for result in results))

@@ -19,14 +19,13 @@ from ringdance.doctor.check import Usage
 
 MARK = "::ringdance-doctor::"
 
-QUICK = (
-    "machine", "cpu", "memory", "limits", "disk", "python", "mpi", "environment", "network", "gpu",
-    "leftovers",
-)  # fmt: skip
-"""Probes that take at most seconds together; each is a module of ``ringdance.doctor.probes``."""
-SLOW = ("frameworks", "world")
-"""Probes that import frameworks, in processes of their own, or start ranks."""
-PROBES = (*QUICK, *SLOW)
+QUICK = {
+    **dict.fromkeys(("machine", "environment", "cpu", "memory", "limits"), "machine"),
+    **{name: name for name in ("disk", "python", "mpi", "network", "gpu", "leftovers")},
+}
+"""Modules of ``ringdance.doctor`` by probe, a function ``NAME_facts``; together they take at most seconds."""
+PROBES = {**QUICK, "frameworks": "gpu", "world": "mpi"}
+"""Also those that import frameworks, in processes of their own, or start ranks."""
 
 
 def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, Any]:
@@ -35,7 +34,9 @@ def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, An
 
     def one(name: str) -> None:
         try:
-            found[name] = importlib.import_module(f"ringdance.doctor.probes.{name}").collect(usage)
+            # Imported here: a module whose libraries are missing leaves the others' facts alone.
+            module = importlib.import_module(f"ringdance.doctor.{PROBES[name]}")
+            found[name] = getattr(module, f"{name}_facts")(usage)
         except Exception as error:  # any: machines in a bad state are the ones to examine
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
 
@@ -50,13 +51,6 @@ def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, An
     return dict(found)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the probes of a request."""
-    os.environ.update(request.get("environ", {}))
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in request["usage"].items()}
-    return collect(request["probes"], Usage(**values), request["seconds"])
-
-
 def _end_with_the_agent() -> None:
     sys.stdin.read()
     os._exit(1)
@@ -66,7 +60,9 @@ def main() -> None:
     """Answer the request on standard input."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_the_agent, daemon=True).start()
-    print(f"\n{MARK}{json.dumps(answer(request))}", flush=True)
+    os.environ.update(request.get("environ", {}))
+    facts = collect(request["probes"], Usage(**request["usage"]), request["seconds"])
+    print(f"\n{MARK}{json.dumps(facts)}", flush=True)
     os._exit(0)  # a thread may be inside a system call that never returns (a dead network disk)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdance.doctor.check import AREAS, ERROR, NOTE, SEVERITIES, WARNING, Facts, Result
-from ringdance.doctor.checks import CHECKS
+from ringdance.doctor.check import AREAS, ERROR, NOTE, SEVERITIES, WARNING, Result
+from ringdance.doctor.examine import CHECKS
 
 _STYLES = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "cyan", "unknown": "dim", "ok": "green"}
 _WIDTH = 100
@@ -23,23 +21,14 @@ def _console() -> Console:
     return Console(width=_WIDTH, highlight=False)
 
 
-def print_checks(as_json: bool) -> None:
+def print_checks() -> None:
     """Print all checks."""
     fields = ("name", "area", "severity", "description")
-    rows = [{field: getattr(check, field) for field in fields} for check in CHECKS.values()]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
     table = Table(*fields, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row.values())
+    for check in CHECKS.values():
+        table.add_row(*(getattr(check, field) for field in fields))
     _console().print(table)
-    print(f"\n{len(rows)} checks")
-
-
-def print_json(facts: Mapping[str, Facts], results: Sequence[Result]) -> None:
-    """Print results and facts."""
-    print(json.dumps({"results": [asdict(result) for result in results], "facts": facts}, indent=2))
+    print(f"\n{len(CHECKS)} checks")
 
 
 def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = False) -> None:

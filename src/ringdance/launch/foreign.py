@@ -7,11 +7,8 @@ from collections.abc import Container
 _PER_HOST = "nproc-per-node npernode pernode ppn perhost ntasks-per-node slots-per-host processes-per-host"
 _RANKS = "np n num-proc num-processes nprocs nproc ntasks world-size"
 _ROWS = (
-    ("cpus-per-task c", "--cpus-per-rank", "write --cpus-per-rank N"),
     ("cpus-per-task c", "--cpus", "write --cpus N, the cores of each pod"),
     ("mem", "--memory", "write --memory SIZE"),
-    (f"{_PER_HOST} {_RANKS}", "--ranks-per-node", "write --nodes N and --ranks-per-node N"),
-    ("N nnodes", "--nodes", "write --nodes N"),
     ("replicas nnodes nodes N", "--workers", "write --workers N, and --slots N, the ranks on each"),
     ("slots-per-worker", "--slots", "write --slots N"),
     (f"{_PER_HOST} {_RANKS}", "--processes-per-host", "write --processes-per-host N"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from ringdance.judging import BUSY, FULL_CORES, FULL_GPU, IDLE_CORES, IDLE_GPU, LEAST, NO_CORES, TAKEN, WORTH
@@ -19,25 +19,16 @@ class Limit:
         bound: in a word.
         sentence: the same in a sentence.
         next_step: the one thing to try.
+        evidence: the numbers, unless the sentence has them.
     """
 
     bound: str
     sentence: str
     next_step: str
+    evidence: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class RunLimit(Limit):
-    """What limits a run: input, computation, communication or skew.
-
-    Attributes:
-        evidence: the numbers.
-    """
-
-    evidence: list[str]
-
-
-def judge(run: Run, uneven: float = 0.0) -> RunLimit:
+def judge(run: Run, uneven: float = 0.0) -> Limit:
     """Return what limits a run.
 
     What the slowest rank waits is communication; what the others wait beyond that is skew. In the rest of
@@ -69,13 +60,13 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
     # For something that is no core, as their input.
     waits = all(_used(one) < NO_CORES for one in ([run.slowest] if skewed else run.ranks))
     if taken >= TAKEN and not (waits and (skewed or max(communication, uneven) < WORTH)):
-        return RunLimit(
+        return Limit(
             "other programs",
             f"Other programs use {taken:.0%} of the cores of {host}: what limits the run without them is "
             "not known.", "Run it again while they do not run, or on cores of its own.", evidence,
         )  # fmt: skip
     if run.size > 1 and uneven >= max(WORTH, communication, skew) and run.in_use() < BUSY:
-        return RunLimit(
+        return Limit(
             "skew", "Ranks wait for one another, now for this one and now for that one.",
             "Give all ranks the same to do in each step, such as samples of like length, and to each its own "
             "cores.", evidence,
@@ -88,7 +79,7 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
             f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for it "
             f"these {run.size} ranks would do what {run.size / max(LEAST, 1 - communication):.3g} do now."
         )
-        return RunLimit(
+        return Limit(
             "communication", "Ranks wait for exchanges, all of them alike.",
             "Exchange less often: a larger batch on each rank, or backward_passes_per_step=2 in "
             "DistributedOptimizer. Then fewer bytes: compression=hvd.Compression.fp16. On several hosts "
@@ -101,13 +92,13 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
         if taken >= TAKEN:  # who waits for a core does not compute either
             also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
             again = "Run it again while other programs do not run. If ranks do not compute then either: "
-        return RunLimit(
+        return Limit(
             "input", f"Ranks hardly wait for exchanges or for one another, and yet hardly compute.{also}",
             f"{again}Load in parallel with training: more workers of the data loader, prefetching, files on "
             "a local disk. Measure the loader alone: it must bring more batches per second than "
             f"{run.steps_per_second:.3g}. More ranks do not help before that.", evidence,
         )  # fmt: skip
-    return RunLimit("computation", "Ranks compute most of the time.", _scale(run, evidence), evidence)
+    return Limit("computation", "Ranks compute most of the time.", _scale(run, evidence), evidence)
 
 
 def _used(one: Rank) -> float:
@@ -115,7 +106,7 @@ def _used(one: Rank) -> float:
     return one.cores / max(1 - one.exposed, LEAST)
 
 
-def _skew(run: Run, evidence: list[str]) -> RunLimit:
+def _skew(run: Run, evidence: list[str]) -> Limit:
     slow, cores = run.slowest, fmean([one.cores for one in run.others])
     step = 1e3 / run.steps_per_second
     evidence.append(
@@ -130,7 +121,7 @@ def _skew(run: Run, evidence: list[str]) -> RunLimit:
         else f"See why rank {slow.rank} has more to do or less to do it with: larger samples, other programs "
         f"on {slow.host}, fewer cores, a hot processor or GPU"
     )
-    return RunLimit(
+    return Limit(
         "skew", f"The others wait for rank {slow.rank} on host {slow.host}.",
         f"{doing}. `ringdance explain` shows what it does, `ringdance doctor` compares the hosts.", evidence,
     )  # fmt: skip
@@ -148,7 +139,7 @@ def _scale(run: Run, evidence: list[str]) -> str:
     if is_full(run):
         return (
             f"The {what} are busy. First up: faster {what}, or mixed precision. Then out: more ranks on more "
-            "hosts (`ringdance run -H h1:N,h2:N`); `ringdance report` of both runs shows what they bring."
+            "hosts (`ringdance run -H h1:N,h2:N`); `ringdance plan --from RUN_DIR` predicts what they bring."
         )
     how = (
         "give each rank more threads (OMP_NUM_THREADS) or start more ranks on the same hosts. Then out: more "

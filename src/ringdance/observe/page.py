@@ -6,24 +6,20 @@ import re
 import time
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from statistics import fmean
 
 from ringdance.judging import WORTH
 from ringdance.observe import svg
 from ringdance.observe.figures import Run
-from ringdance.observe.limits import RunLimit
+from ringdance.observe.limits import Limit
 from ringdance.observe.summary import RankTimes, rank_row
 from ringdance.observe.timeline import milliseconds, rank_table
 
-_STYLE = Path(__file__).with_name("page.css")
-_EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16
 _STEP = ("between exchanges", "waits for slower ranks", "exchanges")
-_KINDS = {0: _STEP[0], 3: "waits for results", 2: _STEP[2]}  # the same colours for the same
 _OTHER, _LINES = 4, 4  # the first colour that has no meaning there, and how many
 
 
-def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch: int) -> str:
+def page(runs: Sequence[Run], limit: Limit, trace: Sequence[RankTimes], batch: int) -> str:
     """Return the page.
 
     Args:
@@ -46,7 +42,7 @@ def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch
     ]  # fmt: skip
     if trace:
         times = _table(*rank_table([rank_row(one) for one in trace]))
-        parts.append(f"<h2>Timeline</h2>{_excerpt(trace)}<p>Of a step, ms:</p>{times}")
+        parts.append(f"<h2>Timeline</h2><p>Of a step, ms:</p>{times}")
     if len(runs) > 1:
         parts.append(f"<h2>Scaling</h2>{_scaling(runs, batch)}")
     written = time.strftime("%Y-%m-%d %H:%M")
@@ -55,7 +51,7 @@ def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(run.directory.resolve().name)}: bound by {limit.bound}</title>"
-        f'<link rel="icon" href="data:,"><style>{_STYLE.read_text()}</style></head>'
+        f'<link rel="icon" href="data:,"><style>{svg.STYLE.read_text()}</style></head>'
         f"<body>{''.join(parts)}</body></html>\n"
     )
 
@@ -125,36 +121,6 @@ def _ranks_table(run: Run) -> str:
     names = ("rank", "host", "steps", "ms/step", "waits", "cores", "GPU", "memory, GB", "exchanged, GB")
     slow = run.ranks.index(run.slowest) if run.size > 1 and run.skew >= WORTH else -1
     return _table(names, rows, slow)
-
-
-def _excerpt(trace: Sequence[RankTimes]) -> str:
-    """Draw the last steps of all ranks."""
-    shown = trace[:_EXCERPT_RANKS]
-    begin = max(float(one.times[max(0, len(one.times) - 1 - _EXCERPT_STEPS)]) for one in shown)
-    end = max(float(one.times[-1]) for one in shown)
-
-    if end <= begin:
-        return ""
-
-    def cut(one: RankTimes, thread: str, kind: int) -> list[tuple[int, float, float]]:
-        found = one.threads.get(thread, ())
-        return [(kind, (a - begin) * 1e3, (b - begin) * 1e3) for _, a, b in found if b > begin and a < end]
-
-    rows = {}
-    for one in shown:
-        waits, lost = cut(one, "waits", 3), cut(one, "steps", 3)
-        at, computes = 0.0, []
-        for _, began, ended in [*sorted(waits + lost), (0, (end - begin) * 1e3, 0.0)]:
-            if began > at:
-                computes.append((0, at, began))
-            at = max(at, ended)
-        rows[f"{one.rank} {one.host}"] = [*computes, *waits, *cut(one, "batches", 2)]
-    marks = {
-        f"step {number}": (float(at) - begin) * 1e3
-        for number, at in list(zip(shown[0].numbers, shown[0].ends, strict=True))[-_EXCERPT_STEPS:]
-        if number
-    }
-    return svg.spans("The last steps of each rank", rows, _KINDS, marks, (end - begin) * 1e3)
 
 
 def _scaling(runs: Sequence[Run], batch: int) -> str:

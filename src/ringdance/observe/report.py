@@ -11,7 +11,7 @@ from pathlib import Path
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
 from ringdance.observe.figures import Run, read_run
-from ringdance.observe.limits import RunLimit, judge
+from ringdance.observe.limits import Limit, judge
 from ringdance.observe.page import page, speed_of
 from ringdance.observe.summary import RankTimes, notes, ranks_of
 from ringdance.observe.trace import load
@@ -84,7 +84,7 @@ def uneven_share(trace: Sequence[RankTimes]) -> float:
     return min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
 
 
-def _words(limit: RunLimit) -> str:
+def _words(limit: Limit) -> str:
     lines = [f"Bound by {limit.bound}. {limit.sentence}"]
     for text in limit.evidence:
         lines.append(textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    "))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringdance.monitor.chrome import END
-from ringdance.observe.intervals import Array, Cover
 from ringdance.observe.trace import Key, Span, Trace
 
 PARTS = {
@@ -21,6 +21,7 @@ PARTS = {
 }  # fmt: skip
 """What exposed communication consists of: names of the spans that tell."""
 
+Array = NDArray[np.float64]
 Members = dict[int, tuple[float, float]]
 """Begin and end of a negotiation, by rank."""
 
@@ -32,6 +33,35 @@ _STEP = re.compile(r"step (\d{1,18})")
 _LOST = re.compile(r"(\d{1,18}) records lost")
 
 
+class Cover:
+    """The union of spans.
+
+    Args:
+        spans: begin and end of each, in any order.
+    """
+
+    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
+        self.spans = sorted(spans)
+        edges, lengths = [0.0], [0.0]
+        for began, ended in self.spans:
+            began = max(began, edges[-1])
+            if ended > began:
+                edges += [began, ended]
+                lengths += [lengths[-1], lengths[-1] + ended - began]
+        self._edges, self._lengths = np.array(edges), np.array(lengths)
+
+    def until(self, times: Sequence[float] | Array) -> Array:
+        """Return the covered time before each of some times."""
+        return np.interp(times, self._edges, self._lengths)
+
+    def within(self, times: Sequence[float] | Array, other: Cover | None = None) -> Array:
+        """Return the covered time between each two successive times; where ``other`` covers it too."""
+        covered = self.until(times)
+        if other is not None:  # |A and B| = |A| + |B| - |A or B|
+            covered = covered + other.until(times) - Cover([*self.spans, *other.spans]).until(times)
+        return np.diff(covered)
+
+
 @dataclass
 class RankTimes:
     """The times of one rank, in seconds.
@@ -39,7 +69,7 @@ class RankTimes:
     Attributes:
         threads: spans by name of their thread.
         times: of the marks between steps.
-        numbers, steps, ends: of the steps, without those in which records were lost; if there are no others,
+        numbers, steps: of the steps, without those in which records were lost; if there are no others,
             all of them, without that time.
         uncertainty: of its clock.
         lost: how many records.
@@ -57,7 +87,6 @@ class RankTimes:
     uncertainty: float = 0.0
     lost: int = field(init=False)
     steps: Array = field(init=False)
-    ends: Array = field(init=False)
     exposed: Array = field(init=False)
     parts: dict[str, Array] = field(init=False)
     hidden: Array = field(init=False)
@@ -77,7 +106,7 @@ class RankTimes:
         times = self.times - gaps.until(self.times)
         waits, batches = cover("waits"), cover("batches")
         self.numbers = [number for number, is_whole in zip(self.numbers, whole, strict=True) if is_whole]
-        self.steps, self.ends = np.diff(times)[whole], self.times[1:][whole]
+        self.steps = np.diff(times)[whole]
         self.exposed = waits.within(times)[whole]
         inside = waits.within(times, batches)[whole]
         self.hidden = batches.within(times)[whole] - inside

@@ -1,14 +1,21 @@
-"""Draw plots as SVG: lines, stacked bars, spans. Colours are classes of the page's style sheet."""
+"""Draw plots as SVG: lines and stacked bars. Colours are classes of the page's style sheet."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import count
+from itertools import count, cycle
+from pathlib import Path
 
+STYLE = Path(__file__).with_name("page.css")
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
+_HEIGHT, _BOTTOM = 200, 160  # of a plot of lines, and of its x axis
+_BOUNDS, _BOUND = ("bound", "linear"), 6  # what would be without losses has a dashed line of this colour
+_APART = 32  # between names of points on the x axis
 _ids = count()
+
+Line = Sequence[tuple[float, float]]
 
 
 def _frame(height: float, title: str, description: str, body: Iterable[str]) -> str:
@@ -25,11 +32,15 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _ticks(top: float, number: int = 4) -> list[float]:
-    """Return round numbers from 0 to a value that is not below ``top``."""
-    step = 10 ** math.floor(math.log10(top / number)) if top > 0 else 1.0
-    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if factor * step * number >= top * (1 - 1e-9))
-    return [step * place for place in range(number + 1)]
+def _ticks(low: float, high: float, number: int = 4) -> list[float]:
+    """Return round numbers, the first not above ``low`` and the last not below ``high``."""
+    span = high - low or 1.0
+    step = 10 ** math.floor(math.log10(span / number))
+    for factor in (1, 2, 2.5, 5, 10, 20):
+        first = math.floor(low / (factor * step))
+        if (first + number) * factor * step >= high - 1e-9 * span:
+            break
+    return [(first + place) * factor * step for place in range(number + 1)]
 
 
 def _legend(names: Mapping[int, str]) -> str:
@@ -38,9 +49,8 @@ def _legend(names: Mapping[int, str]) -> str:
 
 
 def lines(
-    title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str,
-    top: float = 0.0, first: int = 0,
-) -> str:  # fmt: skip
+    title: str, series: Mapping[str, Line], x_unit: str, y_unit: str, top: float = 0.0, first: int = 0
+) -> str:
     """Return a plot of lines from 0, with caption and legend.
 
     Args:
@@ -51,33 +61,99 @@ def lines(
         top: least upper end of the y axis.
         first: number of the first line's colour.
     """
-    points = [point for line in series.values() for point in line]
-    xs = _ticks(max(x for x, _ in points))
-    ys = _ticks(max(top, *(y for _, y in points)))
-    height, bottom = 200, 160
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            _LEFT + x / xs[-1] * (_WIDTH - _LEFT - _RIGHT),
-            bottom - y / ys[-1] * (bottom - _TOP),
-        )
-
-    body = []
-    for y in ys:
-        _, at = place(0, y)
-        body.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}"/>')
-        body.append(_text(_LEFT - 6, at + 4, f"{y:g}", "end"))
-    body += [_text(place(x, 0)[0], bottom + 16, f"{x:g}", "middle") for x in xs]
-    body.append(_text((_LEFT + _WIDTH) / 2, height - 6, x_unit, "middle"))
-    for number, line in enumerate(series.values(), first):
-        marks = [place(*point) for point in sorted(line)]
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in marks)
-        body.append(f'<path class="line c{number % 8}" d="{path}"/>')
-        if len(marks) < 30:
-            body += [f'<circle class="b{number % 8}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in marks]
+    colours = {name: number % 8 for number, name in enumerate(series, first)}
+    highest = max(top, *(y for line in series.values() for _, y in line))
+    body = _drawn(series, colours, x_unit, _ticks(0.0, highest))
     ends = "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in series.items())
     legend = _legend(dict(enumerate(series, first))) if len(series) > 1 else ""
-    return _figure(f"{title}, {y_unit}", _frame(height, title, f"{y_unit}; {ends}", body), legend)
+    return _figure(f"{title}, {y_unit}", _frame(_HEIGHT, title, f"{y_unit}; {ends}", body), legend)
+
+
+def _drawn(
+    series: Mapping[str, Line], colours: Mapping[str, int], x_unit: str, ys: Sequence[float],
+    logarithmic: bool = False, noise: Mapping[str, Sequence[float]] | None = None,
+) -> list[str]:  # fmt: skip
+    """Return the elements of axes and lines; see ``write``."""
+    known = sorted({x for line in series.values() for x, _ in line})
+    ticks = known if logarithmic else _ticks(0.0, known[-1])
+
+    def across(x: float) -> float:
+        share = x / ticks[-1]
+        if logarithmic:
+            share = math.log(x / known[0]) / (math.log(known[-1] / known[0]) or 1.0)
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    def up(y: float) -> float:
+        return _BOTTOM - (y - ys[0]) / (ys[-1] - ys[0]) * (_BOTTOM - _TOP)
+
+    def path(points: Iterable[tuple[float, float]]) -> str:
+        return "M" + "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in points)
+
+    body, last = [], -math.inf
+    for y in ys:
+        body.append(f'<path class="grid" d="M{_LEFT} {up(y):.1f}H{_WIDTH - _RIGHT}"/>')
+        body.append(_text(_LEFT - 6, up(y) + 4, f"{y:g}", "end"))
+    for x in ticks:
+        if across(x) - last >= _APART:
+            last = across(x)
+            body.append(_text(last, _BOTTOM + 16, f"{x:g}", "middle"))
+    body.append(_text((_LEFT + _WIDTH) / 2, _HEIGHT - 6, x_unit, "middle"))
+    for name, line in series.items():
+        number, points = colours[name], sorted(line)
+        if shares := (noise or {}).get(name):
+            low, high = (
+                [(x, y * (1 + sign * share)) for (x, y), share in zip(points, shares, strict=True)]
+                for sign in (-1, 1)
+            )
+            body.append(f'<path class="b{number}" opacity="0.2" d="{path([*low, *high[::-1]])}Z"/>')
+        body.append(f'<path class="line c{number}" d="{path(points)}"/>')
+        for x, y in points if len(points) < 30 else ():
+            body.append(f'<circle class="b{number}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5"/>')
+    return body
+
+
+def write(
+    file: Path, panels: Mapping[str, Mapping[str, Line]], x_labels: Sequence[str], y_labels: Sequence[str], *,
+    noise: Mapping[str, Sequence[float]] | None = None, logarithmic: bool = False, from_zero: bool = True,
+) -> None:  # fmt: skip
+    """Write plots of lines, one below the other, as a file that looks well on light and on dark pages.
+
+    A line has the same colour in all plots; "bound" and "linear" are dashed. Equal input gives equal files.
+
+    Args:
+        file: ends with ``.svg``.
+        panels: for each title the lines by name.
+        x_labels: of each plot, with the unit.
+        y_labels: the same of the y axis.
+        noise: of a line, by its name: half of the interval around each point, as a share of y.
+        logarithmic: whether the x axes are.
+        from_zero: whether the y axes begin at 0; else near the lowest y.
+    """
+    free = cycle(number for number in range(8) if number != _BOUND)
+    colours: dict[str, int] = {}
+    for name in (name for series in panels.values() for name in series):
+        if name not in colours:
+            colours[name] = _BOUND if name.startswith(_BOUNDS) else next(free)
+    body, at = [], 20
+    for (title, series), x_label, y_label in zip(panels.items(), x_labels, y_labels, strict=True):
+        values = [y for line in series.values() for _, y in line]
+        ys = _ticks(0.0 if from_zero else min(values), max(values))
+        parts = [_text(_LEFT, -6, f"{title}, {y_label}")]
+        parts += _drawn(series, colours, x_label, ys, logarithmic, noise)
+        rows = 0
+        for place, name in enumerate(series if len(series) > 1 else ()):
+            x, rows = _LEFT + place % 2 * _WIDTH / 2, place // 2 + 1
+            y = _HEIGHT - 6 + 16 * rows
+            parts += [f'<rect class="b{colours[name]}" x="{x}" y="{y - 9}" width="9" height="9"/>']
+            parts.append(_text(x + 14, y, name))
+        body.append(f'<g transform="translate(0 {at})">{"".join(parts)}</g>')
+        at += _HEIGHT + 16 * rows + 30
+    file.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {at - 20}" role="img" '
+        f'aria-label="{escape(", ".join(panels))}"><style>{STYLE.read_text()}</style>'
+        f'<rect class="back" width="100%" height="100%"/>{"".join(body)}</svg>\n',
+        encoding="utf-8",
+    )
 
 
 def _figure(caption: str, picture: str, legend: str) -> str:
@@ -106,38 +182,3 @@ def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]], 
     )
     picture = _frame(_TOP * 2 + each * len(rows), title, said, body)
     return _figure(title, picture, _legend(dict(enumerate(names))))
-
-
-def spans(
-    title: str, rows: Mapping[str, Sequence[tuple[int, float, float]]], kinds: Mapping[int, str],
-    marks: Mapping[str, float], end: float,
-) -> str:  # fmt: skip
-    """Return rows of spans on one clock.
-
-    Args:
-        title: of the plot.
-        rows: kind, begin and end of each span, in ms.
-        kinds: names of the kinds by their colours; 2 has a lane of its own.
-        marks: times of vertical lines.
-        end: of the clock, which begins at 0.
-    """
-    left, each = 70, 24
-    scale = (_WIDTH - left - _RIGHT) / end
-    bottom = 22 + each * len(rows)
-    body = []
-    for name, time in marks.items():
-        x = left + time * scale
-        body += [f'<path class="grid" d="M{x:.1f} 14V{bottom}"/>', _text(x - 2, 11, name, "end")]
-    for number, (label, found) in enumerate(rows.items()):
-        y, drawn = 20 + number * each, dict.fromkeys(kinds, -1.0)
-        body.append(_text(left - 6, y + 13, label if len(label) < 13 else f"{label[:11]}…", "end"))
-        for kind, began, ended in sorted(found):
-            x, right = left + max(0.0, began) * scale, left + min(end, ended) * scale
-            if right > drawn[kind] + 0.1:  # smaller ones make the page large and show nothing
-                drawn[kind] = max(right, x + 0.3)
-                lane = y + 9 * (kind == 2)  # what a rank does, above what is exchanged
-                width = max(0.3, right - x)
-                body.append(f'<rect class="b{kind}" x="{x:.1f}" y="{lane}" width="{width:.1f}" height="8"/>')
-    body += [_text(_WIDTH - _RIGHT, bottom + 14, f"{end:.3g} ms", "end"), _text(left, bottom + 14, "0")]
-    said = f"{len(rows)} ranks; {', '.join(marks)}; {end:.3g} ms"
-    return _figure(title, _frame(bottom + 20, title, said, body), _legend(kinds))

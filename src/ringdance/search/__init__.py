@@ -11,7 +11,7 @@ import os
 from ringdance.settings.names import RANK_NAMES
 
 REPORT = "RINGDANCE_SEARCH_REPORT"
-"""Variable with the file that a trial reports to; or ``print:NAME``: it prints ``NAME=value`` instead."""
+"""Variable with the file that a trial reports to."""
 STOP = ".stop"
 """Suffix of the file, beside that of the reports, by which a trial is asked to end."""
 
@@ -33,9 +33,6 @@ def report(value: float, step: int | None = None) -> None:
     target = os.environ.get(REPORT, "")
     ranks = (os.environ.get(name) for name in ("RINGDANCE_RANK", *RANK_NAMES))
     if not target or next(filter(None, ranks), "0") != "0":
-        return
-    if target.startswith("print:"):
-        print(f"{target.removeprefix('print:')}={float(value)!r}", flush=True)
         return
     line = json.dumps({"value": float(value), "step": None if step is None else int(step)})
     try:

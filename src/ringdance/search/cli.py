@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shlex
@@ -26,7 +25,6 @@ from ringdance.search.searcher import Searcher, places
 from ringdance.search.space import check_command, read_space
 from ringdance.search.study import Study, headline, table
 from ringdance.subcommands import Subcommand
-from ringdance.tune import plots
 
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 _EXAMPLE = """
@@ -49,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     usage = "ringdance search SPACE.yaml [options] -- COMMAND [ARGUMENTS...]\n"
-    usage += "       ringdance search show|best|plot STUDY"
+    usage += "       ringdance search show|best STUDY"
     text = "Try parameters of a training script side by side, and find the best."
     commands = "\n".join(["commands:", *(f"  {name:<8}{one.help}" for name, one in _SUBCOMMANDS.items())])
     made = Parser(prog="ringdance search", usage=usage, description=text, epilog=f"{commands}\n{_EXAMPLE}")
@@ -111,12 +109,6 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", type=Path, help="its directory, or the SPACE.yaml of it")
 
 
-def _add_plot(parser: argparse.ArgumentParser) -> None:
-    _add_study(parser)
-    text = "SVG or PNG (default: history.svg in the study); one for dark pages is beside it"
-    parser.add_argument("-o", "--output", type=plots.plot_file, metavar="FILE", help=text)
-
-
 def _show(arguments: argparse.Namespace) -> int:
     study, console = _study(arguments), Console(**_PLAIN)
     console.print(table(study))
@@ -130,21 +122,7 @@ def _print_best(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plot(arguments: argparse.Namespace) -> int:
-    study = _study(arguments)
-    aim, trials = study.space.objective, study.trials("COMPLETE")
-    values = [one.value or 0.0 for one in trials]
-    best = itertools.accumulate(values, max if aim.goal == "maximize" else min)
-    ways = {"trial": values, "best so far": best}
-    drawn = {name: [(one.number, y) for one, y in zip(trials, ys, strict=True)] for name, ys in ways.items()}
-    panels = {f"{len(trials)} finished trials": drawn}
-    target = arguments.output or study.directory / "history.svg"
-    print(*plots.lines(target, panels, "trial", aim.name, from_zero=False), sep="\n")
-    return 0
-
-
 _SUBCOMMANDS = {
     "show": Subcommand(_show, "list the trials of a study", _add_study),
     "best": Subcommand(_print_best, "print the best command, ready to run", _add_study),
-    "plot": Subcommand(_plot, "draw the trials, and the best value so far", _add_plot),
 }

@@ -74,10 +74,7 @@ class Attempt:
         self.exit, self.log = self.directory / "exit", self.directory / "log"
         self.report = self.directory / "report.jsonl"
         self.stop = Path(f"{self.report}{STOP}")
-        source = self.log if objective.line else self.report
-        if objective.file:
-            source = Path(fill([objective.file], self.trial.params, self.directory)[0])
-        self.reader = Reader(objective, source)
+        self.reader = Reader(objective, self.log if objective.line else self.report)
         self._leader: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -23,7 +23,6 @@ _COUNT = r"[1-9]\d*", "a whole number, 1 or more"
 _FORMS = {
     "trials": _COUNT, "failures": _COUNT, "goal": ("'(maximize|minimize)'", "maximize or minimize"),
     "take": ("'(last|best)'", "last or best"),
-    "file": (r".\{dir\}/.+", "in the trial's own directory, such as '{dir}/metrics.jsonl'"),
 }  # fmt: skip
 
 
@@ -44,19 +43,16 @@ class Objective:
     """What is to be as large or as small as possible, and where a trial leaves it.
 
     Attributes:
-        name: for people, and the key in `file`.
+        name: for people.
         goal: "maximize" or "minimize".
         line: regular expression for lines of the output: the group ``value``, else the first, is the number;
-            a group ``step`` is the step. Or "".
-        file: JSON lines with the keys `name` and ``step``; placeholders are filled in. Or "": what the script
-            gives to ``ringdance.report``.
+            a group ``step`` is the step. Or "": what the script gives to ``ringdance.report``.
         take: the "last" value of a trial, or its "best".
     """
 
     name: str = "objective"
     goal: str = "minimize"
     line: str = ""
-    file: str = ""
     take: str = "last"
 
 
@@ -88,7 +84,7 @@ class Space:
 def read_space(path: Path) -> Space:
     """Read a file of a search. Raises LaunchError if something in it is wrong."""
     try:
-        return parse_space((read_yaml(read_regular(path)) or [None])[0])
+        return parse_space(read_yaml(read_regular(path)))
     except ValueError as error:
         raise LaunchError(f"{path}: {error}") from None
 
@@ -103,8 +99,6 @@ def parse_space(found: Any) -> Space:
     if "line" in aim and not value_group(str(aim["line"])):
         wanted = "a regular expression with a group for the number, such as 'loss (\\S+)'"
         raise ValueError(f"objective: line must be {wanted}, and is {aim['line']!r}")
-    if aim.keys() >= {"line", "file"}:
-        raise ValueError("objective: give a line or a file, not both")
     for key in options.keys() & {"sampler", "pruner"}:
         value = options[key]
         options[key] = {"name": "", **_checked(key, {"name": value} if isinstance(value, str) else value)}
@@ -155,27 +149,21 @@ def _parameter(name: Any, found: Any) -> Parameter:
 
 def check_command(space: Space, command: Sequence[str]) -> None:
     """Raise a LaunchError if a parameter gets to no trial."""
-    used = names_in(command)
+    used = set(_PLACEHOLDER.findall(" ".join(command)))
     if lost := [name for name in space.parameters if not used & {name, "params"}]:
         text = f"parameter {', '.join(lost)} gets to no trial: write {{{lost[0]}}} into the command, as in "
         raise LaunchError(text + "`env LR={lr} python train.py`, or {params} for a JSON file with them all")
 
 
-def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots: str = "") -> list[str]:
-    """Put a trial's parameters, number, directory, whose name is the number, and slots into texts."""
+def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots: str) -> list[str]:
+    """Put a trial's parameters, number, directory, whose name is the number, and slots into texts.
+
+    Other names in braces stay.
+    """
     own = {"trial": str(int(directory.name)), "dir": str(directory), "slots": slots}
     own["params"] = str(directory / "params.json")
-    return substitute(texts, {name: as_text(value) for name, value in values.items()} | own)
-
-
-def names_in(texts: Sequence[str]) -> set[str]:
-    """Return the names in braces."""
-    return set(_PLACEHOLDER.findall(" ".join(texts)))
-
-
-def substitute(texts: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Put `values` into the placeholders of texts; other names in braces stay."""
-    return [_PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text) for text in texts]
+    known = {name: as_text(value) for name, value in values.items()} | own
+    return [_PLACEHOLDER.sub(lambda found: known.get(found[1], found[0]), text) for text in texts]
 
 
 def as_text(value: Any) -> str:
@@ -197,7 +185,7 @@ def value_group(line: str) -> int:
 
 
 class Reader:
-    """Reads the objective's values in a growing file: the output, JSON lines, or reports."""
+    """Reads the objective's values in a growing file: the output, or reports."""
 
     def __init__(self, objective: Objective, path: Path) -> None:
         self._objective, self._path, self._offset = objective, path, 0
@@ -227,13 +215,13 @@ class Reader:
             match: Any = re.search(aim.line, line)
             return match.groupdict().get("step"), match[value_group(aim.line)]
         record = json.loads(line)
-        return record.get("step"), record[aim.name if aim.file else "value"]
+        return record.get("step"), record["value"]
 
     def result(self) -> tuple[float, str]:
         """Return the trial's objective, and why it has none, else ""."""
         aim, numbers = self._objective, list(filter(math.isfinite, self.values))
         if not self.values:
-            return math.nan, f"no {aim.name} by {aim.line or aim.file or 'ringdance.report'} was found"
+            return math.nan, f"no {aim.name} by {aim.line or 'ringdance.report'} was found"
         if aim.take == "best" and numbers:
             return max(numbers) if aim.goal == "maximize" else min(numbers), ""
         last = self.values[-1]

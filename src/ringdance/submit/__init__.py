@@ -1,1 +1,1 @@
-"""Hand a job to a scheduler: Slurm batch files, Kubernetes manifests, SageMaker jobs, EC2 host files."""
+"""Hand a job to a scheduler: Kubernetes manifests, SageMaker jobs, ranks on Ray."""

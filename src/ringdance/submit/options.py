@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ringdance.errors import LaunchError
-from ringdance.launch.spec import refuse_launcher
 
 T = TypeVar("T")
 
@@ -105,13 +104,6 @@ def check_options(job: Any) -> None:
             raise LaunchError(f"{flag} {value}: must be one of {', '.join(choices)}")
         if known["pattern"] and not re.fullmatch(known["pattern"], value):
             raise LaunchError(f"{flag} {value}: {known['form']}")
-
-
-def launch_line(ranks: int, names: Iterable[str], command: Sequence[str]) -> list[str]:
-    """Return the launcher's line within a job; variables go to the ranks by their `names`."""
-    refuse_launcher(command)
-    exports = [word for name in names for word in ("-x", name)]
-    return ["ringdance", "run", "-np", str(ranks), *exports, "--", *command]
 
 
 def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:

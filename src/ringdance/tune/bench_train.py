@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import json
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ringdance.errors import ArgumentError, pip_install
+from ringdance.errors import pip_install
 from ringdance.job_files import check_regular
 from ringdance.judging import TAKEN, spread
 from ringdance.launch.api import call, command_of_call
@@ -23,8 +22,8 @@ from ringdance.launch.parser import counts, positive
 from ringdance.launch.prepare import prepare
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import CommandError, JobSpec
+from ringdance.observe import svg
 from ringdance.subcommands import Subcommand
-from ringdance.tune import plots
 
 
 class Model(NamedTuple):
@@ -35,27 +34,26 @@ class Model(NamedTuple):
         batch: of a rank, unless given.
         size: of an image in pixels, or of a text in words, unless given.
         least: size.
-        quick: size with --quick.
     """
 
     unit: str
     batch: int
     size: int
     least: int = 1
-    quick: int = 0
 
 
 MODELS = {
     "mlp": Model("images", 64, 28), "convnet": Model("images", 32, 32, 4),
-    "resnet50": Model("images", 32, 224, 32, 64), "vgg16": Model("images", 32, 224, 32, 64),
-    "inception_v3": Model("images", 32, 299, 75, 96), "deepfm": Model("rows", 1024, 1),
-    "bert-base": Model("texts", 8, 128, 1, 32),
+    "resnet50": Model("images", 32, 224, 32), "vgg16": Model("images", 32, 224, 32),
+    "inception_v3": Model("images", 32, 299, 75), "deepfm": Model("rows", 1024, 1),
+    "bert-base": Model("texts", 8, 128),
 }  # fmt: skip
 _IMAGES = ("mlp", "convnet", "resnet50", "vgg16", "inception_v3")
-FRAMEWORKS = {"torch": tuple(MODELS), **dict.fromkeys(("keras", "tensorflow", "jax"), _IMAGES)}
+FRAMEWORKS = {
+    "torch": tuple(name for name in MODELS if name != "inception_v3"),
+    **dict.fromkeys(("keras", "tensorflow", "jax"), _IMAGES),
+}
 _NEEDS = {"tensorflow": ["tensorflow", "keras"], "jax": ["jax", "optax", "keras"]}
-_PEERS = {"ddp": "torch", "mwms": "tensorflow"}
-_STEPS, _WARMUP, _QUICK = 30, 5, (12, 2)
 _HELP = """\
 Each number of ranks, and one rank alone, trains the model on samples from memory, in alternating blocks of
 steps: with Ringdance's exchange, without any, and with that of --against. Threads are shared out once for
@@ -65,14 +63,14 @@ all sizes: the cores of a host by the most ranks that one gets (OMP_NUM_THREADS,
   exposed                share of the step by which the exchange makes it longer
   of bound               by the speed if exchange and computation overlapped wholly: the longer of the two
 
---output FILE.json writes what was measured, FILE.csv the table, FILE.svg and FILE-dark.svg the plot
-(`--plot png` as PNG). `ringdance plan --from FILE.json` predicts other machines.
+--output FILE.json writes what was measured, and a plot as FILE.svg. `ringdance plan --from FILE.json`
+predicts other machines.
 
 examples:
   ringdance bench train --model convnet --np 1,2 --output convnet.json
   ringdance bench train --model resnet50 --np 1,2,4,8 -H node1:4,node2:4 --output resnet50.json
   ringdance bench train --model mlp --np 2 --against ddp
-  ringdance bench train --model resnet50 --framework jax --np 2 --dtype bfloat16 --quick
+  ringdance bench train --model resnet50 --framework jax --np 2 --dtype bfloat16 --image 64 --steps 12
 
 exit code: 0 if all sizes have figures, 2 for a wrong argument or a run that failed"""
 
@@ -87,8 +85,8 @@ def sizes(text: str) -> list[int]:
     return sorted({1, *counts(text)})
 
 
-def check(given: argparse.Namespace) -> list[str]:
-    """Return the peers; raise a CommandError where a model, framework or peer cannot be had."""
+def check(given: argparse.Namespace) -> None:
+    """Raise a CommandError where a model, framework or peer cannot be had."""
     has = FRAMEWORKS[given.framework]
     if given.model not in has:
         others = [name for name, models in FRAMEWORKS.items() if given.model in models]
@@ -98,12 +96,8 @@ def check(given: argparse.Namespace) -> list[str]:
     if missing := [name for name in needed if find_spec(name) is None]:
         what = ", ".join(missing)
         raise CommandError(f"--framework {given.framework} needs {what}: {pip_install(*missing)}")
-    peers = given.against.split(",") if given.against else []
-    for peer in peers:
-        if peer not in _PEERS:
-            raise CommandError(f"--against {peer}: give one of {', '.join(_PEERS)}")
-        if given.framework != _PEERS[peer]:
-            raise CommandError(f"--against {peer} is for --framework {_PEERS[peer]}, not {given.framework}")
+    if given.against and given.framework != "torch":
+        raise CommandError(f"--against {given.against} is for --framework torch, not {given.framework}")
     least = MODELS[given.model].least
     if given.image is not None and given.image < least:
         raise CommandError(f"--image {given.image}: {given.model} needs {least} pixels at least")
@@ -112,7 +106,6 @@ def check(given: argparse.Namespace) -> list[str]:
         if given.output.suffix != ".json" or not given.output.parent.is_dir() or given.output.is_dir():
             what = "give a name of a file that ends in .json, in a directory that exists"
             raise CommandError(f"--output {given.output}: {what}")
-    return peers
 
 
 def figures(
@@ -191,8 +184,8 @@ def text(rows: Sequence[Mapping[str, float]], unit: str) -> str:
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def draw(target: Path, content: Mapping[str, Any]) -> list[Path]:
-    """Draw speed and efficiency over ranks; return the files."""
+def draw(target: Path, content: Mapping[str, Any]) -> None:
+    """Draw speed and efficiency over ranks."""
     rows, unit = table(content), MODELS[content["model"]].unit
     one = rows[0]["images_per_second"]
     lines = {"ringdance": "images_per_second"} | {peer: peer for peer in _peers(content)}
@@ -201,23 +194,20 @@ def draw(target: Path, content: Mapping[str, Any]) -> list[Path]:
     speeds["linear"] = [(row["ranks"], row["ranks"] * one) for row in rows]
     bounds = [(size["ranks"], size["bound"]) for size in content["sizes"]]
     shares["bound"] = [(n, 100 * speed / n / one) for n, speed in bounds]
-    noise = {
-        title: {"ringdance": [row["noise"] * y for row, (_, y) in zip(rows, panel["ringdance"], strict=True)]}
-        for title, panel in (("Speed", speeds), ("Efficiency", shares))
-    }
-    labels = [f"{unit}/s of all ranks", "speed of a rank in % of one alone"]
-    panels = {"Speed": speeds, "Efficiency": shares}
-    return plots.lines(target, panels, "ranks", labels, noise, rows[-1]["ranks"] > 8)
+    svg.write(
+        target, {"Speed": speeds, "Efficiency": shares}, ["ranks"] * 2,
+        [f"{unit}/s of all ranks", "speed of a rank in % of one alone"],
+        noise={"ringdance": [row["noise"] for row in rows]}, logarithmic=rows[-1]["ranks"] > 8,
+    )  # fmt: skip
 
 
 def _train(given: argparse.Namespace) -> int:
-    peers, model = check(given), MODELS[given.model]
-    quick = _QUICK if given.quick else (_STEPS, _WARMUP)
+    check(given)
+    model = MODELS[given.model]
     options = {
-        "model": given.model, "framework": given.framework, "dtype": given.dtype, "against": peers,
-        "batch": given.batch or model.batch, "unit": model.unit,
-        "image": given.image or (given.quick and model.quick) or model.size,
-        "steps": given.steps or quick[0], "warmup": given.warmup or quick[1],
+        "model": given.model, "framework": given.framework, "dtype": given.dtype,
+        "against": [given.against] if given.against else [], "batch": given.batch or model.batch,
+        "unit": model.unit, "image": given.image or model.size, "steps": given.steps, "warmup": given.warmup,
     }  # fmt: skip
     shell, style = remote_shell_of(given), Style("")
     spec = JobSpec(command_of_call(), hosts=hosts_of(given), shell=shell, style=style)
@@ -240,7 +230,7 @@ def _train(given: argparse.Namespace) -> int:
         print(f"Other programs used up to {taken:.0%} of a host's cores, without which this is faster: "
               "measure\nagain while nothing else runs.")  # fmt: skip
     if given.output:
-        _write(given.output, given.plot, content)
+        _write(given.output, content)
     return 0
 
 
@@ -259,19 +249,11 @@ def _threads(largest: JobSpec) -> int:
     return int(first)
 
 
-def _write(output: Path, plot: str, content: Mapping[str, Any]) -> None:
-    """Write the figures, the table and the plot."""
+def _write(output: Path, content: Mapping[str, Any]) -> None:
+    """Write the figures and the plot."""
     output.write_text(json.dumps(content, indent=1) + "\n")
-    written, rows = [output, output.with_suffix(".csv")], table(content)
-    with open(written[1], "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    try:
-        written += draw(output.with_suffix(f".{plot}"), content)
-    except ArgumentError as error:  # no matplotlib
-        print(f"no plot: {error}")
-    print(f"\nwritten: {', '.join(map(str, written))}")
+    draw(output.with_suffix(".svg"), content)
+    print(f"\nwritten: {output}, {output.with_suffix('.svg')}")
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
@@ -282,18 +264,16 @@ def _add(parser: argparse.ArgumentParser) -> None:
     text = "numbers of ranks, as in 1,2,4; 1 is always among them (default: 1,2)"
     add("--np", "-np", type=sizes, default=[1, 2], metavar="N,N", help=text)
     add_host_options(parser, "hosts and their slots, filled one after the other")
-    text = "ddp (torch, gloo), mwms (tensorflow's MultiWorkerMirroredStrategy)"
-    add("--against", metavar="PEER,PEER", help=f"beside it in the same run: {text}")
+    text = "in the same run also PyTorch's DistributedDataParallel"
+    add("--against", choices=("ddp",), help=text)
     add("--batch", type=positive, metavar="N", help="samples of a rank and step (default: the model's)")
-    add("--steps", type=positive, metavar="N", help=f"measured (default: {_STEPS}, with --quick {_QUICK[0]})")
-    text = f"before, for each contestant (default: {_WARMUP}, with --quick {_QUICK[1]})"
-    add("--warmup", type=positive, metavar="N", help=text)
+    add("--steps", type=positive, default=30, metavar="N", help="measured (default: 30)")
+    text = "before, for each contestant (default: 5)"
+    add("--warmup", type=positive, default=5, metavar="N", help=text)
     add("--image", type=positive, metavar="N", help="pixels of an image's side, words of a text")
     text = "computed in; weights and gradients are float32 (default: float32)"
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
-    add("--quick", action="store_true", help="fewer steps, smaller images: to see whether it works")
-    add("--output", type=Path, metavar="FILE.json", help="write figures, table and plot")
-    add("--plot", choices=("svg", "png"), default="svg", help="as which (default: svg)")
+    add("--output", type=Path, metavar="FILE.json", help="write the figures, and a plot as FILE.svg")
 
 
 TRAIN = Subcommand(_train, "measure how training steps scale over ranks", _add, _HELP)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ringdance.errors import LaunchError
-from ringdance.job_files import NO_FORMAT, read_regular, read_yaml, typed
+from ringdance.job_files import NO_FORMAT, read_regular, typed
 
 _HERE = Path(__file__).parent
-_FILES = (".yaml", ".yml", ".toml")
 # Share of a step: the backward pass multiplies twice where the forward pass does once.
 FORWARD = 1 / 3
 
@@ -57,19 +56,19 @@ del _KINDS["name"]  # is that of the table or the file
 
 
 def instance(name: str) -> Instance:
-    """Return a kind of machine by its name, or from a file that ends with .yaml or .toml.
+    """Return a kind of machine by its name, or from a file that ends with .toml.
 
     Raises:
         LaunchError: it is not known, or the file is not as expected.
     """
-    if name.endswith(_FILES):
+    if name.endswith(".toml"):
         return _instance(Path(name).stem, _parsed(Path(name)), name)
     known = instances()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         raise LaunchError(
             f"--instance {name} is not known{f'; did you mean {near[0]}?' if near else '.'} Known are "
-            f"{', '.join(known)}; describe any other one in a file: --instance mine.yaml"
+            f"{', '.join(known)}; describe any other one in a file: --instance mine.toml"
         )
     return known[name]
 
@@ -91,23 +90,17 @@ def gpus_of(kind: str) -> int | None:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Read a YAML or TOML file. Raises LaunchError if it is none."""
-    text, what = read_regular(path), "TOML" if path.suffix == ".toml" else "YAML"
+    """Read a TOML file. Raises LaunchError if it is none."""
     try:
-        found = tomllib.loads(text) if what == "TOML" else (read_yaml(text) or [None])[0]
+        return tomllib.loads(read_regular(path))
     except (ValueError, RecursionError) as error:
-        raise LaunchError(f"{path} is no {what}: {error}") from None
-    if not isinstance(found, dict):
-        raise LaunchError(f"{path} has no fields; expected lines such as `cores: 32`")
-    return found
+        raise LaunchError(f"{path} is no TOML: {error}") from None
 
 
 def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
-    for key in found:
-        if key not in _KINDS:
-            near = difflib.get_close_matches(str(key), _KINDS, n=1)
-            also = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(_KINDS)}"
-            raise LaunchError(f"{place}: an instance has no field {key!r}{also}")
+    if unknown := found.keys() - _KINDS:
+        known = ", ".join(_KINDS)
+        raise LaunchError(f"{place}: an instance has no field {min(unknown)!r}; known are {known}")
     values: dict[str, Any] = {key: str(value) if key == "as_of" else value for key, value in found.items()}
     for key in ("cores", "gbits"):
         if key not in values:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -256,17 +255,7 @@ def _tensorflow(given: Mapping[str, Any]) -> Made:
     import ringdance.tensorflow as hvd
 
     hvd.init()
-    # It has to be made before TensorFlow computes anything.
-    strategy = _strategy() if given["against"] else None
     x, y = (tf.constant(one) for one in batch_of(given, hvd.rank()))
-
-    def average(name: str, tape: Any, loss: Any, variables: list[Any]) -> Any:
-        if name == "ringdance":
-            return hvd.DistributedGradientTape(tape).gradient(loss, variables)
-        gradients = tape.gradient(loss, variables)
-        if name == "alone":
-            return gradients
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
 
     def step_of(name: str, model: Any) -> Step:
         variables = [one.value for one in model.trainable_variables]
@@ -275,30 +264,16 @@ def _tensorflow(given: Mapping[str, Any]) -> Made:
             with tf.GradientTape() as tape:
                 logits = tf.cast(model(x, training=True), tf.float32)
                 loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
-            gradients = average(name, tape, loss, variables)
+            averaged = hvd.DistributedGradientTape(tape) if name == "ringdance" else tape
+            gradients = averaged.gradient(loss, variables)
             for one, gradient in zip(variables, gradients, strict=True):
                 tf.raw_ops.ResourceApplyGradientDescent(var=one.handle, alpha=RATE, delta=gradient)
             return loss
 
-        run = (lambda: strategy.run(step)) if strategy and name == "mwms" else step
-        return tf.function(run, autograph=False)
+        return tf.function(step, autograph=False)
 
-    models = {name: _model(given) for name in ("ringdance", "alone", *given["against"])}
+    models = {name: _model(given) for name in ("ringdance", "alone")}
     return Made({name: step_of(name, model) for name, model in models.items()}, _sizes(models["alone"]))
-
-
-def _strategy() -> Any:
-    """Return MultiWorkerMirroredStrategy over these ranks, a worker each."""
-    import tensorflow as tf
-
-    hvd = ringdance.numpy
-    with socket.socket() as one:
-        one.bind(("", 0))
-        host = socket.gethostname() if hvd.cross_size() > 1 else "127.0.0.1"
-        workers = hvd.allgather_object(f"{host}:{one.getsockname()[1]}")
-    task = {"type": "worker", "index": hvd.rank()}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
-    return tf.distribute.MultiWorkerMirroredStrategy()
 
 
 def _jax(given: Mapping[str, Any]) -> Made:

@@ -51,7 +51,6 @@ class Machine:
         round_seconds: of a core, for each round of agreement.
         ranks_per_core: ranks that share a core; they get it in turns.
         turn: seconds that a step loses for each rank beyond the first on a core; a quarter of it at most.
-        jitter: standard deviation of a rank's computation, s; a step waits for the slowest rank.
     """
 
     bandwidth: float
@@ -64,7 +63,6 @@ class Machine:
     round_seconds: float = 100e-6
     ranks_per_core: float = 1.0
     turn: float = 8e-3
-    jitter: float = 0.0
 
 
 class Clock:

@@ -18,11 +18,9 @@ from rich.table import Table
 from ringdance.errors import LaunchError
 from ringdance.judging import TAKEN
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
-from ringdance.launch.remote.shell import add_host_options, hosts_of
 from ringdance.tune import planner
 from ringdance.tune.catalog import Instance, curve, instance, instances, models
-from ringdance.tune.planner import Options, Row, Workload, choose, from_bench, from_model, machine, predict
-from ringdance.tune.plots import lines, plot_file
+from ringdance.tune.planner import Options, Row, Workload, machine, predict
 
 _EPILOG = """\
 examples:
@@ -30,9 +28,10 @@ examples:
   ringdance plan --from bench.json --instance c5.18xlarge --np 4,32,256 --samples 1281167 --epochs 90
   ringdance plan --model resnet50 --images-per-second 395 --instance p3.16xlarge --epochs 90 --deadline 4h
   ringdance plan --model resnet50 --images-per-second 5874 --of 8 --instance p3.16xlarge --to-accuracy 75.9
-  ringdance plan --from bench.json --instance mine.yaml --hostfile hosts
+  ringdance run -np 4 --output-filename logs python train.py
+  ringdance plan --from logs --batch 32 --instance mine.toml --np 4,8,16          is it worth more hosts?
 
-mine.yaml has lines as `cores: 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU),
+mine.toml has lines as `cores = 32`: cores and gbits, and what there is of gpus, gpu, nvlink (GB/s of a GPU),
 rdma (true or false), tcp_gbits (what NCCL gets over TCP at most), price (dollars for an hour) and as_of (its
 date). A plan ends with what it assumes.
 """
@@ -58,22 +57,21 @@ def _parser() -> Parser:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("--from", dest="bench", type=Path, metavar="FILE", help="JSON of `ringdance bench train --output`")
+    text = "JSON of `ringdance bench train --output`, or the directory of `ringdance run --output-filename`"
+    add("--from", dest="bench", type=Path, metavar="FILE|RUN_DIR", help=text)
     text = f"instead: a model whose gradients are known ({', '.join(models())})"
     add("--model", metavar="NAME", help=text)
     text = "rate of the model on one rank; with --from: of a rank there, such as a faster GPU"
     add("--images-per-second", type=number, metavar="R", help=text)
     add("--of", type=positive, default=1, metavar="N", help="the rate is of N ranks together (default 1)")
     add("--batch", type=positive, metavar="N", help="samples of a rank and step (default: that of the model)")
-    text = "standard deviation of a rank's step, as a share (default: as measured; with --model "
-    add("--spread", type=number, metavar="SHARE", help=f"{text}{planner.RANK_SPREAD})")
     text = f"input from memory; from files it lets hosts with GPUs deviate by {planner.HOST_SPREAD}"
     add("--synthetic", action="store_true", help=text)
-    text = f"the machines, a .yaml or .toml file or one of {', '.join(instances())}"
+    text = f"the machines, a .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
-    text = "numbers of ranks (default: of 1, 2, 4, ... machines, up to 32, or all of -H)"
+    text = "numbers of ranks (default: of 1, 2, 4, ... machines, up to 32)"
     add("--np", "-np", type=counts, metavar="N,N", help=text)
-    text = "ranks on a machine (default: the slots of -H, its GPUs, or as many as its cores are enough for)"
+    text = "ranks on a machine (default: its GPUs, or as many as its cores are enough for)"
     add("--ranks-per-host", type=positive, default=0, metavar="N", help=text)
     add("--gbits", type=number, metavar="G", help="another network, Gbit/s")
     kinds = ("float32", "float16", "bfloat16")
@@ -88,10 +86,7 @@ def _parser() -> Parser:
     goal.add_argument("--deadline", type=_hours, default=0.0, metavar="T", help=text)
     text = "dollars: find the fastest for it"
     goal.add_argument("--budget", type=number, default=0.0, metavar="P", help=text)
-    add("--plot", type=plot_file, metavar="FILE", help="draw it as .svg or .png")
     add("--json", action="store_true", help="as JSON")
-    text = "as many machines of --instance, with these slots (default: 1); none is connected to"
-    add_host_options(parser.add_argument_group("hosts"), text)
     return parser
 
 
@@ -99,11 +94,7 @@ def _plan(given: argparse.Namespace) -> int:
     on = instance(given.instance)
     changed = {"gbits": given.gbits} if given.gbits else {}
     on = replace(on, **changed, **({"price": given.price, "as_of": "--price"} if given.price else {}))
-    hosts = hosts_of(given) or []
-    if len(slots := sorted({count for _, count in hosts} or {0})) > 1 and not given.ranks_per_host:
-        raise LaunchError(f"hosts with {slots[0]} to {slots[-1]} slots: all machines of a plan have the same "
-                          f"number of ranks. Give it: --ranks-per-host {slots[0]}")  # fmt: skip
-    options = Options(given.ranks_per_host or slots[0], given.wire, given.samples, given.epochs)
+    options = Options(given.ranks_per_host, given.wire, given.samples, given.epochs)
     if on.gpus and not given.synthetic:
         options = replace(options, host_spread=planner.HOST_SPREAD)
     load, options = _load(given, on, options)
@@ -115,10 +106,7 @@ def _plan(given: argparse.Namespace) -> int:
     if given.budget and on.price is None:
         raise LaunchError(f"--budget: the price of {on.name} is not known. Give it: --price P")
     per_host = options.per_host(load, on)
-    most = len(hosts) or 32
-    if hosts and (asked := max(given.np or [0])) > (there := most * per_host):
-        raise LaunchError(f"--np {asked}: the hosts have {there} ranks. Leave the hosts out to plan for more")
-    ranks = given.np or [per_host * n for n in sorted({min(2**power, most) for power in range(12)})]
+    ranks = given.np or [per_host * 2**power for power in range(6)]
     of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
     whole, rows = of_ranks(per_host).step_seconds, [of_ranks(one) for one in ranks]
     for place, row in enumerate(rows):
@@ -128,9 +116,10 @@ def _plan(given: argparse.Namespace) -> int:
     if load.others >= TAKEN:
         verdict = f"Other programs used {load.others:.0%} of the cores: no advice. Measure again alone."
     elif aim:
-        most = len(hosts) or _MOST
-        best, tried = choose(lambda hosts: of_ranks(hosts * per_host), most, given.deadline, given.budget)
-        verdict = _verdict(best, list(tried.values()), given, most)
+        best, tried = planner.choose(
+            lambda hosts: of_ranks(hosts * per_host), _MOST, given.deadline, given.budget
+        )
+        verdict = _verdict(best, list(tried.values()), given)
         if best and best.ranks > _FAR * load.ranks:
             verdict += f" That is {best.ranks / load.ranks:,.0f} times the ranks measured: measure more."
     rounded = [(one, row) for one, row in zip(ranks, rows, strict=True) if one != row.ranks]
@@ -144,9 +133,6 @@ def _plan(given: argparse.Namespace) -> int:
         if verdict:
             console.print(verdict, style="bold")
         console.print(Panel("\n".join(f"- {line}" for line in assumed), title="Assumptions"))
-    files = _plot(given.plot, rows, load) if given.plot else []
-    if files and not given.json:
-        print(f"Written: {', '.join(map(str, files))}")
     return 0
 
 
@@ -170,16 +156,21 @@ def _load(given: argparse.Namespace, on: Instance, options: Options) -> tuple[Wo
     if model is not None:
         options = replace(options, samples=options.samples or model.samples)
     if given.bench is None and model is not None:
-        batch, spread = given.batch or model.batch, given.spread or planner.RANK_SPREAD
-        load = from_model(model, given.images_per_second, batch, on, options, given.of, spread)
+        rate, batch = given.images_per_second, given.batch or model.batch
+        load = planner.from_model(model, rate, batch, on, options, given.of)
     if given.to_accuracy:
         options = replace(options, curve=curve(load.model, given.to_accuracy))
     return load, options
 
 
 def _measured(given: argparse.Namespace, on: Instance, options: Options) -> Workload:
-    load, rate = from_bench(given.bench), given.images_per_second
-    load = replace(load, spread=given.spread * load.compute) if given.spread else load
+    rate = given.images_per_second
+    if given.bench.is_dir():
+        if not given.batch:
+            raise LaunchError(f"--from {given.bench}: give the samples of a rank and step too, --batch N")
+        load = planner.from_run(given.bench, given.batch)
+    else:
+        load = planner.from_bench(given.bench)
     if given.batch and given.batch != load.batch:
         again = f"ringdance bench train --model {load.model} --batch {given.batch} --output {given.bench}"
         raise LaunchError(f"--batch {given.batch}: {given.bench} is of {load.batch}. Measure it: {again}")
@@ -269,7 +260,7 @@ def assumptions(
     ]
 
 
-def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace, most: int) -> str:
+def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) -> str:
     """Return in a sentence which number of machines to take."""
     hours = f"{given.deadline:.3g} hour{'s' * (given.deadline != 1)}"
     limit = hours if given.deadline else f"${given.budget:,.2f}"
@@ -283,7 +274,7 @@ def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace, 
         return f"No number of hosts: a batch of {tried[0].batch:,} is beyond the reference points."
     row = min(known, key=lambda one: (one.hours if given.deadline else one.money) or 0.0)
     found = f"{_cell(row.hours)} hours" + (f" and ${_cell(row.money)}" if row.money else "")
-    return f"No number of hosts up to {most} keeps {limit}: the nearest is {row.hosts}, with {found}."
+    return f"No number of hosts up to {_MOST} keeps {limit}: the nearest is {row.hosts}, with {found}."
 
 
 def _hours(text: str) -> float:
@@ -291,13 +282,3 @@ def _hours(text: str) -> float:
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text} is no time, such as 2h, 90m or 1.5d")
     return float(match[1]) * _HOURS[match[2]]
-
-
-def _plot(file: Path, rows: Sequence[Row], load: Workload) -> list[Path]:
-    kinds = {"samples/s": "samples_per_second", "hours": "hours", "dollars": "money"}
-    panels = {
-        name: {"predicted": [(row.ranks, value) for row in rows if (value := getattr(row, key)) is not None]}
-        for name, key in kinds.items() if getattr(rows[0], key) is not None
-    }  # fmt: skip
-    panels["samples/s"]["bound"] = [(row.ranks, load.batch / load.compute * row.ranks) for row in rows]
-    return lines(file, panels, "ranks", list(panels), logarithmic=True)

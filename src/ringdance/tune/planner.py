@@ -12,8 +12,9 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.job_files import NO_FORMAT, read_regular, typed
 from ringdance.judging import spread
+from ringdance.observe.figures import read_run
 from ringdance.settings import Settings
-from ringdance.tune.catalog import Curve, Instance, Model
+from ringdance.tune.catalog import FORWARD, Curve, Instance, Model
 from ringdance.tune.simulator import Machine, expected_largest, simulate
 
 RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
@@ -32,6 +33,8 @@ NCCL_ROUND = 1e-3
 PCI_EXPRESS = 10.0
 """GB/s between GPUs of a machine without NVLink."""
 _LONGEST = 1e6  # seconds of a step
+_PARTS = 24  # gradients, in place of those of a run
+_MOST_WAITING = 0.99  # share of a step: samples are taken in mid step, and may have nothing else
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,6 @@ class Options:
         samples: of an epoch; 0 if not known.
         epochs: to train; 0 if a curve says so.
         curve: epochs by batch.
-        crowd: hosts that share the cores of one machine, as simulated ones do.
         host_spread: standard deviation of a host's step, as a share: all its ranks deviate together.
     """
 
@@ -89,7 +91,6 @@ class Options:
     samples: int = 0
     epochs: float = 0.0
     curve: Curve | None = None
-    crowd: int = 1
     host_spread: float = 0.0
 
     def per_host(self, load: Workload, on: Instance) -> int:
@@ -126,9 +127,8 @@ class Row:
 
 
 def from_model(
-    model: Model, rate: float, batch: int, on: Instance, options: Options, of: int = 1,
-    spread: float = RANK_SPREAD,
-) -> Workload:  # fmt: skip
+    model: Model, rate: float, batch: int, on: Instance, options: Options, of: int = 1
+) -> Workload:
     """Return the step of a known model by a published rate.
 
     Args:
@@ -138,14 +138,12 @@ def from_model(
         on: the machine.
         options: of the plan; ranks of a machine, and what is sent.
         of: number of ranks that reached this rate.
-        spread: standard deviation of a rank's step, as a share of it.
     """
     seconds = batch * of / rate
     source = f"{model.name}: {rate:,.5g} samples/s of {of} rank{'s' * (of > 1)}, batch {batch}, as given."
     cores = 0.0 if on.gpus else float(on.cores)
-    load = Workload(
-        model.name, batch, seconds, tuple(model.gradients(seconds)), spread * seconds, of, cores, source
-    )
+    gradients = tuple(model.gradients(seconds))
+    load = Workload(model.name, batch, seconds, gradients, RANK_SPREAD * seconds, of, cores, source)
     return reached(load, seconds, on, options)
 
 
@@ -213,6 +211,36 @@ def from_bench(path: Path) -> Workload:
     return Workload(model, batch, compute, tuple(gradients), deviation, ranks, cores, source, others)
 
 
+def from_run(directory: Path, batch: int) -> Workload:
+    """Return the step of a run, by what `ringdance run --output-filename` has left.
+
+    Only the sum of its gradients is known: equal ones are taken, over the last two thirds of the step.
+
+    Args:
+        directory: with the figures of the run.
+        batch: samples of a rank and step.
+
+    Raises:
+        LaunchError: there are no figures, or no steps.
+    """
+    run = read_run(directory)
+    last, per_host = run.slowest.rows[-1], max(1, run.size // len(run.hosts))
+    step = 1 / run.steps_per_second
+    compute = step * (1 - min(_MOST_WAITING, run.communication))
+    size = int(last["bytes"] / last["steps"]) // _PARTS
+    shares = (FORWARD + (1 - FORWARD) * part / _PARTS for part in range(1, _PARTS + 1))
+    gradients = [(size, compute * share) for share in shares]
+    deviation = max(0.0, run.skew) * step / expected_largest(max(2, run.size))
+    cores = 0.0 if run.gpu is not None else (run.mean("host_cores") or per_host) / per_host
+    source = (
+        f"{directory}: {run.size} rank{'s' * (run.size > 1)}, {step * 1e3:.4g} ms a step, of which even the "
+        f"slowest waited {run.communication:.0%} for exchanges."
+    )
+    others = max(run.taken(host) for host in run.hosts)
+    name = directory.resolve().name
+    return Workload(name, batch, compute, tuple(gradients), deviation, run.size, cores, source, others)
+
+
 def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
     """Sort the sizes of a measurement: see ``from_bench``."""
     ranks, threads = typed(row, "ranks", int), row.get("threads") or 1
@@ -220,18 +248,17 @@ def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
     return not row.get("gpus") and each * threads > typed(row, "cores", int), -each, ranks
 
 
-def machine(load: Workload, on: Instance, per_host: int, crowd: int = 1) -> Machine:
+def machine(load: Workload, on: Instance, per_host: int) -> Machine:
     """Return what the exchanges of a step run on.
 
     Args:
         load: the step.
         on: the kind of machine.
         per_host: ranks of a machine.
-        crowd: hosts that share the cores of one machine.
     """
     bandwidth = on.gbits / 8 * 1e9
     if load.cores:
-        return Machine(bandwidth * TCP_SHARE, ranks_per_core=max(1.0, per_host * crowd / on.cores))
+        return Machine(bandwidth * TCP_SHARE, ranks_per_core=max(1.0, per_host / on.cores))
     bandwidth *= NCCL_SHARE
     return Machine(
         bandwidth if on.rdma else min(bandwidth * TCP_SHARE, on.tcp_gbits / 8 * 1e9),
@@ -247,9 +274,9 @@ def predict(load: Workload, on: Instance, ranks: int, options: Options) -> Row:
     per_host = min(ranks, options.per_host(load, on))
     hosts = -(-ranks // per_host)
     size = hosts * per_host
-    base = machine(load, on, per_host, options.crowd)
+    base = machine(load, on, per_host)
     skew = load.spread * expected_largest(size) + options.host_spread * load.compute * expected_largest(hosts)
-    busy = max(1.0, load.cores * per_host * options.crowd / on.cores)  # ranks share the cores
+    busy = max(1.0, load.cores * per_host / on.cores)  # ranks share the cores
     slow = load.slower((load.compute + skew) / load.compute * busy)
     if load.cores and load.cores * per_host >= on.cores:  # no idle core: the engine exchanges after backward
         slow = replace(slow, gradients=tuple((size, slow.compute) for size, _ in slow.gradients))

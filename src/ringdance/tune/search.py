@@ -81,13 +81,11 @@ class Outcome:
         point: the values to go on with.
         gain: share of a step's time that they save, against those at the start; 0.0 for the same ones.
         error: half the width of its interval.
-        steps: how many the search has taken.
     """
 
     point: Point
     gain: float = 0.0
     error: float = 0.0
-    steps: int = 0
 
 
 class Judgment(NamedTuple):
@@ -182,9 +180,7 @@ class Search:
                 moved |= yield from self._descend(number, strides)
             if not moved and (len(strides) > 1 or self.best == start):
                 break  # two values on it is no quicker either way: what lies between wins little
-        outcome = yield from self._verify()
-        outcome.steps = self.used
-        return outcome
+        return (yield from self._verify())
 
     @property
     def start(self) -> Point:

@@ -94,7 +94,7 @@ def simulate(
     gradients = sorted(gradients, key=itemgetter(1))
     job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
     turn = min(machine.turn, compute_seconds / 4)  # short steps end within a scheduler's slice of time
-    late = machine.jitter * expected_largest(size) + turn * max(0.0, machine.ranks_per_core - 1)
+    late = turn * max(0.0, machine.ranks_per_core - 1)
     if size == 1 or not gradients:
         return Step(compute_seconds + late, late, compute_seconds, 0, 0, 0, ())
     cores = job.start(hosts, ranks_per_host, all_hosts)

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import io
 import os
-import re
-import resource
 import shlex
 import shutil
 import signal
@@ -22,67 +20,56 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import psutil
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from ringdance import subcommands
 from ringdance.cluster.hostfile import HostList, hosts_text
-from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
+from ringdance.judging import TAKEN
 from ringdance.launch.parser import counts, number, positive
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command
 from ringdance.launch.system.linux import die_with_parent
 from ringdance.limits import usable_cores
-from ringdance.observe.figures import read_run
+from ringdance.observe.figures import Run, read_run
 from ringdance.tune.search import order
 
 _EPILOG = """\
 The command runs again and again, for --seconds of steady steps or until it ends. Ranks per host vary first,
-each with its share of the cores as threads; then intra-op threads (OMP_NUM_THREADS, MKL_NUM_THREADS, and in
-TensorFlow TF_NUM_INTRAOP_THREADS), inter-op threads (TensorFlow only: TF_NUM_INTEROP_THREADS), and binding,
-each with the best so far. What looks faster takes five turns with the best so far, and becomes the best only
-if each of these runs is faster than all runs of the other.
+each with its share of the cores as threads; then intra-op threads (OMP_NUM_THREADS, MKL_NUM_THREADS,
+TF_NUM_INTRAOP_THREADS), and binding, each with the best so far. What looks faster takes five turns with the
+best so far, and becomes the best only if each of these runs is faster than all runs of the other.
 
 The number of ranks varies only if the command takes the batch of a rank, as {batch}: the batch of all ranks
-stays --global-batch. Measured are the steps that DistributedOptimizer or hvd.mark_step() counts; for other
-scripts, numbers that --metric finds in their output (larger is better).
+stays --global-batch. Measured are the steps that DistributedOptimizer or hvd.mark_step() counts.
 
 examples:
   ringdance tune threads --global-batch 256 -- python train.py --batch {batch}
   ringdance tune threads -H h1,h2 --global-batch 512 -- python train.py --batch {batch}
-  ringdance tune threads --metric 'images/s: (\\S+)' -- python train.py
 
 exit code: 0 if a trial was measured, 1 if none was, 2 for a wrong argument, 130 after Ctrl-C"""
 _POLL, _WORTH = 0.2, 0.02  # seconds; a gain below which there is none
 _TURNS = 5  # runs of each: without a difference all of one are faster than all of the other once in 252 times
-_OTHERS = 0.1  # share of the cores that other programs use, from which on speeds may be theirs
-_THOUSANDS = re.compile(r"(?!0)\d{1,3}(,\d{3})+(\.\d*)?")
-_NUMBER = re.compile(r"[\d,]*\.?\d+(e[+-]?\d{1,2})?|[\d,]+\.", re.IGNORECASE)
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 
 
 class Setting(NamedTuple):
-    """What a trial runs with: ranks on each host, threads of each rank, whether ranks are bound to cores.
-
-    Inter-op threads are 0 where the framework chooses.
-    """
+    """What a trial runs with: ranks on each host, threads of each rank, whether ranks are bound to cores."""
 
     ranks: int
     intra: int
-    inter: int
     bind: int
 
     def __str__(self) -> str:
-        inter = f" inter-op {self.inter}," if self.inter else ""
         bound = "bound to cores" if self.bind else "not bound"
-        return f"ranks per host {self.ranks}, intra-op {self.intra},{inter} {bound}"
+        return f"ranks per host {self.ranks}, intra-op {self.intra}, {bound}"
 
 
 Result = tuple[float, str]
-"""Steps, or what the metric counts, a second; 0.0 and the reason where there is no such number."""
+"""Steps a second; 0.0 and the reason where there is no such number."""
 
 
 @dataclass
@@ -93,16 +80,12 @@ class Trials:
         given: the arguments.
         hosts: none for this one alone.
         cores: of a host.
-        visible: True if a rank runs on this host.
-        tensorflow: False once a trial has shown that its ranks do not import it.
-        others: largest share of this host's cores that other programs have used in a trial.
+        others: largest share of a host's cores that other programs have used in a trial.
     """
 
     given: argparse.Namespace
     hosts: HostList
     cores: int
-    visible: bool = True
-    tensorflow: bool = True
     others: float = 0.0
 
     def line(self, one: Setting) -> list[str]:
@@ -114,10 +97,7 @@ class Trials:
         if one.bind:
             each = f"slot:PE={max(1, self.cores // one.ranks)}"  # hardware threads: what is counted here
             words += ["-use-hwthread-cpus", "-bind-to", "hwthread", "-map-by", each]
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), one.intra)
-        if self.tensorflow:
-            threads |= {"TF_NUM_INTRAOP_THREADS": one.intra, "TF_NUM_INTEROP_THREADS": one.inter}
-        words += [word for name, count in threads.items() if count for word in ("-x", f"{name}={count}")]
+        words += [word for name in _THREADS for word in ("-x", f"{name}={one.intra}")]
         batch = str(self.given.global_batch // total)
         return words + [word.replace("{batch}", batch) for word in self.given.command]
 
@@ -128,7 +108,6 @@ class Trials:
         kind, *words = self.line(one)
         line = [sys.executable, "-m", "ringdance", kind, "--output-filename", str(directory / "out"), *words]
         environ = os.environ | {"RINGDANCE_METRICS_INTERVAL": "0.2", "PYTHONUNBUFFERED": "1"}
-        began, before = time.monotonic(), _used_by_others()
         with open(directory / "log", "wb") as log:
             job = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
@@ -136,62 +115,39 @@ class Trials:
             )  # fmt: skip
         try:
             return self._measure(job, directory)
-        except ValueError as error:
-            return 0.0, str(error)
         finally:  # by signals as from a person: the launcher then leaves nothing
             for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGINT, 10.0), (signal.SIGKILL, None)):
                 with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                     job.send_signal(number)
                     job.wait(patience)
-            used = (_used_by_others() - before) / (time.monotonic() - began) / len(os.sched_getaffinity(0))
-            self.others = max(self.others, used)
 
     def _measure(self, job: subprocess.Popen[bytes], directory: Path) -> Result:
-        """Wait until a trial has a speed. Raises ValueError for numbers that may mean two things."""
-        began = first = time.monotonic()
-        speed, imported = 0.0, False
+        """Wait until a trial has a speed."""
+        until = time.monotonic() + self.given.limit + self.given.seconds
+        run = None
         while (code := job.poll()) is None:
             time.sleep(_POLL)
-            imported = imported or (not speed and _imports_tensorflow(job.pid))
-            speed, steady = self._speed(directory)
-            first = first if speed else time.monotonic()
-            if (time.monotonic() - first if self.given.metric else steady) >= self.given.seconds:
+            run = _figures(directory)
+            if run and _steady(run) >= self.given.seconds:
                 break
-            if time.monotonic() - (first if speed else began) > self.given.limit + self.given.seconds:
+            if time.monotonic() > until:
                 return 0.0, f"too few steps within {self.given.limit:g} s (--limit)"
         else:
-            speed = self._speed(directory, ended=True)[0] if not code else 0.0
-        if speed and self.visible:
-            self.tensorflow = imported
+            run = None if code else _figures(directory)
+        if run:
+            self.others = max(self.others, *(run.taken(host) for host in run.hosts))
+            return run.steps_per_second, ""
         said = (directory / "log").read_text(errors="replace").strip().splitlines()
         last = next((text for text in said if text.startswith("first failure: ")), (said or [""])[-1])
-        none = "no number matches --metric" if self.given.metric else "no steps counted; see --metric"
-        return speed, "" if speed else f"exit code {code}: {last}" if code else none
-
-    def _speed(self, directory: Path, ended: bool = False) -> tuple[float, float]:
-        """Return the speed so far, 0.0 for none, and the seconds of steps that it rests on."""
-        if self.given.metric:
-            text = (directory / "log").read_text(errors="replace")
-            matches = self.given.metric.finditer(text)  # of the last word there may be more to come
-            words = [(one[1] or "").rstrip(",") for one in matches if ended or one.end() < len(text)]
-            found = [_number(word) for word in words if _NUMBER.fullmatch(word)]  # nothing beats nan
-            return median(found[1:] or found or [0.0]), 0.0  # the first one has the start in it
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # a line that is being written
-                run = read_run(directory / "out")
-        except LaunchError:
-            return 0.0, 0.0
-        times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
-        return run.steps_per_second, times[-1] - times[0]
+        return 0.0, f"exit code {code}: {last}" if code else "no steps counted; mark them by hvd.mark_step()"
 
     def table(self, best: Setting, found: Mapping[Setting, list[Result]]) -> Table:
         """Return all trials, the fastest first."""
-        names = ("ranks per host", "intra-op", "inter-op", "bound", "batch of a rank")
-        what = "metric" if self.given.metric else "steps/s"
-        table = Table(*names, what, "from", "to", "runs", box=SIMPLE_HEAD)
+        names = ("ranks per host", "intra-op", "bound", "batch of a rank")
+        table = Table(*names, "steps/s", "from", "to", "runs", box=SIMPLE_HEAD)
         for one, results in sorted(found.items(), key=lambda item: -_speed_of(item[1])):
             batch = self.given.global_batch // (one.ranks * max(1, len(self.hosts)))
-            cells = (*(str(count or "") for count in one[:3]), "yes" if one.bind else "no", str(batch or ""))
+            cells = (str(one.ranks), str(one.intra), "yes" if one.bind else "no", str(batch or ""))
             speeds = [speed for speed, _ in results]
             figures = [f"{speed:.4g}" for speed in (_speed_of(results), min(speeds), max(speeds))]
             figures = figures if _speed_of(results) else ["failed", "", ""]
@@ -203,28 +159,19 @@ def _speed_of(results: Sequence[Result]) -> float:
     return median(speed for speed, _ in results)
 
 
-def _number(word: str) -> float:
-    """Return a number that may have commas between its thousands."""
-    if "," in word and not _THOUSANDS.fullmatch(word):
-        raise ValueError(f"{word!r} is not a number for --metric: print it with a decimal point")
-    return float(word.replace(",", ""))
+def _figures(directory: Path) -> Run | None:
+    """Return the figures of a trial, once it has taken steps."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # a line that is being written
+            return read_run(directory / "out")
+    except LaunchError:
+        return None
 
 
-def _imports_tensorflow(pid: int) -> bool:
-    """Return True if a descendant of a process on this host has TensorFlow's library in its memory."""
-    with contextlib.suppress(psutil.Error):
-        for one in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(OSError):
-                if b"libtensorflow" in Path(f"/proc/{one.pid}/maps").read_bytes():
-                    return True
-    return False
-
-
-def _used_by_others() -> float:
-    """Return seconds that this process's cores have worked, but not for its children that have ended."""
-    every, own = psutil.cpu_times(percpu=True), resource.getrusage(resource.RUSAGE_CHILDREN)
-    times = [every[core] for core in os.sched_getaffinity(0)]
-    return sum(sum(one[:8]) - one.idle - one.iowait for one in times) - own.ru_utime - own.ru_stime
+def _steady(run: Run) -> float:
+    """Return the seconds of steps that a speed rests on."""
+    times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
+    return float(times[-1] - times[0])
 
 
 def search(
@@ -233,12 +180,12 @@ def search(
     """Try settings; return the best one, and the results in their order.
 
     Args:
-        space: candidates by the name of a setting's field, in their order; may become less by trials.
+        space: candidates by the name of a setting's field, in their order.
         cores: of a host, shared out to its ranks.
         run: runs a trial.
     """
     shared = {n: min(space["intra"], key=lambda threads: abs(threads - cores // n)) for n in space["ranks"]}
-    starts = [Setting(n, shared[n], space["inter"][0], space["bind"][0]) for n in reversed(space["ranks"])]
+    starts = [Setting(n, shared[n], space["bind"][0]) for n in reversed(space["ranks"])]
     best, found = starts[0], defaultdict[Setting, list[Result]](list)
 
     def is_faster(one: Setting, than: Setting) -> bool:
@@ -264,7 +211,7 @@ def search(
                 best = one
 
     look(starts)
-    for name in ("intra", "inter", "bind"):
+    for name in ("intra", "bind"):
         look([best._replace(**{name: value}) for value in space[name]])
     return best, found
 
@@ -289,15 +236,13 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
         raise LaunchError(f"{problem}. Give --global-batch {near}")
     if left := [n for n in ranks if n not in fit]:
         print(f"Left out, as they do not divide {batch}: {left} ranks per host.", file=sys.stderr)
-    return {"ranks": fit, "intra": given.intra or powers, "inter": given.inter, "bind": _BINDS[given.bind]}
+    return {"ranks": fit, "intra": given.intra or powers, "bind": _BINDS[given.bind]}
 
 
 def _threads(given: argparse.Namespace) -> int:
     resolve_command(given.command[:1])
     hosts = hosts_of(given) or []
     trials = Trials(given, hosts, usable_cores())
-    if hosts and not local_names(name for name, _ in hosts):
-        trials.visible = False
     space = _space(given, trials.cores, max(1, len(trials.hosts)))
     for signum in (signal.SIGTERM, signal.SIGHUP):  # leave as little behind as Ctrl-C
         if signal.getsignal(signum) != signal.SIG_IGN:  # as after nohup
@@ -308,8 +253,6 @@ def _threads(given: argparse.Namespace) -> int:
             print(f"{one}: ", end="", file=sys.stderr, flush=True)
             speed, reason = trials.run(one, Path(directory, "trial"))
             print(f"{speed:.4g}" if speed else f"failed: {reason}", file=sys.stderr)
-            if not trials.tensorflow:  # nothing else has inter-op threads
-                space["inter"] = space["inter"][:1]
             return speed, reason
 
         best, found = search(space, trials.cores, run)
@@ -317,8 +260,8 @@ def _threads(given: argparse.Namespace) -> int:
     for one, results in found.items():
         for reason in dict.fromkeys(reason for _, reason in results if reason):
             print(f"failed: {one}: {reason}")
-    if trials.others > _OTHERS:
-        share = f"{trials.others:.0%} of the cores here"
+    if trials.others >= TAKEN:
+        share = f"{trials.others:.0%} of a host's cores"
         print(f"WARNING: other programs used up to {share} while a trial ran: measure again without them.")
     if not _speed_of(found[best]):
         return 1
@@ -328,22 +271,12 @@ def _threads(given: argparse.Namespace) -> int:
     return 0
 
 
-def _regex(text: str) -> re.Pattern[str]:
-    with contextlib.suppress(re.error):
-        if (found := re.compile(text)).groups == 1:
-            return found
-    raise argparse.ArgumentTypeError(f"{text!r} is no regular expression with one group, for the number")
-
-
 def _add_threads(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--global-batch", type=positive, default=0, metavar="N", help="of all ranks")
     add("--ranks", type=counts, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
     add("--intra", type=counts, metavar="A,B", help="intra-op threads to try (default: the same)")
-    text = "inter-op threads of TensorFlow (default: as it chooses, 1, 2)"
-    add("--inter", type=counts, default=[0, 1, 2], metavar="A,B", help=text)
     add("--bind", choices=_BINDS, default="both", help="ranks bound to cores (default: both)")
-    add("--metric", type=_regex, metavar="REGEX", help="finds the speed in the output, as its one group")
     add("--seconds", type=number, default=20.0, metavar="S", help="of steady steps in a trial (default 20)")
     add("--limit", type=number, default=300.0, metavar="S", help="for the start of a trial (default 300)")
     add_host_options(parser, "hosts, with as many cores as this one (default: this one); slots do not count")

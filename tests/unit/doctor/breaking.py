@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ringdance.doctor.check import Facts, Result, Usage
-from ringdance.doctor.checks import CHECKS
-from ringdance.doctor.examine import examine
+from ringdance.doctor.examine import CHECKS, examine
 from ringdance.doctor.probe import MARK
 
 T = TypeVar("T")

@@ -79,16 +79,9 @@ def test_the_interpreters_own_folders_shadow_nothing() -> None:
     # SageMaker's toolkit puts them all into PYTHONPATH.
     directories = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(directories)}
-    words = "from ringdance.doctor.probes import python as p; print(p.collect(p.Usage(cwd='/'))['shadows'])"
+    words = "from ringdance.doctor import python as p; print(p.python_facts(p.Usage(cwd='/'))['shadows'])"
     done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-@breaks("pythonpath")
-def test_packages_of_another_python(tmp_path: Path) -> None:
-    other = tmp_path / "lib" / "python3.7" / "site-packages"
-    other.mkdir(parents=True)
-    expect("pythonpath", Machine(env={"PYTHONPATH": str(other)}), "holds packages of another Python")
 
 
 @breaks("user-site")
@@ -108,17 +101,6 @@ def test_libraries_of_the_user_come_first(tmp_path: Path) -> None:
         "user-site", Machine(env=env, python=str(base)), "keras in ~/.local come before",
         sound=Machine(env={**env, "PYTHONNOUSERSITE": "1"}, python=str(base)),
     )  # fmt: skip
-
-
-@breaks("conda-environment")
-def test_another_conda_environment(tmp_path: Path) -> None:
-    environment = tmp_path / "env"
-    venv.create(environment, with_pip=False, symlinks=True)
-    (environment / "conda-meta").mkdir()
-    machine = of(environment, CONDA_PREFIX="/opt/conda/envs/other")
-    sound = of(environment, CONDA_PREFIX=str(environment))
-    says = "conda's environment /opt/conda/envs/other is active, but"
-    expect("conda-environment", machine, says, sound=sound)
 
 
 @breaks("mpiexec-works", "world")
@@ -178,22 +160,15 @@ def test_a_framework_that_cannot_be_imported(tmp_path: Path, bare: Path) -> None
 # As nvidia-smi answers, by NVIDIA's documentation and outputs that users have shown.
 SMI = """
 case "$*" in
-*query-gpu=index*) printf '%s\\n' "$GPUS" ;;
-*query-compute*) [ -z "$HELD" ] || echo "$HELD" ;;
+*query-gpu=name*) echo "$GPUS" ;;
 *) echo '| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |' ;;
 esac
 exit ${CODE:-0}
 """
-SOUND = "0, NVIDIA H200, 550.54, 143771, 0, Default"
+SOUND = "NVIDIA H200"
 # No GPU can be broken here, or made: the tests' nvidia-smi says what the driver says of such GPUs.
 GPUS = [
     ("gpu-ranks", {}, "8 ranks on 1 GPUs"),
-    ("gpu-compute-mode", {"GPUS": SOUND.replace("Default", "Exclusive_Process")},
-     "GPU 0 is in compute mode Exclusive_Process"),
-    ("gpu-compute-mode", {"GPUS": SOUND.replace("Default", "Prohibited")},
-     "GPU 0 is in compute mode Prohibited"),
-    ("gpu-memory", {"GPUS": SOUND.replace(" 0, Def", " 90000, Def"), "HELD": "4711, python, 9 MiB"},
-     "4711, python"),
     ("gpu-driver", {"GPUS": "", "CODE": "9"}, "nvidia-smi fails"),
 ]  # fmt: skip
 

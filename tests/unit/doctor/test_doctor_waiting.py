@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ringdance.doctor import gpu
 from ringdance.doctor.check import Usage
-from ringdance.doctor.probes import frameworks
 
 
 def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -23,9 +23,9 @@ def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, t
         "found = {{'in_time': time.monotonic() < until}}\n"
     )
     scripts = {name: text.format(directory=str(tmp_path), own=name) for name in names}
-    monkeypatch.setattr(frameworks, "_SCRIPTS", scripts)
-    monkeypatch.setattr(frameworks, "find_spec", lambda name: True)
-    assert frameworks.collect(Usage())["of"] == {name: {"in_time": True} for name in names}
+    monkeypatch.setattr(gpu, "_SCRIPTS", scripts)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: True)
+    assert gpu.frameworks_facts(Usage())["of"] == {name: {"in_time": True} for name in names}
 
 
 def test_a_terminal_shows_what_is_waited_for() -> None:

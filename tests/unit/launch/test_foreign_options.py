@@ -115,10 +115,6 @@ OTHERS = {
     "bench train --batch-size 32": "write --batch N, of each rank",
     "plan --instance p3.16xlarge --batch-size 32": "write --batch N, of each rank",
     "status --lr 0.1": "",
-    "slurm script --cpus-per-task 4 -- python train.py": "write --cpus-per-rank N",
-    "slurm script --mem 8G -- python train.py": "write --memory SIZE",
-    "slurm script --ntasks-per-node 4 -- python train.py": "write --nodes N and --ranks-per-node N",
-    "slurm script --nnodes 2 -- python train.py": "write --nodes N",
     "k8s manifest --cpus-per-task 4 -- python train.py": "write --cpus N, the cores of each pod",
     "k8s manifest --replicas 4 -- python train.py": "write --workers N",
     "k8s manifest --slots-per-worker 4 -- python train.py": "write --slots N",
@@ -172,7 +168,7 @@ def test_horovodrun_answers_too_and_keeps_its_own(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("inner", ["mpirun -np 2", "/usr/bin/mpiexec -n 2", "srun", "torchrun"])
-@pytest.mark.parametrize("outer", ["run -np 2", "k8s manifest --image i", "slurm script"])
+@pytest.mark.parametrize("outer", ["run -np 2", "k8s manifest --image i"])
 def test_a_launcher_in_a_job_is_refused(
     outer: str, inner: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from ringdance.monitor.chrome import ChromeWriter
 from ringdance.observe import timeline
-from ringdance.observe.intervals import Cover
-from ringdance.observe.summary import summarize
+from ringdance.observe.summary import Cover, summarize
 from ringdance.observe.trace import load
 
 MS = 1_000_000

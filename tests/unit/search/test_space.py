@@ -67,9 +67,7 @@ def test_kinds_of_parameters(tmp_path: Path) -> None:
         ("parameters: {lr: [1]}\nobjective: {goal: max}", "goal must be maximize or minimize, and is 'max'"),
         ("parameters: {lr: [1]}\nobjective: {line: 'a('}", "line must be a regular expression"),
         ("parameters: {lr: [1]}\nobjective: {line: 'a'}", "with a group .* and is 'a'"),
-        ("parameters: {lr: [1]}\nobjective: {line: '(a)', file: '{dir}/f'}", "a line or a file, not both"),
         ("parameters: {lr: [1]}\nobjective: {line: '(?P<step>a)'}", "with a group for the number"),
-        ("parameters: {lr: [1]}\nobjective: {file: m.jsonl}", "file must be in the trial's own directory"),
         ("parameters: [", "space.yaml: "),
     ],
 )
@@ -128,8 +126,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         ({"line": r"epoch (?P<step>\S+) loss (\S+)"}, "epoch 3 loss 7\nepoch 1/9 loss 2\nepoch inf loss 1\n",
          [(3, 7)], 7),
         ({"line": r"(?P<step>\d+) (?P<value>\S+)", "take": "best"}, "e 3 1\n4 2\n", [(3, 1), (4, 2)], 1),
-        ({"file": "{dir}/f", "name": "acc", "goal": "maximize", "take": "best"},
-         '{"acc": 1, "step": 7}\n{"acc": 0.5}\n[]\nx\n{"loss": 3}\n', [(7, 1), (1, 0.5)], 1),
+        ({"goal": "maximize", "take": "best"},
+         '{"value": 1, "step": 7}\n{"value": 0.5}\n[]\nx\n{"loss": 3}\n', [(7, 1), (1, 0.5)], 1),
         ({}, '{"value": 1, "step": null}\n{"value": 2}\n{"value": 1, "step": 1e999}\n', [(0, 1), (1, 2)], 2),
     ],
 )  # fmt: skip
@@ -152,7 +150,6 @@ def test_values_of_a_growing_file(
 def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
     for objective, said in [
         ({"line": r"loss (\S+)"}, r"no objective by loss (\S+) was found"),
-        ({"file": "{dir}/f"}, "no objective by {dir}/f was found"),
         ({}, "no objective by ringdance.report was found"),
     ]:
         assert (

@@ -28,16 +28,14 @@ ALL = JobRequest(
     volumes=[
         parse_volume(text)
         for text in ("pvc:data:/data:ro", "nfs:10.0.0.7:/export:/nfs", "host:/scratch:/scratch",
-                     "configmap:c:/etc/c", "secret:s:/etc/s", "empty:10Gi:/tmp/work", "empty::/var/x")
+                     "secret:s:/etc/s")
     ],
     env={"NCCL_DEBUG": "INFO"},
     secret_env={"HF_TOKEN": ("hub", "token")},
-    namespace="lab",
     retries=2,
     limit=3600,
     node_selector={"gpu": "a100"},
     pull_secrets=["registry"],
-    service_account="trainer",
 )  # fmt: skip
 SMALL = JobRequest(name="small", image="x:1", command=["true"])
 
@@ -117,7 +115,7 @@ def test_ranks_command_and_environment(kind: str) -> None:
     secret = {"secretKeyRef": {"name": "hub", "key": "token"}}
     assert {"name": "HF_TOKEN", "valueFrom": secret} in launcher["env"]
     assert "nvidia.com/gpu" not in launcher["resources"]["limits"]
-    large = pods(manifest(replace(ALL, kind=kind, workers=200, launcher_memory="")))
+    large = pods(manifest(replace(ALL, kind=kind, workers=200)))
     (limits,) = (pod["containers"][0]["resources"]["limits"] for pod in large if "sshd" not in str(pod))
     assert limits == {"memory": "4224Mi"}  # ssh and mpiexec's part take 8 MiB for each worker
 
@@ -195,7 +193,7 @@ def test_a_trainjob_is_open_mpi_s() -> None:
         manifest(replace(request, kind="TrainJob"))
 
 
-@pytest.mark.parametrize("text", ["data:/data", "pvc::/data", "pvc:x:data", "nfs:h:x:/y", "empty:9XB:/x", ""])
+@pytest.mark.parametrize("text", ["data:/data", "pvc::/data", "pvc:x:data", "nfs:h:x:/y", "empty:9Gi:/x", ""])
 def test_bad_volumes(text: str) -> None:
     with pytest.raises(LaunchError, match="--volume"):
         parse_volume(text)

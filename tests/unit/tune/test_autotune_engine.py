@@ -83,7 +83,7 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
             self.history.append((point, [1.0], "tried"))
             yield Trial(point, 1, 1)
         self.best = point
-        return Outcome(point, 0.1, 0.01, 50)
+        return Outcome(point, 0.1, 0.01)
 
     monkeypatch.setattr(Search, "run", at_random)
     log = tmp_path / "made" / "tune.csv"

@@ -30,9 +30,7 @@ def test_gradients_of_a_model(model):
     assert 0.0999 < times[0] < times[-1] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(
-    ("model", "side", "others"), [("resnet50", 224, 3), ("vgg16", 224, 0), ("inception_v3", 299, 0)]
-)
+@pytest.mark.parametrize(("model", "side", "others"), [("resnet50", 224, 3), ("vgg16", 224, 0)])
 def test_the_table_has_what_the_modules_of_bench_train_have(model, side, others):
     """Elements and positions; a block of the recipe's ResNet has its stride in the second convolution."""
     torch = pytest.importorskip("torch")
@@ -51,9 +49,7 @@ def test_the_table_has_what_the_modules_of_bench_train_have(model, side, others)
         module(torch.zeros(1, 3, side, side))
     expected = [(one.numel(), positions.get(one, 0)) for one in module.parameters()]
     found = models()[model].parameters
-    if model != "inception_v3":  # whose branches come in another order
-        assert [elements for elements, _ in found] == [elements for elements, _ in expected]
-    assert len(found) == len(expected)
+    assert [elements for elements, _ in found] == [elements for elements, _ in expected]
     assert (Counter(expected) - Counter(found)).total() == others
 
 
@@ -80,7 +76,7 @@ def test_json_and_a_plot(script, capsys, tmp_path):
     assert [(row["gbits"], row["ranks"]) for row in rows] == [(g, n) for g in (10, 100) for n in (2, 4, 8)]
     assert all(0 < row["engine"] <= 1 for row in rows)
     assert rows[1]["engine"] < rows[4]["engine"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["e-dark.svg", "e.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e.svg"]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +93,6 @@ def test_json_and_a_plot(script, capsys, tmp_path):
         (["--set", "latency=-1"], "from 0 on"),
         (["--set", "memory_bandwidth=0"], "above 0 for memory_bandwidth"),
         (["--set", "ranks_per_core=0.5"], "from 1 on for ranks_per_core"),
-        (["--plot", "plan.pdf"], "a plot is written as .svg or .png"),
-        (["--plot", "/nowhere/plan.svg"], "there is no directory /nowhere"),
         (["--model", "resnet51"], "did you mean resnet50?"),
     ],
 )
@@ -127,7 +121,7 @@ def test_settings_count(script, capsys, monkeypatch):
 
 def test_the_plot_shows_efficiency_in_percent_as_the_table_does(script, tmp_path, monkeypatch, capsys):
     panels = {}
-    monkeypatch.setattr(script, "lines", lambda file, drawn, *rest, **more: panels.update(drawn))
+    monkeypatch.setattr(script.svg, "write", lambda file, drawn, *rest, **more: panels.update(drawn))
     assert script.main([*SMALL, "--plot", str(tmp_path / "plot.svg"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert panels["10 Gbit/s, float32"]["ringdance"][0][1] == pytest.approx(100 * rows[0]["engine"])

@@ -134,12 +134,10 @@ def test_gradients_may_come_in_any_order_and_after_the_computation():
     assert late.seconds == simulate(FREE, 2, 2, [(4000, 0.1), (400, 0.2)], 0.1).seconds > 0.2
 
 
-def test_ranks_that_share_cores_or_are_uneven_lose_time():
+def test_ranks_that_share_cores_lose_time():
     shared = replace(FREE, ranks_per_core=2.0)
     assert simulate(shared, 2, 1, gradients(), 0.1).exposed_seconds >= shared.turn
-    assert simulate(replace(FREE, jitter=1e-3), 1, 1, [], 0.1).seconds == 0.1
-    uneven = simulate(replace(FREE, jitter=1e-3), 64, 8, gradients(), 0.1).seconds
-    assert 2e-3 < uneven - simulate(FREE, 64, 8, gradients(), 0.1).seconds < 5e-3
+    assert simulate(FREE, 1, 1, [], 0.1).seconds == 0.1
 
 
 def test_what_mpi_sends_adds_up():

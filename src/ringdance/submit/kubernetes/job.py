@@ -10,8 +10,8 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.environment import is_secret
-from ringdance.launch.spec import parse_exports
-from ringdance.submit.options import check_options, launch_line, option, pairs
+from ringdance.launch.spec import parse_exports, refuse_launcher
+from ringdance.submit.options import check_options, option, pairs
 
 Document = dict[str, Any]
 
@@ -40,8 +40,7 @@ class Volume:
 def parse_volume(text: str) -> Volume:
     """Parse a volume of the command line: ``KIND:WHAT:PATH``, with ``:ro`` at the end if read-only.
 
-    ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``configmap:NAME:/etc/x``,
-    ``secret:NAME:/etc/x``, ``empty:SIZE:/scratch``.
+    ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``secret:NAME:/etc/x``.
 
     Raises:
         LaunchError: it has another form.
@@ -55,25 +54,21 @@ def parse_volume(text: str) -> Volume:
             source = {"nfs": {"server": server, "path": export}}
         case ["host", directory, path] if directory.startswith("/"):
             source = {"hostPath": {"path": directory}}
-        case ["configmap", name, path] if name:
-            source = {"configMap": {"name": name}}
         case ["secret", name, path] if name:
             source = {"secret": {"secretName": name}}
-        case ["empty", size, path] if not size or re.fullmatch(_QUANTITY, size):
-            source = {"emptyDir": {"sizeLimit": size} if size else {}}
         case _:
             source, path = {}, ""
     if not path.startswith("/"):
         raise LaunchError(
-            f"--volume {text}: write pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH, "
-            "configmap:NAME:/PATH, secret:NAME:/PATH or empty:SIZE:/PATH; :ro at the end for reading only"
+            f"--volume {text}: write pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH or "
+            "secret:NAME:/PATH; :ro at the end for reading only"
         )
     return Volume(source, path, read_only)
 
 
 def literal(text: str) -> str:
-    """Double each $, which Kubernetes expands in commands and values; Katib's own are left to Katib."""
-    return re.sub(r"\$(?!\{trialParameters\.)", "$$", text)
+    """Double each $, which Kubernetes expands in commands and values."""
+    return text.replace("$", "$$")
 
 
 def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -101,11 +96,9 @@ class JobRequest:
     gpus: int = option("GPUs of each worker", 0, minimum=0)
     cpus: str = option("cores of each worker", "", **{**_SIZE, "metavar": "N"})
     memory: str = option("of each worker, such as 32Gi", "", **_SIZE)
-    launcher_memory: str = option("of the launcher (default: 1Gi, and 16Mi for each worker)", "", **_SIZE)
     shm: str = option("size of /dev/shm, where ranks exchange data", "2Gi", **_SIZE)
     volumes: Sequence[Volume] = option(
-        "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, configmap:NAME:/x, secret:NAME:/x, "
-        "empty:SIZE:/scratch",
+        "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, secret:NAME:/x",
         list, "--volume", metavar="KIND:WHAT:PATH[:ro]",
         convert=lambda texts: [parse_volume(text) for text in texts],
     )  # fmt: skip
@@ -116,17 +109,14 @@ class JobRequest:
     secret_env: Mapping[str, tuple[str, str]] = option(
         "variable of the ranks whose value is in a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
     )
-    namespace: str = option("default: that of kubectl's context", "", "-n", "--namespace")
     mpi: str = option("of the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
     retries: int = option("restarts of the launcher after a failure", 0, minimum=0)
     limit: int | None = option("seconds after which the job is ended (default: none)", type=int, metavar="S")
-    keep: int = option("seconds for which the ended job and its log stay", 7 * 86400, minimum=0, metavar="S")
     node_selector: Mapping[str, str] = option(
         "of the workers' nodes", dict, metavar="LABEL=VALUE",
         convert=lambda texts: pairs("--node-selector", texts),
     )  # fmt: skip
     pull_secrets: Sequence[str] = option("Secret for the registry", list, "--pull-secret", metavar="NAME")
-    service_account: str = option("of the pods", "", metavar="NAME")
     command: Sequence[str] = option("after --: what each rank runs", (), "COMMAND", nargs="*")
 
     @property
@@ -137,10 +127,11 @@ class JobRequest:
     @property
     def launch(self) -> list[str]:
         """The launcher's command, which reads hosts and slots from what the operator puts into its pod."""
+        refuse_launcher(self.command)
         # ssh passes no environment on: the launcher does, by name.
-        names = (*self.env, *self.secret_env)
-        line = launch_line(self.workers * self.slots_per_worker, names, self.command)
-        return [literal(word) for word in line]
+        exports = [word for name in (*self.env, *self.secret_env) for word in ("-x", name)]
+        ranks = str(self.workers * self.slots_per_worker)
+        return [literal(word) for word in ("ringdance", "run", "-np", ranks, *exports, "--", *self.command)]
 
     def check(self) -> None:
         """Find mistakes that the cluster would report late, or never.

@@ -16,6 +16,7 @@ SSH_PORT = 2222
 USER = 1000
 SSH_DIRECTORY = "/home/mpiuser/.ssh"
 GPU = "nvidia.com/gpu"
+_KEPT_S = 7 * 86400  # for which the ended job and its log stay
 _GRACE_S = 60  # more than the launcher's --grace: it cleans up after that
 _WAIT = "while grep -qs launch.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
 UNTIL_RANKS_END = ["/bin/sh", "-c", _WAIT]
@@ -37,12 +38,8 @@ def manifest(request: JobRequest) -> list[Document]:
 
 
 def _document(request: JobRequest, version: str, kind: str, spec: Document) -> Document:
-    metadata = {
-        "name": request.name,
-        "labels": {"app.kubernetes.io/managed-by": "ringdance"},
-        "namespace": request.namespace,
-    }
-    return {"apiVersion": version, "kind": kind, "metadata": _given(metadata), "spec": spec}
+    metadata = {"name": request.name, "labels": {"app.kubernetes.io/managed-by": "ringdance"}}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _given(document: Document) -> Document:
@@ -53,7 +50,7 @@ def _given(document: Document) -> Document:
 def _mpijob(request: JobRequest) -> Document:
     policy = {
         "cleanPodPolicy": "Running",  # the workers go when the launcher has ended; its pod and log stay
-        "ttlSecondsAfterFinished": request.keep,
+        "ttlSecondsAfterFinished": _KEPT_S,
         "backoffLimit": request.retries,
         "activeDeadlineSeconds": request.limit,
     }
@@ -97,7 +94,7 @@ def _runtime(request: JobRequest) -> Document:
     jobs = {
         "network": {"publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["launcher"]},
-        "ttlSecondsAfterFinished": request.keep,
+        "ttlSecondsAfterFinished": _KEPT_S,
         "replicatedJobs": [node, launcher],
     }
     spec = {"mlPolicy": {"numNodes": request.workers, "mpi": mpi}, "template": {"spec": jobs}}
@@ -127,8 +124,7 @@ def _launcher_pod(request: JobRequest, container: str) -> Document:
     for name, (secret, key) in request.secret_env.items():
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     # No GPU and little of a core: it starts the ranks and shows their output.
-    memory = request.launcher_memory or f"{1024 + 16 * request.workers}Mi"
-    resources = {"requests": {"cpu": "500m"}, "limits": {"memory": memory}}
+    resources = {"requests": {"cpu": "500m"}, "limits": {"memory": f"{1024 + 16 * request.workers}Mi"}}
     return _pod(request, {"name": container, "command": request.launch, "resources": resources, "env": env})
 
 
@@ -191,7 +187,6 @@ def _pod(request: JobRequest, main: Document) -> Document:
         "containers": [_given(container)],
         "volumes": volumes,
         "imagePullSecrets": [{"name": name} for name in request.pull_secrets],
-        "serviceAccountName": request.service_account,
         "terminationGracePeriodSeconds": _GRACE_S,
     }
     return _given(pod)

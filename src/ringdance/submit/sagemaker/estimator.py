@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import re
-import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -32,18 +31,12 @@ from ringdance.submit.sagemaker.job import TrainingJob, account_of, job_name
 from ringdance.submit.sagemaker.request import Inputs, create_request, mpi_options
 from ringdance.tune.catalog import gpus_of
 
-OUTPUT_DIRECTORY = "/opt/ml/output/data"
-"""The service uploads what a job leaves here as ``output.tar.gz``."""
-
 KEPT_IN_CLEAR = (
     "holds what looks like a secret, and the service shows it to all who may describe the job. Keep it in "
     "AWS Secrets Manager, and let the script get it by the job's role: "
     "boto3.client('secretsmanager').get_secret_value(SecretId=...)['SecretString']"
 )
-_RENAMED = {"distributions": "distribution", "image_name": "image_uri"}  # and what began with train_
-_IGNORED = (
-    "framework_version", "py_version", "sagemaker_session", "dependencies", "disable_sagemaker_metrics",
-)  # fmt: skip
+_RENAMED = {"distributions": "distribution", "image_name": "image_uri"}
 _EXAMPLES = {
     "instance_type": "ml.p3.16xlarge",
     "role": "arn:aws:iam::123456789012:role/Training",
@@ -51,10 +44,10 @@ _EXAMPLES = {
 }
 
 _NO_SERVERS = """\
-{where}distribution={{'parameter_server': ...}} started TensorFlow's parameter servers beside the workers,
+distribution={'parameter_server': ...} started TensorFlow's parameter servers beside the workers,
 which trained asynchronously. Ringdance has no servers: ranks average their gradients by all-reduce, of
 embeddings only the rows that were touched. Change the line to
-    distribution={{'mpi': {{'enabled': True, 'processes_per_host': 4}}}}
+    distribution={'mpi': {'enabled': True, 'processes_per_host': 4}}
 and in the script replace ParameterServerStrategy by hvd.DistributedOptimizer. Tables that do not fit one
 rank: hvd.EmbeddingTable(..., sharded=True). benchmarks/strategies of a clone measures both ways."""
 
@@ -71,48 +64,16 @@ _GPUS_UNKNOWN = (
     "of each machine, usually one for each GPU"
 )
 _NO_IMAGE = (
-    "framework_version={version!r} names no image here: the SDK looked one up. Give "
-    "image_uri='ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG', an image with the script's framework and "
-    "Ringdance, and leave framework_version and py_version out"
+    "; the SDK looked up an image by it. Give image_uri='ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG', an "
+    "image with the script's framework and Ringdance"
 )
-
-
-def _line_of_caller() -> str:
-    """Return "FILE, line N: " of the code that uses this package, "" if there is none."""
-    own = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    frames = [one for one in traceback.extract_stack() if not one.filename.startswith((own, "<"))]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
-
-
-def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by their current names, without those that have no effect here."""
-    known = {item.name for item in fields(TrainingJob) if item.init}
-    found: dict[str, Any] = {}
-    image = given.get("image_uri") or given.get("image_name")
-    for name, value in given.items():
-        new = _RENAMED.get(name, name.removeprefix("train_"))
-        if new == "framework_version" and not image:
-            raise ArgumentError(_NO_IMAGE.format(version=value))
-        if new in _IGNORED:
-            warnings.warn(f"{name} has no effect here: the image decides (image_uri)", stacklevel=3)
-            continue
-        if new not in known:
-            raise ArgumentError(f"Estimator has no argument {name!r}")
-        if new != name:
-            warnings.warn(f"{name} is now called {new}", DeprecationWarning, stacklevel=3)
-            if new in given:
-                raise ArgumentError(f"both {name} and {new}: they are the same argument; give {new}")
-        if value is not None:
-            found[new] = value
-    return found
 
 
 class Estimator(TrainingJob):
     """A training script, the machines it runs on, and the jobs made of both.
 
     The arguments are those of the SDK's version 2, and of the service's ``CreateTrainingJob``; the ones with
-    a help text are options of ``ringdance sagemaker submit`` too (Note [Options from fields]). Arguments by
-    the names of older SDKs, such as `train_instance_type`, are accepted with a warning.
+    a help text are options of ``ringdance sagemaker submit`` too (Note [Options from fields]).
 
     Args:
         entry_point: the script; a path within `source_dir` if that is given.
@@ -136,25 +97,23 @@ class Estimator(TrainingJob):
 
     @functools.wraps(TrainingJob.__init__)  # type: ignore[misc]
     def __init__(self, *arguments: Any, **given: Any) -> None:
-        super().__init__(*arguments, **_current_names(given))
+        known = {item.name for item in fields(TrainingJob) if item.init}
+        for name in given.keys() - known:
+            current = _RENAMED.get(name, name.removeprefix("train_"))
+            advice = f"; it is called {current} now" if current in known else ""
+            advice = _NO_IMAGE if name in ("framework_version", "py_version") else advice
+            raise ArgumentError(f"Estimator has no argument {name!r}{advice}")
+        super().__init__(*arguments, **{name: value for name, value in given.items() if value is not None})
         self._read_distribution()
         self._check_options()
         self._choose_ranks()
-        logs = {"RINGDANCE_TIMELINE": f"{OUTPUT_DIRECTORY}/timeline.json"} if self.timeline else {}
-        if self.autotune_log:
-            logs |= {
-                "RINGDANCE_AUTOTUNE": "1", "RINGDANCE_AUTOTUNE_LOG": f"{OUTPUT_DIRECTORY}/autotune.csv",
-            }  # fmt: skip
-        self.environment = {**logs, **(self.environment or {})}
-        words = [self.custom_mpi_options, *(f"-x {name}" for name in logs)]
-        self.custom_mpi_options = " ".join(filter(None, words))
 
     def _read_distribution(self) -> None:
         """Merge `distribution` with its short forms; `mpi` stays None if neither says whether to use it."""
         distribution = dict(self.distribution or {})
         mpi = dict(distribution.pop("mpi", None) or {})
         if (distribution.pop("parameter_server", None) or {}).get("enabled"):
-            raise ArgumentError(_NO_SERVERS.format(where=_line_of_caller()))
+            raise ArgumentError(_NO_SERVERS)
         if distribution:
             raise ArgumentError(
                 f"distribution: only 'mpi' is supported, not {', '.join(sorted(distribution))}"
@@ -301,19 +260,6 @@ class Estimator(TrainingJob):
         if owner:
             aws.make_bucket(s3, bucket, region, account_of(self.role))
         aws.call(s3.put_object, Bucket=bucket, Key=key, Body=aws.pack(self.files), **owner)
-
-    @property
-    def model_data(self) -> str:
-        """URI of the latest job's model.
-
-        Raises:
-            LaunchError: there is no job, or AWS refuses.
-        """
-        if self.latest_job is None:
-            raise LaunchError("there is no job on SageMaker: call fit() first")
-        sagemaker = aws.client(self._session(), "sagemaker", self._find_region())
-        found = aws.call(sagemaker.describe_training_job, TrainingJobName=self.latest_job)
-        return str(found["ModelArtifacts"]["S3ModelArtifacts"])
 
 
 def worker_channel(name: str) -> str:

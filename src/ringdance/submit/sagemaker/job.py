@@ -40,8 +40,6 @@ class TrainingJob:
     base_job_name: str | None = None
     boto_session: Any = None
     region: str | None = option("default: AWS_REGION, or boto3's configuration")
-    timeline: bool = option("write a timeline into the job's output", False)
-    autotune_log: bool = option("write the tuner's log into the job's output", False)
     output_path: str | None = option("where model and output go", None, "--output", metavar="S3URI")
     code_location: str | None = None
     volume_size: int = option("size of each disk", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")

@@ -1,19 +1,81 @@
-"""Names and interfaces of hosts."""
+"""Names, addresses and interfaces of hosts."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host, Hosts
-from ringdance.doctor.rows import limit, outliers, several
+import psutil
 
-_NAMED = (
-    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include",
-    "PRTE_MCA_prte_if_include", "HOROVOD_GLOO_IFACE",
-)  # fmt: skip
+from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host, Hosts, Usage, limit, outliers
+from ringdance.doctor.machine import INTERFACES
+from ringdance.launch.hosts import several
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+# Bridges and ends of tunnels that have the same address on every host.
+_VIRTUAL = (
+    "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "lxd", "podman", "tunl", "vmnet", "kube-",
+)  # fmt: skip
+
+# --- facts -----------------------------------------------------------------------------------------
+
+
+def network_facts(usage: Usage) -> dict[str, Any]:
+    """Own name and its addresses; interfaces; the other hosts' addresses as this host resolves them."""
+    name = socket.gethostname()
+    own = resolve(name)
+    interfaces = _interfaces()
+    here = {address for entry in interfaces for address, _ in entry["addresses"]}
+    return {
+        "hostname": name,
+        "own": own,
+        "own_is_here": any(address in here or _is_loopback(address) for address in own),
+        "localhost": resolve("localhost"),
+        "localhost_is_loopback": any(map(_is_loopback, resolve("localhost"))),
+        "hosts": {host: resolve(host) for host in usage.hosts},
+        "interfaces": interfaces,
+    }
+
+
+def resolve(name: str) -> list[str]:
+    """Return the addresses of a name; none if it does not resolve."""
+    try:
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except (OSError, UnicodeError):
+        return []
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _interfaces() -> list[dict[str, Any]]:
+    """Describe interfaces: addresses and MTU."""
+    addresses = psutil.net_if_addrs()
+    return [
+        {
+            "name": name,
+            "virtual": name.startswith(_VIRTUAL),
+            "addresses": _addresses(addresses.get(name, ())) if state.isup else [],
+            "mtu": state.mtu,
+        }
+        for name, state in psutil.net_if_stats().items()
+    ]
+
+
+def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
+    """Return [address, prefix length] of those that may lead to other hosts."""
+    return [
+        [entry.address, int(ipaddress.ip_address(entry.netmask)).bit_count()]
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask
+        if not _is_loopback(entry.address) and "%" not in entry.address  # %eth0: link-local
+    ]
+
+
+# --- checks ----------------------------------------------------------------------------------------
 
 
 def _own_name(host: Host) -> Finding:
@@ -31,7 +93,7 @@ def _own_name(host: Host) -> Finding:
 
 def _interface_named(host: Host) -> Iterator[Finding]:
     names = {entry["name"] for entry in host["network"]["interfaces"]}
-    for variable in _NAMED:
+    for variable in INTERFACES:
         value = host.variable(variable)
         words = [word.strip() for word in value.lstrip("=").split(",") if word.strip() and "/" not in word]
         if not words or value.startswith("^"):
@@ -68,24 +130,11 @@ def _networks(host: Host) -> dict[Network, int]:
     }
 
 
-def _common(hosts: Hosts) -> set[Any]:
-    return set.intersection(*(set(_networks(host)) for host in hosts.values()))
-
-
-def _common_network(hosts: Hosts) -> Finding:
-    common = _common(hosts)
-    if common:
-        return Finding(f"all hosts are in {several(sorted(map(str, common)))}")
-    words = [f"{name}: {several(list(map(str, _networks(host)))) or 'none'}" for name, host in hosts.items()]
-    return Finding(
-        f"no network is common to all hosts ({'; '.join(words[:4])})",
-        "route all hosts to each other, and give Open MPI's btl_tcp_if_include the networks",
-    )
-
-
 def _same_mtu(hosts: Hosts) -> Iterator[Finding]:
-    for network in sorted(_common(hosts), key=str):
-        sizes = {name: _networks(host)[network] for name, host in hosts.items()}
+    networks = {name: _networks(host) for name, host in hosts.items()}
+    common: set[Any] = set.intersection(*map(set, networks.values()))
+    for network in sorted(common, key=str):
+        sizes = {name: found[network] for name, found in networks.items()}
         fix = f"sudo ip link set INTERFACE mtu {min(sizes.values())} on all hosts"
         yield from outliers({name: f"MTU {mtu}" for name, mtu in sizes.items()}, fix, f"{network}:")
 
@@ -105,8 +154,6 @@ CHECKS = (
           "whether hosts resolve each other's names to the same address; each host is asked for the 16 hosts "
           "after it in the list",
           _names_agree, compares=True),
-    Check("common-network", "network", WARNING,
-          "a network that all hosts have an interface in", _common_network, compares=True),
     Check("same-mtu", "network", WARNING,
           "MTU of the interfaces in a common network: small packets pass, large ones vanish, and jobs hang "
           "in the first all-reduce", _same_mtu, compares=True),
