@@ -51,7 +51,7 @@ _COMMANDS = {
     },
     "data and hosts": {
         "data": ("ringdance.data.prepare.cli", "prepare images for training, check and describe data sets"),
-        "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
+        "hosts": ("ringdance.hosts.cli", "look at hosts, copy files to them"),
     },
     "submit": {
         "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),

@@ -183,23 +183,6 @@ def test_a_killed_launcher_is_told(job: Callable[..., str], ringdance: Ringdance
     assert done.returncode != 0
 
 
-def test_hosts_kill_ends_what_was_started_and_nothing_else(
-    job: Callable[..., str], ringdance: Ringdance, tmp_path: Path
-) -> None:
-    name, other = job(), job()
-    rows = json.loads(ringdance("hosts", "list", "-H", "localhost", "--json").stdout)
-    jobs = {full[:8]: found["ranks"] for full, found in rows[0]["jobs"].items()}
-    assert jobs[name] == jobs[other] == [0, 1]
-    done = ringdance("hosts", "kill", "-H", "localhost", name)
-    assert done.returncode == 0, done.stderr
-    assert f"of job {name} ended" in done.stdout
-    assert wait_until(lambda: state(ringdance, name)["state"] != "running", 15.0) is not None
-    assert state(ringdance, name)["code"] != 0
-    assert state(ringdance, other)["state"] == "running"
-    assert ringdance("stop", other).returncode == 0
-    assert wait_until(lambda: not living(tmp_path), 10.0) is not None
-
-
 def test_what_cannot_be_started_is_told_at_once(ringdance: Ringdance, tmp_path: Path) -> None:
     path = script(tmp_path, TALKS)
     for words, said in (

@@ -1,1 +1,1 @@
-"""``ringdance hosts``: look at hosts, run commands on them, copy to them, end jobs, add their ssh keys."""
+"""``ringdance hosts``: look at hosts, copy files to them."""

@@ -9,16 +9,13 @@ from contextlib import closing
 from ringdance import subcommands
 from ringdance.hosts import commands
 from ringdance.hosts.host_set import HostSet, add_arguments, host_set
-from ringdance.launch.parser import number
 from ringdance.subcommands import Subcommand
 
-_DESCRIPTION = "Look at hosts, run commands on them, copy files to them, end jobs."
+_DESCRIPTION = "Look at hosts, copy files to them."
 _EPILOG = """\
 examples:
   ringdance hosts list -H node1:4,node2:4        show reachability and running jobs
-  ringdance hosts run --hostfile hosts -- nvidia-smi -L
   ringdance hosts copy -H node1,node2,node3 data /scratch/data
-  ringdance hosts kill -H node1,node2 3f2a91c0   end a job's processes, even if its launcher is gone
 
 Without -H and --hostfile the hosts are those allocated by a scheduler: a Slurm or LSF job's, the workers of
 an MPIJob or TrainJob, the hosts of a SageMaker job. `ringdance hosts COMMAND --help` shows all options.
@@ -55,16 +52,6 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "working directory of the command (default: the home directory)"
-    add("--chdir", dest="directory", default="", metavar="DIR", help=text)
-    add("--timeout", type=number, metavar="S", help="end the command after so many seconds (default: never)")
-    add("--live", action="store_true", help="show each line at once, as `<host> text`")
-    _add_json(parser)
-    add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
-
-
 def _add_copy(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="a file or a directory on this machine")
@@ -79,22 +66,7 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
-def _add_kill(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", help="the job, or the first digits of its name")
-
-
 _LIST = "exit code: 0 if all hosts answer, else 1"
-_RUN = """\
-Several words are a program and its arguments; a single word is a line for the shell there:
-  ringdance hosts run -H node1,node2 -- nvidia-smi -L
-  ringdance hosts run -H node1,node2 -- 'dmesg | tail -3'
-  ringdance hosts run -H node1,node2 --chdir /scratch --timeout 60 -- du -sh data
-
-Programs of this Python environment are found first, so `pip` is this one's. stdin is empty.
-Ctrl-C ends the command on all hosts.
-
-exit code: 0 if it was 0 on all hosts; else that of the hosts where it was not, if they agree,
-or 1; 124 for --timeout, 255 for a host that could not be reached"""
 _COPY = """\
 examples:
   ringdance hosts copy -H node1,node2,node3 data /scratch/data   the directory becomes /scratch/data
@@ -106,18 +78,11 @@ An interrupted copy is resumed by the same command. Nothing is removed on the ho
 by ssh. From host to host the bytes go over TCP, not encrypted, like MPI's; --direct avoids that.
 
 exit code: 0 if everything is on all hosts, else 1"""
-_KILL = """\
-For jobs that their launcher cannot end any more; otherwise use Ctrl-C, or `ringdance stop`.
-Only processes started by `ringdance run`, with their files in /tmp and /dev/shm."""
 _SUBCOMMANDS = {
     "list": _subcommand(
         commands.list_hosts, "show hosts, whether they answer, and your ranks there", _add_json, _LIST
     ),
-    "run": _subcommand(
-        commands.run, "run a command on every host, and show equal outputs once", _add_run, _RUN
-    ),
     "copy": _subcommand(
         commands.copy, "copy a file or a directory to all hosts, each passing it on", _add_copy, _COPY
     ),
-    "kill": _subcommand(commands.kill, "end all processes of a job on these hosts", _add_kill, _KILL),
 }

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.filesize import decimal
 
-from ringdance.errors import LaunchError
 from ringdance.hosts import files
 from ringdance.hosts.copy import Copy, Outcome
 from ringdance.hosts.host_set import HostSet
 from ringdance.hosts.progress import CopyProgress
-from ringdance.hosts.run import Result, Run, exit_code, grouped
-from ringdance.launch.directories import bases
 from ringdance.launch.output.merge import spans
 from ringdance.launch.plan import devices_text, table
-
-
-def _ask(hosts: HostSet, message: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the answers of the hosts that succeeded; what is wrong with the others is noted."""
-    answers = hosts.ask(dict.fromkeys(hosts.connected, message))
-    hosts.problems |= {host: answer["problem"] for host, answer in answers.items() if answer["problem"]}
-    return {host: answer for host, answer in answers.items() if not answer["problem"]}
 
 
 def _print_problems(problems: Mapping[str, str]) -> int:
@@ -41,14 +28,16 @@ def _print_problems(problems: Mapping[str, str]) -> int:
     return int(bool(problems))
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def list_hosts(arguments: argparse.Namespace, hosts: HostSet) -> int:
     """Show hosts, whether they answer, and the user's ranks there."""
     hosts.connect(arguments.connect_timeout)
-    jobs = {host: answer["jobs"] for host, answer in _ask(hosts, {"task": "jobs"}).items()}
+    answers = hosts.ask({host: {"task": "jobs"} for host in hosts.connected})
+    hosts.problems |= {host: answer["problem"] for host, answer in answers.items() if answer["problem"]}
+    jobs = {host: answer["jobs"] for host, answer in answers.items() if not answer["problem"]}
     rows = []
     for host, slots in hosts.slots.items():
         facts = hosts.agents[host].facts if host in hosts.agents else None
@@ -76,55 +65,6 @@ def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
     known = (row["slots"], "yes" if row["reachable"] else "no", row["cores"])
     cells = (*known, devices_text(row["devices"]), "; ".join(jobs))
     return (row["host"], *(str(cell) if cell else "-" for cell in cells))
-
-
-def run(arguments: argparse.Namespace, hosts: HostSet) -> int:
-    """Run a command on every host."""
-    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    if not words:
-        raise LaunchError("missing command, for example: ringdance hosts run -H node1,node2 -- uptime")
-    hosts.connect(arguments.connect_timeout)
-    live = arguments.live and not arguments.json
-    command = Run(hosts, _print_line if live else None)
-    command.start(words, arguments.directory)
-    with Console(stderr=True, quiet=live).status("") as status:
-        results = command.wait(
-            arguments.timeout, lambda left: status.update(f"waiting for {', '.join(left[:5])}")
-        )
-    if arguments.json:
-        rows = [
-            {"host": host, **dataclasses.asdict(result), "output": result.output.decode(errors="replace")}
-            for host, result in results.items()
-        ]
-        print(json.dumps(rows, indent=2))
-    elif live:
-        failed = {host: result for host, result in results.items() if result.code}
-        _print_problems({host: one.problem or f"exit code {one.code}" for host, one in failed.items()})
-    else:
-        _print_results(results)
-    return exit_code(results)
-
-
-def _print_line(host: str, line: bytes) -> None:
-    _print_output(f"<{host}> ".encode() + line + b"\n" * (not line.endswith((b"\n", b"\r"))))
-
-
-def _print_output(output: bytes) -> None:
-    sys.stdout.flush()
-    sys.stdout.buffer.write(output)
-    sys.stdout.buffer.flush()
-
-
-def _print_results(results: Mapping[str, Result]) -> None:
-    """Print each result once, below the hosts that have it."""
-    for names, result in grouped(results):
-        head = names[0] if len(names) == 1 else f"{len(names)} hosts: {', '.join(names)}"
-        code = f" (exit code {result.code})" if result.code and not result.problem else ""
-        print(f"== {head}{code}")
-        output = bytes(result.output)
-        _print_output(output + b"\n" * (not output.endswith(b"\n") and bool(output)))
-        if result.problem:
-            print(f"-- {result.problem}")
 
 
 def copy(arguments: argparse.Namespace, hosts: HostSet) -> int:
@@ -165,26 +105,3 @@ def _summary(outcomes: Mapping[str, Outcome], seconds: float) -> str:
     parts += [f"resumed after {decimal(kept)} of an earlier copy"] if kept else []
     parts += [f"{there} {'was' if there == 1 else 'were'} there already"] if there else []
     return "; ".join(parts)
-
-
-def kill(arguments: argparse.Namespace, hosts: HostSet) -> int:
-    """End a job's processes."""
-    if not re.fullmatch(r"[0-9a-f]{4,32}", arguments.job):
-        raise LaunchError(
-            f"{arguments.job!r} is not a job's name: give at least 4 of its digits, as shown by "
-            "`ringdance hosts list`"
-        )
-    hosts.connect(arguments.connect_timeout)
-    found = _ask(hosts, {"task": "jobs"})
-    known = {job for answer in found.values() for job in answer["jobs"]}
-    matching = [job for job in known if job.startswith(arguments.job)]
-    if len(matching) > 1:
-        raise LaunchError(f"{arguments.job} could be {' or '.join(sorted(matching))}: give more digits")
-    if not matching:
-        _print_problems(hosts.problems)
-        others = ", ".join(sorted(job[:8] for job in known)) or "none"
-        count = _count(len(found), "host")
-        raise LaunchError(f"no job {arguments.job} runs on {count}; jobs there: {others}")
-    for host, answer in _ask(hosts, {"task": "kill", "job": matching[0], "bases": bases(os.environ)}).items():
-        print(f"{host}: {_count(answer['processes'], 'process', 'es')} of job {matching[0][:8]} ended")
-    return _print_problems(hosts.problems)

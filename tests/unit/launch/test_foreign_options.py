@@ -109,7 +109,6 @@ OTHERS = {
     "doctor -np 4": "write --slots N, the number of ranks on each host",
     "doctor -hostfile hosts": "did you mean --hostfile?",
     "hosts list -machinefile hosts": "write --hostfile FILE",
-    "hosts run --gloo -- true": OUT,
     "explain --nodelist h1": HOSTS,
     "status --oversubscribe": "",
     "bench train --batch-size 32": "write --batch N, of each rank",

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -202,14 +201,6 @@ def start_of(pid: int) -> str:
     if LINUX:
         return b"".join(_stat(pid)[19:20]).decode()
     return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
-
-
-def began(pid: int) -> float:
-    """Return about when a process was started, in seconds since the epoch; now if that is unknown."""
-    try:
-        return os.stat(f"/proc/{pid}").st_mtime
-    except OSError:
-        return time.time()
 
 
 def name_of(pid: int) -> str:
