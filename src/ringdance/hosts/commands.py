@@ -16,7 +16,7 @@ from ringdance.hosts import files
 from ringdance.hosts.copy import Copy, Outcome
 from ringdance.hosts.host_set import HostSet
 from ringdance.hosts.progress import CopyProgress
-from ringdance.launch.output.merge import spans
+from ringdance.launch.hosts import spans
 from ringdance.launch.plan import devices_text, table
 
 

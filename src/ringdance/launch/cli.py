@@ -75,11 +75,7 @@ def parser() -> argparse.ArgumentParser:
     text = "begin each output line with [rank] (default)"
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--timestamps", action="store_true", help="begin each output line with the time")
-    add("--fold", action="store_true", help="show a line that several ranks write once: `[0-3] text`")
     add("--output-json", action="store_true", help="each output line as JSON: rank, host, stream, time, text")
-    text = "colours for the ranks, also where the output is no terminal"
-    add("--color", "--colour", action="store_true", dest="colour", help=text)
-    add("--gpus-per-rank", type=int, default=0, metavar="N", help="GPUs that each rank needs on its host")
     text = "seconds until all ranks must have started (default 60)"
     add("--start-timeout", type=number, default=60.0, metavar="S", help=text)
     text = "seconds for the ranks to end after Ctrl-C, SIGTERM or SIGHUP (default 30); Ctrl-C again ends them"
@@ -155,7 +151,7 @@ def run(
 
     if arguments.detach and not arguments.dry_run:
         # What is kept is not for this terminal.
-        return start_detached(replace(spec, colour=arguments.colour), checked, log)
+        return start_detached(replace(spec, colour=False), checked, log)
     prepared = prepare(spec, log)
     if arguments.dry_run:
         prepared.close()
@@ -174,8 +170,6 @@ def _log(text: str) -> None:
 
 def _style(arguments: argparse.Namespace) -> Style | None:
     if arguments.output_json:
-        if arguments.fold:
-            raise LaunchError("--fold and --output-json exclude one another")
         return Style(json=True)
     return None if arguments.prefix else Style("", clock=arguments.timestamps)
 
@@ -232,8 +226,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         forward=forwarding(",".join(text for text in arguments.env if "=" not in text) or "all"),
         style=_style(arguments),
         clock=arguments.timestamps,
-        colour=arguments.colour or (sys.stdout.isatty() and not os.environ.get("NO_COLOR")),
-        fold=arguments.fold,
+        colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         timeline=arguments.timeline,
         timeline_steps=arguments.timeline_steps or "",
         output_directory=arguments.output_filename or "",
@@ -241,5 +234,4 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         heartbeat_timeout=arguments.host_timeout,
         grace=arguments.grace,
         verbose=arguments.verbose,
-        gpus_per_rank=arguments.gpus_per_rank,
     )

@@ -55,7 +55,6 @@ _ROWS = (
     ("output error log-dir redirects tee o", "--output-filename", "write --output-filename DIR"),
     ("timeline-filename", "--timeline", "write --timeline FILE"),
     ("network-interfaces iface", "--network-interface", "write --network-interface A,B"),
-    ("gpus-per-task", "--gpus-per-rank", "write --gpus-per-rank N"),
     ("tag-output label l prepend-rank", "--prefix", "leave it out: each line begins with its [rank]"),
     ("timestamp-output prefix-output-with-timestamp prefix-timestamp", "--timestamps", "write --timestamps"),
     ("display-map display-allocation do-not-launch test-only", "--dry-run", "write --dry-run"),

@@ -25,10 +25,9 @@ from ringdance.launch.directories import (
     host_shared,
     usable,
 )
-from ringdance.launch.hosts import Host
+from ringdance.launch.hosts import Host, spans
 from ringdance.launch.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
-from ringdance.launch.output.merge import spans
 from ringdance.launch.output.results import CollectedFile, Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput, remove_left
@@ -172,9 +171,9 @@ class Job:
 
     def _step(self) -> None:
         now = time.monotonic()
-        due = [self._deadline, *self._ranks.due(self._state is State.RUNNING)]
+        due = min(self._deadline, self._ranks.due(self._state is State.RUNNING))
         again = self._agents.check(self._state not in WELL and not self._shutdown.signal)
-        timeout = min(max(0.0, min(due) - now), math.inf if again is None else again)
+        timeout = min(max(0.0, due - now), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
             # What came before in this round may have closed it.
             if self._selector.get_map().get(key.fd) is key:
@@ -441,7 +440,6 @@ class Job:
             )
             verdict, _ = self._ranks.judge(self._outside, code)
         self._ranks.show_held(verdict)
-        self._ranks.flush_merged(everything=True)
         unfinished = self._results is not None and not self._results.kept
         if number and (verdict or incomplete or unfinished) and self._shutdown.caused_failures:
             for cause in self._outside:

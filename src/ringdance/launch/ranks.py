@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +11,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
-from ringdance.launch.hosts import rank_numbers
-from ringdance.launch.output.merge import LineMerger, spans
+from ringdance.launch.hosts import rank_numbers, spans
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Stream, make_streams
 from ringdance.launch.prepare import PreparedJob
@@ -62,8 +62,6 @@ class RankTable:
         self._holding: dict[int, Rank] = {}  # those that run and hold a traceback back, the longest first
         self.lost_hosts: set[str] = set()
         self.alone: dict[int, str] = {}  # by rank, the framework of those that have not called init()
-        sinks = (screen.of(0), screen.of(1)) if self._spec.fold else ()
-        self._folds = [LineMerger(sink, self._plan.ranks) for sink in sinks]
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
         """Let a rank start; return what is wrong with it instead, or "".
@@ -79,13 +77,10 @@ class RankTable:
         wrong = self._misplaced(number, int(hello["size"]), link)
         if wrong:
             return wrong
-        sinks = [fold.sink_of(number) for fold in self._folds]
-        out, err = sinks or (self._screen.of(which, number) for which in (0, 1))
+        sinks = self._screen.of(0, number), self._screen.of(1, number)
         directory = self._spec.output_directory
         try:
-            streams = make_streams(
-                number, self._plan.ranks, host, (out, err), self._style, directory, self._spec.fold
-            )
+            streams = make_streams(number, self._plan.ranks, host, sinks, self._style, directory)
         except OSError as error:
             raise LaunchError(f"--output-filename {directory}: {error}") from None
         self._ranks[number] = self._by_link[link] = Rank(link, number, host, streams)
@@ -212,20 +207,17 @@ class RankTable:
 
     # --- output that waits ---------------------------------------------------------------------
 
-    def due(self, running: bool) -> list[float]:
-        """Return when lines that wait for the same of other ranks are due, and held tracebacks.
+    def due(self, running: bool) -> float:
+        """Return when the next held traceback is due.
 
         Args:
             running: whether the job runs; later, tracebacks wait for its end.
         """
-        found = [fold.due() for fold in self._folds]
-        if running and self._holding:
-            found.append(next(iter(self._holding.values())).streams[1].held_until)
-        return [due for due in found if due is not None]
+        until = next(iter(self._holding.values())).streams[1].held_until if self._holding else None
+        return math.inf if until is None or not running else until
 
     def show_due(self, running: bool) -> None:
         """Show those that are due."""
-        self.flush_merged()
         now = time.monotonic()
         while running and self._holding:
             rank = next(iter(self._holding.values()))
@@ -234,11 +226,6 @@ class RankTable:
                 break
             rank.streams[1].release()
             del self._holding[rank.rank]
-
-    def flush_merged(self, everything: bool = False) -> None:
-        """Show the lines that have waited long enough for those of other ranks, or all."""
-        for fold in self._folds:
-            fold.flush(everything)
 
     # --- judgement -----------------------------------------------------------------------------
 

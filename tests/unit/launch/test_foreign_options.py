@@ -62,7 +62,6 @@ RUN = {
     "--nodelist=h[1-4] train.py": HOSTS,
     "-w h1 train.py": HOSTS,
     "--cpus-per-task=4 train.py": "write -x OMP_NUM_THREADS=N",
-    "--gpus-per-task=1 train.py": "write --gpus-per-rank N",
     "--label train.py": "leave it out: each line begins with its [rank]",
     "--mpi=pmix train.py": OUT,
     # horovodrun

@@ -238,22 +238,13 @@ def test_gpus_that_ranks_see(devices: int, variable: str | None, count: int) -> 
     assert list(found.visible) == ["H100"] * count
 
 
-def test_each_rank_has_its_gpus() -> None:
+def test_a_variable_that_is_given_decides_which_gpus_all_hosts_show() -> None:
     four = HostFacts(devices=["H100"] * 4)
     facts = {"a": four, "b": replace(four, visible_devices="0,1")}
     two = {"hosts": [("a", 4), ("b", 2)], "ranks": 6, "local": ("a",), "facts": facts}
-    assert "GPUs:        1 for each rank" in plan(**two, gpus_per_rank=1).describe()
-    assert "GPUs:" not in plan(**two).describe()
-    asked = plan(**two, gpus_per_rank=1, exports={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert [len(host.devices) for host in plan(**two).hosts] == [4, 2]
+    asked = plan(**two, exports={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert [len(host.devices) for host in asked.hosts] == [4, 4]
-    assert plan(**{**two, "facts": {"a": facts["a"]}}, gpus_per_rank=1)  # b was not asked (--no-check)
-    with pytest.raises(LaunchError) as error:
-        plan(**two, gpus_per_rank=2)
-    assert "a has 4 for 4 ranks, b has 2 for 2 ranks. Give them fewer slots (-H a:2,b:1)" in str(error.value)
-    with pytest.raises(LaunchError, match=r"b has 1 for 2 ranks\. Give them fewer slots \(-H b:1\)"):
-        plan(**{**two, "facts": facts | {"b": replace(four, visible_devices="3")}}, gpus_per_rank=1)
-    with pytest.raises(LaunchError, match=r"--gpus-per-rank -1: it must be 0 or more"):
-        JobSpec(["x"], ranks=1, gpus_per_rank=-1).resolved()
 
 
 def test_gpus_are_counted_by_their_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
