@@ -104,7 +104,6 @@ class Agents:
         self._selector, self._listener, self._heartbeat_timeout = selector, listener, heartbeat_timeout
         self._links: dict[tuple[str, int], RankLink] = {}
         self._programs: list[OnExit] = []
-        self._input: tuple[RankLink, int] | None = None
         self._paused, self._checked, self._check_at = False, time.monotonic(), 0.0
         for agent in self._all.values():
             fd = agent.frames.read_fd
@@ -333,8 +332,6 @@ class Agents:
             name = signal_name(message["signal"])
             why = f"{message['name']} (pid {message['died']}), which is no rank, was killed by {name}"
             listener.on_host_failed(host, why, lost=False)
-        elif "took" in message:
-            self._await_input()
         elif "file" in message:
             listener.on_file(message["file"], payload, message["last"])
         elif "cleaned" in message:
@@ -352,27 +349,3 @@ class Agents:
         else:
             del self._links[remote.host, number]
             self._listener.on_rank_closed(link)
-
-    # --- what rank 0 reads ---------------------------------------------------------------------
-
-    def feed(self, link: RankLink, descriptor: int) -> None:
-        """Pass what can be read from `descriptor` on to a rank, as fast as it takes it."""
-        self._input = link, descriptor
-        self._await_input()
-
-    def _await_input(self) -> None:
-        assert self._input
-        try:
-            watch(self._selector, self._input[1], selectors.EVENT_READ, self._pass_input)
-        except PermissionError:  # a file, or /dev/null: cannot be waited for, and need not
-            self._pass_input()
-
-    def _pass_input(self) -> None:
-        assert self._input
-        link, descriptor = self._input
-        watch(self._selector, descriptor, 0, None)
-        try:
-            data = os.read(descriptor, 32768)
-        except OSError:
-            data = b""
-        link.remote.frames.send({"stdin": link.number}, data)

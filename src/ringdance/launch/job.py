@@ -56,7 +56,7 @@ class Job:
         prepared: what is to be started, and the agents on other hosts, which end with the job.
         screen: where the ranks' output goes.
         id: of the job, 32 hexadecimal digits; by default a new one.
-        stdin: file descriptor of rank 0's input; -1 for none.
+        stdin: file descriptor of rank 0's input, if it runs on this host; -1 for none.
         files: contents of files in the job's directory on every host, by name, for the ranks (call.py).
         results: takes the ranks' ``result.*.pkl`` from there if all complete, or None.
 
@@ -120,7 +120,7 @@ class Job:
             environ = local_environment(self._plan, self.id, self._directory)
             local = start_local(name, environ, self._stdin, self._remotes)
             self._agents = Agents(local, self._remotes, self._selector, self, self._spec.heartbeat_timeout)
-            self._ranks = RankTable(self._prepared, self._screen, self._stdin, self._agents)
+            self._ranks = RankTable(self._prepared, self._screen, self._agents)
             output = self._spec.output_directory
             messages = job_messages(self._plan, self.id, self._bases, self._prepared.needed, output)
             self._agents.begin(*messages, self._files)

@@ -47,13 +47,12 @@ class RankTable:
     Args:
         prepared: which ranks are expected and where, and how their output is shown.
         screen: where their output goes.
-        stdin: file descriptor of rank 0's input; -1 for none.
         agents: the agents on all hosts.
     """
 
-    def __init__(self, prepared: PreparedJob, screen: Screen, stdin: int, agents: Agents) -> None:
+    def __init__(self, prepared: PreparedJob, screen: Screen, agents: Agents) -> None:
         self._plan, self._spec, self._style = prepared.plan, prepared.spec, prepared.style
-        self._screen, self._stdin, self._agents = screen, stdin, agents
+        self._screen, self._agents = screen, agents
         self._places = rank_numbers(self._plan.hosts)
         self._host_of = {number: host.name for host in self._plan.hosts for number in host.ranks}
         self._ranks: dict[int, Rank] = {}
@@ -84,12 +83,7 @@ class RankTable:
         except OSError as error:
             raise LaunchError(f"--output-filename {directory}: {error}") from None
         self._ranks[number] = self._by_link[link] = Rank(link, number, host, streams)
-        # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
-        reads = number == 0 and self._stdin >= 0
-        port = self._agents.port(self._host_of[0])
-        link.send({"go": self._places[number], "port": port, "stdin": reads})
-        if reads and not self._agents.is_local(link):
-            self._agents.feed(link, self._stdin)
+        link.send({"go": self._places[number], "port": self._agents.port(self._host_of[0])})
         return ""
 
     def _misplaced(self, number: int, size: int, link: RankLink) -> str:

@@ -45,7 +45,7 @@ def steps_of_a_job(ranks: int) -> list[int]:
     spec = SimpleNamespace(output_directory="")
     sinks = SimpleNamespace(of=lambda *which: lambda data: None)
     agents = SimpleNamespace(port=lambda host: 1, is_local=lambda link: True)
-    table = RankTable(SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK), sinks, -1, agents)  # type: ignore[arg-type]
+    table = RankTable(SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK), sinks, agents)  # type: ignore[arg-type]
     frames = SimpleNamespace(send=lambda *message: True)
     links = [RankLink(Remote(f"h{n // 4}", frames, ()), n) for n in range(ranks)]  # type: ignore[arg-type]
     for number, link in enumerate(links):
@@ -99,7 +99,7 @@ def test_the_first_failure_does_not_depend_on_the_clocks_of_hosts(
     remotes = [Remote(host.name, None, (), local=host.local) for host in hosts]  # type: ignore[arg-type]
     plan, spec = SimpleNamespace(hosts=hosts, ranks=2), SimpleNamespace()
     prepared: Any = SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK)
-    table = RankTable(prepared, SimpleNamespace(of=lambda which: None), -1, None)  # type: ignore[arg-type]
+    table = RankTable(prepared, SimpleNamespace(of=lambda which: None), None)  # type: ignore[arg-type]
     for number, remote in enumerate(remotes):
         streams = [Stream(lambda data: None, WITH_RANK, holds=bool(which)) for which in range(2)]
         link = RankLink(remote, number)

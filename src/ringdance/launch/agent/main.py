@@ -7,10 +7,10 @@ is replaced by a process it has forked (:meth:`Cleanup.fork_backup`). Standard l
 
 Messages (:class:`launch.messages.Frames`) go over stdin and stdout. From the launcher:
 ``{"job", ...}`` once; ``{"put": name, "mode"}`` with a file's bytes; ``{"spawn": n, "command" or "argv"}``;
-``{"to": connection of a rank, "message"}``; ``{"stdin": connection}`` with bytes; ``{"ping"}``;
+``{"to": connection of a rank, "message"}``; ``{"ping"}``;
 ``{"pause": bool}``; ``{"clean", "failed", "results"}``; those of tasks.py.
 To the launcher: ``{"facts"}``; ``{"ready", "problem", "port"}``; ``{"from": connection, "message"}``;
-``{"from", "stream": 0 or 1}`` with bytes (none: its end); ``{"from", "closed"}``; ``{"took": connection}``;
+``{"from", "stream": 0 or 1}`` with bytes (none: its end); ``{"from", "closed"}``;
 ``{"output"}`` with bytes; ``{"exited": n, "pid", "code", "time"}``; ``{"died": pid, "name", "signal"}``;
 ``{"note"}``; ``{"pong"}``; ``{"file": name, "last"}`` with bytes; ``{"cleaned": bool}``.
 """
@@ -142,8 +142,6 @@ class _Agent:
             self._launcher.send({"pong": message["ping"]})
         elif "to" in message:
             self._ranks.send(message["to"], message["message"])
-        elif "stdin" in message:
-            self._ranks.write_stdin(message["stdin"], payload)
         elif "spawn" in message:
             self._spawn(message)
         elif "pause" in message:
