@@ -260,11 +260,7 @@ class Job:
 
     def _on_signals(self) -> None:
         for number in self._signals.take():
-            if number == signal.SIGTSTP:
-                self._agents.pause(True)
-                os.kill(os.getpid(), signal.SIGSTOP)
-                self._agents.pause(False)
-            elif number in PASSED_ON:
+            if number in PASSED_ON:
                 self._ranks.send({"signal": number})
             else:
                 self._stop(number)

@@ -189,7 +189,7 @@ class RankTable:
 
     def local_pids(self) -> list[int]:
         """Return the processes of the ranks on the launcher's host."""
-        return [rank.pid for rank in self._ranks.values() if rank.pid and self._agents.is_local(rank.link)]
+        return [rank.pid for rank in self._ranks.values() if rank.pid and rank.link.remote.local]
 
     # --- actions -------------------------------------------------------------------------------
 

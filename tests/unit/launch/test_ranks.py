@@ -44,7 +44,7 @@ def steps_of_a_job(ranks: int) -> list[int]:
     plan: Any = SimpleNamespace(hosts=hosts, ranks=ranks)
     spec = SimpleNamespace(output_directory="")
     sinks = SimpleNamespace(of=lambda *which: lambda data: None)
-    agents = SimpleNamespace(port=lambda host: 1, is_local=lambda link: True)
+    agents = SimpleNamespace(port=lambda host: 1)
     table = RankTable(SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK), sinks, agents)  # type: ignore[arg-type]
     frames = SimpleNamespace(send=lambda *message: True)
     links = [RankLink(Remote(f"h{n // 4}", frames, ()), n) for n in range(ranks)]  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ is replaced by a process it has forked (:meth:`Cleanup.fork_backup`). Standard l
 Messages (:class:`launch.messages.Frames`) go over stdin and stdout. From the launcher:
 ``{"job", ...}`` once; ``{"put": name, "mode"}`` with a file's bytes; ``{"spawn": n, "command" or "argv"}``;
 ``{"to": connection of a rank, "message"}``; ``{"ping"}``;
-``{"pause": bool}``; ``{"clean", "failed", "results"}``; those of tasks.py.
+``{"clean", "failed", "results"}``; those of tasks.py.
 To the launcher: ``{"facts"}``; ``{"ready", "problem", "port"}``; ``{"from": connection, "message"}``;
 ``{"from", "stream": 0 or 1}`` with bytes (none: its end); ``{"from", "closed"}``;
 ``{"output"}`` with bytes; ``{"exited": n, "pid", "code", "time"}``; ``{"died": pid, "name", "signal"}``;
@@ -78,7 +78,7 @@ class _Agent:
         self._port = 0  # for MASTER_PORT
         self._heard = self._answered = self._turned = time.monotonic()
         self._timeout: float | None = None  # for the launcher's heartbeat
-        self._paused = self._full = self._over = False
+        self._full = self._over = False
         self._wake = linux.wake_on_signals()
 
     def run(self) -> None:
@@ -108,7 +108,7 @@ class _Agent:
         return self._heartbeats.send() if self._local else 0.5
 
     def _launcher_is_silent(self) -> bool:
-        limit, now = None if self._paused else self._timeout, time.monotonic()
+        limit, now = self._timeout, time.monotonic()
         if now - self._turned > _SLEPT_S:  # this process was stopped, or its machine: it has heard nothing
             self._heard = now
         self._turned = now
@@ -144,8 +144,6 @@ class _Agent:
             self._ranks.send(message["to"], message["message"])
         elif "spawn" in message:
             self._spawn(message)
-        elif "pause" in message:
-            self._paused = message["pause"]
         elif "put" in message:
             self._put(os.path.basename(message["put"]), payload, message.get("mode", 0o600))
         elif "task" in message:

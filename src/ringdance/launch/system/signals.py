@@ -31,7 +31,7 @@ def raising_to_end() -> Iterator[None]:
 
 
 class Signals:
-    """Catch the signals of :data:`STOPPING` and :data:`PASSED_ON`, and SIGTSTP, but for those ignored so far.
+    """Catch the signals of :data:`STOPPING` and :data:`PASSED_ON`, but for those ignored so far.
 
     Only the main thread can: elsewhere (``ringdance.run`` in a thread) nothing is caught.
     """
@@ -43,7 +43,7 @@ class Signals:
         self._sockets = read, write = socket.socketpair()
         read.setblocking(False)
         write.setblocking(False)
-        numbers = (*STOPPING, *PASSED_ON, signal.SIGTSTP)
+        numbers = (*STOPPING, *PASSED_ON)
         # nohup's is not, nor what a shell without job control ignores for a program in the background
         heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
