@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.background.detach import start as start_detached
@@ -18,13 +17,11 @@ from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import JobSpec, parse_exports, refuse_launcher, resolve_command
 from ringdance.launch.terminal import run_in_terminal
-from ringdance.settings import parse
 
 _EPILOG = """\
 examples:
   ringdance run -np 2 python train.py --epochs 3
   ringdance run -np 4 --output-filename logs python train.py      logs/rank.0/stdout, ...
-  ringdance run -np 4 --metrics-port 9400 python train.py         figures for Prometheus and Grafana
   ringdance run -np 2 -x OMP_NUM_THREADS=4 python -m package.train
   ringdance run -np 2 --dry-run python train.py                   show the plan, start nothing
   ringdance run -H h1:4,h2:4 python train.py                      four ranks on each of two hosts, by ssh
@@ -60,18 +57,12 @@ def parser() -> argparse.ArgumentParser:
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
-    text = "only of steps A to B-1, counted from 0"
-    add("--timeline-steps", type=_of_setting(parse.STEPS), metavar="A:B", help=text)
-    text = "serve figures for Prometheus, at http://127.0.0.1:PORT/metrics of each host; also to other hosts "
-    text += "with ADDRESS 0.0.0.0"
-    add("--metrics-port", metavar="[ADDRESS:]PORT", type=_of_setting(parse.ADDRESS), help=text)
     text = "try other values of settings in the first 200 steps, and go on with the best"
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "write what autotune tried into FILE (CSV), and its result beside it (.json)"
     add("--autotune-log-file", default="", metavar="FILE", help=text)
     text = "run with a result of autotune, if it is of this model and hardware"
     add("--tuned", default="", metavar="FILE", help=text)
-    add("--quiet", action="store_true", help="no summary at the end of a run of more than a minute")
     text = "begin each output line with [rank] (default)"
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--timestamps", action="store_true", help="begin each output line with the time")
@@ -102,19 +93,6 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--host-timeout", type=number, default=30.0, metavar="S", help=text)
     text = "do not check the hosts before the start; with --dry-run: do not connect to any"
     add("--no-check", action="store_true", help=text)
-
-
-def _of_setting(setting: parse.Parser[Any]) -> Callable[[str], str]:
-    """Return a type for argparse: text for a setting, checked as that and passed on."""
-
-    def check(text: str) -> str:
-        try:
-            setting.parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {setting.expected}") from None
-        return text
-
-    return check
 
 
 def main(argv: Sequence[str], check: Check | None = None) -> int:
@@ -185,8 +163,6 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
                           "--autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     found = {
-        "RINGDANCE_METRICS_PORT": arguments.metrics_port,
-        "RINGDANCE_SUMMARY_TIME": "0" if arguments.quiet else "",
         "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),
         "RINGDANCE_AUTOTUNE_LOG": log,
         "RINGDANCE_TUNED": tuned,
@@ -228,7 +204,6 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         clock=arguments.timestamps,
         colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         timeline=arguments.timeline,
-        timeline_steps=arguments.timeline_steps or "",
         output_directory=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,
         heartbeat_timeout=arguments.host_timeout,

@@ -48,7 +48,6 @@ class JobSpec:
         clock, colour: whether lines begin with the time, and ranks have colours, if `style` is None.
         output_directory: for a copy of each rank's output, or "".
         timeline: file for a timeline of all ranks, or "".
-        timeline_steps: of which it tells, as the setting; "" for all.
         start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
         heartbeat_timeout: seconds without a heartbeat after which a host is lost.
         grace: seconds that ranks have to end after a signal to the launcher; a second SIGINT ends them.
@@ -72,7 +71,6 @@ class JobSpec:
     colour: bool = False
     output_directory: str = ""
     timeline: str = ""
-    timeline_steps: str = ""
     start_timeout: float = 60.0
     heartbeat_timeout: float = 30.0
     grace: float = 30.0

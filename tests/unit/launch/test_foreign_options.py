@@ -76,7 +76,6 @@ RUN = {
     "--ssh_port 22 train.py": "did you mean --ssh-port?",
     "--dryrun train.py": "did you mean --dry-run?",
     "--detatch train.py": "did you mean --detach?",
-    "--metric-port 9400 train.py": "did you mean --metrics-port?",
     "--start_timeout=9 train.py": "did you mean --start-timeout?",
     # nothing here is like it
     "--mem 4G train.py": "",
