@@ -73,7 +73,6 @@ def parser() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="S", help=text)
     add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
     add("--dry-run", action="store_true", help="print the plan and start no rank")
-    add("--json", action="store_true", help="the plan as JSON")
     add("--verbose", action="store_true", help="show each step, and all messages of mpiexec")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     return made
@@ -133,8 +132,7 @@ def run(
     prepared = prepare(spec, log)
     if arguments.dry_run:
         prepared.close()
-        plan = prepared.plan
-        print(plan.to_json(os.environ) if arguments.json else plan.describe(os.environ))
+        print(prepared.plan.describe(os.environ))
         return 0
     if show_map:  # without the values of variables, which do not belong into a log
         print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)

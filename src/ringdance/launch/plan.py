@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -161,14 +160,6 @@ class Plan:
         lines += [f"note:        {note}" for note in self.notes]
         lines += [f"mpiexec:     {shlex.join(self.argv())}"]
         return "\n".join(lines)
-
-    def to_json(self, own: Mapping[str, str] | None = None) -> str:
-        """Return the plan as JSON."""
-        found = dataclasses.asdict(self)
-        found["environment"] = {name: shown(name, value) for name, value in self.environment}
-        if self.multi_host and own is not None:
-            found["forwarded"] = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
-        return json.dumps({**found, "line": self.argv()}, indent=2)
 
 
 def devices_text(names: Sequence[str]) -> str:

@@ -229,13 +229,6 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
         pass
 
 
-def bound_sockets(pid: int) -> list[str]:
-    """Return the paths of the Unix sockets that a process has open."""
-    inodes = {target[8:-1].encode() for _, target in _open_files(pid) if target.startswith("socket:[")}
-    lines = [line.split(None, 7) for line in _read(f"/proc/{pid}/net/unix").split(b"\n")]
-    return [os.fsdecode(fields[7]) for fields in lines if len(fields) == 8 and fields[6] in inodes]
-
-
 def shared_files(pid: int) -> set[int]:
     """Return the inodes of the files of /dev/shm that a process has mapped or open.
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from . import linux
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
-_IFF_UP = 1
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _FILE_BYTES = 32 << 20
 
 
@@ -106,23 +105,11 @@ def problem() -> str:
         return "the working directory has been removed: cd to one that exists"
     if linux.LINUX and not os.path.exists("/proc/self/stat"):
         return "/proc is not mounted, and MPI and the launcher need it: mount -t proc proc /proc"
-    if _loopback_down():
-        return "the loopback interface is down, and MPI needs it: ip link set lo up"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < _FILE_BYTES:
         most = f"files may have {limit >> 10} KiB at most, also in shared memory (ulimit -f)"
         return f"{most}, and MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
     return ""
-
-
-def _loopback_down() -> bool:
-    """Return whether Linux has a loopback interface that is down, as in a new network namespace."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            flags = struct.unpack_from("16xh", fcntl.ioctl(sock, _SIOCGIFFLAGS, struct.pack("256s", b"lo")))
-    except OSError:
-        return False
-    return not flags[0] & _IFF_UP
 
 
 def networks() -> list[tuple[str, str, int]]:

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-@contextlib.contextmanager
-def raising_to_end() -> Iterator[None]:
-    """Let signals that would end this process at once raise SystemExit: it ends what it has started."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    own = threading.current_thread() is threading.main_thread()
-    heeded = [number for number in STOPPING if own and signal.getsignal(number) == signal.SIG_DFL]
-    for number in heeded:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in heeded:
-            signal.signal(number, signal.SIG_DFL)
 
 
 class Signals:
