@@ -41,22 +41,6 @@ def hosts(environ: dict[str, str]) -> Hosts:
     return run
 
 
-def test_list(hosts: Hosts) -> None:
-    done = hosts("list", "-H", "localhost:2,other1", "--json")
-    assert done.returncode == 0, done.stderr
-    here, other = json.loads(done.stdout)
-    assert (here["host"], here["slots"], here["reachable"]) == ("localhost", 2, True)
-    assert (other["host"], other["slots"], other["name"]) == ("other1", None, "other1")
-    assert here["cores"] >= 1
-    done = hosts("list", "-H", "other1:2,nowhere")
-    assert done.returncode == 1
-    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
-        ["other1", "2", "yes"],
-        ["nowhere", "-", "no"],
-    ]
-    assert "host nowhere: ssh cannot connect: ssh: Could not resolve hostname nowhere" in done.stderr
-
-
 # --- copy --------------------------------------------------------------------------------------
 
 
@@ -209,8 +193,9 @@ def test_a_host_that_dies_in_the_middle_does_not_stop_the_others(
         (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a directory here; to copy into it"),
         (("copy", "-H", "other1", "/etc/hostname", "/proc/no/x"), "host other1: /proc/no"),
         (("copy", "/etc/hostname"), "missing hosts: give -H node1,node2"),
-        (("list", "-H=-oProxyCommand=x"), "-oProxyCommand=x"),
-        (("list", "-H", "other1;x"), "other1;x"),
+        (("copy", "-H=-oProxyCommand=x", "/etc/hostname"), "-oProxyCommand=x"),
+        (("copy", "-H", "other1;x", "/etc/hostname"), "other1;x"),
+        (("copy", "-H", "nowhere", "/etc/hostname"), "host nowhere: ssh cannot connect: ssh: Could not resolve"),
     ],
 )
 def test_mistakes(hosts: Hosts, words: tuple[str, ...], said: str) -> None:

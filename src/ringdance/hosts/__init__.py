@@ -1,1 +1,1 @@
-"""``ringdance hosts``: look at hosts, copy files to them."""
+"""``ringdance hosts``: copy files to hosts; hosts with an agent on each, for other commands."""

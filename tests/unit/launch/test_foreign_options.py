@@ -93,7 +93,7 @@ OTHERS = {
     "tune threads -machinefile hosts -- true": "write --hostfile FILE",
     "search space.yaml --nproc-per-node 2 -- true": "",
     "doctor -hostfile hosts": "did you mean --hostfile?",
-    "hosts list -machinefile hosts": "write --hostfile FILE",
+    "hosts copy -machinefile hosts": "write --hostfile FILE",
     "explain --nodelist h1": HOSTS,
     "status --oversubscribe": "",
 }

@@ -1,4 +1,4 @@
-"""Tasks of an agent other than a job: list jobs, receive and pass on files, run the doctor's probes.
+"""Tasks of an agent other than a job: receive and pass on files, run the doctor's probes.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import selectors
 import subprocess
 import sys
@@ -18,8 +17,6 @@ from typing import Any
 from ..copy.receive import Receiver
 from ..messages import Frames, watch
 from ..system import linux
-
-_RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
 
 
 class Tasks:
@@ -38,17 +35,13 @@ class Tasks:
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
         """Do a task."""
-        name = message["task"]
-        if name == "copy":
+        if message["task"] == "copy":
             self._receiver.take(message, payload)
             return
         try:
-            if name == "probe":
-                self._probe(message["request"])
-            else:
-                self._launcher.send({"answer": "jobs", "problem": "", "jobs": jobs()})
+            self._probe(message["request"])
         except OSError as error:
-            self._launcher.send({"answer": name, "problem": f"{type(error).__name__}: {error}"})
+            self._launcher.send({"answer": "probe", "problem": f"{type(error).__name__}: {error}"})
 
     def _probe(self, request: dict[str, Any]) -> None:
         """Start the doctor's probes and answer with their output. They end with this process."""
@@ -82,17 +75,3 @@ class Tasks:
         with contextlib.suppress(BrokenPipeError):  # it has failed; its output says why
             given.write(json.dumps(request).encode() + b"\n")
             given.flush()
-
-
-def jobs() -> dict[str, dict[str, Any]]:
-    """Return this user's jobs on this host, by id: ``ranks`` and ``processes``."""
-    found: dict[str, dict[str, Any]] = {}
-    for marked in linux.marked_processes().values():
-        job = found.setdefault(marked.job, {"ranks": [], "processes": 0})
-        job["processes"] += 1
-        rank = _RANK.search(marked.environ)
-        if rank and int(rank[1]) not in job["ranks"]:
-            job["ranks"].append(int(rank[1]))
-    for job in found.values():
-        job["ranks"].sort()
-    return found

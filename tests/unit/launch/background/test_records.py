@@ -146,7 +146,7 @@ def test_old_records_go_and_running_jobs_stay() -> None:
 
 
 def test_the_log_is_shown_as_it_comes() -> None:
-    record = made("0000")
+    record = made("0000", machine="other boot", launcher_host="other")
     shown, write = os.pipe()
     kept = os.dup(1), os.dup(2)
     os.write(1, b"one\n")
