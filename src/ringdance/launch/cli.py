@@ -13,7 +13,6 @@ from ringdance.launch.background.detach import start as start_detached
 from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import Parser, as_program, number, rank_count
 from ringdance.launch.prepare import Check, Log, PreparedJob, prepare
-from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import JobSpec, parse_exports, refuse_launcher, resolve_command
 from ringdance.launch.terminal import run_in_terminal
@@ -82,9 +81,9 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     add_host_options(group, "hosts and their slots (default: 1)")
     add = group.add_argument
-    text = "variables of this shell that ranks on other hosts get too (default: all but those of a machine "
-    text += "or login; * matches any text); NAME=VALUE is as of -x"
-    add("--env", action="append", default=[], metavar="all|none|NAME,...", help=text)
+    text = "variables of this shell that ranks on other hosts get too: all but those of a machine or login "
+    text += "(default), or none but settings; -x NAME adds one"
+    add("--env", choices=("all", "none"), default="all", help=text)
     add("--chdir", default="", metavar="DIR", help="directory of the ranks; here too if it is there")
     text = "network interfaces to use (default: those by which all hosts reach one another)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
@@ -186,7 +185,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
     """
     refuse_within_a_rank()
     refuse_launcher(arguments.command)
-    exports = parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ)
+    exports = parse_exports(arguments.x, os.environ)
     return JobSpec(
         resolve_command(arguments.command, arguments.chdir),
         ranks=arguments.num_proc,
@@ -197,7 +196,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],
         check=not (arguments.dry_run and arguments.no_check),
         exports=_exports_of_options(arguments) | exports,
-        forward=forwarding(",".join(text for text in arguments.env if "=" not in text) or "all"),
+        forward=arguments.env == "all",
         style=_style(arguments),
         clock=arguments.timestamps,
         colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),

@@ -26,7 +26,7 @@ from ringdance.launch.hosts import (
 )
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
-from ringdance.launch.remote.environment import ALL, forwarded, shown
+from ringdance.launch.remote.environment import forwarded, shown
 from ringdance.launch.spec import JobSpec
 from ringdance.launch.system.linux import MARKER
 from ringdance.settings.names import STARTED_BY
@@ -73,7 +73,7 @@ class Plan:
         python: the interpreter on other hosts, "" if it is where the launcher's is.
         chdir: as of JobSpec.
         notes: warnings before the start.
-        forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
+        forward: as of JobSpec.
         threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.
         networks: that several hosts share.
         mpi: library and mpiexec.
@@ -91,7 +91,7 @@ class Plan:
     networks: Networks
     mpi: Mpi
     mpiexec: tuple[str, ...]
-    forward: tuple[str, ...] = ALL
+    forward: bool = True
     notes: tuple[str, ...] = ()
     python: str = ""
     chdir: str = ""
@@ -156,7 +156,7 @@ class Plan:
         lines += [f"without:     {name}" for name in self.removed]
         if self.multi_host and own is not None:
             names = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
-            lines += [f"forwarded:   {' '.join(names)} (--env {','.join(self.forward)})"]
+            lines += [f"forwarded:   {' '.join(names)} (--env {'all' if self.forward else 'none'})"]
         lines += [f"note:        {note}" for note in self.notes]
         lines += [f"mpiexec:     {shlex.join(self.argv())}"]
         return "\n".join(lines)
@@ -226,7 +226,7 @@ def build_plan(
         networks=networks,
         mpi=mpi,
         mpiexec=(mpi.mpiexec, *options, "-n", str(spec.ranks)),
-        forward=tuple(spec.forward),
+        forward=spec.forward,
         notes=tuple(notes),
         python=spec.shell.python,
         chdir=spec.chdir,

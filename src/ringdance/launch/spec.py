@@ -13,7 +13,6 @@ from ringdance.cluster.hostfile import HostList
 from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
 from ringdance.launch.output.stream import Style
-from ringdance.launch.remote.environment import ALL
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system import machine
 
@@ -43,7 +42,7 @@ class JobSpec:
         chdir: directory of the ranks, of those here if it is here; "" for the path of the launcher's.
         check: whether to ask other hosts before a plan is made; needed for a start.
         exports: variables to set for the ranks.
-        forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
+        forward: Whether ranks on other hosts get the launcher's variables. If not, settings only.
         style: how lines of ranks are shown; None: with their rank, and their host if there are several.
         clock, colour: whether lines begin with the time, and ranks have colours, if `style` is None.
         output_directory: for a copy of each rank's output, or "".
@@ -65,7 +64,7 @@ class JobSpec:
     chdir: str = ""
     check: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
-    forward: Sequence[str] = ALL
+    forward: bool = True
     style: Style | None = None
     clock: bool = False
     colour: bool = False

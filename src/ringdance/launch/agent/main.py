@@ -52,7 +52,6 @@ _ANSWER_S = 0.5
 _SLEPT_S = 2.0  # since the last turn of the loop, which has one in half a second
 _RESULT_BYTES = 1 << 20  # of a result's file in a message
 _SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
-_NO_BACKUP = "which cleans up there if the job's agent is killed, was killed; the job goes on without it"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a shell drops variables with other names
 
@@ -221,10 +220,7 @@ class _Agent:
             os.read(self._wake, 512)
         except BlockingIOError:
             pass
-        for pid in self._programs.reap():
-            if self._cleanup and pid == self._cleanup.backup:
-                text = f"ringdance: host {os.uname().nodename}: process {pid}, {_NO_BACKUP}\n"
-                self._launcher.send({"output": True}, text.encode())
+        self._programs.reap()
 
     def _clean(self, failed: bool, wanted: bool) -> None:
         """End: nothing of the job is left here, and all that its ranks have written is on its way."""

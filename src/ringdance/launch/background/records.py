@@ -114,23 +114,15 @@ def _load(directory: Path) -> Record | None:
 
 
 def base() -> Path:
-    """Return the directory of all jobs' directories.
-
-    Raises:
-        LaunchError: no home directory is known.
-    """
-    try:
-        state = os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state")
-    except FileNotFoundError as error:
-        raise LaunchError(f"{error.filename}: {error.strerror} or XDG_STATE_HOME") from None
-    return Path(state) / "ringdance" / "jobs"
+    """Return the directory of all jobs' directories."""
+    return Path(os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state"), "ringdance", "jobs")
 
 
 def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 30.0) -> Record:
     """Create the record of a job that this process runs, and redirect its stdout and stderr to the job's log.
 
     Raises:
-        LaunchError: its directory cannot be made, or no home directory is known.
+        LaunchError: its directory cannot be made.
     """
     pid, machine = os.getpid(), (os.uname().nodename, identity())
     began = linux.start_of(pid), time.time()

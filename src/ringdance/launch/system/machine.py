@@ -5,7 +5,6 @@ Standard library only: agents run it without ``site``.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import glob
 import os
@@ -50,27 +49,9 @@ def nearest(path: str) -> str:
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path by a home directory.
-
-    Raises:
-        FileNotFoundError: none is known: HOME is not set and the user is not in /etc/passwd, as often in
-            containers.
-    """
+    """Replace ``~`` in a path by a home directory; / for a user unknown to the system, as in containers."""
     found = os.path.expanduser(path)
-    if found.startswith("~"):
-        raise FileNotFoundError(
-            errno.ENOENT,
-            f"no home directory is known for it on {os.uname().nodename} (HOME is not set, and /etc/passwd "
-            "has no entry); set HOME",
-            path,
-        )
-    return found
-
-
-def home() -> str:
-    """Return the user's home directory; / for a user unknown to the system, as in containers."""
-    found = os.path.expanduser("~")
-    return "/" if found == "~" else found
+    return os.path.join("/", found[2:]) if found.startswith("~") else found
 
 
 def identity() -> str:

@@ -173,11 +173,11 @@ HOMELESS = """
 from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.system.machine import in_home
-for action in (lambda: records.create("0" * 32, ["true"], {}), lambda: in_home("~/data")):
-    try:
-        print("made", action())
-    except (LaunchError, FileNotFoundError) as error:
-        print(error)
+print(in_home("~"), in_home("~/data"))
+try:
+    records.create("0" * 32, ["true"], {})
+except LaunchError as error:
+    print(error)
 """
 
 
@@ -189,6 +189,4 @@ def test_without_a_home_directory_none_called_tilde_is_made(tmp_path: Path) -> N
     line = [*OTHER_USER, sys.executable, "-c", HOMELESS]
     done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
     assert list(tmp_path.iterdir()) == []
-    for text, path in zip(done.stdout.splitlines(), ("~/.local/state", "~/data"), strict=True):
-        assert path in text
-        assert "no home directory is known" in text
+    assert done.stdout.startswith("/ /data\ncannot make /.local/state/ringdance/jobs/0")
