@@ -1,8 +1,8 @@
 """A command on many hosts: time, and memory of the launcher and of the agents.
 
 What: this script puts a program named ssh first in PATH that starts the agent of each "host" on this machine,
-under another name (it needs ``unshare``). ``ringdance hosts run`` then runs a command on all of them, with
-the soft limit of open files at ``--files``.
+under another name (it needs ``unshare``). A command then runs on all of them, as ``ringdance explain -H``
+runs one, with the soft limit of open files at ``--files``.
 
 Why: what a launcher needs for each host decides how many it can have.
 
@@ -28,6 +28,18 @@ SSH = """\
 #!/bin/sh
 while [ "$1" != "--" ]; do shift; done
 exec unshare --map-root-user --uts /bin/sh -c 'hostname "h$1"; cd /; eval "exec $2"' ssh "$2" "$3"
+"""
+RUN = """\
+import sys
+from ringdance.cluster.hostfile import parse_hosts
+from ringdance.hosts.host_set import of_hosts
+from ringdance.hosts.run import run_everywhere
+from ringdance.launch.remote.shell import RemoteShell
+hosts = of_hosts(parse_hosts(sys.argv[1]), RemoteShell())
+hosts.connect(300.0)
+results = run_everywhere(hosts, ["sh", "-c", sys.argv[2]], 3000.0)
+hosts.close()
+sys.exit("; ".join(sorted({result.problem for result in results.values()} - {""})))
 """
 AGENT = b"launch.agent.main"
 
@@ -56,8 +68,7 @@ def measure(hosts: int, files: int, environ: dict[str, str]) -> dict[str, float]
     """Run a command on so many hosts twice: for the time, and for memory (bytes) while it waits."""
     # Addresses for benchmarks (RFC 2544): no name server is asked.
     names = ",".join(f"198.18.{number // 250}.{number % 250 + 1}" for number in range(hosts))
-    line = [sys.executable, "-m", "ringdance", "hosts", "run", "--connect-timeout", "300", "-H", names, "--"]
-    line = ["sh", "-c", f'ulimit -Sn {files}; exec "$@"', "sh", *line]
+    line = ["sh", "-c", f'ulimit -Sn {files}; exec "$@"', "sh", sys.executable, "-c", RUN, names]
     began = time.monotonic()
     done = subprocess.run([*line, "true"], env=environ, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - began

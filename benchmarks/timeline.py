@@ -39,7 +39,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def switched(words: Any, detail: int, turn: Callable[[], list[float]]) -> Callable[[], list[float]]:
-    """Return a turn that records in that detail: the switch that ``--timeline-steps`` uses."""
+    """Return a turn that records in that detail: the switch that ``RINGDANCE_TIMELINE_STEPS`` uses."""
     from ringdance.core.ring import Word
 
     def switched_turn() -> list[float]:

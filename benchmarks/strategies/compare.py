@@ -180,8 +180,9 @@ def command(given: argparse.Namespace, framework: str, name: str, more: Sequence
     same = ("rows", "seconds", "batch_size", "validation_rows", "parameter_servers", "num_proc")
     passed = [word for one in same for word in (f"--{one.replace('_', '-')}", str(getattr(given, one)))]
     return [
-        sys.executable, "-m", "ringdance", "run", "-np", str(ranks), *where, "--output-json", "--quiet",
-        "-x", "TF_CPP_MIN_LOG_LEVEL=2", "-x", "RINGDANCE_STALL_CHECK_TIME=600",
+        sys.executable, "-m", "ringdance", "run", "-np", str(ranks), *where, "--output-json",
+        "-x", "RINGDANCE_SUMMARY_TIME=0", "-x", "RINGDANCE_STALL_CHECK_TIME=600",
+        "-x", "TF_CPP_MIN_LOG_LEVEL=2",
         "python", os.path.abspath(__file__), given.data, "--child", name, "--framework", framework,
         "--sizes", json.dumps(given.sizes), *passed, *more,
     ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import textwrap
@@ -50,7 +49,7 @@ _COMMANDS = {
     },
     "data and hosts": {
         "data": ("ringdance.data.prepare.cli", "prepare images for training, check and describe data sets"),
-        "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
+        "hosts": ("ringdance.hosts.cli", "copy files to hosts"),
     },
     "submit": {
         "k8s": ("ringdance.submit.kubernetes.cli", "write manifests of jobs for Kubernetes"),
@@ -58,7 +57,6 @@ _COMMANDS = {
     },
 }
 """Commands in groups: the module with their ``main`` or what is named and the help."""
-_OF_DATA = ("prepare", "verify", "info", "index", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,8 +73,6 @@ def _main(words: Sequence[str]) -> int:
     known = {name: module for group in _COMMANDS.values() for name, (module, _) in group.items()}
     if not words or words[0] not in known:
         parser = _parser(known)
-        if words and words[0] in _OF_DATA:
-            parser.error(f"no command {words[0]!r}; did you mean data {words[0]}?")
         parser.parse_args(words)
         parser.print_help()
         return 2
@@ -126,16 +122,10 @@ def settings(argv: Sequence[str]) -> int:
         description="Show every setting as a script started from this shell would see it.",
     )
     parser.add_argument("--changed", action="store_true", help="only those that differ from the default")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-
-    def action() -> int:
-        arguments = parser.parse_args(list(argv))
-        return _settings(arguments.changed, arguments.json)
-
-    return as_program("ringdance settings", action)
+    return as_program("ringdance settings", lambda: _settings(parser.parse_args(list(argv)).changed))
 
 
-def _settings(changed: bool, as_json: bool) -> int:
+def _settings(changed: bool) -> int:
     from ringdance.errors import SettingError
     from ringdance.settings import SETTINGS, SettingWarning, load, show
 
@@ -147,25 +137,15 @@ def _settings(changed: bool, as_json: bool) -> int:
             print(f"ringdance: {error}", file=sys.stderr)
             return 2
     chosen = [k for k in SETTINGS if not changed or getattr(settings, k.name) != k.default]
-    if as_json:
-        fields = ("name", "default", "unit", "doc")
-        rows = [
-            {field: getattr(k, field) for field in fields}
-            | {"value": getattr(settings, k.name), "origin": settings.origin(k.name)}
-            | {"environment": [name for name in (k.own, k.legacy) if name]}
-            for k in chosen
-        ]
-        print(json.dumps(rows, indent=2))
-    else:
-        for k in chosen:
-            origin = settings.origin(k.name)
-            print(f"{k.name} = {show(k, getattr(settings, k.name))}   [{origin}]")
-            if origin != "default":
-                print(f"    default: {show(k, k.default)}")
-            print(textwrap.fill(k.doc, 100, initial_indent="    ", subsequent_indent="    "))
-            print("    " + ", ".join(name for name in (k.own, k.legacy) if name))
-        if changed and not chosen:
-            print("All settings have their default values.")
+    for k in chosen:
+        origin = settings.origin(k.name)
+        print(f"{k.name} = {show(k, getattr(settings, k.name))}   [{origin}]")
+        if origin != "default":
+            print(f"    default: {show(k, k.default)}")
+        print(textwrap.fill(k.doc, 100, initial_indent="    ", subsequent_indent="    "))
+        print("    " + ", ".join(name for name in (k.own, k.legacy) if name))
+    if changed and not chosen:
+        print("All settings have their default values.")
     sys.stdout.flush()
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)

@@ -23,7 +23,7 @@ from ringdance.core.reports.stacks import doing_in, place_of
 from ringdance.core.ring import RingReader, Word, steps_text
 from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
-from ringdance.hosts.run import Run
+from ringdance.hosts.run import run_everywhere
 from ringdance.job_files import NO_FORMAT, read_regular
 from ringdance.launch.background import records
 from ringdance.launch.cause import OF_OTHERS, OUTCOME_FILE, Cause, signal_name
@@ -185,9 +185,7 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
     words = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
     with closing(host_set(arguments)) as hosts:
         hosts.connect(arguments.connect_timeout)
-        looking = Run(hosts)
-        looking.start(words)
-        results = looking.wait(arguments.timeout, lambda running: None)
+        results = run_everywhere(hosts, words, arguments.timeout)
     found: list[_Rank] = []
     for host, result in results.items():
         try:

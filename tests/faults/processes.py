@@ -49,6 +49,8 @@ class Job:
         """What is still there, in words."""
         left = [f"process {process.pid}: {describe(process)}" for process in self.processes()]
         places = [place for place, _, _ in os.walk(self.temporary) if place != str(self.temporary)]
+        # PyTorch's managers of shared memory leave an empty socket when they are killed.
+        places = [place for place in places if not os.path.basename(place).startswith("torch-shm-dir-")]
         # There is the job's directory if the other's path leaves no room in a socket's address.
         places += [str(path) for path in Path("/tmp").glob("ringdance-*") if self.owns(path.name)]
         left += [f"file {place}" for place in places if not os.path.exists(f"{place}/{THESIS}")]

@@ -73,7 +73,7 @@ def test_the_job_ends_with_the_cause(tmp_path: Path, how: str, code: int, cause:
 def test_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
     """It has left the job by itself and does something else: the others say so after a while."""
     how = "hvd.shutdown(); time.sleep(600)"
-    found, output = run_job(tmp_path, how, "--env", "RINGDANCE_ELASTIC_TIMEOUT=2")
+    found, output = run_job(tmp_path, how, "-x", "RINGDANCE_ELASTIC_TIMEOUT=2")
     assert found != 0
     assert "not all 3 ranks were ready within 2 s (setting elastic_timeout)" in output
     assert "Not there yet: rank 1 (pid " in output

@@ -41,75 +41,6 @@ def hosts(environ: dict[str, str]) -> Hosts:
     return run
 
 
-def test_list(hosts: Hosts) -> None:
-    done = hosts("list", "-H", "localhost:2,other1", "--json")
-    assert done.returncode == 0, done.stderr
-    here, other = json.loads(done.stdout)
-    assert (here["host"], here["slots"], here["reachable"]) == ("localhost", 2, True)
-    assert (other["host"], other["slots"], other["name"]) == ("other1", None, "other1")
-    assert here["cores"] >= 1
-    done = hosts("list", "-H", "other1:2,nowhere")
-    assert done.returncode == 1
-    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
-        ["other1", "2", "yes"],
-        ["nowhere", "-", "no"],
-    ]
-    assert "host nowhere: ssh cannot connect: ssh: Could not resolve hostname nowhere" in done.stderr
-
-
-def test_equal_outputs_are_shown_once(hosts: Hosts) -> None:
-    done = hosts("run", "-H", "other1,localhost,other2", "--", "echo one; echo two >&2; exit 0")
-    assert done.stdout == "== 3 hosts: other1, localhost, other2\none\ntwo\n", done.stderr
-    assert done.returncode == 0
-    done = hosts("run", "-H", "other1,other2", "--", "hostname; test $(hostname) = other1 || exit 7")
-    assert done.stdout == "== other1\nother1\n== other2 (exit code 7)\nother2\n"
-    assert done.returncode == 7
-
-
-def test_words_come_as_they_are(hosts: Hosts, tmp_path: Path) -> None:
-    words = ["a b", "$HOME", "'", "*", ";exit 3", "{directory}", "-x", ""]
-    program = "import sys; print(sys.argv[1:])"
-    done = hosts("run", *OTHERS, "--chdir", str(tmp_path), "--", "python", "-c", program, *words)
-    assert done.stdout.splitlines()[1:] == [str(words)], done.stderr
-
-
-def test_what_fails_on_a_host_is_said(hosts: Hosts) -> None:
-    done = hosts("run", "-H", "other1,nowhere", "--live", "--", "echo word; kill -9 $$")
-    assert done.stdout == "<other1> word\n"
-    assert "host other1: exit code 137" in done.stderr
-    assert "host nowhere: ssh cannot connect" in done.stderr
-    assert done.returncode == 1
-    done = hosts("run", "-H", "nowhere", "--json", "--", "true")
-    assert done.returncode == 255
-    assert json.loads(done.stdout)[0]["problem"].startswith("ssh cannot connect")
-
-
-def test_a_command_ends_with_its_time_and_with_its_caller(
-    hosts: Hosts, environ: dict[str, str], tmp_path: Path
-) -> None:
-    program = f"touch {tmp_path}/$(hostname); sleep 1000.{os.getpid()} & sleep 1000.{os.getpid()}"
-
-    def left() -> bool:
-        found = subprocess.run(["ps", "axww"], capture_output=True, text=True, check=False).stdout
-        return f"sleep 1000.{os.getpid()}" in found
-
-    done = hosts("run", "-H", "localhost,other1", "--timeout", "2", "--", program)
-    assert done.returncode == 124
-    assert "ended after 2 s" in done.stdout
-    assert wait_until(lambda: not left(), 10.0) is not None
-    line = [sys.executable, "-m", "ringdance", "hosts", "run", *OTHERS, "--", program]
-    running = subprocess.Popen(line, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert wait_until(lambda: (tmp_path / "other3").exists() and left(), 30.0) is not None
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    assert wait_until(lambda: not left(), 10.0) is not None
-
-
-def test_much_output(hosts: Hosts) -> None:
-    done = hosts("run", *OTHERS, "--", "seq 300000")
-    assert done.stdout.splitlines()[1:] == [str(n) for n in range(1, 300001)], done.stderr
-
-
 # --- copy --------------------------------------------------------------------------------------
 
 
@@ -262,12 +193,9 @@ def test_a_host_that_dies_in_the_middle_does_not_stop_the_others(
         (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a directory here; to copy into it"),
         (("copy", "-H", "other1", "/etc/hostname", "/proc/no/x"), "host other1: /proc/no"),
         (("copy", "/etc/hostname"), "missing hosts: give -H node1,node2"),
-        (("list", "-H=-oProxyCommand=x"), "-oProxyCommand=x"),
-        (("list", "-H", "other1;x"), "other1;x"),
-        (("run", "-H", "other1"), "missing command"),
-        (("kill", "-H", "other1", "0123abcd"), "no job 0123abcd runs on 1 host; jobs there: none"),
-        (("kill", "-H", "other1", "*"), "'*' is not a job's name"),
-        (("kill", "-H", "other1", "ab"), "'ab' is not a job's name"),
+        (("copy", "-H=-oProxyCommand=x", "/etc/hostname"), "-oProxyCommand=x"),
+        (("copy", "-H", "other1;x", "/etc/hostname"), "other1;x"),
+        (("copy", "-H", "nowhere", "/etc/hostname"), "host nowhere: ssh cannot connect: ssh: Could not"),
     ],
 )
 def test_mistakes(hosts: Hosts, words: tuple[str, ...], said: str) -> None:

@@ -28,26 +28,6 @@ def program(directory: Path) -> str:
     )
 
 
-def test_equal_lines_are_shown_once_and_files_have_all(tmp_path: Path) -> None:
-    done = run("--fold", "--output-filename", str(tmp_path / "logs"), "python", program(tmp_path))
-    assert done.returncode == 0, done.stderr
-    out = done.stdout.splitlines()
-    assert {f"[{rank}] own {rank}" for rank in range(3)} <= set(out)
-    same = [line for line in out if line.endswith("same")]
-    assert sum(_count(line) for line in same) == 3
-    assert len(out) == 3 + len(same)
-    for rank in range(3):
-        assert (
-            tmp_path / "logs" / f"rank.{rank}" / "stdout"
-        ).read_text() == f"[{rank}] same\n[{rank}] own {rank}\n"
-
-
-def _count(line: str) -> int:
-    """How many ranks stand before a line."""
-    spans = [span.split("-") for span in line[1 : line.index("]")].split(",")]
-    return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
-
-
 def test_json_lines(tmp_path: Path) -> None:
     done = run("--output-json", "python", program(tmp_path))
     found = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
@@ -59,10 +39,17 @@ def test_json_lines(tmp_path: Path) -> None:
 
 def test_colours_are_on_the_screen_only(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    done = run("--colour", "--output-filename", str(logs), "python", "-c", "print('word')")
-    lines = sorted(line[line.index("[", 2) :] for line in done.stdout.splitlines())
+    ours, theirs = os.openpty()
+    words = [*LINE, "--output-filename", str(logs), "python", "-c", "print('word')"]
+    environ = {**os.environ, "TERM": "xterm"}
+    environ.pop("NO_COLOR", None)
+    subprocess.run(words, stdin=subprocess.DEVNULL, stdout=theirs, env=environ, check=True, timeout=50)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode().splitlines()
+    os.close(ours)
+    lines = sorted(line[line.index("[", 2) :] for line in shown)
     assert lines == [f"[{rank}] \033[0mword" for rank in range(3)]
-    assert len({line[: line.index("[", 2)] for line in done.stdout.splitlines()}) == 3
+    assert len({line[: line.index("[", 2)] for line in shown}) == 3
     assert (logs / "rank.1" / "stdout").read_text() == "[1] word\n"
     assert "\033" not in run("python", "-c", "print('word')").stdout
 

@@ -102,9 +102,3 @@ def test_a_rank_that_is_30_percent_slower_is_named_at_the_end(tmp_path: Path, by
     assert lines[1].startswith("exposed communication: ")
     assert lines[2].startswith("slowest rank: rank 1 on host ")
     assert "slower than the others" in lines[2]
-
-
-def test_no_summary_with_quiet(tmp_path: Path) -> None:
-    text = SLOW.format(end="").replace("51", "5")
-    done = ringdance(tmp_path, text, 2, "--quiet", RINGDANCE_SUMMARY_TIME="0.1")
-    assert (done.returncode, done.stderr) == (0, "")

@@ -76,7 +76,6 @@ def test_training_goes_on(program: str, tmp_path: Path, line: str, words: str) -
             marks=SPACES,
         ),
         ("ulimit -f 64; {run} true", "files may have 64 KiB at most"),
-        pytest.param(NEW + " --net {run} true", "the loopback interface is down", marks=SPACES),
     ],
 )
 def test_what_no_job_can_do_without_is_told_in_a_line(tmp_path: Path, line: str, words: str) -> None:

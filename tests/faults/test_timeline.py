@@ -72,7 +72,7 @@ def test_a_timeline_of_some_steps(tmp_path: Path) -> None:
     text = LOOP.format(event="pass").replace("    if step", "    hvd.mark_step()\n    if step")
     path = tmp_path / "timeline.json"
     line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "--timeline", str(path)]
-    line += ["--timeline-steps", "5:8", "python", script(tmp_path, text)]
+    line += ["-x", "RINGDANCE_TIMELINE_STEPS=5:8", "python", script(tmp_path, text)]
     subprocess.run(line, check=True, timeout=60)
     found = events_of(path)
     marks = [one for one in found if one["name"].startswith("step ")]

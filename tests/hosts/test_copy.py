@@ -115,27 +115,3 @@ def test_where_hosts_cannot_reach_each_other_the_leader_sends(four: Hosts, big: 
     assert done.returncode == 0, done.stderr
     assert "h2 cannot connect to h3" in done.stderr
     assert digest(four, "h4", "/run/far") == digest(four, "h1", str(big))
-
-
-def test_list_knows_the_ranks_of_a_job(four: Hosts, tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "ringdance", "run", "-H", "h2:2,h3:1", "--no-check", "sleep", "100"]
-    outer = four.start("h1", *run, log=tmp_path / "log")
-    try:
-        jobs: dict[str, dict[str, list[int]]] = {}
-
-        def running() -> bool:
-            said = four.run("h1", *LINE, "list", "-H", "h1,h2,h3", "--json").stdout
-            jobs.update(
-                {row["host"]: {j: f["ranks"] for j, f in row["jobs"].items()} for row in json.loads(said)}
-            )
-            return [list(jobs[name].values()) for name in ("h2", "h3")] == [[[0, 1]], [[2]]]
-
-        assert wait_until(running, 60.0) is not None, (jobs, (tmp_path / "log").read_text())
-        (job,) = jobs["h2"]
-        done = four.run("h1", *LINE, "kill", "-H", "h2,h3", job[:6])
-        assert done.returncode == 0, done.stderr
-        assert outer.wait(30.0) != 0
-        assert wait_until(lambda: not four.leftovers("h2") and not four.leftovers("h3"), 10.0) is not None
-    finally:
-        outer.kill()
-        outer.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -97,16 +96,6 @@ def test_horovodrun(three_hosts: Hosts, places: str) -> None:
     assert sorted(done.stdout.splitlines())[2] == "[2]<stdout>:h2 2 4 0 2 1 2 6"
 
 
-def test_what_rank_0_reads_on_another_host(three_hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "read.py").write_text(
-        "import os, sys\ntext = sys.stdin.read()\n"
-        "print(os.environ['RINGDANCE_RANK'], len(text), text[-7:-1])\n"
-    )
-    words = " ".join([*RUN, "-H", "h2:1,h1:1", "--no-prefix", "python", str(tmp_path / "read.py")])
-    done = three_hosts.run("h1", "sh", "-c", f"seq 100000 200000 | {words}")
-    assert sorted(done.stdout.splitlines()) == ["0 700007 200000", "1 0 "], done.stderr
-
-
 def test_much_output_from_another_host_comes_whole(three_hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text("for n in range(200000): print(n, 'x' * 60)\n")
     done = three_hosts.run("h1", *RUN, "-H", "h2:1,h3:1", "python", str(tmp_path / "talk.py"), timeout=120.0)
@@ -137,7 +126,7 @@ def test_secrets_are_in_no_argument_list(three_hosts: Hosts, tmp_path: Path) -> 
     [
         ((), ["BUCKET", "HF_TOKEN", "RINGDANCE_CYCLE_TIME"]),
         (("--env", "none"), ["RINGDANCE_CYCLE_TIME"]),
-        (("--env", "BUCK*,CUDA_VISIBLE_DEVICES"), ["BUCKET", "CUDA_VISIBLE_DEVICES", "RINGDANCE_CYCLE_TIME"]),
+        (("--env", "none", "-x", "CUDA_VISIBLE_DEVICES"), ["CUDA_VISIBLE_DEVICES", "RINGDANCE_CYCLE_TIME"]),
     ],
 )
 def test_which_variables_go_to_other_hosts(
@@ -178,8 +167,9 @@ def test_a_folder_that_one_host_does_not_have(three_hosts: Hosts, places: str) -
 
 
 def test_the_plan_knows_the_hosts(three_hosts: Hosts, places: str) -> None:
-    done = three_hosts.run("h1", *RUN, "-H", "h1:2,h2:2", "--dry-run", "--json", "python", places)
-    plan = json.loads(done.stdout)
-    assert [host["cores"] for host in plan["hosts"]] == [len(os.sched_getaffinity(0))] * 2
-    assert plan["networks"]["include"] == ["10.83.7.0/24"]
-    assert [host["interfaces"] for host in plan["hosts"]] == [["eth0"]] * 2
+    done = three_hosts.run("h1", *RUN, "-H", "h1:2,h2:2", "--dry-run", "python", places)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    cores = str(len(os.sched_getaffinity(0)))
+    assert ["h1", "(here)", "2", "0-1", cores, "-", "eth0"] in rows
+    assert ["h2", "2", "2-3", cores, "-", "eth0"] in rows
+    assert ["network:", "10.83.7.0/24"] in rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -60,22 +59,21 @@ def test_what_cannot_be_understood_exits_with_2(words):
         ("run --num-porc 2 true", "--num-proc"),
         ("run -np 2 --timestamp true", "--timestamps"),
         ("doctor --slotz 3", "--slots"),
-        ("hosts list --jsn", "--json"),
+        ("hosts copy --jsn x", "--json"),
         ("k8s manifes", "manifest"),
         ("data generate crietoo x", "criteo"),
-        ("prepare criteo x y", "data prepare"),
     ],
 )
 def test_what_was_meant_is_told(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) if line.startswith(("rnu", "prep")) else contextlib.nullcontext():
+    with pytest.raises(SystemExit) if line.startswith("rnu") else contextlib.nullcontext():
         assert main(line.split()) == 2
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
 @pytest.mark.parametrize("line", ["-np2", "-np 2", "-n 2", "-n2", "--num-proc=2"])
 def test_the_number_of_ranks_in_all_spellings(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *line.split(), "--dry-run", "--json", sys.executable]) == 0
-    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+    assert main(["run", *line.split(), "--dry-run", sys.executable]) == 0
+    assert re.search(r"^ranks: +2$", capsys.readouterr().out, re.MULTILINE)
     assert parse_args([*line.split(), "true"]).num_proc == 2
 
 
@@ -101,16 +99,6 @@ def test_settings_changed():
     assert "fusion_threshold = 4194304 bytes   [environment variable HOROVOD_FUSION_THRESHOLD]" in done.stdout
     assert "default: 134217728 bytes" in done.stdout
     assert "cycle_time" not in done.stdout
-
-
-def test_settings_as_json():
-    done = ringdance_command("settings", "--json", RINGDANCE_CYCLE_TIME="2")
-    rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert list(rows) == [setting.name for setting in SETTINGS]
-    assert rows["cycle_time"]["value"] == 2.0
-    assert rows["cycle_time"]["unit"] == "ms"
-    assert rows["cycle_time"]["origin"] == "environment variable RINGDANCE_CYCLE_TIME"
-    assert rows["cycle_time"]["environment"] == ["RINGDANCE_CYCLE_TIME", "HOROVOD_CYCLE_TIME"]
 
 
 def test_settings_tells_of_mistakes():

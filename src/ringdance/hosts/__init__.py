@@ -1,1 +1,1 @@
-"""``ringdance hosts``: look at hosts, run commands on them, copy to them, end jobs, add their ssh keys."""
+"""``ringdance hosts``: copy files to hosts; hosts with an agent on each, for other commands."""

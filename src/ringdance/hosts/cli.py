@@ -3,69 +3,47 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
+from rich.filesize import decimal
+
 from ringdance import subcommands
-from ringdance.hosts import commands
+from ringdance.hosts import files
+from ringdance.hosts.copy import Copy, Outcome
 from ringdance.hosts.host_set import HostSet, add_arguments, host_set
-from ringdance.launch.parser import number
+from ringdance.hosts.progress import CopyProgress
 from ringdance.subcommands import Subcommand
 
-_DESCRIPTION = "Look at hosts, run commands on them, copy files to them, end jobs."
 _EPILOG = """\
 examples:
-  ringdance hosts list -H node1:4,node2:4        show reachability and running jobs
-  ringdance hosts run --hostfile hosts -- nvidia-smi -L
-  ringdance hosts copy -H node1,node2,node3 data /scratch/data
-  ringdance hosts kill -H node1,node2 3f2a91c0   end a job's processes, even if its launcher is gone
+  ringdance hosts copy -H node1,node2,node3 data /scratch/data   the directory becomes /scratch/data
+  ringdance hosts copy -H node1,node2 train.py /scratch/         into a directory, by its own name
+  ringdance hosts copy --hostfile hosts train.py                 to the same path as here
 
 Without -H and --hostfile the hosts are those allocated by a scheduler: a Slurm or LSF job's, the workers of
-an MPIJob or TrainJob, the hosts of a SageMaker job. `ringdance hosts COMMAND --help` shows all options.
-The hosts need what `ringdance run` needs: ssh without a password, and this Python environment at the same
-path.
-"""
+an MPIJob or TrainJob, the hosts of a SageMaker job. They need what `ringdance run` needs: ssh without a
+password, and this Python environment at the same path.
+
+Each file is written under another name, checked (SHA-256) and then renamed: it is complete or absent.
+An interrupted copy is resumed by the same command. Nothing is removed on the hosts. This machine sends once,
+by ssh. From host to host the bytes go over TCP, not encrypted, like MPI's; --direct avoids that.
+
+exit code: 0 if everything is on all hosts, else 1"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance hosts`` with the words after it; returns the exit code."""
-    return subcommands.run("ringdance hosts", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
+    text = "copy a file or a directory to all hosts, each passing it on"
+    known = {"copy": Subcommand(_run, text, _add_arguments, _EPILOG)}
+    return subcommands.run("ringdance hosts", "Copy files to hosts.", known, argv)
 
 
-def _subcommand(
-    action: Callable[[argparse.Namespace, HostSet], int],
-    help: str,
-    add_own: Callable[[argparse.ArgumentParser], None],
-    epilog: str = "",
-) -> Subcommand:
-    """Make a subcommand of an action on hosts, with the options that name them."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        with closing(host_set(arguments)) as hosts:
-            return action(arguments, hosts)
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        add_own(parser)
-        add_arguments(parser)
-
-    return Subcommand(run, help, add, epilog)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "working directory of the command (default: the home directory)"
-    add("--chdir", dest="directory", default="", metavar="DIR", help=text)
-    add("--timeout", type=number, metavar="S", help="end the command after so many seconds (default: never)")
-    add("--live", action="store_true", help="show each line at once, as `<host> text`")
-    _add_json(parser)
-    add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
-
-
-def _add_copy(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="a file or a directory on this machine")
     text = (
@@ -76,48 +54,56 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
     text = "compare contents; otherwise files of equal size and time are equal"
     add("--checksum", action="store_true", help=text)
     add("--direct", action="store_true", help="send to each host from here by ssh, nothing from host to host")
-    _add_json(parser)
+    add("--json", action="store_true", help="as JSON")
+    add_arguments(parser)
 
 
-def _add_kill(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", help="the job, or the first digits of its name")
+def _run(arguments: argparse.Namespace) -> int:
+    with closing(host_set(arguments)) as hosts:
+        return _copy(arguments, hosts)
 
 
-_LIST = "exit code: 0 if all hosts answer, else 1"
-_RUN = """\
-Several words are a program and its arguments; a single word is a line for the shell there:
-  ringdance hosts run -H node1,node2 -- nvidia-smi -L
-  ringdance hosts run -H node1,node2 -- 'dmesg | tail -3'
-  ringdance hosts run -H node1,node2 --chdir /scratch --timeout 60 -- du -sh data
+def _copy(arguments: argparse.Namespace, hosts: HostSet) -> int:
+    destination = arguments.destination or os.path.abspath(arguments.source)
+    source = files.collect(arguments.source, destination, arguments.checksum)
+    for path in source.skipped:
+        print(f"ringdance hosts: {path} is neither file, directory nor link: left out", file=sys.stderr)
+    hosts.connect(arguments.connect_timeout)
+    progress = CopyProgress(source.size)
+    start = time.monotonic()
+    copying = Copy(hosts, source, progress, direct=arguments.direct, checksum=arguments.checksum)
+    try:
+        outcomes = copying.run()
+    except KeyboardInterrupt:
+        progress.print("interrupted; the same command resumes the copy")
+        raise
+    finally:
+        progress.stop()
+    if arguments.json:
+        print(json.dumps([{"host": host, **vars(one)} for host, one in outcomes.items()], indent=2))
+    else:
+        print(_summary(outcomes, time.monotonic() - start))
+        sys.stdout.flush()
+        for host, one in outcomes.items():
+            if one.failed:
+                print(f"ringdance hosts: host {host}: {one.problem or one.bad[0]}", file=sys.stderr)
+    return int(any(one.failed for one in outcomes.values()))
 
-Programs of this Python environment are found first, so `pip` is this one's. stdin is empty.
-Ctrl-C ends the command on all hosts.
 
-exit code: 0 if it was 0 on all hosts; else that of the hosts where it was not, if they agree,
-or 1; 124 for --timeout, 255 for a host that could not be reached"""
-_COPY = """\
-examples:
-  ringdance hosts copy -H node1,node2,node3 data /scratch/data   the directory becomes /scratch/data
-  ringdance hosts copy -H node1,node2 train.py /scratch/         into a directory, by its own name
-  ringdance hosts copy --hostfile hosts train.py                 to the same path as here
+def _summary(outcomes: Mapping[str, Outcome], seconds: float) -> str:
+    good = sum(not one.failed for one in outcomes.values())
+    there = min(one.there for one in outcomes.values())
+    size = max(one.bytes for one in outcomes.values())
+    kept = max(one.kept for one in outcomes.values())
+    hosts = _count(len(outcomes), "host")
+    written = _count(max(one.files for one in outcomes.values()), "file")
+    where = hosts if good == len(outcomes) else f"{good} of {hosts}"
+    parts = [f"{written}, {decimal(size)}, to {where} in {seconds:.1f} s"]
+    parts += [f"{decimal(int(size / seconds))}/s to each"] if size > 10e6 else []
+    parts += [f"resumed after {decimal(kept)} of an earlier copy"] if kept else []
+    parts += [f"{there} {'was' if there == 1 else 'were'} there already"] if there else []
+    return "; ".join(parts)
 
-Each file is written under another name, checked (SHA-256) and then renamed: it is complete or absent.
-An interrupted copy is resumed by the same command. Nothing is removed on the hosts. This machine sends once,
-by ssh. From host to host the bytes go over TCP, not encrypted, like MPI's; --direct avoids that.
 
-exit code: 0 if everything is on all hosts, else 1"""
-_KILL = """\
-For jobs that their launcher cannot end any more; otherwise use Ctrl-C, or `ringdance stop`.
-Only processes started by `ringdance run`, with their files in /tmp and /dev/shm."""
-_SUBCOMMANDS = {
-    "list": _subcommand(
-        commands.list_hosts, "show hosts, whether they answer, and your ranks there", _add_json, _LIST
-    ),
-    "run": _subcommand(
-        commands.run, "run a command on every host, and show equal outputs once", _add_run, _RUN
-    ),
-    "copy": _subcommand(
-        commands.copy, "copy a file or a directory to all hosts, each passing it on", _add_copy, _COPY
-    ),
-    "kill": _subcommand(commands.kill, "end all processes of a job on these hosts", _add_kill, _KILL),
-}
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -104,8 +104,7 @@ class Agents:
         self._selector, self._listener, self._heartbeat_timeout = selector, listener, heartbeat_timeout
         self._links: dict[tuple[str, int], RankLink] = {}
         self._programs: list[OnExit] = []
-        self._input: tuple[RankLink, int] | None = None
-        self._paused, self._checked, self._check_at = False, time.monotonic(), 0.0
+        self._checked, self._check_at = time.monotonic(), 0.0
         for agent in self._all.values():
             fd = agent.frames.read_fd
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
@@ -161,10 +160,6 @@ class Agents:
         now = time.monotonic()
         return any(agent.there and now - agent.heard > _LATE_S for agent in self._remotes)
 
-    def is_local(self, link: RankLink) -> bool:
-        """Whether a rank is on this host."""
-        return link.remote is self._local
-
     def port(self, host: str) -> int:
         """Return a port that the agent on a host keeps free."""
         return self._all[host].port
@@ -187,13 +182,6 @@ class Agents:
         agent.started = True
         self._programs.append(on_exit)
         return agent.frames.send({"spawn": len(self._programs) - 1, **program})
-
-    def pause(self, paused: bool) -> None:
-        """Announce that the launcher is stopped by the terminal, or that it goes on."""
-        self._paused = paused
-        for agent in self._remotes:
-            agent.heard = time.monotonic()
-            agent.frames.send({"pause": paused})
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -248,7 +236,7 @@ class Agents:
         self._checked = now
         shown = min(timeout, _SHOWN_S)
         limit = shown if failed else timeout
-        there = [] if self._paused else [agent for agent in self._remotes if agent.there and agent.ready]
+        there = [agent for agent in self._remotes if agent.there and agent.ready]
         silent = [agent for agent in there if now - agent.heard > shown and self._silent(agent)]
         late = [agent for agent in silent if now - agent.heard > limit]
         if late and len(there) > 1 and all(now - agent.heard > limit - 2 * _PING_S for agent in there):
@@ -333,8 +321,6 @@ class Agents:
             name = signal_name(message["signal"])
             why = f"{message['name']} (pid {message['died']}), which is no rank, was killed by {name}"
             listener.on_host_failed(host, why, lost=False)
-        elif "took" in message:
-            self._await_input()
         elif "file" in message:
             listener.on_file(message["file"], payload, message["last"])
         elif "cleaned" in message:
@@ -352,27 +338,3 @@ class Agents:
         else:
             del self._links[remote.host, number]
             self._listener.on_rank_closed(link)
-
-    # --- what rank 0 reads ---------------------------------------------------------------------
-
-    def feed(self, link: RankLink, descriptor: int) -> None:
-        """Pass what can be read from `descriptor` on to a rank, as fast as it takes it."""
-        self._input = link, descriptor
-        self._await_input()
-
-    def _await_input(self) -> None:
-        assert self._input
-        try:
-            watch(self._selector, self._input[1], selectors.EVENT_READ, self._pass_input)
-        except PermissionError:  # a file, or /dev/null: cannot be waited for, and need not
-            self._pass_input()
-
-    def _pass_input(self) -> None:
-        assert self._input
-        link, descriptor = self._input
-        watch(self._selector, descriptor, 0, None)
-        try:
-            data = os.read(descriptor, 32768)
-        except OSError:
-            data = b""
-        link.remote.frames.send({"stdin": link.number}, data)

@@ -32,7 +32,6 @@ def run(
     start_timeout: float = 60.0,
     grace: float = 30.0,
     verbose: bool = False,
-    gpus_per_rank: int = 0,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on `np` new ranks and wait for them.
 
@@ -48,7 +47,6 @@ def run(
         start_timeout: seconds until all ranks must have started.
         grace: seconds that ranks have to end after Ctrl-C or SIGTERM; a second one ends them at once.
         verbose: whether to show steps.
-        gpus_per_rank: as of ``ringdance run --gpus-per-rank``.
 
     Returns:
         What `fn` returned, by rank.
@@ -67,7 +65,6 @@ def run(
         start_timeout=start_timeout,
         grace=grace,
         verbose=verbose,
-        gpus_per_rank=gpus_per_rank,
     )
     return call(spec, fn, args, kwargs)
 

@@ -5,26 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.background.detach import start as start_detached
 from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import Parser, as_program, number, rank_count
 from ringdance.launch.prepare import Check, Log, PreparedJob, prepare
-from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import JobSpec, parse_exports, refuse_launcher, resolve_command
 from ringdance.launch.terminal import run_in_terminal
-from ringdance.settings import parse
 
 _EPILOG = """\
 examples:
   ringdance run -np 2 python train.py --epochs 3
   ringdance run -np 4 --output-filename logs python train.py      logs/rank.0/stdout, ...
-  ringdance run -np 4 --metrics-port 9400 python train.py         figures for Prometheus and Grafana
   ringdance run -np 2 -x OMP_NUM_THREADS=4 python -m package.train
   ringdance run -np 2 --dry-run python train.py                   show the plan, start nothing
   ringdance run -H h1:4,h2:4 python train.py                      four ranks on each of two hosts, by ssh
@@ -60,33 +56,22 @@ def parser() -> argparse.ArgumentParser:
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
-    text = "only of steps A to B-1, counted from 0"
-    add("--timeline-steps", type=_of_setting(parse.STEPS), metavar="A:B", help=text)
-    text = "serve figures for Prometheus, at http://127.0.0.1:PORT/metrics of each host; also to other hosts "
-    text += "with ADDRESS 0.0.0.0"
-    add("--metrics-port", metavar="[ADDRESS:]PORT", type=_of_setting(parse.ADDRESS), help=text)
     text = "try other values of settings in the first 200 steps, and go on with the best"
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "write what autotune tried into FILE (CSV), and its result beside it (.json)"
     add("--autotune-log-file", default="", metavar="FILE", help=text)
     text = "run with a result of autotune, if it is of this model and hardware"
     add("--tuned", default="", metavar="FILE", help=text)
-    add("--quiet", action="store_true", help="no summary at the end of a run of more than a minute")
     text = "begin each output line with [rank] (default)"
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--timestamps", action="store_true", help="begin each output line with the time")
-    add("--fold", action="store_true", help="show a line that several ranks write once: `[0-3] text`")
     add("--output-json", action="store_true", help="each output line as JSON: rank, host, stream, time, text")
-    text = "colours for the ranks, also where the output is no terminal"
-    add("--color", "--colour", action="store_true", dest="colour", help=text)
-    add("--gpus-per-rank", type=int, default=0, metavar="N", help="GPUs that each rank needs on its host")
     text = "seconds until all ranks must have started (default 60)"
     add("--start-timeout", type=number, default=60.0, metavar="S", help=text)
     text = "seconds for the ranks to end after Ctrl-C, SIGTERM or SIGHUP (default 30); Ctrl-C again ends them"
     add("--grace", type=float, default=30.0, metavar="S", help=text)
     add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
     add("--dry-run", action="store_true", help="print the plan and start no rank")
-    add("--json", action="store_true", help="the plan as JSON")
     add("--verbose", action="store_true", help="show each step, and all messages of mpiexec")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     return made
@@ -96,9 +81,9 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     add_host_options(group, "hosts and their slots (default: 1)")
     add = group.add_argument
-    text = "variables of this shell that ranks on other hosts get too (default: all but those of a machine "
-    text += "or login; * matches any text); NAME=VALUE is as of -x"
-    add("--env", action="append", default=[], metavar="all|none|NAME,...", help=text)
+    text = "variables of this shell that ranks on other hosts get too: all but those of a machine or login "
+    text += "(default), or none but settings; -x NAME adds one"
+    add("--env", choices=("all", "none"), default="all", help=text)
     add("--chdir", default="", metavar="DIR", help="directory of the ranks; here too if it is there")
     text = "network interfaces to use (default: those by which all hosts reach one another)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
@@ -106,19 +91,6 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--host-timeout", type=number, default=30.0, metavar="S", help=text)
     text = "do not check the hosts before the start; with --dry-run: do not connect to any"
     add("--no-check", action="store_true", help=text)
-
-
-def _of_setting(setting: parse.Parser[Any]) -> Callable[[str], str]:
-    """Return a type for argparse: text for a setting, checked as that and passed on."""
-
-    def check(text: str) -> str:
-        try:
-            setting.parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {setting.expected}") from None
-        return text
-
-    return check
 
 
 def main(argv: Sequence[str], check: Check | None = None) -> int:
@@ -155,12 +127,11 @@ def run(
 
     if arguments.detach and not arguments.dry_run:
         # What is kept is not for this terminal.
-        return start_detached(replace(spec, colour=arguments.colour), checked, log)
+        return start_detached(replace(spec, colour=False), checked, log)
     prepared = prepare(spec, log)
     if arguments.dry_run:
         prepared.close()
-        plan = prepared.plan
-        print(plan.to_json(os.environ) if arguments.json else plan.describe(os.environ))
+        print(prepared.plan.describe(os.environ))
         return 0
     if show_map:  # without the values of variables, which do not belong into a log
         print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
@@ -174,8 +145,6 @@ def _log(text: str) -> None:
 
 def _style(arguments: argparse.Namespace) -> Style | None:
     if arguments.output_json:
-        if arguments.fold:
-            raise LaunchError("--fold and --output-json exclude one another")
         return Style(json=True)
     return None if arguments.prefix else Style("", clock=arguments.timestamps)
 
@@ -191,8 +160,6 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
                           "--autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     found = {
-        "RINGDANCE_METRICS_PORT": arguments.metrics_port,
-        "RINGDANCE_SUMMARY_TIME": "0" if arguments.quiet else "",
         "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),
         "RINGDANCE_AUTOTUNE_LOG": log,
         "RINGDANCE_TUNED": tuned,
@@ -218,7 +185,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
     """
     refuse_within_a_rank()
     refuse_launcher(arguments.command)
-    exports = parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ)
+    exports = parse_exports(arguments.x, os.environ)
     return JobSpec(
         resolve_command(arguments.command, arguments.chdir),
         ranks=arguments.num_proc,
@@ -229,17 +196,14 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],
         check=not (arguments.dry_run and arguments.no_check),
         exports=_exports_of_options(arguments) | exports,
-        forward=forwarding(",".join(text for text in arguments.env if "=" not in text) or "all"),
+        forward=arguments.env == "all",
         style=_style(arguments),
         clock=arguments.timestamps,
-        colour=arguments.colour or (sys.stdout.isatty() and not os.environ.get("NO_COLOR")),
-        fold=arguments.fold,
+        colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         timeline=arguments.timeline,
-        timeline_steps=arguments.timeline_steps or "",
         output_directory=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,
         heartbeat_timeout=arguments.host_timeout,
         grace=arguments.grace,
         verbose=arguments.verbose,
-        gpus_per_rank=arguments.gpus_per_rank,
     )

@@ -90,6 +90,17 @@ def several(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
+def spans(numbers: Sequence[int]) -> str:
+    """Return ``0-3,5`` for 0, 1, 2, 3, 5."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in found)
+
+
 def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
     """Put `ranks` ranks on hosts: all slots of a host before the next; hosts left empty are left out.
 

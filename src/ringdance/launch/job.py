@@ -25,10 +25,9 @@ from ringdance.launch.directories import (
     host_shared,
     usable,
 )
-from ringdance.launch.hosts import Host
+from ringdance.launch.hosts import Host, spans
 from ringdance.launch.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
-from ringdance.launch.output.merge import spans
 from ringdance.launch.output.results import CollectedFile, Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput, remove_left
@@ -57,7 +56,7 @@ class Job:
         prepared: what is to be started, and the agents on other hosts, which end with the job.
         screen: where the ranks' output goes.
         id: of the job, 32 hexadecimal digits; by default a new one.
-        stdin: file descriptor of rank 0's input; -1 for none.
+        stdin: file descriptor of rank 0's input, if it runs on this host; -1 for none.
         files: contents of files in the job's directory on every host, by name, for the ranks (call.py).
         results: takes the ranks' ``result.*.pkl`` from there if all complete, or None.
 
@@ -121,7 +120,7 @@ class Job:
             environ = local_environment(self._plan, self.id, self._directory)
             local = start_local(name, environ, self._stdin, self._remotes)
             self._agents = Agents(local, self._remotes, self._selector, self, self._spec.heartbeat_timeout)
-            self._ranks = RankTable(self._prepared, self._screen, self._stdin, self._agents)
+            self._ranks = RankTable(self._prepared, self._screen, self._agents)
             output = self._spec.output_directory
             messages = job_messages(self._plan, self.id, self._bases, self._prepared.needed, output)
             self._agents.begin(*messages, self._files)
@@ -172,9 +171,9 @@ class Job:
 
     def _step(self) -> None:
         now = time.monotonic()
-        due = [self._deadline, *self._ranks.due(self._state is State.RUNNING)]
+        due = min(self._deadline, self._ranks.due(self._state is State.RUNNING))
         again = self._agents.check(self._state not in WELL and not self._shutdown.signal)
-        timeout = min(max(0.0, min(due) - now), math.inf if again is None else again)
+        timeout = min(max(0.0, due - now), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
             # What came before in this round may have closed it.
             if self._selector.get_map().get(key.fd) is key:
@@ -261,11 +260,7 @@ class Job:
 
     def _on_signals(self) -> None:
         for number in self._signals.take():
-            if number == signal.SIGTSTP:
-                self._agents.pause(True)
-                os.kill(os.getpid(), signal.SIGSTOP)
-                self._agents.pause(False)
-            elif number in PASSED_ON:
+            if number in PASSED_ON:
                 self._ranks.send({"signal": number})
             else:
                 self._stop(number)
@@ -441,7 +436,6 @@ class Job:
             )
             verdict, _ = self._ranks.judge(self._outside, code)
         self._ranks.show_held(verdict)
-        self._ranks.flush_merged(everything=True)
         unfinished = self._results is not None and not self._results.kept
         if number and (verdict or incomplete or unfinished) and self._shutdown.caused_failures:
             for cause in self._outside:

@@ -27,7 +27,7 @@ def local_environment(plan: Plan, job: str, directory: str) -> dict[str, str]:
     here = plan.chdir if os.path.isdir(plan.chdir) else os.getcwd()
     wrapper = paths.variables(os.path.abspath(here)) if plan.paths_differ else {}
     # Open MPI does not start without HOME.
-    return {"HOME": machine.home(), **own, **session, **wrapper, linux.MARKER: job}
+    return {"HOME": machine.in_home("~"), **own, **session, **wrapper, linux.MARKER: job}
 
 
 def job_messages(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ringdance.cluster.hostfile import HostList, hosts_text
+from ringdance.cluster.hostfile import HostList
 from ringdance.cluster.slurm import of_a_step
 from ringdance.cluster.this_machine import LOCAL_NAMES
 from ringdance.errors import LaunchError, pip_install
@@ -22,13 +21,12 @@ from ringdance.launch.hosts import (
     addresses,
     assign_ranks,
     same_interfaces,
-    several,
     shared_networks,
+    spans,
 )
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
-from ringdance.launch.output.merge import spans
-from ringdance.launch.remote.environment import ALL, forwarded, shown
+from ringdance.launch.remote.environment import forwarded, shown
 from ringdance.launch.spec import JobSpec
 from ringdance.launch.system.linux import MARKER
 from ringdance.settings.names import STARTED_BY
@@ -75,12 +73,11 @@ class Plan:
         python: the interpreter on other hosts, "" if it is where the launcher's is.
         chdir: as of JobSpec.
         notes: warnings before the start.
-        forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
+        forward: as of JobSpec.
         threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.
         networks: that several hosts share.
         mpi: library and mpiexec.
         mpiexec: options of mpiexec, its path first, up to the command.
-        gpus_per_rank: as of JobSpec.
     """
 
     ranks: int
@@ -94,11 +91,10 @@ class Plan:
     networks: Networks
     mpi: Mpi
     mpiexec: tuple[str, ...]
-    forward: tuple[str, ...] = ALL
+    forward: bool = True
     notes: tuple[str, ...] = ()
     python: str = ""
     chdir: str = ""
-    gpus_per_rank: int = 0
 
     @property
     def paths_differ(self) -> bool:
@@ -154,25 +150,16 @@ class Plan:
                 lines += [f"there:       {self.python or 'the same interpreter'}, in {self.chdir}"]
             lines += [f"network:     {', '.join(self.networks.include) or 'as MPI finds'}"]
         lines += [f"threads:     {threads} for each rank"]
-        lines += [f"GPUs:        {self.gpus_per_rank} for each rank"] * bool(self.gpus_per_rank)
         lines += [f"MPI:         {self.mpi.family} ({self.mpi.source})"]
         lines += [f"command:     {shlex.join(self.command)}"]
         lines += [f"environment: {name}={shown(name, value)}" for name, value in self.environment]
         lines += [f"without:     {name}" for name in self.removed]
         if self.multi_host and own is not None:
             names = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
-            lines += [f"forwarded:   {' '.join(names)} (--env {','.join(self.forward)})"]
+            lines += [f"forwarded:   {' '.join(names)} (--env {'all' if self.forward else 'none'})"]
         lines += [f"note:        {note}" for note in self.notes]
         lines += [f"mpiexec:     {shlex.join(self.argv())}"]
         return "\n".join(lines)
-
-    def to_json(self, own: Mapping[str, str] | None = None) -> str:
-        """Return the plan as JSON."""
-        found = dataclasses.asdict(self)
-        found["environment"] = {name: shown(name, value) for name, value in self.environment}
-        if self.multi_host and own is not None:
-            found["forwarded"] = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
-        return json.dumps({**found, "line": self.argv()}, indent=2)
 
 
 def devices_text(names: Sequence[str]) -> str:
@@ -215,7 +202,6 @@ def build_plan(
     if given is not None:
         facts = {name: dataclasses.replace(found, visible_devices=given) for name, found in facts.items()}
     placed, known, networks = _place(spec, mpi, cores, facts, local)
-    _check_gpus(spec.gpus_per_rank, [host for host in placed if host.name in known])
     multi_host = any(host.name not in local for host in placed)
     master = _master_address(placed[0], known, networks) if multi_host else "127.0.0.1"
     infiniband = any(found.infiniband for found in known.values())
@@ -240,11 +226,10 @@ def build_plan(
         networks=networks,
         mpi=mpi,
         mpiexec=(mpi.mpiexec, *options, "-n", str(spec.ranks)),
-        forward=tuple(spec.forward),
+        forward=spec.forward,
         notes=tuple(notes),
         python=spec.shell.python,
         chdir=spec.chdir,
-        gpus_per_rank=spec.gpus_per_rank,
     )
 
 
@@ -332,18 +317,6 @@ def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, co
         devices=found.visible if found else (),
         interfaces=networks.interfaces.get(host.name, ()),
     )
-
-
-def _check_gpus(each: int, hosts: Sequence[Host]) -> None:
-    """Raise a LaunchError if hosts have fewer GPUs than `each` for every rank."""
-    short = [host for host in hosts if len(host.devices) < each * len(host.ranks)]
-    if short:
-        has = several([f"{host.name} has {len(host.devices)} for {len(host.ranks)} ranks" for host in short])
-        slots = [(host.name, len(host.devices) // each) for host in short if len(host.devices) >= each]
-        raise LaunchError(
-            f"--gpus-per-rank {each}: too few GPUs are visible (CUDA_VISIBLE_DEVICES): {has}. Give "
-            f"them fewer slots (-H {hosts_text(slots) or 'HOST:N'}), or --gpus-per-rank 0 if ranks share GPUs"
-        )
 
 
 def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networks) -> str:

@@ -107,8 +107,6 @@ def prepare(
         ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
         there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
         exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if hosts[0][0] in local else there
-        if spec.timeline_steps:
-            exports["RINGDANCE_TIMELINE_STEPS"] = spec.timeline_steps
     try:
         plan = build_plan(
             replace(spec, exports=exports),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +11,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
-from ringdance.launch.hosts import rank_numbers
-from ringdance.launch.output.merge import LineMerger, spans
+from ringdance.launch.hosts import rank_numbers, spans
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Stream, make_streams
 from ringdance.launch.prepare import PreparedJob
@@ -47,13 +47,12 @@ class RankTable:
     Args:
         prepared: which ranks are expected and where, and how their output is shown.
         screen: where their output goes.
-        stdin: file descriptor of rank 0's input; -1 for none.
         agents: the agents on all hosts.
     """
 
-    def __init__(self, prepared: PreparedJob, screen: Screen, stdin: int, agents: Agents) -> None:
+    def __init__(self, prepared: PreparedJob, screen: Screen, agents: Agents) -> None:
         self._plan, self._spec, self._style = prepared.plan, prepared.spec, prepared.style
-        self._screen, self._stdin, self._agents = screen, stdin, agents
+        self._screen, self._agents = screen, agents
         self._places = rank_numbers(self._plan.hosts)
         self._host_of = {number: host.name for host in self._plan.hosts for number in host.ranks}
         self._ranks: dict[int, Rank] = {}
@@ -62,8 +61,6 @@ class RankTable:
         self._holding: dict[int, Rank] = {}  # those that run and hold a traceback back, the longest first
         self.lost_hosts: set[str] = set()
         self.alone: dict[int, str] = {}  # by rank, the framework of those that have not called init()
-        sinks = (screen.of(0), screen.of(1)) if self._spec.fold else ()
-        self._folds = [LineMerger(sink, self._plan.ranks) for sink in sinks]
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
         """Let a rank start; return what is wrong with it instead, or "".
@@ -79,22 +76,14 @@ class RankTable:
         wrong = self._misplaced(number, int(hello["size"]), link)
         if wrong:
             return wrong
-        sinks = [fold.sink_of(number) for fold in self._folds]
-        out, err = sinks or (self._screen.of(which, number) for which in (0, 1))
+        sinks = self._screen.of(0, number), self._screen.of(1, number)
         directory = self._spec.output_directory
         try:
-            streams = make_streams(
-                number, self._plan.ranks, host, (out, err), self._style, directory, self._spec.fold
-            )
+            streams = make_streams(number, self._plan.ranks, host, sinks, self._style, directory)
         except OSError as error:
             raise LaunchError(f"--output-filename {directory}: {error}") from None
         self._ranks[number] = self._by_link[link] = Rank(link, number, host, streams)
-        # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
-        reads = number == 0 and self._stdin >= 0
-        port = self._agents.port(self._host_of[0])
-        link.send({"go": self._places[number], "port": port, "stdin": reads})
-        if reads and not self._agents.is_local(link):
-            self._agents.feed(link, self._stdin)
+        link.send({"go": self._places[number], "port": self._agents.port(self._host_of[0])})
         return ""
 
     def _misplaced(self, number: int, size: int, link: RankLink) -> str:
@@ -200,7 +189,7 @@ class RankTable:
 
     def local_pids(self) -> list[int]:
         """Return the processes of the ranks on the launcher's host."""
-        return [rank.pid for rank in self._ranks.values() if rank.pid and self._agents.is_local(rank.link)]
+        return [rank.pid for rank in self._ranks.values() if rank.pid and rank.link.remote.local]
 
     # --- actions -------------------------------------------------------------------------------
 
@@ -212,20 +201,17 @@ class RankTable:
 
     # --- output that waits ---------------------------------------------------------------------
 
-    def due(self, running: bool) -> list[float]:
-        """Return when lines that wait for the same of other ranks are due, and held tracebacks.
+    def due(self, running: bool) -> float:
+        """Return when the next held traceback is due.
 
         Args:
             running: whether the job runs; later, tracebacks wait for its end.
         """
-        found = [fold.due() for fold in self._folds]
-        if running and self._holding:
-            found.append(next(iter(self._holding.values())).streams[1].held_until)
-        return [due for due in found if due is not None]
+        until = next(iter(self._holding.values())).streams[1].held_until if self._holding else None
+        return math.inf if until is None or not running else until
 
     def show_due(self, running: bool) -> None:
         """Show those that are due."""
-        self.flush_merged()
         now = time.monotonic()
         while running and self._holding:
             rank = next(iter(self._holding.values()))
@@ -234,11 +220,6 @@ class RankTable:
                 break
             rank.streams[1].release()
             del self._holding[rank.rank]
-
-    def flush_merged(self, everything: bool = False) -> None:
-        """Show the lines that have waited long enough for those of other ranks, or all."""
-        for fold in self._folds:
-            fold.flush(everything)
 
     # --- judgement -----------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from ringdance.cluster.hostfile import HostList
 from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
 from ringdance.launch.output.stream import Style
-from ringdance.launch.remote.environment import ALL
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system import machine
 
@@ -43,18 +42,15 @@ class JobSpec:
         chdir: directory of the ranks, of those here if it is here; "" for the path of the launcher's.
         check: whether to ask other hosts before a plan is made; needed for a start.
         exports: variables to set for the ranks.
-        forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
+        forward: Whether ranks on other hosts get the launcher's variables. If not, settings only.
         style: how lines of ranks are shown; None: with their rank, and their host if there are several.
         clock, colour: whether lines begin with the time, and ranks have colours, if `style` is None.
-        fold: whether equal lines of several ranks are shown once.
         output_directory: for a copy of each rank's output, or "".
         timeline: file for a timeline of all ranks, or "".
-        timeline_steps: of which it tells, as the setting; "" for all.
         start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
         heartbeat_timeout: seconds without a heartbeat after which a host is lost.
         grace: seconds that ranks have to end after a signal to the launcher; a second SIGINT ends them.
         verbose: whether to show steps.
-        gpus_per_rank: GPUs of its host that each local rank uses; 0: not checked.
         binding: options of mpiexec in place of ours that bind ranks to no cores.
         mpi_args: more options of mpiexec.
     """
@@ -68,19 +64,16 @@ class JobSpec:
     chdir: str = ""
     check: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
-    forward: Sequence[str] = ALL
+    forward: bool = True
     style: Style | None = None
     clock: bool = False
     colour: bool = False
-    fold: bool = False
     output_directory: str = ""
     timeline: str = ""
-    timeline_steps: str = ""
     start_timeout: float = 60.0
     heartbeat_timeout: float = 30.0
     grace: float = 30.0
     verbose: bool = False
-    gpus_per_rank: int = 0
     binding: Sequence[str] | None = None
     mpi_args: Sequence[str] = ()
 
@@ -94,8 +87,6 @@ class JobSpec:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
         if not 0 <= self.grace < 1e9:
             raise LaunchError(f"--grace {self.grace:g}: it must be 0 seconds or more, and less than 1e9")
-        if self.gpus_per_rank < 0:
-            raise LaunchError(f"--gpus-per-rank {self.gpus_per_rank}: it must be 0 or more")
         spec, shell, found = self, self.shell, detect(os.environ)
         names = [name for name, _ in found.hosts] if found else []
         # Oversubscribing a single machine is allowed.

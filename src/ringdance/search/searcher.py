@@ -183,7 +183,8 @@ class Searcher:
         command = resolve_command(filled)
         if launch:
             hosts = hosts_text([(host, 1) for host, _ in place])
-            command = [sys.executable, "-m", *launch, "-H", hosts, "--quiet", "--", *command]
+            options = ["-H", hosts, "-x", "RINGDANCE_SUMMARY_TIME=0"]
+            command = [sys.executable, "-m", *launch, *options, "--", *command]
         one.start(command, self.environ)
         until = math.inf
         try:

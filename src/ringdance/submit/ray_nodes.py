@@ -66,7 +66,7 @@ class Node:
         ranks = sum(slots for _, slots in hosts)
         # The agents' connections are not encrypted, and on each machine Ray has set the variables of its job.
         spec = JobSpec(
-            _COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=("none",)
+            _COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=False
         )
         try:
             local = frozenset([os.uname().nodename])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from ringdance.errors import LaunchError
 from ringdance.hosts import files
 from ringdance.hosts.chain import addresses
 from ringdance.hosts.progress import CopyProgress
-from ringdance.hosts.run import Result, exit_code, grouped, shell_line
 from ringdance.launch.copy.received_file import DONE, ReceivedFile, partials_in
 from ringdance.launch.hosts import HostFacts
 from ringdance.launch.remote.shell import RemoteShell
@@ -225,40 +222,7 @@ def test_shared_networks_come_first() -> None:
     }
 
 
-# --- commands ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "directory", "out"),
-    [
-        (["echo", "a  b", "$HOME", "'"], "", "a  b $HOME '\n"),
-        (['echo "$((1 + 2))"; pwd'], "~/deep er", "3\n{home}/deep er\n"),
-        (["pwd"], "{home}/deep er", "{home}/deep er\n"),
-        (["pwd"], "", "{home}\n"),
-        (["echo no"], "/nowhere", ""),
-        (["command -v python"], "", "{bin}/python\n"),
-    ],
-)
-def test_the_shells_line(tmp_path: Path, words: list[str], directory: str, out: str) -> None:
-    (tmp_path / "deep er").mkdir()
-    done = subprocess.run(
-        ["/bin/sh", "-c", shell_line(words, directory.format(home=tmp_path))],
-        env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.stdout == out.format(home=tmp_path, bin=os.path.dirname(sys.executable))
-    assert (done.returncode == 0) == bool(out)
-
-
-def test_groups_and_exit_codes() -> None:
-    def ran(code: int, text: str = "", problem: str = "") -> Result:
-        return Result(code, bytearray(text.encode()), problem, seconds=float(code))
-
-    found = {"a": ran(0, "x"), "b": ran(0, "y"), "c": ran(0, "x"), "d": ran(1, "x"), "e": ran(1, "x")}
-    assert [hosts for hosts, _ in grouped(found)] == [["a", "c"], ["b"], ["d", "e"]]
-    assert exit_code({"a": ran(0)}) == 0
-    assert exit_code(found) == 1
-    assert exit_code({"a": ran(0), "b": ran(7), "c": ran(7)}) == 7
-    assert exit_code({"a": ran(255, problem="gone"), "b": ran(7)}) == 1
+# --- which hosts -------------------------------------------------------------------------------
 
 
 def test_hosts_with_and_without_slots() -> None:

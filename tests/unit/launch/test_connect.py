@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 # Agents as local processes: where a name stands for this machine, no ssh is needed.
 BEGIN = """
@@ -33,16 +32,13 @@ def run(text: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_no_ssh_whose_host_hangs(tmp_path: Path, number: signal.Signals) -> None:
+def test_ctrl_c_leaves_no_ssh_whose_host_hangs(tmp_path: Path) -> None:
     """One host answers, one hangs, and one is tried again."""
     (tmp_path / "ssh").write_text(
         '#!/bin/sh\ncase "$*" in *-G*) exit 0;; *" fails "*) exit 255;; esac\nexec sleep 1000\n'
     )
     (tmp_path / "ssh").chmod(0o755)
     text = BEGIN + (
-        "import signal\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup's tests ignore it
         "shell = RemoteShell(local=['here'], start_timeout=100.0)\n"
         "connect(['here', 'hangs', 'fails'], shell, 100.0)\n"
     )
@@ -54,12 +50,12 @@ def test_a_signal_leaves_no_ssh_whose_host_hangs(tmp_path: Path, number: signal.
             time.sleep(0.05)
             children = psutil.Process(process.pid).children(recursive=True)
             children = [one for one in children if one.name() in ("sleep", "python")]
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         try:
             said = process.communicate(timeout=20.0)[1]
         finally:
             process.kill()
-    assert b"KeyboardInterrupt" in said if number == signal.SIGINT else process.returncode == 128 + number
+    assert b"KeyboardInterrupt" in said
     assert len(children) > 1
     assert not psutil.wait_procs(children, 10.0)[1]
 

@@ -11,7 +11,14 @@ import pytest
 from ringdance.cluster import this_machine
 from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import HostFacts, assign_ranks, rank_numbers, shared_networks
+from ringdance.launch.hosts import HostFacts, assign_ranks, rank_numbers, shared_networks, spans
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([0], "0"), ([3, 1, 2], "1-3"), ([0, 2, 3, 9], "0,2-3,9"), ([4, 5], "4-5")]
+)
+def test_spans(numbers: list[int], text: str) -> None:
+    assert spans(numbers) == text
 
 
 def test_names_of_this_machine() -> None:

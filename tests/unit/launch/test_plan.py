@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 
 import pytest
@@ -238,22 +237,13 @@ def test_gpus_that_ranks_see(devices: int, variable: str | None, count: int) -> 
     assert list(found.visible) == ["H100"] * count
 
 
-def test_each_rank_has_its_gpus() -> None:
+def test_a_variable_that_is_given_decides_which_gpus_all_hosts_show() -> None:
     four = HostFacts(devices=["H100"] * 4)
     facts = {"a": four, "b": replace(four, visible_devices="0,1")}
     two = {"hosts": [("a", 4), ("b", 2)], "ranks": 6, "local": ("a",), "facts": facts}
-    assert "GPUs:        1 for each rank" in plan(**two, gpus_per_rank=1).describe()
-    assert "GPUs:" not in plan(**two).describe()
-    asked = plan(**two, gpus_per_rank=1, exports={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert [len(host.devices) for host in plan(**two).hosts] == [4, 2]
+    asked = plan(**two, exports={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert [len(host.devices) for host in asked.hosts] == [4, 4]
-    assert plan(**{**two, "facts": {"a": facts["a"]}}, gpus_per_rank=1)  # b was not asked (--no-check)
-    with pytest.raises(LaunchError) as error:
-        plan(**two, gpus_per_rank=2)
-    assert "a has 4 for 4 ranks, b has 2 for 2 ranks. Give them fewer slots (-H a:2,b:1)" in str(error.value)
-    with pytest.raises(LaunchError, match=r"b has 1 for 2 ranks\. Give them fewer slots \(-H b:1\)"):
-        plan(**{**two, "facts": facts | {"b": replace(four, visible_devices="3")}}, gpus_per_rank=1)
-    with pytest.raises(LaunchError, match=r"--gpus-per-rank -1: it must be 0 or more"):
-        JobSpec(["x"], ranks=1, gpus_per_rank=-1).resolved()
 
 
 def test_gpus_are_counted_by_their_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +276,7 @@ def test_what_is_a_machines_own_is_not_forwarded() -> None:
 
 def test_what_srun_must_not_have_reaches_the_ranks() -> None:
     own = {"SLURM_CPUS_PER_TASK": "4", "SLURM_PROCID": "0", "SRUN_CPUS_PER_TASK": "4", "SLURM_GPUS": "2"}
-    for forward in (("all",), ("none",)):
+    for forward in (True, False):
         found = plan(**WIDE, environ=own, forward=forward, method="srun").forwarded(own)
         assert {name: found.get(name) for name in own} == own | {"SLURM_PROCID": None}
     assert "SLURM_CPUS_PER_TASK" not in plan(**WIDE, environ=own).forwarded(own)
@@ -294,11 +284,11 @@ def test_what_srun_must_not_have_reaches_the_ranks() -> None:
 
 def test_secrets_are_in_no_plan() -> None:
     made = plan(**WIDE, environ={"DB_PASSWORD": "hunter2"}, exports={"API_TOKEN": "tok-123"})
-    for text in (made.describe({"DB_PASSWORD": "hunter2"}), made.to_json({"DB_PASSWORD": "hunter2"})):
-        assert "hunter2" not in text
-        assert "tok-123" not in text
-        assert "DB_PASSWORD" in text
-        assert "API_TOKEN" in text
+    text = made.describe({"DB_PASSWORD": "hunter2"})
+    assert "hunter2" not in text
+    assert "tok-123" not in text
+    assert "DB_PASSWORD" in text
+    assert "API_TOKEN" in text
     assert not any("tok-123" in word or "hunter2" in word for word in made.argv())
     assert made.environ({"DB_PASSWORD": "hunter2"})["API_TOKEN"] == "tok-123"
 
@@ -334,8 +324,6 @@ def test_no_ranks() -> None:
 def test_a_plan_can_be_printed_and_compared() -> None:
     made = plan()
     assert made == plan()
-    assert json.loads(made.to_json())["ranks"] == 2
-    assert json.loads(made.to_json())["line"] == made.argv()
     assert "localhost  2      0-1    8" in made.describe()
 
 

@@ -42,10 +42,10 @@ def steps_of_a_job(ranks: int) -> list[int]:
     """Return the steps for numbers of ranks, and for each report of the last rank, with the loop's turn."""
     hosts = assign_ranks(ranks, [(f"h{n}", 4) for n in range(ranks // 4)])
     plan: Any = SimpleNamespace(hosts=hosts, ranks=ranks)
-    spec = SimpleNamespace(fold=False, output_directory="")
+    spec = SimpleNamespace(output_directory="")
     sinks = SimpleNamespace(of=lambda *which: lambda data: None)
-    agents = SimpleNamespace(port=lambda host: 1, is_local=lambda link: True)
-    table = RankTable(SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK), sinks, -1, agents)  # type: ignore[arg-type]
+    agents = SimpleNamespace(port=lambda host: 1)
+    table = RankTable(SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK), sinks, agents)  # type: ignore[arg-type]
     frames = SimpleNamespace(send=lambda *message: True)
     links = [RankLink(Remote(f"h{n // 4}", frames, ()), n) for n in range(ranks)]  # type: ignore[arg-type]
     for number, link in enumerate(links):
@@ -97,9 +97,9 @@ def test_the_first_failure_does_not_depend_on_the_clocks_of_hosts(
     monkeypatch.setattr(time, "time", lambda: now[0])
     hosts = [Host("here", 1, (0,), local=True), Host("there", 1, (1,))]
     remotes = [Remote(host.name, None, (), local=host.local) for host in hosts]  # type: ignore[arg-type]
-    plan, spec = SimpleNamespace(hosts=hosts, ranks=2), SimpleNamespace(fold=False)
+    plan, spec = SimpleNamespace(hosts=hosts, ranks=2), SimpleNamespace()
     prepared: Any = SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK)
-    table = RankTable(prepared, SimpleNamespace(of=lambda which: None), -1, None)  # type: ignore[arg-type]
+    table = RankTable(prepared, SimpleNamespace(of=lambda which: None), None)  # type: ignore[arg-type]
     for number, remote in enumerate(remotes):
         streams = [Stream(lambda data: None, WITH_RANK, holds=bool(which)) for which in range(2)]
         link = RankLink(remote, number)

@@ -7,10 +7,10 @@ is replaced by a process it has forked (:meth:`Cleanup.fork_backup`). Standard l
 
 Messages (:class:`launch.messages.Frames`) go over stdin and stdout. From the launcher:
 ``{"job", ...}`` once; ``{"put": name, "mode"}`` with a file's bytes; ``{"spawn": n, "command" or "argv"}``;
-``{"to": connection of a rank, "message"}``; ``{"stdin": connection}`` with bytes; ``{"ping"}``;
-``{"pause": bool}``; ``{"clean", "failed", "results"}``; those of tasks.py.
+``{"to": connection of a rank, "message"}``; ``{"ping"}``;
+``{"clean", "failed", "results"}``; those of tasks.py.
 To the launcher: ``{"facts"}``; ``{"ready", "problem", "port"}``; ``{"from": connection, "message"}``;
-``{"from", "stream": 0 or 1}`` with bytes (none: its end); ``{"from", "closed"}``; ``{"took": connection}``;
+``{"from", "stream": 0 or 1}`` with bytes (none: its end); ``{"from", "closed"}``;
 ``{"output"}`` with bytes; ``{"exited": n, "pid", "code", "time"}``; ``{"died": pid, "name", "signal"}``;
 ``{"note"}``; ``{"pong"}``; ``{"file": name, "last"}`` with bytes; ``{"cleaned": bool}``.
 """
@@ -52,7 +52,6 @@ _ANSWER_S = 0.5
 _SLEPT_S = 2.0  # since the last turn of the loop, which has one in half a second
 _RESULT_BYTES = 1 << 20  # of a result's file in a message
 _SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
-_NO_BACKUP = "which cleans up there if the job's agent is killed, was killed; the job goes on without it"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a shell drops variables with other names
 
@@ -78,7 +77,7 @@ class _Agent:
         self._port = 0  # for MASTER_PORT
         self._heard = self._answered = self._turned = time.monotonic()
         self._timeout: float | None = None  # for the launcher's heartbeat
-        self._paused = self._full = self._over = False
+        self._full = self._over = False
         self._wake = linux.wake_on_signals()
 
     def run(self) -> None:
@@ -108,7 +107,7 @@ class _Agent:
         return self._heartbeats.send() if self._local else 0.5
 
     def _launcher_is_silent(self) -> bool:
-        limit, now = None if self._paused else self._timeout, time.monotonic()
+        limit, now = self._timeout, time.monotonic()
         if now - self._turned > _SLEPT_S:  # this process was stopped, or its machine: it has heard nothing
             self._heard = now
         self._turned = now
@@ -142,12 +141,8 @@ class _Agent:
             self._launcher.send({"pong": message["ping"]})
         elif "to" in message:
             self._ranks.send(message["to"], message["message"])
-        elif "stdin" in message:
-            self._ranks.write_stdin(message["stdin"], payload)
         elif "spawn" in message:
             self._spawn(message)
-        elif "pause" in message:
-            self._paused = message["pause"]
         elif "put" in message:
             self._put(os.path.basename(message["put"]), payload, message.get("mode", 0o600))
         elif "task" in message:
@@ -225,10 +220,7 @@ class _Agent:
             os.read(self._wake, 512)
         except BlockingIOError:
             pass
-        for pid in self._programs.reap():
-            if self._cleanup and pid == self._cleanup.backup:
-                text = f"ringdance: host {os.uname().nodename}: process {pid}, {_NO_BACKUP}\n"
-                self._launcher.send({"output": True}, text.encode())
+        self._programs.reap()
 
     def _clean(self, failed: bool, wanted: bool) -> None:
         """End: nothing of the job is left here, and all that its ranks have written is on its way."""

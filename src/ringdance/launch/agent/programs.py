@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..directories import OWN_DIRECTORY
@@ -120,14 +120,13 @@ class Programs:
             while self._read(output):
                 pass
 
-    def reap(self) -> Iterator[int]:
-        """Take the exit status of all dead children, also adopted ones; report what matters, yield all."""
+    def reap(self) -> None:
+        """Take the exit status of all dead children, also adopted ones; report what matters."""
         with contextlib.suppress(ChildProcessError):
             while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 name = linux.name_of(dead.si_pid)
                 _, status = os.waitpid(dead.si_pid, 0)
                 self._on_exit(dead.si_pid, os.waitstatus_to_exitcode(status), name)
-                yield dead.si_pid
 
     def _on_exit(self, pid: int, code: int, name: str) -> None:
         if pid in self._running:

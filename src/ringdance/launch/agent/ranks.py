@@ -1,4 +1,4 @@
-"""This host's ranks, seen by the agent: reports of their wrappers (rank.py), output, and input.
+"""This host's ranks, seen by the agent: reports of their wrappers (rank.py), and output.
 
 Standard library only.
 """
@@ -15,12 +15,11 @@ from ..messages import Channel, Frames, watch
 
 
 class _Connection:
-    """A wrapper (or rsh.py): its channel, its rank's output, and where the rank's input is written."""
+    """A wrapper (or rsh.py): its channel, and its rank's output."""
 
     def __init__(self, channel: Channel) -> None:
         self.number, self.channel = channel.fileno(), channel
         self.streams: dict[int, int] = {}  # descriptor -> 0 (stdout) or 1
-        self.stdin = -1
 
 
 class Ranks:
@@ -30,7 +29,7 @@ class Ranks:
         launcher: where reports and output go.
         selector: the agent's loop.
         on_pid: is called with the pid of each rank.
-        stdin: a descriptor that rank 0 reads itself, -1 if the launcher sends its input.
+        stdin: a descriptor that rank 0 reads, -1 for none.
     """
 
     def __init__(
@@ -126,37 +125,10 @@ class Ranks:
         if "go" not in message:
             connection.channel.send(message)
             return
-        if not message.pop("stdin", False):
-            stdin = os.open(os.devnull, os.O_RDONLY)
-        elif self._stdin >= 0:
+        # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
+        if message["go"]["RANK"] == 0 and self._stdin >= 0:
             stdin, self._stdin = self._stdin, -1
         else:
-            stdin, connection.stdin = os.pipe()
+            stdin = os.open(os.devnull, os.O_RDONLY)
         connection.channel.send({**message, "environ": self.environ}, [stdin])
         os.close(stdin)
-
-    def write_stdin(self, number: int, data: bytes) -> None:
-        """Pass on what a rank reads (no data: its end); report when it has been taken."""
-        connection = self._connections.get(number)
-        if connection is None or connection.stdin < 0:
-            return
-        if not data:
-            os.close(connection.stdin)
-            connection.stdin = -1
-            return
-        os.set_blocking(connection.stdin, False)
-        self._pour(connection, memoryview(data))
-
-    def _pour(self, connection: _Connection, rest: memoryview) -> None:
-        try:
-            rest = rest[os.write(connection.stdin, rest) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # the rank has closed it
-            rest = rest[:0]
-        watch(self._selector, connection.stdin, 0, None)
-        if rest:
-            action = lambda: self._pour(connection, rest)  # noqa: E731
-            watch(self._selector, connection.stdin, selectors.EVENT_WRITE, action)
-        else:
-            self._launcher.send({"took": connection.number})

@@ -1,4 +1,4 @@
-"""Tasks of an agent other than a job: list jobs, end one, receive and pass on files, run the doctor's probes.
+"""Tasks of an agent other than a job: receive and pass on files, run the doctor's probes.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
@@ -9,20 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import selectors
 import subprocess
 import sys
-import time
 from typing import Any
 
 from ..copy.receive import Receiver
-from ..directories import bases, host_directory, host_shared
 from ..messages import Frames, watch
 from ..system import linux
-from ..system.cleanup import Cleanup, job_of
-
-_RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
 
 
 class Tasks:
@@ -41,18 +35,13 @@ class Tasks:
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
         """Do a task."""
-        name = message["task"]
-        if name == "copy":
+        if message["task"] == "copy":
             self._receiver.take(message, payload)
             return
         try:
-            if name == "probe":
-                self._probe(message["request"])
-                return
-            answer = _TASKS[name](message)
-        except (OSError, KeyError) as error:
-            answer = {"problem": f"{type(error).__name__}: {error}"}
-        self._launcher.send({"answer": name, "problem": "", **answer})
+            self._probe(message["request"])
+        except OSError as error:
+            self._launcher.send({"answer": "probe", "problem": f"{type(error).__name__}: {error}"})
 
     def _probe(self, request: dict[str, Any]) -> None:
         """Start the doctor's probes and answer with their output. They end with this process."""
@@ -86,37 +75,3 @@ class Tasks:
         with contextlib.suppress(BrokenPipeError):  # it has failed; its output says why
             given.write(json.dumps(request).encode() + b"\n")
             given.flush()
-
-
-def jobs() -> dict[str, dict[str, Any]]:
-    """Return this user's jobs on this host, by id: ``ranks``, ``processes``, ``began`` (a time)."""
-    found: dict[str, dict[str, Any]] = {}
-    for pid, marked in linux.marked_processes().items():
-        job = found.setdefault(marked.job, {"ranks": [], "processes": 0, "began": time.time()})
-        job["processes"] += 1
-        job["began"] = min(job["began"], linux.began(pid))
-        rank = _RANK.search(marked.environ)
-        if rank and int(rank[1]) not in job["ranks"]:
-            job["ranks"].append(int(rank[1]))
-    for job in found.values():
-        job["ranks"].sort()
-    return found
-
-
-def _kill(message: dict[str, Any]) -> dict[str, Any]:
-    """End all processes of a job here and remove its files; return how many there were."""
-    job = message["job"]
-    known = jobs().get(job)
-    named = dict.fromkeys([*message.get("bases", ()), *bases(os.environ)])
-    directories = [host_directory(base, job) for base in named] + [host_shared(job)]
-    there = [directory for directory in directories if directory and job_of(directory) == job]
-    if not known and not there:
-        return {"processes": 0}
-    clean = Cleanup(job, there, known["began"] if known else time.time()).run()
-    return {
-        "processes": known["processes"] if known else 0,
-        "problem": "" if clean else "some of its processes do not end (stuck in uninterruptible I/O?)",
-    }
-
-
-_TASKS = {"jobs": lambda message: {"jobs": jobs()}, "kill": _kill}

@@ -35,11 +35,11 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "attach": (
         "Show the output of a job in the background until it ends. Ctrl-C leaves it running.",
-        "examples:\n  ringdance attach                      the newest running job, from the beginning\n"
-        "  ringdance attach 3f2a91c0 --from now\n\n"
+        "examples:\n  ringdance attach                      the newest running job\n"
+        "  ringdance attach 3f2a91c0\n\n"
         "exit code: that of the job; 130 after Ctrl-C",
-        "--from",
-        {"choices": ("start", "now"), "default": "start", "dest": "begin", "help": "default: start"},
+        "",
+        {},
     ),
     "stop": (
         "End a job in the background: its ranks get SIGTERM, and after some seconds SIGKILL.",
@@ -51,21 +51,22 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"type": float, "metavar": "S", "help": "seconds until SIGKILL (default: the job's --grace, 30)"},
     ),
 }
-"""By name: description, epilog, and the one option beside JOB."""
+"""By name: description, epilog, and the one option that it has besides JOB, or ""."""
 
 
 def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
     description, epilog, option, details = _COMMANDS[name]
     parser = Parser(prog=f"ringdance {name}", description=description, epilog=epilog)
     parser.add_argument("job", metavar="JOB", nargs="?", default="", help="the job, or its first digits")
-    parser.add_argument(option, **details)
+    if option:
+        parser.add_argument(option, **details)
     return as_program(f"ringdance {name}", lambda: command(parser.parse_args(list(argv))))
 
 
 def _status(arguments: argparse.Namespace) -> int:
     here = records.without_record()
     named = [one for one in here if arguments.job and one.job.startswith(arguments.job)]
-    found = named or ([records.find(arguments.job)] if arguments.job else [*records.load_all(tell=""), *here])
+    found = named or ([records.find(arguments.job)] if arguments.job else [*records.load_all(), *here])
     if arguments.json:
         entries = [{**asdict(record), "state": record.state, "ranks": record.ranks} for record in found]
         print(json.dumps(entries, indent=2))
@@ -95,14 +96,16 @@ def _attach(arguments: argparse.Namespace) -> int:
     if record.state == "elsewhere":
         text = f"job {record.short} runs on {record.launcher_host}: only there it shows if it was killed"
         print(f"ringdance attach: {text}", file=sys.stderr)
+    show, at, ended = write_all(1), 0, False
     try:
-        reader = records.LogReader(record, arguments.begin == "start")
-        sinks = {1: write_all(1), 2: write_all(2)}
-        ended = False
         while not ended:
-            ended = record.state in ("ended", "lost")
-            for stream, data in reader.read(ended):
-                sinks[stream](data)
+            ended = record.over
+            # NFS shows all that another machine has written to those who open a file then.
+            with open(record.directory / "log", "rb") as log:
+                log.seek(at)
+                while data := log.read(1 << 20):
+                    show(data)
+                at = log.tell()
             time.sleep(0 if ended else _POLL_S)
     except FileNotFoundError as error:
         raise LaunchError(f"job {record.short} has no output: {error}") from None

@@ -15,6 +15,7 @@ from dataclasses import replace
 from ringdance.launch.background import records
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
+from ringdance.launch.output.stream import write_all
 from ringdance.launch.parser import as_program
 from ringdance.launch.prepare import Check, Log, prepare
 from ringdance.launch.spec import JobSpec
@@ -58,7 +59,7 @@ def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
     prepared = prepare(replace(spec, grace=max(spec.grace, GRACE_S)), log)
     try:
         check(prepared, log)
-        screen = Screen((records.log_sink(1), records.log_sink(2)))
+        screen = Screen((write_all(1), write_all(2)))
         job = Job(prepared, screen)
         hosts = {host.name: len(host.ranks) for host in prepared.plan.hosts}
         record = records.create(job.id, list(prepared.plan.command), hosts, spec.grace)

@@ -1,33 +1,27 @@
 """Keep records of jobs that run in the background: a private directory for each.
 
-``job.json`` holds the :class:`Record`, ``log`` the job's output: a line of JSON ``[STREAM, TEXT]`` for each
-write, STREAM being 1 for stdout and 2 for stderr.
+``job.json`` holds the :class:`Record`, ``log`` the job's output.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, get_type_hints
+from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.job_files import NO_FORMAT, check_regular, typed
-from ringdance.launch.output.stream import Sink, write_all
+from ringdance.job_files import NO_FORMAT, whole_text
 from ringdance.launch.system import linux
 from ringdance.launch.system.machine import identity, in_home
 
 _KEPT = 50  # records of jobs that have ended
-_OLD_S = 90 * 86400.0
-_SIZE = 4096  # a record is filled up with blanks: its end needs no more room on the disk than its beginning
 _SHORTEST = 4  # digits of a job's id that a user may give
 
 
@@ -94,8 +88,8 @@ class Record:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, or is so old that it has, as far as this machine can tell."""
-        return self.state == "ended" or (self.state != "running" and time.time() - self.began > _OLD_S)
+        """Whether it runs no more, as far as this machine can tell."""
+        return self.state in ("ended", "lost")
 
     @property
     def directory(self) -> Path:
@@ -107,64 +101,28 @@ class Record:
         return _load(self.directory) or self
 
     def write(self) -> None:
-        """Write it, atomically; where the disk is full by now, over what is there."""
-        path, text = self.directory / "job.json", json.dumps(asdict(self)).ljust(_SIZE)
-        draft = path.with_name(f"job.json.{os.getpid()}")
-        try:
-            with os.fdopen(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-                file.write(text)
-            draft.replace(path)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
-                raise
-            with open(path, "r+") as file:
-                file.write(text)
+        """Write it, atomically."""
+        with whole_text(self.directory / "job.json") as file:
+            json.dump(asdict(self), file)
 
 
-_KINDS = get_type_hints(Record)
-
-
-def _load(directory: Path, tell: bool = False) -> Record | None:
-    """Read a record; None if there is none, or it cannot be read, which `tell` says on stderr."""
-    path = directory / "job.json"
-    problem = f"{path} is damaged or of another version"
-    try:
-        check_regular(path)
-        found = Record(**json.loads(path.read_text(encoding="utf-8")))
-        for name, kind in _KINDS.items():
-            typed(vars(found), name, kind)
-        if found.job == directory.name and found.command and found.pid > 0 and found.pid_start:
-            return found
-    except (FileNotFoundError, NotADirectoryError):  # it is being made or removed; no record
-        return None
-    except (OSError, LaunchError) as error:
-        problem = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    except NO_FORMAT:
-        pass
-    if tell:
-        print(f"ringdance: {problem}; it is left out", file=sys.stderr)
+def _load(directory: Path) -> Record | None:
+    """Read a record; None if there is none: it is being made or removed, or is damaged."""
+    with contextlib.suppress(OSError, *NO_FORMAT):
+        return Record(**json.loads((directory / "job.json").read_text(encoding="utf-8")))
     return None
 
 
 def base() -> Path:
-    """Return the directory of all jobs' directories.
-
-    Raises:
-        LaunchError: no home directory is known.
-    """
-    try:
-        state = os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state")
-    except FileNotFoundError as error:
-        raise LaunchError(f"{error.filename}: {error.strerror} or XDG_STATE_HOME") from None
-    return Path(state) / "ringdance" / "jobs"
+    """Return the directory of all jobs' directories."""
+    return Path(os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state"), "ringdance", "jobs")
 
 
 def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 30.0) -> Record:
     """Create the record of a job that this process runs, and redirect its stdout and stderr to the job's log.
 
     Raises:
-        LaunchError: its directory cannot be made, or no home directory is known.
+        LaunchError: its directory cannot be made.
     """
     pid, machine = os.getpid(), (os.uname().nodename, identity())
     began = linux.start_of(pid), time.time()
@@ -182,10 +140,9 @@ def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 3
     return record
 
 
-def load_all(tell: str | None = None) -> list[Record]:
-    """Return all records, the oldest first; `tell`: say of which jobs that begin so it cannot be read."""
-    paths = base().iterdir() if base().exists() else ()
-    records = [_load(path, tell is not None and path.name.startswith(tell)) for path in paths]
+def load_all() -> list[Record]:
+    """Return all records, the oldest first."""
+    records = map(_load, base().iterdir() if base().exists() else ())
     return sorted((record for record in records if record), key=lambda record: record.began)
 
 
@@ -235,7 +192,7 @@ def find(name: str = "") -> Record:
     Raises:
         LaunchError: there is none, or more than one.
     """
-    known = load_all(tell=name)
+    known = load_all()
     if not name:
         if not known:
             raise LaunchError("no job has been started with `ringdance run --detach`")
@@ -243,15 +200,8 @@ def find(name: str = "") -> Record:
     found = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
     if len(found) > 1:
         raise LaunchError(f"{name} could be {' or '.join(r.short for r in found)}: give more digits")
-    here = without_record() if len(name) >= _SHORTEST and not found else []
-    for one in here:
-        if one.job.startswith(name):
-            raise LaunchError(
-                f"job {one.short} runs in the foreground: end it with Ctrl-C where it was started (by "
-                f"process {one.pid} on this host), and read its output there"
-            )
     if not found:
-        raise LaunchError(f"there is no job {name}; `ringdance status` shows all")
+        raise LaunchError(f"there is no job {name} in the background; `ringdance status` shows all jobs")
     return found[0]
 
 
@@ -259,55 +209,3 @@ def _redirect(opened: int, *descriptors: int) -> None:
     for descriptor in descriptors:
         os.dup2(opened, descriptor)
     os.close(opened)
-
-
-def log_sink(stream: int) -> Sink:
-    """Return a sink for stdout (1) or stderr (2) that writes to the log; after :func:`create`."""
-    write = write_all(1)
-
-    def log(data: bytes) -> None:
-        text = json.dumps([stream, data.decode(errors="surrogateescape")], ensure_ascii=False)
-        write(text.encode(errors="surrogateescape") + b"\n")
-
-    return log
-
-
-class LogReader:
-    """Follow a job's log.
-
-    Args:
-        record: the job.
-        start: whether to read from the beginning instead of from now.
-    """
-
-    def __init__(self, record: Record, start: bool = True) -> None:
-        self._path = record.directory / "log"
-        self._file = self._open()
-        self._file.seek(0, os.SEEK_SET if start else os.SEEK_END)
-        self._rest = b""
-
-    def read(self, ended: bool = False) -> Iterator[tuple[int, bytes]]:
-        """Yield streams and bytes written since the last call; `ended`: the job writes no more."""
-        if ended:  # NFS shows all that another machine has written to those who open a file then
-            at = self._file.tell()
-            self._file.close()
-            self._file = self._open()
-            self._file.seek(at)
-        for line in self._file:
-            self._rest += line
-            if line.endswith(b"\n"):
-                yield self._parse()
-        if ended and self._rest:
-            yield self._parse()
-
-    def _open(self) -> BinaryIO:
-        check_regular(self._path)
-        return open(self._path, "rb")
-
-    def _parse(self) -> tuple[int, bytes]:
-        line, self._rest = self._rest, b""
-        with contextlib.suppress(*NO_FORMAT):
-            stream, text = json.loads(line.decode(errors="surrogateescape"))
-            if stream in (1, 2):
-                return stream, text.encode(errors="surrogateescape")
-        return 2, line  # the launcher's own words, as in a crash

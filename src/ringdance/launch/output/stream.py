@@ -137,15 +137,14 @@ class Stream:
         style: how lines are shown, the prefix filled in.
         file: gets a copy, if not None.
         holds: whether tracebacks are held back and lines with a cause's mark are parsed (stderr).
-        bare: whether the sink gets lines without the prefix, unlike the file.
         warn: takes a line if the copy cannot be written; default `sink`.
     """
 
     def __init__(
-        self, sink: Sink, style: Style, file: BinaryIO | None = None, holds: bool = False, bare: bool = False,
+        self, sink: Sink, style: Style, file: BinaryIO | None = None, holds: bool = False,
         warn: Sink | None = None,
     ) -> None:  # fmt: skip
-        self._sink, self._style, self._file, self._holds, self._bare = sink, style, file, holds, bare
+        self._sink, self._style, self._file, self._holds = sink, style, file, holds
         self._copy = guarded(str(file.name), write_all(file.fileno()), warn or sink) if file else None
         self._prefix = style.prefix.encode()
         self._shown = b"\033[%dm%s\033[0m" % (style.colour, self._prefix) if style.colour else self._prefix
@@ -169,8 +168,6 @@ class Stream:
             self._sink(b"".join(map(self._dress, lines)))
 
     def _dress(self, line: bytes, shown: bool = True) -> bytes:
-        if shown and self._bare:
-            return line
         if self._style.json:
             text = {"time": time.time(), "text": line.decode(errors="replace").rstrip("\r\n")}
             return self._prefix + json.dumps(text)[1:].encode() + b"\n"
@@ -227,9 +224,8 @@ class Stream:
 
 
 def make_streams(
-    rank: int, ranks: int, host: str, sinks: tuple[Sink, Sink], style: Style, directory: str,
-    bare: bool = False,
-) -> list[Stream]:  # fmt: skip
+    rank: int, ranks: int, host: str, sinks: tuple[Sink, Sink], style: Style, directory: str
+) -> list[Stream]:
     """Return the stdout and stderr of a rank.
 
     Raises:
@@ -244,7 +240,7 @@ def make_streams(
         else:
             prefix = style.prefix.format(rank=rank, stream=name, host=host)
         own = replace(style, prefix=prefix, colour=colour)
-        streams.append(Stream(sinks[which], own, files[which], which == 1, bare, sinks[1]))
+        streams.append(Stream(sinks[which], own, files[which], which == 1, sinks[1]))
     return streams
 
 

@@ -24,7 +24,7 @@ from ringdance.launch.hosts import HostFacts, facts_from, several
 from ringdance.launch.messages import AGENT_SPEAKS, Frames
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 from ringdance.launch.system import machine
-from ringdance.launch.system.signals import STOPPING, raising_to_end
+from ringdance.launch.system.signals import STOPPING
 from ringdance.limits import raise_open_files
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
@@ -165,7 +165,6 @@ def connect(
     return [found[host] for host in hosts]
 
 
-@raising_to_end()
 def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, str]]:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
-
-from ringdance.errors import LaunchError
-
-ALL = ("all",)
+from collections.abc import Mapping
 
 # Belongs to a machine, a login or a rank, and is not for other hosts.
 _STAYS = re.compile(
@@ -26,39 +21,20 @@ _SECRET = re.compile(
 _PLAIN = re.compile(r"(?i).*tokens(_.*)?=[\d.]+[kmb]?|.*=(true|false|yes|no|on|off|[01])")  # counts, switches
 _USER_IN_URL = re.compile(r"://[^/\s]+@")
 _SET_IN_TEXT = re.compile(r"""\b([A-Za-z_][\w-]*)=((\\*["'])?(?(3).*?(?:\3|$)|[^\s"'\\]+))""")
-_NAME = re.compile(r"[^=\s]+")  # also what no shell can name, such as spark.env
 
 
-def forwarding(text: str) -> tuple[str, ...]:
-    """Read ``--env``: "all", "none", or names with commas between them, in which * matches any text.
-
-    Raises:
-        LaunchError: it is none of these.
-    """
-    names = tuple(name.strip() for name in text.split(","))
-    if wrong := [name for name in names if not _NAME.fullmatch(name)]:
-        raise LaunchError(
-            f"--env {text}: {wrong[0]!r} is not the name of a variable. Give all, none, or NAME,NAME"
-        )
-    return names
-
-
-def forwarded(own: Mapping[str, str], names: Sequence[str] = ALL) -> dict[str, str]:
+def forwarded(own: Mapping[str, str], everything: bool = True) -> dict[str, str]:
     """Return the variables of the launcher's `own` that ranks on other hosts get.
 
     Args:
         own: the launcher's environment.
-        names: as of :func:`forwarding`. Settings of Ringdance and MPI go in any case; what belongs to a
-            machine, a login or a rank only if it is named.
+        everything: If False, only settings of Ringdance and MPI. What belongs to a machine, a login or a rank
+            never goes.
     """
-    if tuple(names) == ALL:
-        return {name: value for name, value in own.items() if not _STAYS.fullmatch(name)}
-    chosen = () if tuple(names) == ("none",) else names
     return {
         name: value
         for name, value in own.items()
-        if any(fnmatchcase(name, one) for one in chosen)
-        or (_GOES.fullmatch(name) and not _STAYS.fullmatch(name))
+        if (everything or _GOES.fullmatch(name)) and not _STAYS.fullmatch(name)
     }
 
 

@@ -13,13 +13,11 @@ looks while the job runs, and keeps notes in the job's first directory for which
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -37,7 +35,6 @@ _WATCH_SHARE = 0.1  # of a core, at most, beyond that
 _POLL_S = 0.1  # then, and where the kernel does not report changes
 _OLD_S = 10.0  # a younger directory may not be locked yet
 _NOTES = "shared-memory"
-_TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")  # where PyTorch looks, in this order
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 OF_RANKS = r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_|torch_\d+_"
 """How the names of the files in /dev/shm begin that MPI libraries and PyTorch make."""
@@ -129,8 +126,6 @@ class Cleanup:
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
-        if failed:
-            _remove_dead_managers(self._began)
         if self.backup:
             linux.send_signal(self.backup, signal.SIGKILL)
         return not left
@@ -209,7 +204,6 @@ class Cleanup:
             graces = {pid: linux.grace(pid) for pid in left}
             limit = _LIMIT_S + max(graces.values(), default=0.0)
             victims = {pid for pid, seconds in graces.items() if passed >= seconds}
-            self._directories += _manager_directories(pid for pid in victims if graces[pid])
             for pid in victims:
                 linux.send_signal(pid, signal.SIGKILL)
             quiet = 0 if left else quiet + 1
@@ -235,41 +229,6 @@ class Cleanup:
         owner = _OF_TORCH.match(os.path.basename(path))
         # Where other containers may use this /dev/shm, their processes have the same numbers.
         return owner is not None and int(owner[1]) in self._pids and linux.sees_all_users_of_shared_memory()
-
-
-def _manager_directories(pids: Iterable[int]) -> tuple[str, ...]:
-    """Return the directories of PyTorch's managers, which they would remove 2 s after their last client."""
-    directories = {os.path.dirname(path) for pid in pids for path in linux.bound_sockets(pid)}
-    return tuple(path for path in directories if os.path.basename(path).startswith("torch-shm-dir-"))
-
-
-def _remove_dead_managers(began: float) -> None:
-    """Remove what a manager leaves that ends while it starts, since the rank that wanted it is dead.
-
-    Its owner is unknown, but nothing can be lost: the directory is younger than the job and holds only a
-    socket without a listener.
-    """
-    base = next((os.environ[name] for name in _TEMPORARY if os.environ.get(name)), "/tmp")
-    for entry in _entries(base):
-        files = _entries(entry.path) if entry.name.startswith("torch-shm-dir-") else []
-        if [one.name for one in files] == ["manager.sock"]:
-            file = files[0].path
-            with contextlib.suppress(OSError):
-                status = os.lstat(entry.path)
-                if status.st_uid == os.getuid() and status.st_mtime >= began - 1.0 and _refused(file):
-                    os.unlink(file)
-                    os.rmdir(entry.path)
-
-
-def _refused(path: str) -> bool:
-    """Return whether a Unix socket has no listener; try twice, since it is bound before it listens."""
-    for _ in range(2):
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.setblocking(False)
-            if sock.connect_ex(path) != errno.ECONNREFUSED:
-                return False
-        time.sleep(0.02)
-    return True
 
 
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -204,14 +203,6 @@ def start_of(pid: int) -> str:
     return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
 
 
-def began(pid: int) -> float:
-    """Return about when a process was started, in seconds since the epoch; now if that is unknown."""
-    try:
-        return os.stat(f"/proc/{pid}").st_mtime
-    except OSError:
-        return time.time()
-
-
 def name_of(pid: int) -> str:
     """Return the short name of a process, also of a zombie."""
     return text(f"/proc/{pid}/comm") or "a process"
@@ -236,13 +227,6 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
             yield path, os.readlink(path)
     except OSError:
         pass
-
-
-def bound_sockets(pid: int) -> list[str]:
-    """Return the paths of the Unix sockets that a process has open."""
-    inodes = {target[8:-1].encode() for _, target in _open_files(pid) if target.startswith("socket:[")}
-    lines = [line.split(None, 7) for line in _read(f"/proc/{pid}/net/unix").split(b"\n")]
-    return [os.fsdecode(fields[7]) for fields in lines if len(fields) == 8 and fields[6] in inodes]
 
 
 def shared_files(pid: int) -> set[int]:

@@ -5,7 +5,6 @@ Standard library only: agents run it without ``site``.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import glob
 import os
@@ -20,8 +19,7 @@ from typing import Any
 
 from . import linux
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
-_IFF_UP = 1
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _FILE_BYTES = 32 << 20
 
 
@@ -51,27 +49,9 @@ def nearest(path: str) -> str:
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path by a home directory.
-
-    Raises:
-        FileNotFoundError: none is known: HOME is not set and the user is not in /etc/passwd, as often in
-            containers.
-    """
+    """Replace ``~`` in a path by a home directory; / for a user unknown to the system, as in containers."""
     found = os.path.expanduser(path)
-    if found.startswith("~"):
-        raise FileNotFoundError(
-            errno.ENOENT,
-            f"no home directory is known for it on {os.uname().nodename} (HOME is not set, and /etc/passwd "
-            "has no entry); set HOME",
-            path,
-        )
-    return found
-
-
-def home() -> str:
-    """Return the user's home directory; / for a user unknown to the system, as in containers."""
-    found = os.path.expanduser("~")
-    return "/" if found == "~" else found
+    return os.path.join("/", found[2:]) if found.startswith("~") else found
 
 
 def identity() -> str:
@@ -106,23 +86,11 @@ def problem() -> str:
         return "the working directory has been removed: cd to one that exists"
     if linux.LINUX and not os.path.exists("/proc/self/stat"):
         return "/proc is not mounted, and MPI and the launcher need it: mount -t proc proc /proc"
-    if _loopback_down():
-        return "the loopback interface is down, and MPI needs it: ip link set lo up"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < _FILE_BYTES:
         most = f"files may have {limit >> 10} KiB at most, also in shared memory (ulimit -f)"
         return f"{most}, and MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
     return ""
-
-
-def _loopback_down() -> bool:
-    """Return whether Linux has a loopback interface that is down, as in a new network namespace."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            flags = struct.unpack_from("16xh", fcntl.ioctl(sock, _SIOCGIFFLAGS, struct.pack("256s", b"lo")))
-    except OSError:
-        return False
-    return not flags[0] & _IFF_UP
 
 
 def networks() -> list[tuple[str, str, int]]:

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-@contextlib.contextmanager
-def raising_to_end() -> Iterator[None]:
-    """Let signals that would end this process at once raise SystemExit: it ends what it has started."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    own = threading.current_thread() is threading.main_thread()
-    heeded = [number for number in STOPPING if own and signal.getsignal(number) == signal.SIG_DFL]
-    for number in heeded:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in heeded:
-            signal.signal(number, signal.SIG_DFL)
-
-
 class Signals:
-    """Catch the signals of :data:`STOPPING` and :data:`PASSED_ON`, and SIGTSTP, but for those ignored so far.
+    """Catch the signals of :data:`STOPPING` and :data:`PASSED_ON`, but for those ignored so far.
 
     Only the main thread can: elsewhere (``ringdance.run`` in a thread) nothing is caught.
     """
@@ -43,7 +23,7 @@ class Signals:
         self._sockets = read, write = socket.socketpair()
         read.setblocking(False)
         write.setblocking(False)
-        numbers = (*STOPPING, *PASSED_ON, signal.SIGTSTP)
+        numbers = (*STOPPING, *PASSED_ON)
         # nohup's is not, nor what a shell without job control ignores for a program in the background
         heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}

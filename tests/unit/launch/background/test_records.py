@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -59,35 +58,15 @@ def test_the_state_of_a_job() -> None:
     assert replace(other, ended=None).state == "ended"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        '"began": "x"', '"began": 1e30', '"began": NaN', '"pid": -1', '"pid": 1.5', '"pid_start": ""',
-        '"cwd": null', '"command": []', '"command": [1]', '"hosts": {"a": "x"}', '"job": 5', '"job": "."',
-        '"ended": true', '"new": 1', "[" * 100_000, "null", "FIFO",
-    ],
-)  # fmt: skip
-def test_a_damaged_record_is_left_out_and_named(damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("damage", ["", "null", '{"job": "1"}', "[" * 100_000])
+def test_a_damaged_record_is_left_out(damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     kept, damaged = made("0000"), made("1111")
-    path = damaged.directory / "job.json"
-    name, _, value = damage.strip("{").partition(": ")
-    found = json.loads(path.read_text())
-    path.unlink()
-    if damage == "FIFO":
-        os.mkfifo(path)
-    else:
-        path.write_text(json.dumps(found | {name.strip('"'): json.loads(value)}) if value else damage)
+    (damaged.directory / "job.json").write_text(damage)
     assert records.load_all() == [kept]
     assert commands.status([]) == 0
-    said = capsys.readouterr()
-    assert kept.short in said.out
-    assert said.err.startswith(f"ringdance: {path} is ")
-    assert said.err.count("\n") == 1
+    assert kept.short in capsys.readouterr().out
     assert records.find("0000") == kept
     assert commands.attach(["1111"]) == 2
-    assert made("2222").state == "running"
-    said = capsys.readouterr()
-    assert said.err.count(str(path)) == 1, "where it is asked for"
 
 
 def test_words_that_are_no_utf8_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,16 +97,6 @@ def test_a_job_older_than_a_restart_is_lost() -> None:
     made("9999", machine=f"{os.uname().nodename} before a restart")
     assert commands.attach(["9999"]) == 2
     assert commands.stop(["9999"]) == 0
-
-
-def test_records_of_jobs_that_no_longer_run_go_after_months() -> None:
-    for number in range(60):
-        days = 3 if number == 3 else 91 + 60 - number
-        began = time.time() - days * 86400
-        made(f"{number:04x}", began=began, machine="other boot", launcher_host="other")
-    kept = [record.job[:4] for record in records.load_all()]
-    assert len(kept) == 1 + 50 + 1
-    assert kept[-1] == "0003", "it may run"
 
 
 def test_jobs_are_found_by_the_first_digits_of_their_names() -> None:
@@ -176,52 +145,34 @@ def test_old_records_go_and_running_jobs_stay() -> None:
     assert kept[-1] == f"{59:04x}"
 
 
-def test_output_is_read_by_stream() -> None:
-    record = made("0000")
-    out, err = records.log_sink(1), records.log_sink(2)
-    reader = records.LogReader(record)
-    assert list(reader.read()) == []
-    out(b"one\n")
-    out("tw\u00f6\n".encode()[:3])  # cut within a character
-    err(b"\xff three\n")
-    assert list(reader.read()) == [(1, b"one\n"), (1, "tw\u00f6\n".encode()[:3]), (2, b"\xff three\n")]
-    odd = [b"[" * 100_000 + b"\n", b'[1e999,"x"]\n', b'[3,"x"]\n', b"[1,2]\n"]
-    os.write(2, b"".join(odd))
-    assert list(reader.read()) == [(2, line) for line in odd]
-    later = records.LogReader(record, start=False)
-    out(b"four\n")
-    os.write(2, b"a crash")
-    assert list(reader.read()) == [(1, b"four\n")]
-    os.write(2, b" of the launcher\n[1]")
-    assert list(reader.read()) == [(2, b"a crash of the launcher\n")]
-    assert list(reader.read(ended=True)) == [(2, b"[1]")]
-    assert list(later.read(ended=True)) == [(1, b"four\n"), (2, b"a crash of the launcher\n"), (2, b"[1]")]
-    assert {path.stat().st_mode & 0o777 for path in record.directory.iterdir()} == {0o600}
+def test_the_log_is_shown_as_it_comes() -> None:
+    record = made("0000", machine="other boot", launcher_host="other")
+    shown, write = os.pipe()
+    kept = os.dup(1), os.dup(2)
+    os.write(1, b"one\n")
+    os.write(2, "tw\u00f6\n".encode()[:3])  # cut within a character
+    log = os.dup(1)
+    os.dup2(write, 1)
 
+    def end() -> None:
+        os.write(log, b"\xff")
+        replace(record, ended=5.0, code=3).write()
 
-@pytest.mark.limit(20)
-@pytest.mark.parametrize("kind", ["fifo", "/dev/zero"])
-def test_a_log_without_an_end_is_refused(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = made("0000", ended=5.0, code=0).directory / "log"
-    path.unlink()
-    if kind == "fifo":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(kind)
-    assert commands.attach([]) == 2
-    assert capsys.readouterr().err.startswith(f"ringdance attach: {path} is no regular file")
+    ending = threading.Timer(0.3, end)
+    ending.start()
+    assert commands.attach([]) == 3
+    ending.join()
+    assert os.read(shown, 100) == b"one\ntw\xc3\xff"
+    for descriptor in (shown, write, log, *kept):
+        os.close(descriptor)
+    assert record.directory.stat().st_mode & 0o777 == 0o700
 
 
 OTHER_USER = ("unshare", "--user", "--map-user=4194999")
 HOMELESS = """
-from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.system.machine import in_home
-for action in (lambda: records.create("0" * 32, ["true"], {}), lambda: in_home("~/data")):
-    try:
-        print("made", action())
-    except (LaunchError, FileNotFoundError) as error:
-        print(error)
+print(in_home("~"), in_home("~/data"), records.base())
 """
 
 
@@ -233,30 +184,4 @@ def test_without_a_home_directory_none_called_tilde_is_made(tmp_path: Path) -> N
     line = [*OTHER_USER, sys.executable, "-c", HOMELESS]
     done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
     assert list(tmp_path.iterdir()) == []
-    for text, path in zip(done.stdout.splitlines(), ("~/.local/state", "~/data"), strict=True):
-        assert path in text
-        assert "no home directory is known" in text
-
-
-FULL = """
-import contextlib, dataclasses, os, sys
-from ringdance.launch.background import records
-stdout = os.dup(1)
-record = records.create("0" * 32, ["true"], {"a": 1})
-with contextlib.suppress(OSError), open(record.directory / "fill", "wb") as file:
-    while True:
-        file.write(bytes(4096))
-        file.flush()
-dataclasses.replace(record, ended=5.0, code=3).write()
-found = records.load_all()[0]
-os.write(stdout, f"{found.state} {found.code} {sorted(os.listdir(record.directory))}".encode())
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="needs root, for a small disk")
-def test_the_end_is_recorded_on_a_full_disk(tmp_path: Path) -> None:
-    mount = f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"'
-    line = ["unshare", "--mount", "sh", "-c", mount, "sh"]
-    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run([*line, sys.executable, "-c", FULL], env=environ, capture_output=True, timeout=60)
-    assert done.stdout == b"ended 3 ['fill', 'job.json', 'log']", done.stderr
+    assert done.stdout == "/ /data /.local/state/ringdance/jobs\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -92,25 +91,6 @@ def test_what_a_killed_process_alone_had_mapped_is_removed(
     assert other.run(failed=True)
     assert not segment.exists()
     assert all(file.exists() for file in others)
-
-
-def test_what_a_manager_of_pytorchs_leaves_that_died_at_its_start_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    dead, alive, more = (tmp_path / f"torch-shm-dir-{name}" for name in ("dead", "alive", "more"))
-    for directory in (dead, alive, more):
-        directory.mkdir()
-    (more / "data").write_text("important")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(alive / "manager.sock"))
-        listener.listen()
-        for directory in (dead, more):
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.bind(str(directory / "manager.sock"))
-        assert Cleanup("no such job", (), time.time()).run(failed=True)
-        assert sorted(tmp_path.iterdir()) == [alive, more]
-        assert (more / "manager.sock").exists()
 
 
 def notes(directory: Path) -> list[str]:
