@@ -19,7 +19,7 @@ from ringdance.core.ends import EngineEnd
 from ringdance.core.exchange import Context
 from ringdance.core.labels import label_of
 from ringdance.core.peers import Note, Peers
-from ringdance.core.placement import pin, placement
+from ringdance.core.placement import placement
 from ringdance.core.process_sets.registry import FIRST_GROUP, ProcessSets
 from ringdance.core.progress import ProgressEngine
 from ringdance.core.recorder import Profiler, Recorder
@@ -79,9 +79,8 @@ class Engine:
         self.hosts = tuple(identity.host for identity in transport.identities)
         self.identity = transport.identities[self.rank]
         self.local_pids = [one.pid for one in transport.identities if one.host == self.identity.host]
-        place = placement(transport)
-        self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
-        self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir, ring)
+        self.local_rank, self.local_size, self.cross_rank, self.cross_size = placement(transport)
+        self.recorder = Recorder(settings.flight_recorder_dir, ring)
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
         self.profilers: list[Profiler] = []
         self.joins = 0  # how often all ranks have joined
@@ -108,10 +107,7 @@ class Engine:
         if self.size > 1:
             self._progress_engine = ProgressEngine(self, settings.spin_microseconds * 1e-6)
             if threaded:
-                self._progress_engine.start_thread(
-                    f"ringdance engine {self.rank}",
-                    on_start=lambda: pin(place, self.identity.host, settings, self.report),
-                )
+                self._progress_engine.start_thread(f"ringdance engine {self.rank}")
 
     @property
     def closed(self) -> bool:

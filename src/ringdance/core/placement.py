@@ -1,12 +1,9 @@
-"""Where a rank is among the ranks of its host and of the others, and on which core."""
+"""Where a rank is among the ranks of its host and of the others."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import NamedTuple
 
-from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 
 
@@ -26,20 +23,3 @@ def placement(transport: Transport) -> Placement:
     hosts = [identity.host for identity in transport.identities]
     cross = [i for i, host in enumerate(hosts) if i == rank or hosts[:i].count(host) == local]
     return Placement(local, len(group), cross.index(rank), len(cross))
-
-
-def pin(place: Placement, host: str, settings: Settings, report: Callable[[str], None]) -> None:
-    """Pin this thread to its core of the setting thread_affinity; report what goes wrong."""
-    cores, local = settings.thread_affinity, place.local_rank
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        return
-    name = f"thread_affinity ({settings.origin('thread_affinity')})"
-    if len(cores) < place.local_size:
-        if local == 0:
-            ranks = f"the {place.local_size} ranks of {host}"
-            report(f"{name} is ignored: it names {len(cores)} cores for {ranks}")
-        return
-    try:
-        os.sched_setaffinity(0, {cores[local]})
-    except OSError as error:
-        report(f"{name}: core {cores[local]} for local rank {local} of {host}: {error.strerror}")

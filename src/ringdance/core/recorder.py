@@ -6,10 +6,8 @@ import contextlib
 import enum
 import json
 import os
-import re
 import struct
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,11 +18,6 @@ from ringdance.core.labels import label_of
 from ringdance.core.request import Collective, Work
 from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
 from ringdance.transport.base import Identity
-
-_NAME = re.compile(r"ringdance-(flight|stall|stacks)-rank\d+-\d+\.(json|txt)")
-_KEPT_S = 7 * 86400.0
-_KEPT_FILES = 32
-_MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
 
 
 class StepMark(enum.IntEnum):
@@ -54,6 +47,7 @@ BatchRecord = tuple[bytes, bytes, int]
 """What is the same in all records of a batch, and its bytes."""
 
 _U32 = 0xFFFFFFFF
+_RECORDS = 256  # of a flight record
 _SMALL = 64  # batches held back at most
 # Quicker as numbers than as members of an Enum.
 _SUBMIT, _CHUNK, _WAIT, _STEP = int(Kind.SUBMIT), int(Kind.CHUNK), int(Kind.WAIT), int(Kind.STEP)
@@ -67,7 +61,6 @@ class Recorder:
     """Writes what this rank does into its ring, from which all reports are made.
 
     Args:
-        capacity: how many records a flight record holds.
         directory: for flight records; "" for the system's temporary directory.
         ring: where records go; None for memory of this process alone.
 
@@ -79,7 +72,7 @@ class Recorder:
         window: numbers of the steps between which ``words[Word.DETAIL]`` is set, and to what; or None.
     """
 
-    def __init__(self, capacity: int, directory: str, ring: Ring | None = None) -> None:
+    def __init__(self, directory: str = "", ring: Ring | None = None) -> None:
         self.ring = ring or Ring()
         self.words = self.ring.words
         self.window: tuple[int, int, int] | None = None
@@ -88,12 +81,12 @@ class Recorder:
         self._first = tuple(self.words[Word.BATCHES : Word.WAITED + 1])
         self._small: deque[tuple[BatchRecord, int, int, int]] = deque(maxlen=_SMALL)
         self.uncounted()
-        self._capacity, self._directory = capacity, directory
+        self._directory = directory
         self._step_mark, self._steps = StepMark.NONE, 0
 
     def private(self) -> Recorder:
         """Return a recorder of a forked child, in memory that the parent does not share."""
-        return Recorder(self._capacity, self._directory)
+        return Recorder(self._directory)
 
     def label(self, names: Label) -> int:
         """Return the number of a name or of a list of names, see ``Ring.label``."""
@@ -241,7 +234,7 @@ class Recorder:
         reader = RingReader(self.ring.memory)
         offset = self.words[Word.EPOCH_OFFSET]
         found = []
-        for record in reader.last(self._capacity):
+        for record in reader.last(_RECORDS):
             names = reader.name(record.label)
             entry = {"time": (record.time + offset) / 1e9, "kind": Kind(record.kind).name.lower()}
             if record.kind == Kind.BATCH:
@@ -290,7 +283,6 @@ class Recorder:
             directory = self._directory or tempfile.gettempdir()
             path = os.path.join(directory, f"ringdance-{kind}-rank{who.rank}-{who.pid}.{ending}")
             os.makedirs(directory, exist_ok=True)
-            _remove_old(directory)
             descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600
             )
@@ -299,16 +291,3 @@ class Recorder:
         except OSError:
             return None
         return path
-
-
-def _remove_old(directory: str) -> None:
-    """Remove records older than a week, and older than ten minutes all but the newest 32."""
-    found = []
-    for entry in os.scandir(directory):
-        if _NAME.fullmatch(entry.name):
-            with contextlib.suppress(OSError):
-                found.append((time.time() - entry.stat(follow_symlinks=False).st_mtime, entry.path))
-    for newer, (age, path) in enumerate(sorted(found)):
-        if age > _KEPT_S or (age > _MIN_KEPT_S and newer >= _KEPT_FILES):
-            with contextlib.suppress(OSError):  # another user's
-                os.unlink(path)

@@ -48,7 +48,7 @@ class SavedCheckpoint(NamedTuple):
         serial: counts what was saved there, from 1; 0 without a manifest.
         token: in the first names of its files, see Note [Manifests]; "" without one.
         sizes: bytes of its file and of its table; the latter is missing where it has none.
-        checksums: CRC-32 of these; () where the manifest has none.
+        checksums: CRC-32 of these; () without a manifest.
         problem: why it is no whole checkpoint, or "".
     """
 
@@ -103,9 +103,9 @@ class CheckpointFiles:
                 raise ValueError
             manifest = _manifest(path).read_bytes()
             about = json.loads(manifest)
-            sizes, sums = (tuple(map(int, about.get(name, ()))) for name in ("sizes", "checksums"))
+            sizes, sums = (tuple(map(int, about[name])) for name in ("sizes", "checksums"))
             saved = SavedCheckpoint(number, int(about["serial"]), about["token"], sizes, sums)
-            if not (sizes and len(sums) in (0, len(sizes)) and re.fullmatch("[0-9a-f]+", saved.token)):
+            if not (sizes and len(sums) == len(sizes) and re.fullmatch("[0-9a-f]+", saved.token)):
                 raise ValueError
         except FileNotFoundError:
             pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -370,11 +369,6 @@ def test_a_file_with_another_byte_is_not_read(
     assert caplog.messages == [f"ringdance: 2 is read; damaged checkpoints: {told}."]
     with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 3 .*Whole: 1, 2; damaged: 3 "):
         saved.read(3)
-    (manifest,) = tmp_path.glob(".*-00000003.json")
-    about = json.loads(manifest.read_text())
-    del about["checksums"]  # of a version before
-    manifest.write_text(json.dumps(about))
-    assert pair(saved)[0] == 3
     saved.close()
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from ringdance.errors import ArgumentError
 
+__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]
+
 _log = logging.getLogger("ringdance")
 
 _POLL_SECONDS = 0.1  # how often a thread with a full queue checks whether the loader was closed
