@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -20,10 +17,8 @@ from ringdance.core.reports.procfs import activity, sample_cpu
 from ringdance.core.reports.stacks import doing_in, place_of
 from ringdance.core.ring import RingReader, Word, steps_text
 from ringdance.errors import LaunchError
-from ringdance.hosts.host_set import add_arguments, host_set
-from ringdance.hosts.run import Run
 from ringdance.launch.background import records
-from ringdance.launch.parser import Parser, as_program, number
+from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
 
@@ -32,10 +27,10 @@ examples:
   ringdance explain                  the job that runs on this machine
   ringdance explain 3f2a91c0         one of several; also a process: of a rank, or of mpiexec
   ringdance explain --stacks         with the stacks of all threads
-  ringdance explain -H node1,node2   a job on several hosts
+  ringdance hosts run -H node1,node2 -- ringdance explain     a job on several hosts
 
-The last line names the rank that the others wait for. Without -H it looks at the ranks of this machine.
-Another launcher's job can be looked at too.
+The last line names the rank that the others wait for. It looks at the ranks of this machine, also at those of
+another launcher's job.
 
 exit code: 0; 2 if there is no such job
 """
@@ -94,21 +89,11 @@ def main(argv: Sequence[str]) -> int:
     text = "default: the only job here"
     parser.add_argument("target", metavar="JOB|PID", nargs="?", default="", help=text)
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
-    parser.add_argument("--json", action="store_true", help="what is known of the ranks as JSON")
-    text = "seconds for the answers of other hosts (default 20)"
-    parser.add_argument("--timeout", type=number, default=20.0, metavar="S", help=text)
-    add_arguments(parser)
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
-        if arguments.hosts or arguments.hostfile:
-            ranks = _look_elsewhere(arguments)
-        else:
-            ranks = _look(_ranks_here(arguments.target))
-        if arguments.json:
-            print(json.dumps([vars(rank) for rank in ranks]))
-        else:
-            print("\n".join(_explain_job(_only_job(ranks, arguments.target), arguments.stacks)))
+        ranks = _look(_ranks_here(arguments.target))
+        print("\n".join(_explain_job(_only_job(ranks, arguments.target), arguments.stacks)))
         return 0
 
     return as_program("ringdance explain", action)
@@ -160,31 +145,10 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
         raise LaunchError(f"no ranks of yours run {here}")
     record = records.find(target)
     state = {"ended": "has ended", "lost": "is lost: its launcher was killed"}.get(
-        record.state, f"runs on {', '.join(record.hosts)}: name other hosts with -H"
+        record.state, f"runs on {', '.join(record.hosts)}: run `ringdance explain` there"
     )
     advice = f"`ringdance attach {record.short}` shows its output"
     raise LaunchError(f"job {record.short} has no ranks {here}: it {state}; {advice}")
-
-
-def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
-    """Return the ranks on the hosts that the arguments name; say which hosts cannot be looked at."""
-    words = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
-    with closing(host_set(arguments)) as hosts:
-        hosts.connect(arguments.connect_timeout)
-        looking = Run(hosts)
-        looking.start(words)
-        results = looking.wait(arguments.timeout, lambda running: None)
-    found: list[_Rank] = []
-    for host, result in results.items():
-        try:
-            for one in json.loads(result.output.splitlines()[-1]):
-                found.append(_Rank(**one))
-                if found[-1].job.isdigit():  # its mpiexec's or daemon's process on that host
-                    found[-1].job = "of another launcher"
-        except (ValueError, IndexError, TypeError):
-            problem = result.problem or bytes(result.output).decode(errors="replace").strip() or "no answer"
-            print(f"ringdance explain: {host}: {problem}", file=sys.stderr)
-    return found
 
 
 def _rank_of(reader: RingReader) -> _Rank | None:
@@ -245,7 +209,7 @@ def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
     missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
     if missing:
         numbers = ", ".join(map(str, missing))
-        yield f"Not seen: ranks {numbers}. They have ended, or are on hosts that -H does not name."
+        yield f"Not seen: ranks {numbers}. They have ended, or are on other hosts."
     yield _culprit(ranks, missing)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import ringdance.numpy as hvd
 from ringdance import session
+from ringdance.errors import ArgumentError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -42,6 +43,13 @@ def test_messages_of_any_rank() -> None:
     assert all((one == one[0]).all() for one in received)
     found = sorted((message.source, int(one[0])) for message, one in zip(posted, received, strict=True))
     assert found == [(rank, 10 * rank + number) for rank in range(1, SIZE) for number in range(each)]
+
+
+def test_a_message_that_is_too_large_for_mpi() -> None:
+    transport, buffer = session.engine().transport, np.empty(1 << 31, np.uint8)
+    for call in (transport.send, transport.receive):
+        with pytest.raises(ArgumentError, match=r"at most 2147483647 bytes.* Send it in parts"):
+            call(buffer, 0, 4)
 
 
 def test_a_message_that_is_longer_than_the_buffer() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ringdance.core.labels import label_of
 from ringdance.core.request import Collective, Work
-from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
+from ringdance.core.ring import Kind, Label, Ring, RingReader, Word, steps_text
 from ringdance.transport.base import Identity
 
 
@@ -42,18 +42,24 @@ class Profiler(NamedTuple):
 
 
 _COUNTERS = struct.Struct("<4q").pack_into  # BATCHES, TENSORS, BYTES, WAITED
-_BATCH_RECORD = struct.Struct("<q8sII12sI").pack_into
-BatchRecord = tuple[bytes, bytes, int]
-"""What is the same in all records of a batch, and its bytes."""
 
-_U32 = 0xFFFFFFFF
+
+class BatchRecord(NamedTuple):
+    """What is the same in all records of a batch."""
+
+    set_id: int
+    collective: int
+    label: int
+    nbytes: int
+
+
 _RECORDS = 256  # of a flight record
 _SMALL = 64  # batches held back at most
 # Quicker as numbers than as members of an Enum.
-_SUBMIT, _CHUNK, _WAIT, _STEP = int(Kind.SUBMIT), int(Kind.CHUNK), int(Kind.WAIT), int(Kind.STEP)
-_DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
-    int(Word.DETAIL), int(Word.WRITTEN), int(Word.WAITED), int(Word.LAST_WAITED), int(Word.STEPS),
-    int(Word.LAST_STEP),
+_SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
+_WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
+_DETAIL, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
+    int(Word.DETAIL), int(Word.WAITED), int(Word.LAST_WAITED), int(Word.STEPS), int(Word.LAST_STEP)
 )  # fmt: skip
 
 
@@ -77,7 +83,6 @@ class Recorder:
         self.words = self.ring.words
         self.window: tuple[int, int, int] | None = None
         self.detail = self.words[Word.DETAIL]
-        self._slots, self._next, self._labels = self.ring.slots, self.ring.numbers.__next__, self.ring.labels
         self._first = tuple(self.words[Word.BATCHES : Word.WAITED + 1])
         self._small: deque[tuple[BatchRecord, int, int, int]] = deque(maxlen=_SMALL)
         self.uncounted()
@@ -96,7 +101,7 @@ class Recorder:
         """Record a batch that ends now.
 
         Args:
-            what: from ``describe``.
+            what: was executed.
             round_number: of agreement.
             began: in nanoseconds of ``time.monotonic_ns``; 0 if it took no time.
             tensors: how many.
@@ -104,10 +109,10 @@ class Recorder:
         if self._small:
             self._write_small()
         now = monotonic_ns()
-        self._write(what, round_number, now, (now - began) // 1000 & _U32 if began else 0)
+        self._write(what, round_number, now, (now - began) // 1000 if began else 0)
         self._batches += 1
         self._tensors += tensors
-        self._bytes += what[2]
+        self._bytes += what.nbytes
 
     def read_detail(self) -> int:
         """Return ``detail``, read anew."""
@@ -121,7 +126,7 @@ class Recorder:
         else:  # for a lone all-reduce a record in the ring would be a tenth of its time
             self._small.append((what, round_number, monotonic_ns(), 0))
             self._small_batches += 1
-            self._small_bytes += what[2]
+            self._small_bytes += what.nbytes
 
     def _write_small(self) -> None:
         with contextlib.suppress(IndexError):  # another thread may have taken the last one
@@ -129,15 +134,10 @@ class Recorder:
                 self._write(*self._small.popleft())
 
     def _write(self, what: BatchRecord, round_number: int, now: int, duration: int) -> None:
-        number = self._next()
-        at, round_number, last = (number & MASK) * 40, round_number & _U32, number & _U32
-        _BATCH_RECORD(self._slots, at, now, what[0], round_number, duration, what[1], last)
-        self.words[_WRITTEN] = number + 1
-
-    def describe(self, set_id: int, collective: int, label: int, nbytes: int) -> BatchRecord:
-        """Return what is the same in all records of a batch, for ``batch``."""
-        head = struct.pack("<IHH", label, Kind.BATCH, set_id & 0xFFFF)
-        return head, struct.pack("<III", collective, nbytes & _U32, nbytes >> 32), nbytes
+        set_id, collective, label, nbytes = what
+        self.ring.add(
+            _BATCH, label, set_id, round_number, duration, collective, nbytes, nbytes >> 32, when=now
+        )
 
     def uncounted(self) -> None:
         """Do not count what this engine has exchanged until now."""
@@ -174,15 +174,10 @@ class Recorder:
 
     def submit(self, work: Work) -> None:
         """Record a submission."""
-        request, number = work.request, self._next()
-        inputs, name = request.inputs, work.name
-        nbytes = inputs[0].nbytes if len(inputs) == 1 else sum([view.nbytes for view in inputs])
-        label = self._labels.get(name) or self.label(label_of(name))
-        RECORD.pack_into(  # as Ring.add, in half of the time
-            self._slots, (number & MASK) * 40, monotonic_ns(), label, _SUBMIT, request.set_id & 0xFFFF,
-            nbytes & _U32, nbytes >> 32, request.description.kind, 0, 0, number & _U32,
-        )  # fmt: skip
-        self.words[_WRITTEN] = number + 1
+        request = work.request
+        nbytes = sum([view.nbytes for view in request.inputs])
+        label, kind = self.label(label_of(work.name)), request.description.kind
+        self.ring.add(_SUBMIT, label, request.set_id, nbytes, nbytes >> 32, kind)
 
     def wait(self, work: Work, seconds: float) -> None:
         """Record that a thread has waited for a result."""
@@ -196,7 +191,7 @@ class Recorder:
         label, began = self.label(label_of(work.name)), int(work.submitted * 1e9)
         if self.detail > 1:
             self.ring.add(Kind.ROUND)
-        self.batch(self.describe(request.set_id, request.description.kind, label, nbytes), 0, began)
+        self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
         """Return a list for the times between a batch's phases; empty, to be left so, if none are wanted."""

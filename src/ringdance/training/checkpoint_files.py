@@ -33,7 +33,7 @@ TABLE = ".npy"
 tokens: set[str] = set()
 """Of the saves under way in this process, see Note [Manifests]."""
 _naming = threading.Lock()  # two of this process's writers may have the same directory and name
-_locks: dict[Path, tuple[IO[bytes], int]] = {}  # of directory and name, and for how many writers
+_locks: dict[Path, IO[bytes]] = {}  # of directory and name, until this process ends
 
 
 class CheckpointError(RingdanceError):
@@ -223,25 +223,13 @@ class CheckpointFiles:
             for old in self._numbers() - {one.number for one in self.scan()[-self._keep :]}:
                 self._remove(old)
 
-    def close(self) -> None:
-        """Let other processes write, unless this one has another writer of these checkpoints."""
-        with _naming:
-            if self._claimed:
-                file, writers = _locks.pop(self._lock)
-                if writers > 1:  # closing any descriptor of it would unlock the file
-                    _locks[self._lock] = file, writers - 1
-                else:
-                    file.close()
-            self._claimed = False
-
     def _claim(self) -> None:
         """Before the first save: complete what killed writers have left, remove what cannot be completed."""
         with _naming:
             if self._claimed:
                 return
-            opened = _locks.get(self._lock)
-            file, writers = opened or (open(self._lock, "ab", opener=open_at_once), 0)  # noqa: SIM115
-            _locks[self._lock], self._claimed = (file, writers + 1), True
+            file = _locks.get(self._lock) or open(self._lock, "ab", opener=open_at_once)  # noqa: SIM115
+            _locks[self._lock], self._claimed = file, True
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process may have it already
             except (BlockingIOError, PermissionError):

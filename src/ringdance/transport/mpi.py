@@ -22,6 +22,7 @@ from ringdance.transport.window import Window, window_size
 
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
+_MOST_BYTES = (1 << 31) - 1  # of a message between two ranks: MPI's counts end there
 _FIRST_TAG = 2  # of messages between two ranks; the engine's notes have tag 1
 
 
@@ -248,10 +249,12 @@ class MpiTransport(Transport):
         return MpiTransport(self._mpi, comm, ranks, window_bytes, self._vector_bytes, self)
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
+        _check_length(buffer)
         request = self._notes.Isend([buffer, self._mpi.BYTE], dest=rank, tag=tag + _FIRST_TAG)
         return _MpiTransfer(request, self._mpi.Status(), buffer)
 
     def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
+        _check_length(buffer)
         source = self._mpi.ANY_SOURCE if rank is None else rank
         return _MpiTransfer(_Incoming(self, buffer, source, tag + _FIRST_TAG), self._mpi.Status(), buffer)
 
@@ -368,6 +371,15 @@ def gather(comm: Any, value: Any) -> list[Any]:
     return [
         json.loads(everyone[end - count : end].tobytes()) for count, end in zip(counts, ends, strict=True)
     ]
+
+
+def _check_length(buffer: Array) -> None:
+    """Raise ArgumentError if a message is too large for MPI."""
+    if buffer.size > _MOST_BYTES:
+        raise ArgumentError(
+            f"A message between two ranks has at most {_MOST_BYTES} bytes, and this one has {buffer.size}. "
+            "Send it in parts."
+        )
 
 
 def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> bool:

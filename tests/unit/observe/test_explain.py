@@ -13,11 +13,6 @@ from ringdance import explain
 from ringdance.launch.system import linux
 
 
-def test_how_long_other_hosts_may_take_is_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(["-H", "localhost", "--timeout", "0.01"]) == 2
-    assert "localhost: ended after 0.01 s (--timeout)" in capsys.readouterr().err
-
-
 def test_operations_of_one_label_are_told_apart() -> None:
     names = ["tape.1f.0", "tape.1f.0", "tape.2a.0"]
     ranks = [
