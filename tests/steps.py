@@ -16,7 +16,7 @@ from ringdance.training.gradients.exchange import GradientExchange
 def counting_steps() -> Iterator[Callable[[], int]]:
     """Give a function that returns the number of steps since the beginning of the block."""
     engine = session.engine()
-    kept, engine.recorder = engine.recorder, Recorder(8, "")
+    kept, engine.recorder = engine.recorder, Recorder()
     words = engine.recorder.words
     try:
         yield lambda: words[Word.STEPS]

@@ -38,7 +38,7 @@ _COMMANDS = {
     },
     "diagnose": {
         "doctor": ("ringdance.doctor.cli", "find what makes training fail or hang on these machines"),
-        "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
+        "explain": ("ringdance.explain", "name the rank that holds up a job"),
         "timeline": ("ringdance.observe.timeline", "show where the time of a step goes"),
         "report": ("ringdance.observe.report", "write a page about what limits runs, and what to try next"),
         "bench": ("ringdance.observe.bench", "measure what limits a training, and how it scales over ranks"),

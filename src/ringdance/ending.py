@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ringdance import exit_code
 from ringdance.core.engine import Engine
 from ringdance.core.reports import dump
-from ringdance.errors import UNEVEN_STEPS, RingdanceError
+from ringdance.errors import UNEVEN_STEPS
 from ringdance.monitoring import Monitoring
 from ringdance.transport.base import Transport
 
@@ -32,9 +32,6 @@ CAUSE_MARK = "::ringdance-cause::"
 # Seconds for the other ranks to see the message and raise their own error, before this process
 # ends and the MPI launcher kills them.
 _GRACE = 0.5
-
-_LIBRARIES = "|".join(re.escape(os.path.dirname(one)) for one in (__file__, os.__file__))
-_OF_LIBRARIES = re.compile(f"^({_LIBRARIES})/|^<frozen|/(site|dist)-packages/")
 
 # JAX begins an error with "Error dispatching computation: " once for each program that has led to it.
 _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
@@ -70,9 +67,6 @@ class Process:
     ) -> None:
         """Report an uncaught exception as the cause, to the launcher and to the peers."""
         found = self.engine
-        whole = found is None or found.settings.log_level in ("debug", "trace")
-        if isinstance(error, RingdanceError) and not whole:
-            _cut(error, trace)
         previous(kind, error, trace)
         self.failed = True
         if found is not None and self.pid == os.getpid():
@@ -175,20 +169,6 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{CAUSE_MARK} {line}\n")
         sys.stderr.flush()
-
-
-def _cut(error: RingdanceError, trace: TracebackType | None) -> None:
-    """Leave out of a traceback what is below the script's own last line, and an error of ours before it."""
-    if isinstance(error.__cause__ or error.__context__, RingdanceError):
-        error.__suppress_context__, error.__cause__ = True, None
-    last, hidden = None, 0
-    while trace is not None:
-        inside = _OF_LIBRARIES.search(trace.tb_frame.f_code.co_filename)
-        last, hidden = (last, hidden + 1) if inside else (trace, 0)
-        trace = trace.tb_next
-    if last is not None and hidden:
-        last.tb_next = None
-        error.add_note(f"({hidden} calls in libraries are left out: RINGDANCE_LOG_LEVEL=debug shows them)")
 
 
 def _warn_of_incomplete(found: Engine) -> None:

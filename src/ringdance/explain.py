@@ -1,4 +1,4 @@
-"""``ringdance explain``: what each rank of a job does, or what a job has left, and which rank holds it up."""
+"""``ringdance explain``: what each rank of a job does, and which rank holds it up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -24,9 +22,7 @@ from ringdance.core.ring import RingReader, Word, steps_text
 from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import run_everywhere
-from ringdance.job_files import NO_FORMAT, read_regular
 from ringdance.launch.background import records
-from ringdance.launch.cause import OF_OTHERS, OUTCOME_FILE, Cause, signal_name
 from ringdance.launch.parser import Parser, as_program, number
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
@@ -37,18 +33,14 @@ examples:
   ringdance explain 3f2a91c0         one of several; also a process: of a rank, or of mpiexec
   ringdance explain --stacks         with the stacks of all threads
   ringdance explain -H node1,node2   a job on several hosts
-  ringdance explain logs             what a job with `--output-filename logs` has left, running or not
 
-The last line names the rank that the others wait for, or the first failure. Without -H it looks at the ranks
-of this machine. Another launcher's job can be looked at too, and a directory with flight records and stall
-reports (RINGDANCE_FLIGHT_RECORDER_DIR).
+The last line names the rank that the others wait for. Without -H it looks at the ranks of
+this machine. The job may be another launcher's.
 
-exit code: 0, also where damaged files are left out, which is said on stderr; 2 if there is no such job or
-directory
+exit code: 0; 2 if there is no such job
 """
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
-_STOPPED = "The job was ended by "
 _BEFORE = " without init()"  # what a rank's progress ends with until then
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 
@@ -96,11 +88,11 @@ def main(argv: Sequence[str]) -> int:
     """``ringdance explain``: `argv` without the program and ``explain``; returns the exit code."""
     parser = Parser(
         prog="ringdance explain",
-        description="Show what each rank of a job does, or what a job has left, and name the one at fault.",
+        description="Show what each rank of a job does, and name the one that the others wait for.",
         epilog=_EPILOG,
     )
     text = "default: the only job here"
-    parser.add_argument("target", metavar="JOB|PID|DIR", nargs="?", default="", help=text)
+    parser.add_argument("target", metavar="JOB|PID", nargs="?", default="", help=text)
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
     parser.add_argument("--json", action="store_true", help="what is known of the ranks as JSON")
     text = "seconds for the answers of other hosts (default 20)"
@@ -109,9 +101,6 @@ def main(argv: Sequence[str]) -> int:
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
-        if os.path.isdir(arguments.target):
-            print("\n".join(_explain_files(Path(arguments.target))))
-            return 0
         if arguments.hosts or arguments.hostfile:
             ranks = _look_elsewhere(arguments)
         else:
@@ -123,9 +112,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     return as_program("ringdance explain", action)
-
-
-# -- a job that runs ------------------------------------------------------------------------
 
 
 def _ranks_here(target: str) -> list[_Rank]:
@@ -171,7 +157,7 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
         raise LaunchError(f"several jobs run here; name one:\n  {lines}")
     here = f"on {os.uname().nodename}"
     if not target:
-        raise LaunchError(f"no ranks of yours run {here}; name the directory of a job that has ended")
+        raise LaunchError(f"no ranks of yours run {here}")
     record = records.find(target)
     state = {"ended": "has ended", "lost": "is lost: its launcher was killed"}.get(
         record.state, f"runs on {', '.join(record.hosts)}: name other hosts with -H"
@@ -286,104 +272,3 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
     odd = [rank for rank in waiting if (rank.operation, rank.waits_for) != usual]
     parts = [f"{rank.who} for {said((rank.operation, rank.waits_for))}{rank.place}" for rank in odd]
     return f"The ranks wait for different operations, {'; '.join(parts)}; the others for {said(usual)}."
-
-
-# -- what a job has left --------------------------------------------------------------------
-
-
-def _explain_files(directory: Path) -> Iterator[str]:
-    stalls, flights = _load(directory, "stall", _stalled), _load(directory, "flight", _pending)
-    yield from map(_pending, flights)
-    for path in sorted(directory.glob("ringdance-stacks-*.txt"), key=_numbers):
-        yield f"stacks: {path}"
-    said = [_stalled(max(stalls, key=lambda stall: float(stall["time"])))] if stalls else []
-    code, end = _end(directory, flights)
-    if not code:
-        yield from [*said, *filter(None, [end])] or [f"There is no sign of a failure or stall in {directory}"]
-    else:
-        yield end
-        yield from said if any(words in end for words in (_STOPPED, *OF_OTHERS)) else ()
-
-
-def _who(known: dict[str, Any]) -> str:
-    return f"rank {known['rank']} on host {known['host']} (pid {known['pid']})"
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(seconds))
-
-
-def _load(directory: Path, kind: str, describe: Callable[[dict[str, Any]], str]) -> list[dict[str, Any]]:
-    """Return the files of a kind that can be described; others are named on stderr and left out."""
-    paths = sorted(directory.glob(f"ringdance-{kind}-rank*.json"), key=_numbers)
-    return [content for path in paths if (content := _content(path, describe)) is not None]
-
-
-def _numbers(path: Path) -> list[int]:
-    """Return the numbers in a file's name, by which rank 10 comes after rank 2."""
-    return list(map(int, re.findall(r"\d+", path.name)))
-
-
-def _content(path: Path, describe: Callable[[dict[str, Any]], str]) -> dict[str, Any] | None:
-    """Return what a file holds; one that cannot be read or described is named on stderr."""
-    try:
-        content: dict[str, Any] = json.loads(read_regular(path))
-        describe(content)
-        return content
-    except LaunchError as error:  # names the file
-        problem = f"{error}; it is left out"
-    except NO_FORMAT as error:
-        place = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        why = "it is cut off, damaged or of another version: remove it, or try again"
-        problem = f"{path}{place} is left out: {why}"
-    print(f"ringdance explain: {problem}", file=sys.stderr)
-    return None
-
-
-def _pending(flight: dict[str, Any]) -> str:
-    """Return a sentence about a flight record."""
-    flight["reason"].strip()  # a text, which `_failure` may return
-    text = f"{_who(flight)}: pending {', '.join(map(repr, flight['pending'][:4])) or 'nothing'}"
-    for entry in [entry for entry in flight["records"] if entry["kind"] == "batch"][-1:]:
-        names = ", ".join(map(repr, entry["details"]["names"][:4]))
-        text += f"; last batch at {_clock(entry['time'])}: {names}"
-    return text
-
-
-def _outcome(content: dict[str, Any]) -> str:
-    """Return a sentence about how a job ended, as its launcher has written it."""
-    code, when = int(content["code"]), _clock(content["time"])
-    if content["cause"] is None:
-        how = f"{_STOPPED}{signal_name(code - 128)} to its launcher" if code else "The job ended well"
-        return f"{how} at {when}."
-    cause = Cause(**content["cause"])
-    text = (f"{_who(content['cause'])} failed first: " if cause.rank is not None else "") + cause.message
-    lines = re.findall(r'File "(.*)", line (\d+),? in (\S+)', cause.traceback)
-    own = own_lines([f"{file}:{line} in {name}" for file, line, name in lines])
-    innermost = -1 if "most recent call last" in cause.traceback else 0
-    return f"{text}, at {own[innermost]}" if own else text
-
-
-def _end(directory: Path, flights: list[dict[str, Any]]) -> tuple[int, str]:
-    """Return an exit code and a sentence: how a job ended, or its first failure; 0 and "" if unknown."""
-    path = directory / OUTCOME_FILE
-    if path.exists() and (outcome := _content(path, _outcome)) is not None:
-        return outcome["code"], _outcome(outcome)
-    reasons = [(not one["reason"].startswith(_who(one)), one["reason"]) for one in flights]
-    return len(reasons), min(reasons, default=(False, ""))[1]  # of a rank about itself, if there is one
-
-
-def _stalled(stall: dict[str, Any]) -> str:
-    """Return a sentence about a stall report."""
-    parts = []
-    for rank in stall["ranks"]:
-        if rank["rank"] in stall["culprits"]:
-            thread = next(iter(rank.get("threads") or []), None)
-            doing = rank.get("no_answer") or ""
-            if thread:
-                verb = f"{thread['doing']}," if thread["doing"] else "is"
-                doing = f"its {thread['name']} {verb} at {place_of(thread['frames'])}"
-            parts.append(f"{_who(rank)}: {doing}")
-    held = "; and ".join(parts) or "an exchange that made no progress"
-    waited = f"At {_clock(stall['time'])} ranks had waited {stall['seconds']:.0f} s for '{stall['name']}'"
-    return f"{waited}, held up by {held}."

@@ -43,47 +43,40 @@ class Monitoring:
     def start(self, engine: Engine) -> None:
         """Start the monitor of this host, if something is wanted that it does."""
         settings = engine.settings
-        again, self._started = self._started, True
+        first_engine, self._started = not self._started, True
         if settings.timeline_steps:
             first, end = settings.timeline_steps
             engine.recorder.window = first, end, _detail(settings)
         if engine.local_rank or not (settings.timeline or _wants_metrics(settings)):
             return
-        self._open(engine, anew=not again, timeline=bool(settings.timeline))
-        engine.on_check = lambda: self._check(engine)
-
-    def _open(self, engine: Engine, anew: bool, timeline: bool) -> None:
-        settings, identities = engine.settings, engine.transport.identities
         metrics = _wants_metrics(settings)
+        pids = [engine.transport.identities[rank].pid for rank in engine.transport.host_group]
         try:
-            pids = [identities[rank].pid for rank in engine.transport.host_group]
             client = self._client = MonitorClient(pids, metrics)
         except OSError as error:
             _log.error("ringdance: no timeline and no metrics are written: %s", error)
             return
-        if timeline:
+        if settings.timeline:
             _start_timeline(engine, client)
         if metrics:
             client.metrics(
                 rank=engine.rank,
                 interval=settings.metrics_interval,
                 directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
-                anew=anew,
+                anew=first_engine,
                 address=settings.metrics_port,
             )
+        engine.on_check = lambda: self._check(engine)
 
     def _check(self, engine: Engine) -> None:
-        """Warn if the monitor was killed; another one goes on with the metrics, the first time."""
+        """Warn if the monitor was killed."""
         how = self._client.killed() if self._client else ""
         if not how:
             return
         self._killed = how
         self._client, engine.on_check = None, lambda: None
-        lacks = ["the timeline lacks what its ranks do from now on"] * bool(engine.settings.timeline)
-        goes_on = ["another one goes on with the metrics"] * _wants_metrics(engine.settings)
-        _log.warning("ringdance: %s: %s; %s", engine.identity.host, how, ", ".join([*lacks, *goes_on]))
-        if goes_on:
-            self._open(engine, anew=False, timeline=False)
+        text = "ringdance: %s: %s; the timeline and the metrics lack what its ranks do from now on"
+        _log.warning(text, engine.identity.host, how)
 
     def end(self, engine: Engine) -> None:
         """Close the ring; wait until the monitor has written everything."""

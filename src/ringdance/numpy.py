@@ -29,10 +29,10 @@ from ringdance.training.sharding import Shard, shard
 
 __all__ = [
     *__all__, "Shard", "allgather", "allreduce", "alltoall", "barrier", "broadcast", "image_loader", "join",
-    "pipe_loader", "poll", "reducescatter", "shard", "synchronize", "table_loader",
+    "poll", "reducescatter", "shard", "synchronize", "table_loader",
 ]
 
-image_loader, table_loader, pipe_loader = arrays.image_loader, arrays.table_loader, arrays.pipe_loader
+image_loader, table_loader = arrays.image_loader, arrays.table_loader
 
 Array = np.ndarray[Any, Any]
 Arrays = npt.ArrayLike | list[Array] | tuple[Array, ...]

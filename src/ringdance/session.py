@@ -33,7 +33,7 @@ _log = logging.getLogger("ringdance")
 # Settings on which the layout of shared memory, the cutting of batches and what is exchanged rest.
 _COMMON = (
     "autotune", "cache_capacity", "check_weights", "cpu_operations", "deterministic", "fusion_threshold",
-    "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "tuned", "window", "window_bytes",
+    "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "tuned", "window",
 )  # fmt: skip
 
 _ONE_PROCESS = "If one process is what you want, call hvd.init([0])."

@@ -16,7 +16,7 @@ SCRIPT = """
 import sys, time
 import numpy as np
 import ringdance.numpy as hvd
-from ringdance.training.loaders.ahead import AsyncDataLoaderMixin, BaseDataLoader
+from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 
 class Slow(BaseDataLoader):
     def __len__(self):

@@ -6,7 +6,6 @@ reported ends with ``# <cause>``.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import fcntl
 import multiprocessing
@@ -64,7 +63,7 @@ def evaluated_alone() -> None:
 
 def stopped() -> None:
     begin()
-    os.kill(os.getpid(), signal.SIGSTOP)  # stopped
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def infinite_loop() -> None:
@@ -175,34 +174,12 @@ def no_client() -> None:
         server.accept()  # no_client
 
 
-def mpi_message() -> None:
-    from mpi4py import MPI
-
-    begin()
-    MPI.COMM_WORLD.recv(source=0, tag=77)  # mpi_message
-
-
-def slow_disk() -> None:
-    with open(HERE / "checkpoint", "wb") as file:
-        begin()
-        while True:
-            os.pwrite(file.fileno(), bytes(1 << 16), 0), os.fsync(file.fileno())  # slow_disk
-
-
 def model_from_fifo() -> None:
     import torch
 
     os.mkfifo(HERE / "model")
     begin()
     torch.load(HERE / "model")  # model_from_fifo
-
-
-def awaited() -> None:
-    async def fetch() -> None:
-        await asyncio.Event().wait()  # awaited
-
-    begin()
-    asyncio.run(fetch())
 
 
 def endless_child() -> None:

@@ -1,4 +1,4 @@
-"""``ringdance explain`` of jobs that hang, and of what failed ones have left."""
+"""``ringdance explain`` of jobs that hang."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def begin(directory: Path, cause: str) -> Job:
     return start(directory, *options, sys.executable, str(PLANTED), cause, stdout=output, stderr=output)
 
 
-def test_a_job_that_hangs_is_explained_while_it_runs_and_afterwards(tmp_path: Path) -> None:
+def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None:
     job, out = begin(tmp_path, "file_lock"), tmp_path / "out"
     try:
         assert wait_until((tmp_path / "began").exists, 30.0) is not None
@@ -82,15 +82,14 @@ def test_a_job_that_hangs_is_explained_while_it_runs_and_afterwards(tmp_path: Pa
         assert "s for 'allreduce.loss' (after " in said
         assert said.count("hread 0x") >= 6  # of each rank two
         assert wait_until(lambda: len(list(out.glob("ringdance-st*-rank*"))) == 4, 30.0) is not None
-        found = explain(str(out)).splitlines()
-        assert "ranks had waited 4 s for 'allreduce.loss', held up by rank 1 on host " in found[-1]
-        assert f"planted_job.py:{line_of('file_lock')} in file_lock" in found[-1]
+        stall = json.loads(next(out.glob("ringdance-stall-rank0-*.json")).read_text())
+        assert (stall["name"], stall["culprits"]) == ("allreduce.loss", [1])
         stacks = next(out.glob("ringdance-stacks-rank1-*.txt"))
-        assert f"stacks: {stacks}" in found
         assert f'planted_job.py", line {line_of("file_lock")}, in file_lock' in stacks.read_text()
         os.kill(int(stacks.stem.rpartition("-")[2]), 9)
         assert wait_until(lambda: job.process.poll() is not None, 10.0) is not None
-        assert "failed first: killed by SIGKILL" in explain(str(out)).splitlines()[-1]
+        outcome = json.loads((out / "ringdance-outcome.json").read_text())
+        assert outcome["cause"]["message"].startswith("killed by SIGKILL")
     finally:
         job.end()
 
@@ -119,27 +118,23 @@ def _says(found: list[str], job: Job, words: str) -> bool:
     return words in found[0]
 
 
-def test_the_line_of_an_exception_is_named(tmp_path: Path) -> None:
-    job = begin(tmp_path, "exception")
+def test_the_outcome_is_written_and_a_new_job_removes_it(tmp_path: Path) -> None:
+    job, out = begin(tmp_path, "exception"), tmp_path / "out"
     assert job.process.wait(30.0) != 0
-    said = explain(str(tmp_path / "out")).splitlines()
-    assert said[-1].startswith("rank 1 on host ")
-    words = "failed first: ValueError: image 17 cannot be read, at "
-    assert words in said[-1]
-    assert said[-1].endswith(f"planted_job.py:{line_of('exception')} in exception")
-    assert "): pending 'allreduce.loss'; last batch at " in said[0]
-    (tmp_path / "out" / "ringdance-outcome.json").unlink()  # as under another launcher
-    assert "ValueError: image 17 cannot be read" in explain(str(tmp_path / "out")).splitlines()[-1]
+    outcome = json.loads((out / "ringdance-outcome.json").read_text())
+    assert (outcome["code"], outcome["cause"]["rank"]) == (1, 1)
+    assert outcome["cause"]["message"] == "ValueError: image 17 cannot be read"
+    assert f"line {line_of('exception')}, in exception" in outcome["cause"]["traceback"]
     for left in ("metrics-2.jsonl", "rank.03/stderr", "mine.json", "rank.1/mine"):
-        (tmp_path / "out" / left).parent.mkdir(exist_ok=True)
-        (tmp_path / "out" / left).touch()
-    caught = "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()"
-    options = ("-np", "1", "--output-filename", str(tmp_path / "out"))
-    again = start(tmp_path, *options, sys.executable, "-c", caught)
+        (out / left).parent.mkdir(exist_ok=True)
+        (out / left).touch()
+    options = ("-np", "1", "--output-filename", str(out))
+    again = start(tmp_path, *options, sys.executable, "-c", "")
     assert again.process.wait(30.0) == 0
-    assert re.fullmatch(r"The job ended well at \d\d:\d\d:\d\d\.\n", explain(str(tmp_path / "out")))
-    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert {str(path.relative_to(tmp_path / "out")) for path in files} == {
+    outcome = json.loads((out / "ringdance-outcome.json").read_text())
+    assert (outcome["code"], outcome["cause"]) == (0, None)
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(out)) for path in files} == {
         "mine.json", "rank.1/mine", "rank.0/stdout", "rank.0/stderr", "ringdance-outcome.json"
     }  # fmt: skip
 

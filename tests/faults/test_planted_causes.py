@@ -63,7 +63,7 @@ CAUSES = {
         (LATE, f"computes, at {AT}", r"rank 1 alone does this \(evaluate_all\)", "pause_stall_check"),
         "evaluate_all",
     ),
-    "stopped": Planted((f"No answer from {WHO}", r"is stopped \(SIGSTOP", AT, "kill -CONT"), "stopped"),
+    "stopped": Planted((f"No answer from {WHO}", r"is stopped \(SIGSTOP", "kill -CONT")),
     "infinite_loop": Planted((LATE, f"computes, at {AT}"), "infinite_loop"),
     "lock_held_in_c": Planted(
         (f"No answer from {WHO}", "holds Python's lock", AT), "lock_held_in_c", limit=10.0
@@ -108,12 +108,9 @@ CAUSES = {
     "forked_child": Planted((r"forked from rank 1", TRACE), "work"),
     "silent_server": Planted((LATE, r"waits for data from 127\.0\.0\.1:\d+", AT), "silent_server"),
     "no_client": Planted((LATE, r"waits for a connection to 127\.0\.0\.1:\d+", AT), "no_client"),
-    "mpi_message": Planted((LATE, rf"waits in MPI's recv\(\), at {AT}"), "mpi_message"),
-    "slow_disk": Planted((LATE, rf"writes (a file|\S*/checkpoint)( in unint.*)?, at {AT}"), "slow_disk"),
     "model_from_fifo": Planted(
         (LATE, rf"waits for data from the FIFO \S*/model, at {AT}"), "model_from_fifo", limit=10.0
     ),
-    "awaited": Planted((LATE, f"awaits, at {AT}"), "fetch"),
     "endless_child": Planted((LATE, r"waits for its child process \d+ \(sleep 600\)", AT), "endless_child"),
 }
 

@@ -10,11 +10,10 @@ import pytest
 
 import ringdance.numpy as hvd
 from ringdance import session
-from ringdance.transport import mpi
+from ringdance.errors import ArgumentError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-PART = 1000
 pytestmark = pytest.mark.ranks(2, 3)
 
 
@@ -24,21 +23,20 @@ def wait_for(messages: list[Any]) -> None:
         assert time.monotonic() < until
 
 
-def test_large_messages_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their parts never mix, whichever ranks send at the same time, and whatever was posted before."""
-    monkeypatch.setattr(mpi, "_PART", PART)
+def test_messages_of_any_rank() -> None:
+    """Each is whole, whichever ranks send at the same time, and whatever was posted before."""
     transport, each = session.engine().transport, 3
     if RANK:
-        sent = [np.full(40 * PART + 7, 10 * RANK + number, np.uint8) for number in range(each)]
+        sent = [np.full(40_007, 10 * RANK + number, np.uint8) for number in range(each)]
         hvd.barrier()
         wait_for([transport.send(one, 0, 4) for one in sent])
         hvd.barrier()
         return
     count = each * (SIZE - 1)
-    received = [np.zeros(40 * PART + 7, np.uint8) for _ in range(count)]
+    received = [np.zeros(40_007, np.uint8) for _ in range(count)]
     posted = [transport.receive(one, None, 4) for one in received[: count // 2]]
     hvd.barrier()
-    time.sleep(0.1)  # the other senders' parts wait already
+    time.sleep(0.1)  # the other senders' messages wait already
     posted += [transport.receive(one, None, 4) for one in received[count // 2 :]]
     wait_for(posted[::-1])
     hvd.barrier()
@@ -47,18 +45,11 @@ def test_large_messages_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [(rank, 10 * rank + number) for rank in range(1, SIZE) for number in range(each)]
 
 
-@pytest.mark.parametrize("large", [0, 1])
-def test_a_large_message_on_one_side(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "_PART", PART)
-    transport, nbytes = session.engine().transport, [[16, 5000], [5000, 16]][large]
-    if RANK == 1:
-        message = transport.send(np.zeros(nbytes[1], np.uint8), 0, 5)
-    elif RANK == 0:
-        with pytest.raises(RuntimeError, match="from rank 1"):
-            wait_for([transport.receive(np.zeros(nbytes[0], np.uint8), None, 5)])
-    hvd.barrier()
-    if RANK == 1 and not large:
-        del message  # no rank receives its parts
+def test_a_message_that_is_too_large_for_mpi() -> None:
+    transport, buffer = session.engine().transport, np.empty(1 << 31, np.uint8)
+    for call in (transport.send, transport.receive):
+        with pytest.raises(ArgumentError, match=r"at most 2147483647 bytes.* Send it in parts"):
+            call(buffer, 0, 4)
 
 
 def test_a_message_that_is_longer_than_the_buffer() -> None:

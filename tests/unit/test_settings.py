@@ -105,10 +105,6 @@ def test_switches(text, value):
     assert quiet({"RINGDANCE_WINDOW": text}).window is value
 
 
-def test_core_list():
-    assert quiet({"RINGDANCE_THREAD_AFFINITY": "0, 2,4"}).thread_affinity == (0, 2, 4)
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -123,8 +119,6 @@ def test_core_list():
         ("WINDOW", "2"),
         ("OVERLAP", "sometimes"),
         ("LOG_LEVEL", "loud"),
-        ("THREAD_AFFINITY", "0,-1"),
-        ("THREAD_AFFINITY", "0,,1"),
     ],
 )
 def test_unusable_text_names_variable_value_and_what_is_expected(name, text):

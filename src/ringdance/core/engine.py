@@ -19,7 +19,6 @@ from ringdance.core.ends import EngineEnd
 from ringdance.core.exchange import Context
 from ringdance.core.labels import label_of
 from ringdance.core.peers import Note, Peers
-from ringdance.core.placement import pin, placement
 from ringdance.core.process_sets.registry import FIRST_GROUP, ProcessSets
 from ringdance.core.progress import ProgressEngine
 from ringdance.core.recorder import Profiler, Recorder
@@ -45,7 +44,9 @@ class Engine:
     """One rank's engine.
 
     Attributes:
-        rank, size; local_rank, local_size; cross_rank, cross_size: see ``Placement``.
+        rank, size: Of this rank, in the whole job.
+        local_rank, local_size: Among the ranks of its host.
+        cross_rank, cross_size: Among the ranks with this local rank on all hosts.
         hosts: the host name of each rank.
         summary: of the run, for rank 0 to show at its end.
         context: counters of its exchanges.
@@ -79,9 +80,11 @@ class Engine:
         self.hosts = tuple(identity.host for identity in transport.identities)
         self.identity = transport.identities[self.rank]
         self.local_pids = [one.pid for one in transport.identities if one.host == self.identity.host]
-        place = placement(transport)
-        self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
-        self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir, ring)
+        self.local_rank = transport.host_group.index(self.rank)
+        self.local_size = len(transport.host_group)
+        cross = _across_hosts(self.hosts, self.rank, self.local_rank)
+        self.cross_rank, self.cross_size = cross.index(self.rank), len(cross)
+        self.recorder = Recorder(settings.flight_recorder_dir, ring)
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
         self.profilers: list[Profiler] = []
         self.joins = 0  # how often all ranks have joined
@@ -108,10 +111,7 @@ class Engine:
         if self.size > 1:
             self._progress_engine = ProgressEngine(self, settings.spin_microseconds * 1e-6)
             if threaded:
-                self._progress_engine.start_thread(
-                    f"ringdance engine {self.rank}",
-                    on_start=lambda: pin(place, self.identity.host, settings, self.report),
-                )
+                self._progress_engine.start_thread(f"ringdance engine {self.rank}")
 
     @property
     def closed(self) -> bool:
@@ -253,19 +253,13 @@ class Engine:
         Raises:
             CollectiveError: the engine has stopped or failed.
         """
-        set_id, said = FIRST_GROUP + number, False
+        set_id = FIRST_GROUP + number
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
         while not self._exclusively(self.sets.add_group, set_id, ranks):  # its peers wait for it by now
             if self.end.closed:
                 raise self.end.error()
-            if not said:
-                said = True
-                self.report(
-                    f"{self.identity} makes a process group of the ranks {list(ranks)}, and waits until "
-                    "another of its threads has ended a step of the engine, which has taken over 5 s."
-                )
         return set_id
 
     def group_numbers(self) -> list[int]:
@@ -434,3 +428,8 @@ class Engine:
         self.end.disown(origin)
         # The engine thread was not forked, and may have held locks.
         self._progress_engine = self.sets.event_count = None
+
+
+def _across_hosts(hosts: Sequence[str], rank: int, local_rank: int) -> list[int]:
+    """Return the ranks with a local rank, one of each host that has it; ``rank`` is the one of its host."""
+    return [i for i, host in enumerate(hosts) if i == rank or hosts[:i].count(host) == local_rank]

@@ -99,9 +99,9 @@ class ProgressEngine:
         self._checked = time.monotonic()
         self._thread: threading.Thread | None = None
 
-    def start_thread(self, name: str, on_start: Callable[[], None]) -> None:
-        """Start the engine thread; it calls ``on_start`` first. The engine is complete by then."""
-        self._thread = threading.Thread(target=self._thread_main, args=(on_start,), name=name, daemon=True)
+    def start_thread(self, name: str) -> None:
+        """Start the engine thread. The engine is complete by then."""
+        self._thread = threading.Thread(target=self._thread_main, name=name, daemon=True)
         self._thread.start()
 
     # -- callers -------------------------------------------------------------------------------
@@ -243,9 +243,8 @@ class ProgressEngine:
 
     # -- the engine thread ---------------------------------------------------------------------
 
-    def _thread_main(self, on_start: Callable[[], None]) -> None:
+    def _thread_main(self) -> None:
         try:
-            on_start()
             self._run()
         except BaseException as error:
             self._engine.thread_failed(error)

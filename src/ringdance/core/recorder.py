@@ -6,10 +6,8 @@ import contextlib
 import enum
 import json
 import os
-import re
 import struct
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,13 +16,8 @@ from typing import Any, NamedTuple
 
 from ringdance.core.labels import label_of
 from ringdance.core.request import Collective, Work
-from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
+from ringdance.core.ring import Kind, Label, Ring, RingReader, Word, steps_text
 from ringdance.transport.base import Identity
-
-_NAME = re.compile(r"ringdance-(flight|stall|stacks)-rank\d+-\d+\.(json|txt)")
-_KEPT_S = 7 * 86400.0
-_KEPT_FILES = 32
-_MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
 
 
 class StepMark(enum.IntEnum):
@@ -49,17 +42,24 @@ class Profiler(NamedTuple):
 
 
 _COUNTERS = struct.Struct("<4q").pack_into  # BATCHES, TENSORS, BYTES, WAITED
-_BATCH_RECORD = struct.Struct("<q8sII12sI").pack_into
-BatchRecord = tuple[bytes, bytes, int]
-"""What is the same in all records of a batch, and its bytes."""
 
-_U32 = 0xFFFFFFFF
+
+class BatchRecord(NamedTuple):
+    """What is the same in all records of a batch."""
+
+    set_id: int
+    collective: int
+    label: int
+    nbytes: int
+
+
+_RECORDS = 256  # of a flight record
 _SMALL = 64  # batches held back at most
 # Quicker as numbers than as members of an Enum.
-_SUBMIT, _CHUNK, _WAIT, _STEP = int(Kind.SUBMIT), int(Kind.CHUNK), int(Kind.WAIT), int(Kind.STEP)
-_DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
-    int(Word.DETAIL), int(Word.WRITTEN), int(Word.WAITED), int(Word.LAST_WAITED), int(Word.STEPS),
-    int(Word.LAST_STEP),
+_SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
+_WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
+_DETAIL, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
+    int(Word.DETAIL), int(Word.WAITED), int(Word.LAST_WAITED), int(Word.STEPS), int(Word.LAST_STEP)
 )  # fmt: skip
 
 
@@ -67,7 +67,6 @@ class Recorder:
     """Writes what this rank does into its ring, from which all reports are made.
 
     Args:
-        capacity: how many records a flight record holds.
         directory: for flight records; "" for the system's temporary directory.
         ring: where records go; None for memory of this process alone.
 
@@ -79,21 +78,20 @@ class Recorder:
         window: numbers of the steps between which ``words[Word.DETAIL]`` is set, and to what; or None.
     """
 
-    def __init__(self, capacity: int, directory: str, ring: Ring | None = None) -> None:
+    def __init__(self, directory: str = "", ring: Ring | None = None) -> None:
         self.ring = ring or Ring()
         self.words = self.ring.words
         self.window: tuple[int, int, int] | None = None
         self.detail = self.words[Word.DETAIL]
-        self._slots, self._next, self._labels = self.ring.slots, self.ring.numbers.__next__, self.ring.labels
         self._first = tuple(self.words[Word.BATCHES : Word.WAITED + 1])
         self._small: deque[tuple[BatchRecord, int, int, int]] = deque(maxlen=_SMALL)
         self.uncounted()
-        self._capacity, self._directory = capacity, directory
+        self._directory = directory
         self._step_mark, self._steps = StepMark.NONE, 0
 
     def private(self) -> Recorder:
         """Return a recorder of a forked child, in memory that the parent does not share."""
-        return Recorder(self._capacity, self._directory)
+        return Recorder(self._directory)
 
     def label(self, names: Label) -> int:
         """Return the number of a name or of a list of names, see ``Ring.label``."""
@@ -103,7 +101,7 @@ class Recorder:
         """Record a batch that ends now.
 
         Args:
-            what: from ``describe``.
+            what: was executed.
             round_number: of agreement.
             began: in nanoseconds of ``time.monotonic_ns``; 0 if it took no time.
             tensors: how many.
@@ -111,10 +109,10 @@ class Recorder:
         if self._small:
             self._write_small()
         now = monotonic_ns()
-        self._write(what, round_number, now, (now - began) // 1000 & _U32 if began else 0)
+        self._write(what, round_number, now, (now - began) // 1000 if began else 0)
         self._batches += 1
         self._tensors += tensors
-        self._bytes += what[2]
+        self._bytes += what.nbytes
 
     def read_detail(self) -> int:
         """Return ``detail``, read anew."""
@@ -128,7 +126,7 @@ class Recorder:
         else:  # for a lone all-reduce a record in the ring would be a tenth of its time
             self._small.append((what, round_number, monotonic_ns(), 0))
             self._small_batches += 1
-            self._small_bytes += what[2]
+            self._small_bytes += what.nbytes
 
     def _write_small(self) -> None:
         with contextlib.suppress(IndexError):  # another thread may have taken the last one
@@ -136,15 +134,10 @@ class Recorder:
                 self._write(*self._small.popleft())
 
     def _write(self, what: BatchRecord, round_number: int, now: int, duration: int) -> None:
-        number = self._next()
-        at, round_number, last = (number & MASK) * 40, round_number & _U32, number & _U32
-        _BATCH_RECORD(self._slots, at, now, what[0], round_number, duration, what[1], last)
-        self.words[_WRITTEN] = number + 1
-
-    def describe(self, set_id: int, collective: int, label: int, nbytes: int) -> BatchRecord:
-        """Return what is the same in all records of a batch, for ``batch``."""
-        head = struct.pack("<IHH", label, Kind.BATCH, set_id & 0xFFFF)
-        return head, struct.pack("<III", collective, nbytes & _U32, nbytes >> 32), nbytes
+        set_id, collective, label, nbytes = what
+        self.ring.add(
+            _BATCH, label, set_id, round_number, duration, collective, nbytes, nbytes >> 32, when=now
+        )
 
     def uncounted(self) -> None:
         """Do not count what this engine has exchanged until now."""
@@ -181,15 +174,10 @@ class Recorder:
 
     def submit(self, work: Work) -> None:
         """Record a submission."""
-        request, number = work.request, self._next()
-        inputs, name = request.inputs, work.name
-        nbytes = inputs[0].nbytes if len(inputs) == 1 else sum([view.nbytes for view in inputs])
-        label = self._labels.get(name) or self.label(label_of(name))
-        RECORD.pack_into(  # as Ring.add, in half of the time
-            self._slots, (number & MASK) * 40, monotonic_ns(), label, _SUBMIT, request.set_id & 0xFFFF,
-            nbytes & _U32, nbytes >> 32, request.description.kind, 0, 0, number & _U32,
-        )  # fmt: skip
-        self.words[_WRITTEN] = number + 1
+        request = work.request
+        nbytes = sum([view.nbytes for view in request.inputs])
+        label, kind = self.label(label_of(work.name)), request.description.kind
+        self.ring.add(_SUBMIT, label, request.set_id, nbytes, nbytes >> 32, kind)
 
     def wait(self, work: Work, seconds: float) -> None:
         """Record that a thread has waited for a result."""
@@ -203,7 +191,7 @@ class Recorder:
         label, began = self.label(label_of(work.name)), int(work.submitted * 1e9)
         if self.detail > 1:
             self.ring.add(Kind.ROUND)
-        self.batch(self.describe(request.set_id, request.description.kind, label, nbytes), 0, began)
+        self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
         """Return a list for the times between a batch's phases; empty, to be left so, if none are wanted."""
@@ -241,7 +229,7 @@ class Recorder:
         reader = RingReader(self.ring.memory)
         offset = self.words[Word.EPOCH_OFFSET]
         found = []
-        for record in reader.last(self._capacity):
+        for record in reader.last(_RECORDS):
             names = reader.name(record.label)
             entry = {"time": (record.time + offset) / 1e9, "kind": Kind(record.kind).name.lower()}
             if record.kind == Kind.BATCH:
@@ -290,7 +278,6 @@ class Recorder:
             directory = self._directory or tempfile.gettempdir()
             path = os.path.join(directory, f"ringdance-{kind}-rank{who.rank}-{who.pid}.{ending}")
             os.makedirs(directory, exist_ok=True)
-            _remove_old(directory)
             descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600
             )
@@ -299,16 +286,3 @@ class Recorder:
         except OSError:
             return None
         return path
-
-
-def _remove_old(directory: str) -> None:
-    """Remove records older than a week, and older than ten minutes all but the newest 32."""
-    found = []
-    for entry in os.scandir(directory):
-        if _NAME.fullmatch(entry.name):
-            with contextlib.suppress(OSError):
-                found.append((time.time() - entry.stat(follow_symlinks=False).st_mtime, entry.path))
-    for newer, (age, path) in enumerate(sorted(found)):
-        if age > _KEPT_S or (age > _MIN_KEPT_S and newer >= _KEPT_FILES):
-            with contextlib.suppress(OSError):  # another user's
-                os.unlink(path)

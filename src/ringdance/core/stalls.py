@@ -325,7 +325,7 @@ class StallWatch:
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
         """Describe a rank of this host from outside: ``text``, and ``stacks``, "" if they are not known."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
-        here = state in ("running", "stopped") and pid != os.getpid()
+        here = state == "running" and pid != os.getpid()
         text = describe_threads(pid, before) if here else ""  # before the signal that wakes it
         stacks = stacks_of(pid) if here else ""
         frames = own_lines(main_frames(stacks))
@@ -333,8 +333,7 @@ class StallWatch:
         if state == "gone":
             text = "its process is gone"
         elif state == "stopped":
-            place = place or " (where: install py-spy)"
-            text = f"its process is stopped (SIGSTOP or a debugger){place}; `kill -CONT {pid}` continues it"
+            text = f"its process is stopped (SIGSTOP or a debugger); `kill -CONT {pid}` continues it"
         else:
             text = text or "its main thread is probably in a call that holds Python's lock"
             main, mark, others = text.partition("; ")

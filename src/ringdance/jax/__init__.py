@@ -11,7 +11,7 @@ One process for each rank, each with devices of its own. The collectives work on
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
 
 from ringdance.jax import operations
-from ringdance.jax.loaders import image_loader, pipe_loader, table_loader
+from ringdance.jax.loaders import image_loader, table_loader
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import *
 from ringdance.jax.optimizer import DistributedState, distributed
@@ -23,5 +23,5 @@ from ringdance.training.sharding import Shard, shard
 
 __all__ = [
     *__all__, *operations.__all__, "Compression", "Compressor", "DistributedState", "Shard",
-    "broadcast_parameters", "distributed", "image_loader", "pipe_loader", "shard", "table_loader",
+    "broadcast_parameters", "distributed", "image_loader", "shard", "table_loader",
 ]

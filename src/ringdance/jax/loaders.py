@@ -21,4 +21,4 @@ class _Loaders(Loaders):
 
 
 _own = _Loaders()
-image_loader, table_loader, pipe_loader = _own.image_loader, _own.table_loader, _own.pipe_loader
+image_loader, table_loader = _own.image_loader, _own.table_loader

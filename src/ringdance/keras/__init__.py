@@ -22,7 +22,7 @@ from ringdance.keras import elastic as elastic
 from ringdance.keras import values
 from ringdance.keras.lars import LARS
 from ringdance.keras.library import Compression
-from ringdance.keras.loaders import image_loader, pipe_loader, table_loader
+from ringdance.keras.loaders import image_loader, table_loader
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringdance.keras.rates import set_learning_rate
 from ringdance.keras.reduction import init as init
@@ -35,5 +35,5 @@ from ringdance.training.sharding import Shard, shard
 __all__ = [
     *__all__, *values.__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer",
     "PartialDistributedOptimizer", "Shard", "barrier", "callbacks", "elastic", "image_loader", "load_model",
-    "pipe_loader", "set_learning_rate", "shard", "table_loader",
+    "set_learning_rate", "shard", "table_loader",
 ]

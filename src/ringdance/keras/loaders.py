@@ -9,8 +9,6 @@ from ringdance.data.tables import Table, TableBatch
 from ringdance.keras.batches import BatchSequence
 from ringdance.training.loaders.binding import arrays
 
-pipe_loader = arrays.pipe_loader
-
 
 class ImageLoader(BatchSequence):
     """What ``image_loader`` returns: images (n, size, size, 3) uint8, labels (n,) int64, and weights."""

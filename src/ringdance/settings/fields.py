@@ -15,7 +15,6 @@ from ringdance.settings.parse import (
     ADDRESS,
     AT_LEAST_ONE,
     BYTES,
-    CORES,
     COUNT,
     NUMBER,
     POSITIVE,
@@ -117,16 +116,8 @@ class Settings:
         legacy="HOROVOD_CPU_OPERATIONS",
     )
     window: bool = _switch(True, "Use shared memory between the ranks of a host.")
-    window_bytes: int = _setting(
-        0, BYTES, "Shared memory of each rank for exchange within its host; 0: chosen from chunk_bytes.",
-        unit="bytes",
-    )
     spin_microseconds: int = _setting(
         300, COUNT, "How long a waiting rank polls (yielding its core) before it sleeps.", unit="µs"
-    )
-    thread_affinity: tuple[int, ...] = _setting(
-        (), CORES, "Core for the engine's thread of each local rank (Linux); empty: not pinned.",
-        legacy="HOROVOD_THREAD_AFFINITY",
     )
     mpi_threads_disable: bool = _switch(
         False, "Ask MPI for its single-thread level; collectives then run only while the main thread waits.",
@@ -189,9 +180,6 @@ class Settings:
     flight_recorder_dir: str = _setting(
         "", TEXT, "Directory for the record of the last batches, written on a failure; empty: the system's "
         "temporary directory.",
-    )
-    recorder_batches: int = _setting(
-        256, COUNT, "Batches that the flight recorder keeps; 0: none.", unit="batches"
     )
     timeline: str = _setting(
         "", TEXT, "File for a Chrome trace of all tensors, or DYNAMIC to wait for start_timeline().",

@@ -20,6 +20,7 @@ NO_EFFECT: dict[str, tuple[str, str]] = {
     "TORUS_ALLREDUCE": ("0", _NCCL),
     "NUM_NCCL_STREAMS": ("1", _NCCL),
     "BATCH_D2D_MEMCOPIES": ("1", _NCCL),
+    "THREAD_AFFINITY": ("", "the engine's thread sleeps while there is nothing to exchange"),
     "ENABLE_ASYNC_COMPLETION": ("0", _NCCL),
     "DISABLE_NVTX_RANGES": ("0", "no NVTX annotation is made"),
     "ENABLE_XLA_OPS": ("0", "there is no native code that XLA could call"),

@@ -95,7 +95,3 @@ STEPS = Parser(
     _steps,
     lambda steps: 0 <= steps[0] < steps[1],
 )
-CORES = Parser(
-    "core numbers separated by commas, one for each local rank",
-    lambda text: tuple(map(int, text.split(","))), lambda value: min(value) >= 0,
-)

@@ -20,10 +20,9 @@ from ringdance.tensorflow.tape import DistributedGradientTape, PartialDistribute
 from ringdance.tensorflow.threads import init as init
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.gradients.sparse import sparse_routes
 
 __all__ = [
     *__all__, *loaders.__all__, *operations.__all__, *state.__all__, "Compression", "Compressor",
     "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",
-    "SyncBatchNormalization", "image_pipeline", "shard", "sparse_routes", "table_pipeline",
+    "SyncBatchNormalization", "image_pipeline", "shard", "table_pipeline",
 ]

@@ -11,7 +11,7 @@ from ringdance.torch._private import compiler_disable
 from ringdance.torch.batch_norm import SyncBatchNorm
 from ringdance.torch.communicators import nccl_built as nccl_built
 from ringdance.torch.lars import LARS, parameter_groups
-from ringdance.torch.loaders import image_loader, pipe_loader, table_loader
+from ringdance.torch.loaders import image_loader, table_loader
 from ringdance.torch.memory import Compression
 from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
@@ -21,7 +21,6 @@ from ringdance.torch_backend import register
 from ringdance.training import basics, objects
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.gradients.sparse import sparse_routes
 
 register()
 HorovodInternalError = CollectiveError
@@ -32,5 +31,5 @@ mark_step = compiler_disable(basics.mark_step)
 __all__ = [
     *__all__, *operations.__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer",
     "HorovodInternalError", "SyncBatchNorm", "broadcast_optimizer_state", "broadcast_parameters",
-    "image_loader", "parameter_groups", "pipe_loader", "shard", "snapshot", "sparse_routes", "table_loader",
+    "image_loader", "parameter_groups", "shard", "snapshot", "table_loader",
 ]

@@ -33,7 +33,7 @@ TABLE = ".npy"
 tokens: set[str] = set()
 """Of the saves under way in this process, see Note [Manifests]."""
 _naming = threading.Lock()  # two of this process's writers may have the same directory and name
-_locks: dict[Path, tuple[IO[bytes], int]] = {}  # of directory and name, and for how many writers
+_locks: dict[Path, IO[bytes]] = {}  # of directory and name, until this process ends
 
 
 class CheckpointError(RingdanceError):
@@ -48,7 +48,7 @@ class SavedCheckpoint(NamedTuple):
         serial: counts what was saved there, from 1; 0 without a manifest.
         token: in the first names of its files, see Note [Manifests]; "" without one.
         sizes: bytes of its file and of its table; the latter is missing where it has none.
-        checksums: CRC-32 of these; () where the manifest has none.
+        checksums: CRC-32 of these; () without a manifest.
         problem: why it is no whole checkpoint, or "".
     """
 
@@ -103,9 +103,9 @@ class CheckpointFiles:
                 raise ValueError
             manifest = _manifest(path).read_bytes()
             about = json.loads(manifest)
-            sizes, sums = (tuple(map(int, about.get(name, ()))) for name in ("sizes", "checksums"))
+            sizes, sums = (tuple(map(int, about[name])) for name in ("sizes", "checksums"))
             saved = SavedCheckpoint(number, int(about["serial"]), about["token"], sizes, sums)
-            if not (sizes and len(sums) in (0, len(sizes)) and re.fullmatch("[0-9a-f]+", saved.token)):
+            if not (sizes and len(sums) == len(sizes) and re.fullmatch("[0-9a-f]+", saved.token)):
                 raise ValueError
         except FileNotFoundError:
             pass
@@ -223,25 +223,13 @@ class CheckpointFiles:
             for old in self._numbers() - {one.number for one in self.scan()[-self._keep :]}:
                 self._remove(old)
 
-    def close(self) -> None:
-        """Let other processes write, unless this one has another writer of these checkpoints."""
-        with _naming:
-            if self._claimed:
-                file, writers = _locks.pop(self._lock)
-                if writers > 1:  # closing any descriptor of it would unlock the file
-                    _locks[self._lock] = file, writers - 1
-                else:
-                    file.close()
-            self._claimed = False
-
     def _claim(self) -> None:
         """Before the first save: complete what killed writers have left, remove what cannot be completed."""
         with _naming:
             if self._claimed:
                 return
-            opened = _locks.get(self._lock)
-            file, writers = opened or (open(self._lock, "ab", opener=open_at_once), 0)  # noqa: SIM115
-            _locks[self._lock], self._claimed = (file, writers + 1), True
+            file = _locks.get(self._lock) or open(self._lock, "ab", opener=open_at_once)  # noqa: SIM115
+            _locks[self._lock], self._claimed = file, True
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process may have it already
             except (BlockingIOError, PermissionError):

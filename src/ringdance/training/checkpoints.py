@@ -177,7 +177,6 @@ class Checkpoints:
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
-            self._files.close()
 
     def _on_rank_zero(self, action: Callable[[], Any]) -> Any:
         """Return the action's result on all ranks, or raise its error on all."""

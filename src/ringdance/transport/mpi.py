@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,8 @@ from ringdance.transport.window import Window, window_size
 
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
+_MOST_BYTES = (1 << 31) - 1  # of a message between two ranks: MPI's counts end there
 _FIRST_TAG = 2  # of messages between two ranks; the engine's notes have tag 1
-_PART = 1 << 30  # bytes of a message
-_LARGE = b"\xa7\x1c large"  # begins what announces a large message; 8 bytes
-_LARGE_TAGS = 1 << 14
-
-
-# Note [Large messages]
-#     A message of over ``_PART`` bytes is announced by one with a number of the sender's. Its parts have this
-#     number as their tag, in the communicator of the collectives, where no other messages are. So the parts
-#     of several senders, or of several messages of one, never mix, also if they are received from any rank.
 
 
 class _MpiPending:
@@ -50,32 +42,19 @@ class _MpiPending:
 
 
 class _MpiTransfer(_MpiPending):
-    """A message between two ranks, in parts that MPI can count: see Note [Large messages].
+    """A message between two ranks; ``status``: an object for MPI's results."""
 
-    Args:
-        parts: The requests that are posted.
-        status: An object for MPI's results.
-        following: Posts the other requests when the first is complete, given its source. None for no others.
-        keep: The arrays of the requests.
-    """
+    __slots__ = ("_status", "source")
 
-    __slots__ = ("_following", "_parts", "_status", "source")
-
-    def __init__(
-        self, parts: Sequence[Any], status: Any, following: Callable[[int], list[Any]] | None, *keep: Any
-    ) -> None:
-        super().__init__(None, *keep)
-        self._parts, self._status, self._following, self.source = list(parts), status, following, -1
+    def __init__(self, request: Any, status: Any, buffer: Array) -> None:
+        super().__init__(request, buffer)
+        self._status, self.source = status, -1
 
     def test(self) -> bool:
-        while self._parts and self._parts[0].Test(self._status):
+        if self in _in_flight and self._request.Test(self._status):
             self.source = self._status.Get_source()
-            del self._parts[0]
-            if self._following is not None:
-                self._parts, self._following = self._following(self.source), None
-        if not self._parts:
             _in_flight.discard(self)
-        return not self._parts
+        return self not in _in_flight
 
 
 class _Incoming:
@@ -169,7 +148,6 @@ class MpiTransport(Transport):
         self._comm = comm
         self._notes = comm.Dup()
         self._sent: list[Any] = []
-        self._large = 0  # number of the last large message
         self.several_threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -271,29 +249,14 @@ class MpiTransport(Transport):
         return MpiTransport(self._mpi, comm, ranks, window_bytes, self._vector_bytes, self)
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
-        first, parts, byte = buffer, [], self._mpi.BYTE
-        if buffer.size > _PART:
-            self._large = (self._large + 1) % _LARGE_TAGS
-            first = np.frombuffer(_LARGE + self._large.to_bytes(8, "little"), np.uint8)
-            parts = _parts_of(buffer)
-        requests = [self._notes.Isend([first, byte], dest=rank, tag=tag + _FIRST_TAG)]
-        requests += [self._comm.Isend([part, byte], dest=rank, tag=self._large) for part in parts]
-        return _MpiTransfer(requests, self._mpi.Status(), None, buffer, first)
+        _check_length(buffer)
+        request = self._notes.Isend([buffer, self._mpi.BYTE], dest=rank, tag=tag + _FIRST_TAG)
+        return _MpiTransfer(request, self._mpi.Status(), buffer)
 
     def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
-        mpi, parts = self._mpi, _parts_of(buffer) if buffer.size > _PART else []
-        first = np.zeros(16, np.uint8) if parts else buffer
-        source = mpi.ANY_SOURCE if rank is None else rank
-        request = _Incoming(self, first, source, tag + _FIRST_TAG)
-
-        def following(sender: int) -> list[Any]:
-            start = first[:16].tobytes()
-            if bool(parts) != start.startswith(_LARGE):
-                raise RuntimeError(f"over {_PART} bytes are for or from rank {sender}, and fewer on one side")
-            number = int.from_bytes(start[8:], "little")
-            return [self._comm.Irecv([part, mpi.BYTE], source=sender, tag=number) for part in parts]
-
-        return _MpiTransfer([request], mpi.Status(), following, buffer, first)
+        _check_length(buffer)
+        source = self._mpi.ANY_SOURCE if rank is None else rank
+        return _MpiTransfer(_Incoming(self, buffer, source, tag + _FIRST_TAG), self._mpi.Status(), buffer)
 
     def hierarchy(self) -> Hierarchy | None:
         with lost_in_start(self._comm):
@@ -410,8 +373,13 @@ def gather(comm: Any, value: Any) -> list[Any]:
     ]
 
 
-def _parts_of(buffer: Array) -> list[Array]:
-    return [buffer[start : start + _PART] for start in range(0, buffer.size, _PART)]
+def _check_length(buffer: Array) -> None:
+    """Raise ArgumentError if a message is too large for MPI."""
+    if buffer.size > _MOST_BYTES:
+        raise ArgumentError(
+            f"A message between two ranks has at most {_MOST_BYTES} bytes, and this one has {buffer.size}. "
+            "Send it in parts."
+        )
 
 
 def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> bool:

@@ -84,7 +84,7 @@ def simulate(
         gradients: in any order; requests are batched in that in which they become ready.
         compute_seconds: forward, backward and update of one rank alone.
         wire_dtype: in which they are exchanged; 16-bit types halve the bytes.
-        settings: of the engine: fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes, window_bytes,
+        settings: of the engine: fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes,
             deterministic; default: those of ``Settings()``.
         all_hosts: execute all hosts, not one for all: see Note [One host for all].
     """

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -58,11 +55,3 @@ def test_a_process_that_is_no_rank_gets_no_signal() -> None:
     with process("", "import time; print('ready', flush=True); time.sleep(60)") as pid:
         assert stacks_of(pid) == ""
     assert stacks_of(2**22 + 1) == ""
-
-
-@pytest.mark.skipif(not shutil.which("py-spy"), reason="needs py-spy")
-def test_a_stopped_process_is_seen_by_py_spy() -> None:
-    with process("time.sleep(60)") as pid:
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.1)
-        assert any(frame.endswith(" in stuck") for frame in main_frames(stacks_of(pid)))

@@ -20,11 +20,10 @@ from loopback_job import bind, job, world_for
 import ringdance.numpy as hvd
 from ringdance.core import progress
 from ringdance.core.engine import Engine
-from ringdance.core.recorder import Recorder, StepMark
+from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
-from ringdance.transport.base import Identity
 
 
 @pytest.fixture
@@ -193,28 +192,6 @@ def test_an_error_while_looking_for_notes_breaks_the_engine(settings: Settings, 
             hvd.allreduce(np.ones(3), name="after")
 
     job(2, program, settings)
-
-
-def test_records_of_former_weeks_are_removed(tmp_path: Path) -> None:
-    names = ["ringdance-flight-rank0-1.json", "ringdance-flight-rank3-22.json", "ringdance-flight-mine.json"]
-    for name in names:
-        (tmp_path / name).write_text("{}")
-        os.utime(tmp_path / name, (0, 0))
-    os.utime(tmp_path / names[1])
-    path = Recorder(4, str(tmp_path)).dump(Identity(1, "h", 5), "a test", [])
-    assert path
-    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], os.path.basename(path)])
-
-
-def test_of_the_records_of_former_jobs_the_newest_stay(tmp_path: Path) -> None:
-    now = time.time()
-    for number in range(110):  # ten of them of this very job
-        path = tmp_path / f"ringdance-flight-rank{number}-1.json"
-        path.write_text("{}")
-        os.utime(path, (now, now - (0 if number < 10 else 1000 + number)))
-    Recorder(4, str(tmp_path)).dump(Identity(1, "h", 5), "a test", [])
-    left = {int(path.name.split("-")[2][4:]) for path in tmp_path.glob("ringdance-flight-rank*-1.json")}
-    assert left == set(range(32))
 
 
 def test_the_recorder_writes_what_went_before(settings: Settings, tmp_path: Path) -> None:

@@ -76,7 +76,6 @@ def test_a_group_of_one_rank_is_freed() -> None:
 
 def test_a_group_made_while_another_thread_is_long_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_STEP_LIMIT", 0.05)
-    said: list[str] = []
 
     def program(engine: Engine) -> float:
         begun = threading.Event()
@@ -96,9 +95,7 @@ def test_a_group_made_while_another_thread_is_long_in_a_step(monkeypatch: pytest
             thread.join()
         return float(submitted(engine, group).wait(20.0)[0][0])
 
-    assert job(2, program, report=said.append) == [2, 2]
-    assert "rank 0 on host" in said[0]
-    assert "process group of the ranks [0, 1]" in said[0]
+    assert job(2, program) == [2, 2]
 
 
 class Message:

@@ -171,7 +171,7 @@ def test_of_several_rings_of_a_process_the_open_one_is_found() -> None:
 
 
 def test_marks_of_a_higher_kind_count_alone() -> None:
-    recorder = Recorder(8, "")
+    recorder = Recorder()
     script, tape, optimizer = StepMark.SCRIPT, StepMark.GRADIENTS, StepMark.OPTIMIZER
     counts = []
     for mark in (tape, tape, optimizer, tape, optimizer, script, optimizer, script, tape, script):
@@ -186,7 +186,7 @@ def test_marks_of_a_higher_kind_count_alone() -> None:
 def test_steps_go_on_in_the_next_engine() -> None:
     ring = Ring()
     for mark in (StepMark.OPTIMIZER, StepMark.SCRIPT):
-        recorder = Recorder(8, "", ring)
+        recorder = Recorder(ring=ring)
         recorder.step(mark)
         recorder.step(mark)
     assert ring.words[Word.STEPS] == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
@@ -97,84 +96,6 @@ def test_a_loader_is_waited_for_by_a_thread_that_waits() -> None:
     with running(lambda: space["__next__"](lambda: space["lock"].acquire())) as entries:
         entries(procfs._LOCKED)  # in the user's code, below the loader
         space["lock"].release()
-
-
-def test_tasks_of_asyncio_are_at_the_lines_that_await() -> None:
-    def run() -> None:
-        asyncio.run(main())
-
-    async def main() -> None:
-        loops.append((asyncio.get_running_loop(), asyncio.Event()))
-        await asyncio.gather(asyncio.create_task(fetch(), name="fetch it"), loops[0][1].wait())
-
-    async def fetch() -> None:
-        await loops[0][1].wait()
-
-    loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-    with running(run) as entries:
-        while len(found := entries("awaits")) < 2:
-            pass
-        loop, event = loops[0]
-        loop.call_soon_threadsafe(event.set)
-    own, task = found[:2]
-    assert [frame.rpartition(" in ")[2] for frame in own["frames"][:2]] == ["main", "run"]
-    assert (own["name"], task["name"], task["doing"]) == ("thread 'late'", "task 'fetch it'", "awaits")
-    line = fetch.__code__.co_firstlineno + 1
-    assert task["frames"] == [f"{__file__}:{line} in {fetch.__code__.co_name}"]
-
-
-class Comm:
-    """Like mpi4py's, whose methods have no frames and poll: by CPU time they compute."""
-
-    __module__ = "mpi4py.MPI"
-
-    def __init__(self, recv: Callable[..., object]) -> None:
-        self.recv = recv
-
-
-class Trainer:
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-
-    def receive(self, number: int) -> None:
-        print(end=""), self.comm.recv(bool(number))
-
-
-def test_a_call_of_mpi4py_waits() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    trainer = Trainer(Comm(lock.acquire))
-    with running(lambda: trainer.receive(1)) as entries:
-        (found,) = entries(r"waits in MPI's recv\(\)")
-        lock.release()
-    assert found["frames"][0].endswith(" in receive")
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ("computes", "writes a file"),
-        ("waits in uninterruptible I/O (state D)", "writes a file in uninterruptible I/O (state D)"),
-    ],
-)
-def test_who_writes_a_file_does_not_compute(said: str, words: str) -> None:
-    """Between waits for its disk a thread runs, and what it does then is not known to the kernel."""
-
-    class File:
-        def __init__(self, write: Callable[[], object]) -> None:
-            self.write = write
-
-    def save(file: File) -> None:
-        file.write()
-
-    lock = threading.Lock()
-    lock.acquire()
-    with running(lambda: save(File(lock.acquire))) as entries:
-        entries(procfs._LOCKED)
-        frame = sys._current_frames()[next(t.ident or 0 for t in threading.enumerate() if t.name == "late")]
-        found = [stacks._doing(frame, text) for text in (said, "writes /x")]
-        lock.release()
-    assert found == [words, "writes /x"]
 
 
 def test_the_caller_is_always_named() -> None:

@@ -27,7 +27,7 @@ MS = 1_000_000
 
 def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
     """Return the records of a batch of so many tensors at 10 ms, with a submission each at 1, 2, ... ms."""
-    recorder = Recorder(0, "")
+    recorder = Recorder()
     names = tuple(f"allreduce.t{number}" for number in range(len(sizes)))
     for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
         label = recorder.label(name)
@@ -85,7 +85,7 @@ def test_a_trace_is_complete_after_every_flush(tmp_path: Path) -> None:
 
 def test_the_largest_size_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracefile, "_RECORDS", 100)
-    path, recorder = tmp_path / "trace.json", Recorder(0, "")
+    path, recorder = tmp_path / "trace.json", Recorder()
     trace, reader = tracefile.TraceFile(str(path)), RingReader(recorder.ring.memory)
     for number in range(100):
         recorder.ring.add(Kind.STEP, a=number, b=1)
@@ -122,7 +122,7 @@ def test_chunks_belong_to_the_tensors_in_them() -> None:
 
 
 def test_a_chunk_that_stands_for_several_fills_the_time_until_the_next() -> None:
-    recorder = Recorder(0, "")
+    recorder = Recorder()
     # Waits 1 ms, copies out 2, reduces 3, copies in 4, and the same again 20 ms later.
     times = [1, 2, 3, 5, 8, 12, 22, 23, 25, 28, 32, 42, 43, 44]
     recorder.chunks(0, [time * MS for time in times], every=2)
@@ -139,7 +139,7 @@ def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_p
     trace = tracefile.TraceFile(str(path))
     began = time.monotonic_ns()
     for rank in range(2):
-        recorder = Recorder(0, "")
+        recorder = Recorder()
         recorder.ring.describe(rank, 2, f"node{rank}")
         reader, label = RingReader(recorder.ring.memory), recorder.label("t")
         for number in range(1, 41):
@@ -177,7 +177,7 @@ def test_no_lateness_below_the_uncertainty_of_clocks(
         began = time.monotonic_ns()
         clock.answer(began, began + 7 * MS + int(trip_ms * MS / 2), began + int(trip_ms * MS))
         for rank in range(2):
-            recorder = Recorder(0, "")
+            recorder = Recorder()
             recorder.ring.describe(rank, 2, f"node{rank}")
             reader, label = RingReader(recorder.ring.memory), recorder.label("t")
             for number in range(1, 5):

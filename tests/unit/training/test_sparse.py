@@ -15,7 +15,7 @@ from ringdance.core import labels
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.settings import Settings
 from ringdance.training import collectives
-from ringdance.training.gradients.sparse import Rows, SparseExchange, merge, route_of, sparse_routes
+from ringdance.training.gradients.sparse import Rows, SparseExchange, merge, route_of
 from ringdance.training.process_sets import add_process_set
 
 Array = np.ndarray[Any, Any]
@@ -85,7 +85,10 @@ def test_all_routes_give_the_same(size: int, average: bool, route: str) -> None:
     def program(engine: Any) -> None:
         parts = [Rows(*given[name][engine.rank], table[0]) for name, table in tables.items()]
         for name in ("named", None):
-            found = SparseExchange(engine, parts, list(tables), name=name, average=average).wait()
+            exchange = SparseExchange(engine, parts, list(tables), name=name, average=average)
+            found = exchange.wait()
+            if route != "auto":
+                assert set(exchange.routes) == {route}
             for one, (table, (rows, columns, dtype)) in zip(found, tables.items(), strict=True):
                 whole, used = dense(given[table], rows, (columns,) * bool(columns))
                 assert one.keys.tolist() == used.tolist()
@@ -94,9 +97,6 @@ def test_all_routes_give_the_same(size: int, average: bool, route: str) -> None:
                 wanted = whole[used] / (size if average else 1)
                 tolerance = 1e-3 if dtype == np.float16 else 1e-6
                 np.testing.assert_allclose(one.values.astype(float), wanted, rtol=tolerance)
-        assert all(one.times["rows"] + one.times["dense"] == 2 for one in sparse_routes().values())
-        if route != "auto":
-            assert {one.route for one in sparse_routes().values()} == {route}
 
     job(size, program, Settings(sparse=route))
 
@@ -106,15 +106,15 @@ def test_the_choice_follows_what_all_ranks_have_and_can_be_seen(caplog: pytest.L
         seen = []
         for count in (2, 400, 3):  # rank 1 has twice as many
             keys = np.arange(count * (engine.rank + 1))
-            SparseExchange(engine, [Rows(keys, np.ones((len(keys), 8)), 2000)], ["table"], name="t").wait()
-            one = sparse_routes()["table"]
-            seen.append(f"{one.route} {one.rows} of {one.table}")
-        assert sparse_routes()["table"].times == {"rows": 2, "dense": 1}
+            part = Rows(keys, np.ones((len(keys), 8)), 2000)
+            exchange = SparseExchange(engine, [part], ["table"], name="t")
+            exchange.wait()
+            seen += exchange.routes
         return seen
 
     caplog.set_level(logging.INFO, "ringdance")
     logging.getLogger("ringdance").propagate = True
-    assert job(2, program) == [["rows 6 of 2000", "dense 1200 of 2000", "rows 9 of 2000"]] * 2
+    assert job(2, program) == [["rows", "dense", "rows"]] * 2
     told = [one.getMessage() for one in caplog.records if "the gradient of" in one.getMessage()]
     assert told == [
         "ringdance: the gradient of table goes as rows: 2 ranks have 6 rows together, the table has 2000 "
@@ -169,10 +169,11 @@ def test_with_a_rank_that_has_joined(route: str) -> None:
         if engine.rank == 0:
             for name in ("a", "b"):
                 part = Rows(np.array([5, 1, 5]), np.ones((3, 2)), 1000)
-                (one,) = SparseExchange(engine, [part], ["t"], name=name, average=True).wait()
+                exchange = SparseExchange(engine, [part], ["t"], name=name, average=True)
+                (one,) = exchange.wait()
                 assert one.keys.tolist() == [1, 5]
                 assert one.values.tolist() == [[0.5, 0.5], [1.0, 1.0]]
-            assert sparse_routes()["t"].route == "dense"
+                assert exchange.routes == ["dense"]
         collectives.join(engine)
 
     job(2, program, Settings(sparse=route))

@@ -12,6 +12,7 @@ import pytest
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError
 from ringdance.training.gradients.options import UseOrder
+from ringdance.training.loaders.binding import arrays
 
 
 @pytest.fixture
@@ -89,3 +90,10 @@ def test_numbers_of_threads_whose_order_is_not_certain(job: None) -> None:
         go.set()
         with pytest.raises(ArgumentError, match="Two threads"):
             late.result()
+
+
+def test_numpy_has_no_devices() -> None:
+    labels = np.zeros(2)
+    assert arrays.tensor(labels, None) is arrays.tensor(labels, "cpu") is labels
+    with pytest.raises(ArgumentError, match="device='cuda'"):
+        arrays.tensor(labels, "cuda")

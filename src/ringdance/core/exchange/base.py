@@ -39,7 +39,7 @@ class Context:
     __slots__ = ("achieved", "in_transit", "make_device", "on_thread", "recorder")
 
     def __init__(self, recorder: Recorder | None = None) -> None:
-        self.recorder = recorder or Recorder(0, "")
+        self.recorder = recorder or Recorder()
         self.achieved = 0
         self.in_transit = 0
         self.make_device: Callable[[Exchange, str], Steps] | None = None

@@ -104,10 +104,10 @@ class Executor:
             names = tuple(entry.name for entry in batch)
             nbytes = sum(description_bytes(entry.description) for entry in batch)
             label = self.recorder.label(tuple(map(label_of, names)))
-            record = self.recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
+            record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
             bits = sum(1 << self.pending.cache.slots[name] for name in names)
             plan.append((bits, batch, names, how, record))
-        sizes = [record[2] for *_, record in plan]
+        sizes = [record.nbytes for *_, record in plan]
         requests, in_round, in_batch = self.largest
         self.largest = max(requests, len(entries)), max(in_round, sum(sizes)), max(in_batch, *sizes, 0)
         return plan
@@ -168,7 +168,7 @@ class Executor:
             works = [item.work for item in batch if item.work is not None]
             nbytes = sum([view.nbytes for work in works for view in work.request.inputs])
             label = self.recorder.label(tuple([label_of(item.name) for item in batch]))
-            record = self.recorder.describe(self.set_id, kind, label, nbytes)
+            record = BatchRecord(self.set_id, kind, label, nbytes)
             self.recorder.batch(record, round_number, began, len(batch))
             self._finish(batch, results)
 

@@ -46,7 +46,7 @@ def buffer_bytes(settings: Settings, tuned: bool = False) -> int:
     if not settings.window:
         return 0
     most = TUNED_CHUNK_BYTES if tuned and (settings.autotune or settings.tuned) else 0
-    return max(settings.window_bytes or settings.chunk_bytes, settings.small_bytes, _MIN_BUFFER, most)
+    return max(settings.chunk_bytes, settings.small_bytes, _MIN_BUFFER, most)
 
 
 def vector_bytes(size: int, capacity: int) -> int:

@@ -297,7 +297,7 @@ class ProcessSetState:
             [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks
         ]
         label = self._recorder.label(label_of(name))
-        record = self._recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
+        record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
         return self._layout.piggyback(slot), how, buffers, record
 
     def _agree(self, vector: int, width: int) -> Steps:

@@ -11,10 +11,7 @@ import faulthandler
 import itertools
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,7 +24,6 @@ _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 12
 _WRITE_S = 0.3
 _OWN = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/|/(site|dist)-packages/|/lib/python3|<frozen")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_PY_SPY = re.compile(r"    (\S+) \((.*):(\d+)\)")
 _memory = -1
 
 
@@ -43,8 +39,7 @@ def enable() -> None:
 def stacks_of(pid: int) -> str:
     """Return the stacks of all threads of a process of this host, "" if they are not known.
 
-    One that is stopped is looked at by py-spy, if that is installed; then the main thread's has its name,
-    else it is the one whose identifier is on the first line.
+    The main thread's is the one whose identifier is on the first line. One that is stopped writes nothing.
     """
     path = next(memories(pid, _NAME), "")
     if not path or not _handles(pid):
@@ -53,7 +48,7 @@ def stacks_of(pid: int) -> str:
         main = file.readline()
         begin = file.seek(0, os.SEEK_END)
         if thread_state(pid)[1] in ("T", "t"):
-            return _by_py_spy(pid)
+            return ""
         os.kill(pid, _SIGNAL)
         text, until = b"", time.monotonic() + _WRITE_S
         while time.monotonic() < until:
@@ -82,9 +77,6 @@ def main_frames(text: str) -> list[str]:
 
     A frame reads ``file:line in function``.
     """
-    if '"MainThread"' in text:  # by py-spy
-        thread = text.partition('"MainThread"')[2].partition("\nThread")[0]
-        return [f"{file}:{line} in {name}" for name, file, line in _PY_SPY.findall(thread)]
     main, *blocks = re.split(r"thread:? 0x0*", text, flags=re.IGNORECASE)[1:] or [""]
     known = [block for block in blocks if re.match(rf"{main.strip()}\b", block)]
     # A child forked by another thread has that one alone.
@@ -99,14 +91,3 @@ def _handles(pid: int) -> bool:
         caught = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.MULTILINE)
         return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
     return False
-
-
-def _by_py_spy(pid: int) -> str:
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    program = shutil.which("py-spy", path=path)
-    if program is None:
-        return ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        line = [program, "dump", "--nonblocking", "--pid", str(pid)]
-        return subprocess.run(line, capture_output=True, text=True, timeout=3, check=True).stdout
-    return ""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dis
-import inspect
 import itertools
 import os
 import re
@@ -24,7 +21,6 @@ _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _MOST_FRAMES = 8
 _MOST_THREADS = 4
 _SAMPLE_S = 0.02
-_WRITE = ("flush", "fsync", "fdatasync", "pwrite", "write", "writelines")  # functions that do
 _LOADS = "waits for its data loader"
 # What a thread does, by the files of libraries that it is in.
 _BY_FILE = (
@@ -48,10 +44,9 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
         pending: identifiers of the threads that have submitted, or wait for, a pending request.
 
     Returns:
-        For each thread, and each task of asyncio if a thread waits in its event loop, ``name``, ``pending``,
-        ``frames`` as from ``user_frames``, and ``doing``: a clause, or "" if it is pending or nothing is
-        known; threads with pending requests first, others than the main thread only where they run the
-        user's code; at most 4.
+        For each thread ``name``, ``pending``, ``frames`` as from ``user_frames``, and ``doing``: a clause, or
+        "" if it is pending or nothing is known; threads with pending requests first, others than the main
+        thread only where they run the user's code; at most 4.
     """
     threads = {thread.ident: thread for thread in threading.enumerate() if thread.native_id}
     pid = os.getpid()
@@ -65,51 +60,14 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
         listed, doing, waits = user_frames(frames[ident], outermost=ident == main), "", ident in pending
         if listed and ident in threads:
             name = "main thread" if ident == main else f"thread '{threads[ident].name}'"
-            tasks: list[tuple[str, list[str]]] = []
-            with contextlib.suppress(Exception):  # of the user's objects, for one: it must end no job
-                tasks = _tasks(frames[ident])
-                if tasks:
-                    doing, listed = "awaits", tasks.pop(0)[1] + listed
-                elif not waits:
-                    doing = _doing(frames[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
+            if not waits:
+                doing = _doing(frames[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
             found.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
-            found += [{"name": n, "pending": False, "frames": f, "doing": "awaits"} for n, f in tasks]
     return found[:_MOST_THREADS]
 
 
-def _tasks(inner: FrameType) -> list[tuple[str, list[str]]]:
-    """List the tasks of the event loop in which a thread waits, with the user's frames that await."""
-    for frame, _ in traceback.walk_stack(inner):
-        if _is_users(frame):
-            break
-        if frame.f_globals.get("__name__") in ("asyncio.base_events", "asyncio.runners"):
-            import asyncio  # takes long where the user does not need it
-
-            runner = frame.f_locals.get("self")
-            loop = getattr(runner, "_loop", runner)
-            known = asyncio.all_tasks(loop) if isinstance(loop, asyncio.AbstractEventLoop) else ()
-            tasks = sorted(known, key=lambda task: (len(task.get_name()), task.get_name()))
-            found = [(f"task '{task.get_name()}'", _awaiting(task.get_coro())) for task in tasks]
-            return [(name, frames) for name, frames in found if frames]
-    return []
-
-
-def _awaiting(coroutine: Any) -> list[str]:
-    """List the user's frames of a coroutine and those that it awaits, innermost first."""
-    found: list[str] = []
-    while frame := getattr(coroutine, "cr_frame", None):
-        found[:0] = [_location(frame)] if _is_users(frame) else []
-        coroutine = coroutine.cr_await
-    return found
-
-
 def _doing(inner: FrameType, said: str) -> str:
-    """Return what a thread does, by the C function and the library that it is in, or as ``said``."""
-    owner, name = _called(inner)
-    if owner.startswith("mpi4py"):  # it polls: by its CPU time it computes
-        return f"waits in MPI's {name}()"
-    if name in _WRITE and said.startswith(("computes", "waits in")):  # between two waits for its disk
-        return "writes a file" + said.removeprefix("computes").removeprefix("waits")
+    """Return what a thread does, by the library that it is in, or as ``said``."""
     inside = itertools.takewhile(lambda one: not _is_users(one[0]), traceback.walk_stack(inner))
     return doing_in([frame.f_code.co_filename for frame, _ in inside], said)
 
@@ -120,26 +78,6 @@ def doing_in(files: Sequence[str], said: str) -> str:
     # That it waits for another process says more, and a loader without workers is the thread itself.
     loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
     return said if not known or loads or said.startswith("waits for data") else known[0]
-
-
-def _called(frame: FrameType) -> tuple[str, str]:
-    """Return the C function that a frame is in: the module of the object it is of, and its name."""
-    chains: dict[object, list[str]] = {}  # the names of each expression, by where it begins
-    start: object = None
-    for one in dis.get_instructions(frame.f_code):
-        start = one.positions and (one.positions.lineno, one.positions.col_offset)
-        if one.offset == frame.f_lasti:
-            break
-        if one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            chains.setdefault(start, []).append(one.argval)
-        elif one.opname.startswith("LOAD_") and isinstance(one.argval, str):
-            chains[start] = [one.argval]
-    first, *names = chains.get(start, [""])
-    owner = frame.f_locals.get(first, frame.f_globals.get(first))
-    for name in names[:-1]:
-        owner = inspect.getattr_static(owner, name, None)  # runs no code of the user's
-    kind = owner if issubclass(type(owner), type) else type(owner)  # isinstance() would ask the object
-    return str(type.__getattribute__(kind, "__module__")), [first, *names][-1]
 
 
 def all_stacks() -> str:

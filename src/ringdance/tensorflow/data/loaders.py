@@ -12,7 +12,7 @@ from ringdance.data.loader import ImageBatches
 from ringdance.data.tables import TableLoader
 from ringdance.training.loaders.binding import Loaders
 
-__all__ = ["image_dataset", "image_loader", "pipe_loader", "table_dataset", "table_loader"]
+__all__ = ["image_dataset", "image_loader", "table_dataset", "table_loader"]
 
 
 class _Loaders(Loaders):
@@ -22,7 +22,7 @@ class _Loaders(Loaders):
 
 
 _own = _Loaders()
-image_loader, table_loader, pipe_loader = _own.image_loader, _own.table_loader, _own.pipe_loader
+image_loader, table_loader = _own.image_loader, _own.table_loader
 
 
 def image_dataset(loader: ImageBatches) -> Any:

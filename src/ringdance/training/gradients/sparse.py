@@ -19,13 +19,12 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from ringdance import session
 from ringdance.core import labels
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
@@ -62,33 +61,7 @@ class Rows:
     table: int
 
 
-@dataclass
-class Route:
-    """How a table's rows have been exchanged so far.
-
-    Attributes:
-        route: the last time, "rows" or "dense".
-        rows: of all ranks together then.
-        table: rows that the table has.
-        times: how often each route was taken.
-    """
-
-    route: str
-    rows: int
-    table: int
-    times: dict[str, int] = field(default_factory=lambda: {ROWS: 0, DENSE: 0})
-
-
-_routes: weakref.WeakKeyDictionary[Engine, dict[str, Route]] = weakref.WeakKeyDictionary()
-
-
-def sparse_routes() -> dict[str, Route]:
-    """Return how the rows of each table were exchanged in this job, by the tensor's name.
-
-    Raises:
-        NotInitializedError: before ``init()``.
-    """
-    return dict(_routes.get(session.engine(), {}))
+_logged: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
 
 
 def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
@@ -158,6 +131,9 @@ class SparseExchange:
         set_id: process set.
         pattern: which gradients the step has, see ``options.pattern_of``.
 
+    Attributes:
+        routes: "rows" or "dense" for each table, after ``wait()``.
+
     Raises:
         ArgumentError: a key that the table does not have; peers get the same message.
     """
@@ -172,6 +148,7 @@ class SparseExchange:
         self.size = len(engine.members(set_id))
         self.average = average
         self.set_id = set_id
+        self.routes: list[str] = []
         self.parts = [Rows(*merge(part.keys, part.values), part.table) for part in parts]
         # Rows of each table, and how many ranks take part: those that have joined add zeros.
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
@@ -208,7 +185,7 @@ class SparseExchange:
         Raises:
             CollectiveError: an exchange failed.
         """
-        routes = self._chosen()
+        routes = self.routes = self._chosen()
         rows = [part for part, route in zip(self.parts, routes, strict=True) if route == ROWS]
         dense = [part for part, route in zip(self.parts, routes, strict=True) if route == DENSE]
         results = {ROWS: iter(self._gathered(rows)), DENSE: iter(self._summed(dense))}
@@ -224,24 +201,23 @@ class SparseExchange:
             route = route_of(count, part.table, row_bytes)
             if part.table >= 0 and forced != "auto":
                 route = forced
-            self._note(name, part.table, count, route)
+            self._log(name, part.table, count, route)
             routes.append(route)
         return routes
 
-    def _note(self, name: str, table: int, count: int, route: str) -> None:
-        known = _routes.setdefault(self.engine, {})
-        found = known.get(name)
-        if found is None:
-            found = known[name] = Route(route, count, table)
-            if self.engine.rank == self.engine.members(self.set_id)[0]:
-                _log.info(
-                    "ringdance: the gradient of %s goes %s: %d ranks have %d rows together, the table has %s "
-                    "(setting sparse=%s).",
-                    name, "as rows" if route == ROWS else "as a dense table", self.size, count,
-                    table if table >= 0 else "no known number", self.engine.settings.sparse,
-                )
-        found.route, found.rows, found.table = route, count, table
-        found.times[route] += 1
+    def _log(self, name: str, table: int, count: int, route: str) -> None:
+        """Log the first route of a table, on the lowest rank."""
+        logged = _logged.setdefault(self.engine, set())
+        if name in logged:
+            return
+        logged.add(name)
+        if self.engine.rank == self.engine.members(self.set_id)[0]:
+            _log.info(
+                "ringdance: the gradient of %s goes %s: %d ranks have %d rows together, the table has %s "
+                "(setting sparse=%s).",
+                name, "as rows" if route == ROWS else "as a dense table", self.size, count,
+                table if table >= 0 else "no known number", self.engine.settings.sparse,
+            )
 
     def _gathered(self, parts: Sequence[Rows]) -> list[Rows]:
         if not parts:

@@ -1,4 +1,4 @@
-"""Loaders of images, of a table's rows and of named pipes, for all bindings."""
+"""Loaders of images and of a table's rows, for all bindings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ringdance.data.tables import Table, TableLoader
 from ringdance.errors import ArgumentError
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.loaders.input_check import watch_input
-from ringdance.training.loaders.pipes import PipeLoader
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan
 
@@ -138,31 +137,6 @@ class Loaders:
         )  # fmt: skip
         loader.convert = lambda batch: batch.converted(lambda array: self.tensor(array, device))
         loader = watch_input(loader) if shuffle else loader
-        return loader
-
-    def pipe_loader(
-        self, channel: str, batch_size: int, *, device: Any = None, **options: Any
-    ) -> PipeLoader:
-        """Return a loader of the rows that come from a channel in SageMaker's Pipe mode.
-
-        Each iteration reads the next pipe of the channel, ``CHANNEL_0``, ``CHANNEL_1`` and so on, to its end,
-        and yields what the batches of ``table_loader`` are. It is collective: all ranks iterate together. How
-        many batches there are is known at the end only; a rank whose pipe ends before those of others gets
-        batches of padding, with weight 0.
-
-        Each rank of a host needs a pipe of its own: the channel is ``<channel>_<local rank>`` where the job
-        has that, as ``ringdance.submit.sagemaker`` makes it.
-
-        Args:
-            channel: its name, without local rank and epoch.
-            batch_size: rows for each rank in each batch.
-            device: where the tensors are, as of ``image_loader``.
-            options: ``table_size`` (default 1,000,000), ``fields`` (39), ``prefetch`` (batches, 2),
-                ``directory`` of the pipes, ``timeout`` (60 seconds in which a pipe must be there), and
-                ``process_set``.
-        """
-        loader = PipeLoader(channel, batch_size, **options)
-        loader.convert = lambda batch: batch.converted(lambda array: self.tensor(array, device))
         return loader
 
 

@@ -6,12 +6,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
+from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from ringdance.errors import ArgumentError
-from ringdance.training.loaders.ahead import AsyncDataLoaderMixin, BaseDataLoader
-from ringdance.training.loaders.binding import arrays
 
 
 class Numbers(BaseDataLoader):
@@ -87,10 +85,3 @@ def test_closing_in_the_middle_ends_the_thread() -> None:
     loader.close_async_loader()
     assert next(iter(loader))[:2] == (2, 0)
     loader.close_async_loader()
-
-
-def test_numpy_has_no_devices() -> None:
-    labels = np.zeros(2)
-    assert arrays.tensor(labels, None) is arrays.tensor(labels, "cpu") is labels
-    with pytest.raises(ArgumentError, match="device='cuda'"):
-        arrays.tensor(labels, "cuda")
