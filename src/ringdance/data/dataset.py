@@ -62,7 +62,6 @@ class Dataset(Files):
         classes: the directory name of each class, such as "n01440764", by label.
         files: in the order of the rows.
         rows: shape (samples,), dtype ROW; memory-mapped.
-        first_label: what the files themselves say for class 0.
     """
 
     path: Path
@@ -71,7 +70,6 @@ class Dataset(Files):
     classes: Sequence[str]
     files: Sequence[ShardFile]
     rows: Rows
-    first_label: int = 0
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], split: str = "train") -> Dataset:
@@ -84,12 +82,12 @@ class Dataset(Files):
         about = read_json(index, IMAGES)
         files = [ShardFile(**one) for one in about["files"]]
         rows: Rows = read_array(index.with_suffix(".npy"), about)
-        return cls(index.parent, split, about["format"], about["classes"], files, rows, about["first_label"])
+        return cls(index.parent, split, about["format"], about["classes"], files, rows)
 
     def write(self) -> None:
         """Write the index; a process that opens it meanwhile finds the old one or none."""
         about: dict[str, Any] = {"kind": IMAGES, "format": self.format, "classes": list(self.classes)}
-        about |= {"files": [asdict(one) for one in self.files], "first_label": self.first_label}
+        about["files"] = [asdict(one) for one in self.files]
         write_index(self.path / f"{self.split}.json", about, self.rows)
 
     def __len__(self) -> int:

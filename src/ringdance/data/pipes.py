@@ -37,7 +37,7 @@ class Pipe:
     Attributes:
         path: of the pipe.
         identity: device and inode, the same for all who open it on a host.
-        locked_by: who else reads it, or "".
+        locked: whether another process reads it.
 
     Raises:
         ArgumentError: it is missing, or no pipe.
@@ -58,11 +58,11 @@ class Pipe:
         # Without O_NONBLOCK it would wait for a writer, before two readers of a pipe are detected.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.path, about = path, os.fstat(self._descriptor)
-        self.identity, self.locked_by = [about.st_dev, about.st_ino], ""
+        self.identity, self.locked = [about.st_dev, about.st_ino], False
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.locked_by = _holder(about.st_ino) or "another process"
+            self.locked = True
 
     def pieces(self, stopped: Callable[[], bool]) -> Iterator[bytes]:
         """Yield what is written until the writer closes the pipe, or until `stopped`."""
@@ -79,16 +79,6 @@ class Pipe:
     def close(self) -> None:
         """Close it, which ends the lock; a writer that is not done fails with EPIPE."""
         os.close(self._descriptor)
-
-
-def _holder(inode: int) -> str:
-    """Return the process that has locked a file, by /proc/locks."""
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return ""
-    found = [line.split() for line in lines if f":{inode} " in line and "->" not in line]
-    return f"process {found[0][4]}" if found else ""
 
 
 def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) -> Iterator[Rows]:

@@ -183,7 +183,8 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
             f"{destination} has a data set that was begun otherwise{_differences(plan, former)}. Use the "
             "same options and files to resume, another DST, or --overwrite to begin anew"
         )
-    own = set(former.names if former else ())
+    own = {path.name.removesuffix(".json") for path in state(destination).glob("*-of-*.json")}
+    own |= set(former.names if former else ())
     for path in indexes:
         with suppress(ArgumentError):  # a damaged one
             own |= {one.name for one in Table.open(destination, path.stem).files}

@@ -33,7 +33,7 @@ def generate(given: argparse.Namespace) -> int:
 
 def _write(destination: Path, split: str, start: int, count: int, given: argparse.Namespace) -> None:
     labels, probabilities = [], []
-    with TableWriter(destination / f"{split}-planted.npy", "rows", count, criteo.FIELDS) as file:
+    with TableWriter(destination / f"{split}-00000-of-00001.npy", "rows", count, criteo.FIELDS) as file:
         for part in planted(count, day=given.day, start=start):
             file.write(part.rows(given.table_size))
             labels.append(part.labels)

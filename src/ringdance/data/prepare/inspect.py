@@ -12,13 +12,10 @@ from pathlib import Path
 import numpy as np
 from rich.filesize import decimal
 
-from ringdance.data import tfrecord
-from ringdance.data.dataset import ROW, Dataset
+from ringdance.data.dataset import Dataset
 from ringdance.data.files import file_crc32c
 from ringdance.data.index import TABLE, is_index, read_json
 from ringdance.data.prepare.clean import BrokenImage, clean
-from ringdance.data.prepare.foreign import SCANS
-from ringdance.data.tables.rows import Array
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 from ringdance.limits import usable_cores
@@ -82,42 +79,16 @@ def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
             first = sum(one.rows for one in data.files[:number])
             for at in range(first, first + data.files[number].rows, _ROWS) if decode else ():
                 data.read(np.arange(at, min(at + _ROWS, first + data.files[number].rows)))
-            return found
-        first = sum(one.samples for one in data.files[:number])
-        samples = np.arange(first, first + data.files[number].samples)
-        if data.format == "tfrecord":
-            with open(path, "rb") as stream:
-                if (records := sum(1 for _ in tfrecord.records(stream))) < data.files[number].samples:
-                    found.append(f"{path}: {records} records instead of {data.files[number].samples}")
     except (OSError, ArgumentError) as error:
         return [*found, str(error)]
-    if decode:
-        found += _differences(data, number, samples)
-        for row in samples:
+    if decode and isinstance(data, Dataset):
+        first = sum(one.samples for one in data.files[:number])
+        for row in range(first, first + data.files[number].samples):
             try:
-                clean(data.read(int(row)))
+                clean(data.read(row))
             except (BrokenImage, ArgumentError) as error:
                 found.append(f"{path}: sample {row} of {data.split}: {error}")
     return found
-
-
-def _differences(data: Dataset, number: int, samples: Array) -> list[str]:
-    """Return where the index and the records of a file differ in the places or labels of images."""
-    path, rows = data.path / data.files[number].name, data.rows[samples]
-    try:
-        own = np.array(SCANS[data.format](path).rows, ROW)
-    except ArgumentError as error:
-        return [str(error)]
-    own["file"], place = number, ["file", "length", "offset"]
-    if len(own) != len(rows) or (own[place] != rows[place]).any():
-        return [f"{path}: its images are not where the index says"]
-    ahead = own["label"] - rows["label"]
-    wrong = np.flatnonzero(ahead != data.first_label)
-    return [
-        f"{path}: {len(wrong)} labels are not those of the records: sample {samples[one]} of {data.split} "
-        f"has {rows['label'][one]}, its record {own['label'][one]}, where class 0 is {data.first_label}"
-        for one in wrong[:1]
-    ]  # fmt: skip
 
 
 def info(directory: Path) -> int:

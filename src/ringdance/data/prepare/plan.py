@@ -23,7 +23,7 @@ from ringdance.data.dataset import Dataset, Rows, ShardFile, joined
 from ringdance.data.files import file_crc32c, write_whole
 from ringdance.data.prepare.progress import say
 from ringdance.data.prepare.sources import Source
-from ringdance.data.writing import FIRST_LABELS, shard_name
+from ringdance.data.writing import shard_name
 from ringdance.errors import ArgumentError
 
 T = TypeVar("T")
@@ -106,8 +106,7 @@ class Plan:
         names = map(self.name, range(self.shards))
         rows = joined(np.load(state(destination) / f"{name}.rows.npy") for name in names)
         files = [ShardFile(**report["file"]) for report in reports if report]
-        first = FIRST_LABELS[self.format]
-        Dataset(destination, self.split, self.format, self.classes, files, rows, first).write()
+        Dataset(destination, self.split, self.format, self.classes, files, rows).write()
         self.remove_state(destination, keep=f"{self.split}.json")
         return Dataset.open(destination, self.split)
 

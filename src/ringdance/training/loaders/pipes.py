@@ -129,8 +129,8 @@ class PipeLoader:
                         f"{self.channel}_0, {self.channel}_1 and so on; ringdance.submit.sagemaker makes "
                         "them for InputMode Pipe and processes_per_host"
                     )
-            if pipe and pipe.locked_by:
-                error = ArgumentError(f"{pipe.path} is read by {pipe.locked_by} already")
+            if pipe and pipe.locked:
+                error = ArgumentError(f"{pipe.path} is read by another process already (`fuser -v` names it)")
             self._exchange("locked", None, error)
         except BaseException:
             if pipe:
