@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from criteo_lines import libsvm_lines
 
 import ringdance.torch as hvd
 from ringdance.data import planted
-from ringdance.data.tables.lines import encode_libsvm
 
 pytest.importorskip("pyarrow")
 hvd.init()
@@ -24,7 +24,7 @@ def test_tensors_of_the_rows():
     (part,) = planted(100, seed=hvd.rank())
     rows = part.rows()
     os.mkfifo(own)
-    writer = threading.Thread(target=own.write_bytes, args=(encode_libsvm(rows),))
+    writer = threading.Thread(target=own.write_bytes, args=(libsvm_lines(rows),))
     writer.start()
     batches = list(hvd.pipe_loader("train", 32, directory=path, timeout=10))
     writer.join()

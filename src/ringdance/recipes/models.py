@@ -43,10 +43,14 @@ def export(
         partial.mkdir(parents=True)
 
     def complete() -> None:
-        write(partial)
-        files = sorted(one for one in partial.rglob("*") if one.is_file())
-        checksums = {str(one.relative_to(partial)): file_crc32(one) for one in files}
-        (partial / "model.json").write_text(json.dumps(about | {"checksums": checksums}, indent=1))
+        try:
+            write(partial)
+            files = sorted(one for one in partial.rglob("*") if one.is_file())
+            checksums = {str(one.relative_to(partial)): file_crc32(one) for one in files}
+            (partial / "model.json").write_text(json.dumps(about | {"checksums": checksums}, indent=1))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         if final.exists():
             os.replace(final, old)
         os.replace(partial, final)

@@ -20,7 +20,7 @@ from ringdance.tune import bench_train, plan_cli, threads
 
 COMMANDS = (
     "run", "bench train", "bench input", "tune threads", "plan", "search", "doctor", "explain", "hosts list",
-    "hosts run", "hosts copy", "hosts kill", "data prepare imagenet", "data prepare criteo",
+    "hosts run", "hosts copy", "hosts kill",
 )  # fmt: skip
 HOW = ["--ssh-port=2222", "--ssh-identity-file=/k", "--python=/opt/bin/python", "--ssh-args=-o User=me"]
 
