@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,22 @@ _OWN_CHECKSUM, _NPY_CHECKSUM = "crc32c", "npy_crc32c"
 _NO_INDEX = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
 
 
-def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any]) -> None:
+def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] | None) -> None:
     """Write an index. A process that opens it meanwhile finds the old one or none.
 
     Args:
         path: The JSON file.
         about: What it says: "kind", "format" and "files", and what else its kind has.
-        array: Goes into the ``.npy`` file of the same name.
+        array: Goes into the ``.npy`` file of the same name; None: there is no such file.
     """
-    with ShardWriter(path) as index, ShardWriter(path.with_suffix(".npy")) as other:
-        other.write(npy(array))
-        about = about | {_NPY_CHECKSUM: other.crc32c}
-        about[_OWN_CHECKSUM] = _checksum(about)
+    with ShardWriter(path) as index, ExitStack() as stack:
+        if array is not None:
+            other = stack.enter_context(ShardWriter(path.with_suffix(".npy")))
+            other.write(npy(array))
+            other.sync()  # before one of them gets its name: both do, or none if the disk is full
+            about = about | {_NPY_CHECKSUM: other.crc32c}
+        about = about | {_OWN_CHECKSUM: _checksum(about)}
         index.write(json.dumps(about, indent=1).encode() + b"\n")
-        other.sync()  # before one of them gets its name: both do, or none if the disk is full
         index.sync()
 
 

@@ -1,9 +1,9 @@
 """A split of a table on disk: its files, in any of the formats, and where their rows are.
 
-Note [The index of a table]: ``train.json`` describes the files of the split ``train``. ``train.npy`` holds
-the offset of each block of 256 rows (uint64): of each file in turn, that of its first block (behind a
-header), of the others, and the end of the last. It is empty for the format ``rows``, whose rows have one
-length. Files without an index are scanned for it once, when they are opened.
+Note [The index of a table]: ``train.json`` describes the files of the split ``train``. Where rows are not
+all of one length, ``train.npy`` holds the offset of each block of 256 rows (uint64): of each file in turn,
+that of its first block (behind a header), of the others, and the end of the last. Files without an index
+are scanned for it once, when they are opened.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Table(Files):
                 "(--table-size of `ringdance data prepare criteo`). Give that one or none, or prepare again."
             )
         files = [TableFile(**one) for one in about["files"]]
-        offsets = read_array(index.with_suffix(".npy"), about)
+        is_rows = about["format"] == "rows"
+        offsets = np.empty(0, np.uint64) if is_rows else read_array(index.with_suffix(".npy"), about)
         return cls(
             index.parent, index.stem, about["format"], about["fields"], about["table_size"], files, offsets
         )
@@ -116,7 +117,8 @@ class Table(Files):
         """Write the index; a process that opens it meanwhile finds the old one or none."""
         about = {"kind": TABLE, "format": self.format, "fields": self.fields, "table_size": self.table_size}
         files = [asdict(one) for one in self.files]
-        write_index(self.path / f"{self.split}.json", about | {"files": files}, self.offsets)
+        offsets = None if self.format == "rows" else self.offsets
+        write_index(self.path / f"{self.split}.json", about | {"files": files}, offsets)
 
     def __len__(self) -> int:
         return int(self._first[-1])
