@@ -31,8 +31,8 @@ def ringdance(split: str) -> Callable[[Path], Batches]:
     def batches(made: Path) -> Batches:
         from ringdance.data import Table, TableLoader
 
-        if split == "csv":  # without an index: it is scanned first
-            table = Table.open(made / "csv.csv", table_size=TABLE_SIZE)
+        if split in ("csv", "libsvm"):  # without an index: it is scanned first
+            table = Table.open(made / f"{split}.{split}", table_size=TABLE_SIZE)
         else:
             table = Table.open(made, split)
         loader = TableLoader(table, BATCH)
@@ -155,10 +155,9 @@ def prepare(made: Path, count: int) -> None:
     import numpy as np
 
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-    from criteo_lines import criteo_lines
+    from criteo_lines import criteo_lines, libsvm_lines
 
     from ringdance.data import planted
-    from ringdance.data.tables.lines import encode_libsvm
     from ringdance.data.tables.writing import ENDS, TableWriter, write_index
 
     with ExitStack() as stack:
@@ -166,13 +165,15 @@ def prepare(made: Path, count: int) -> None:
             form: stack.enter_context(TableWriter(made / f"{form}.{end}", form, count, FIELDS))
             for form, end in ENDS.items()
         }
+        given = stack.enter_context(open(made / "libsvm.libsvm", "wb"))
         ascending = stack.enter_context(open(made / "sorted.libsvm", "wb"))
         lines = stack.enter_context(open(made / "csv.csv", "wb"))
         for some in planted(count):
             rows = some.rows(TABLE_SIZE)
             ids = np.sort(rows.ids, axis=1)
             ids[:, 1:] += np.cumsum(np.diff(ids, axis=1) == 0, axis=1)
-            ascending.write(encode_libsvm(rows._replace(ids=ids)))
+            given.write(libsvm_lines(rows))
+            ascending.write(libsvm_lines(rows._replace(ids=ids)))
             lines.write(criteo_lines(some))
             for file in files.values():
                 file.write(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ringdance.data.tables import criteo
 from ringdance.data.tables.planted import PlantedRows
+from ringdance.data.tables.rows import Rows
 
 
 def criteo_lines(part: PlantedRows, delimiter: str = ",") -> bytes:
@@ -20,3 +21,12 @@ def criteo_lines(part: PlantedRows, delimiter: str = ",") -> bytes:
     options = csv.WriteOptions(include_header=False, delimiter=delimiter, quoting_style="none")
     csv.write_csv(pyarrow.table(columns, criteo.COLUMNS), stream, options)
     return bytes(stream.getvalue())
+
+
+def libsvm_lines(rows: Rows) -> bytes:
+    """Return rows as lines of LibSVM; 9 digits give the same float32 again."""
+    made = []
+    for label, ids, values in zip(*(array.tolist() for array in rows), strict=True):
+        pairs = " ".join(f"{number + 1}:{value:.9g}" for number, value in zip(ids, values, strict=True))
+        made.append(f"{label:g} {pairs}\n".encode())
+    return b"".join(made)

@@ -51,7 +51,7 @@ from ringdance.cluster.hostfile import hosts_text
 from ringdance.errors import ArgumentError
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.recipes.deepfm import rates
-from ringdance.recipes.files import text_file
+from ringdance.recipes.models import text_file
 from ringdance.recipes.options import count, number, widths
 
 FRAMEWORKS = {

@@ -32,7 +32,7 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows with a planted signal, and rows for validation."""
     target = tmp_path_factory.mktemp("clicks") / "set"
     words = ("data", "generate", "criteo", str(target), "--rows", str(ROWS), "--validation", "0.2")
-    command = [sys.executable, "-m", "ringdance", *words, "--table-size", "20000", "--shards", "3"]
+    command = [sys.executable, "-m", "ringdance", *words, "--table-size", "20000"]
     subprocess.run(command, check=True, timeout=60, capture_output=True)
     return target
 
@@ -78,7 +78,8 @@ def learned_and_scored(directory: Path, recipe: str, clicks: Path) -> float:
     text = run(directory, recipe, 2, clicks, "--epochs", "2", "--export", str(model))
     assert "of 8,000 rows" in text
     scores = directory / "scores.tsv"
-    command = [sys.executable, str(RECIPES / "score.py"), str(model), str(clicks), "--split", "validation"]
+    command = [sys.executable, str(RECIPES.with_name("score.py")), str(model), str(clicks)]
+    command += ["--split", "validation"]
     done = subprocess.run([*command, "--output", str(scores)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert auc_of(done.stderr) == pytest.approx(auc_of(text), abs=2e-5)

@@ -20,7 +20,6 @@ import ringdance.torch as hvd
 from ringdance import recipes
 from ringdance.data import planted
 from ringdance.data.tables.writing import TableWriter, write_index
-from ringdance.job_files import unique_beside
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -65,13 +64,13 @@ def evaluations(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, words:
     monkeypatch.setattr(sys, "argv", ["train_torch.py", *line.split()])
     monkeypatch.setattr(recipe.loop.hvd, "shutdown", lambda: None)
     found: list[dict[str, float]] = []
-    evaluate = recipe.loop.Evaluated.evaluate
+    evaluate = recipe.loop.Model.evaluate
 
     def noted(self: Any) -> dict[str, float]:
         found.append(evaluate(self))
         return found[-1]
 
-    monkeypatch.setattr(recipe.loop.Evaluated, "evaluate", noted)
+    monkeypatch.setattr(recipe.loop.Model, "evaluate", noted)
     recipe.loop.main("", recipe.train_torch.Model)
     return [one["auc"] for one in found]
 
@@ -120,7 +119,7 @@ def test_an_export_that_cannot_begin_ends_all_ranks(
     """Rank 0 makes the directory; the others do not wait for it in the exchange of the table."""
     shared = Path(hvd.broadcast_object(str(data)))
     if RANK == 0:
-        unique_beside(shared / "model", "partial").write_text("a file is in the way")
+        (shared / ".model.partial").write_text("a file is in the way")
     hvd.broadcast_object(None)
     with pytest.raises(SystemExit, match=r"--export .*File exists"):
         trained(recipe, data, monkeypatch, f"--sharded --steps 2 --export {shared / 'model'}")

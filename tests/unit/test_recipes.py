@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ringdance.numpy as hvd
 from ringdance.cli import main
 from ringdance.errors import ArgumentError
 from ringdance.recipes.deepfm import rates
-from ringdance.recipes.files import about_model
+from ringdance.recipes.models import about_model
 from ringdance.recipes.resnet50 import presets
 
 
@@ -24,7 +23,7 @@ def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys:
     assert main(["recipes", "copy", "resnet50", str(target)]) == 0
     names = sorted(one.name for one in target.iterdir())
     package = Path(presets.__file__).parent
-    assert names == sorted(one.name for one in package.glob("*.py") if one.name != "__init__.py")
+    assert names == sorted({"score.py", *(one.name for one in package.glob("*.py"))} - {"__init__.py"})
     (target / "presets.py").write_text("# changed by hand\n")
     capsys.readouterr()
     assert main(["recipes", "copy", "resnet50", str(target)]) == 2
@@ -70,7 +69,8 @@ def test_presets_say_where_they_are_from_and_are_complete(capsys: pytest.Capture
     assert main(["recipes", "show", "resnet50"]) == 0
     shown = capsys.readouterr().out
     for name, one in presets.PRESETS.items():
-        assert f"{name}\n  batch      {one.batch_size * one.devices:,}: " in shown
+        assert f"{name}  (batch {one.batch_size * one.devices:,})\n" in shown
+        assert f"expected         {one.expected}\n" in shown
         assert one.source, name
         assert one.expected, name
         assert 0 <= one.warmup_epochs < one.epochs, name
@@ -158,9 +158,9 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
     monkeypatch.setattr(sys, "argv", ["train_torch.py", "--synthetic", *words.split()])
-    options = importlib.import_module("options")
+    shared = importlib.import_module("shared")
     with pytest.raises(SystemExit):
-        options.read(options.parser(""))
+        shared.read(shared.parser(""))
     assert told in capsys.readouterr().err
 
 
@@ -194,36 +194,10 @@ def test_the_page_has_the_table_of_the_presets():
     assert "".join(rows) in page
 
 
-def test_a_model_that_is_not_known_is_probably_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
-    unknown = importlib.import_module("shared").unknown
-    names = ["MobileNetV2", "ResNet50", "Xception"]
-    assert unknown("MobilNetV2", "Keras", names).endswith("of Keras: did you mean MobileNetV2?")
-    assert unknown("resnet50", "Keras", names).endswith("did you mean ResNet50?")
-    assert unknown("GPT", "Keras", names).endswith("of Keras: MobileNetV2, ResNet50, Xception")
-
-
-def test_weights_that_the_other_framework_has_exported_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
-    begin_with = importlib.import_module("shared").begin_with
-    given = Namespace(weights=str(tmp_path), evaluate=False)
-    model = Namespace(framework="keras", weights="model.weights.h5", load_weights=lambda file: [])
-    hvd.init()
-    (tmp_path / "model.json").write_text('{"framework": "keras", "image_size": 48}')
-    assert begin_with(given, model, 3) == f"weights of {tmp_path}/model.weights.h5"
-    model.framework = "torch"
-    told = r"exported by train_keras\.py, whose weights train_torch\.py cannot read"
-    with pytest.raises(SystemExit, match=f"--weights {tmp_path}: it was {told}"):
-        begin_with(given, model, 3)
-    hvd.shutdown()
-
-
 @pytest.mark.parametrize("about", ["", "null", "[]", "{}", "[" * 100_000, None])
 def test_a_damaged_model_is_named(about: str | None, tmp_path: Path) -> None:
     if about is not None:
         (tmp_path / "model.json").write_text(about)
     with pytest.raises(ArgumentError) as problem:
-        about_model(tmp_path, "image_size")
+        about_model(tmp_path)
     assert str(tmp_path) in str(problem.value)

@@ -19,9 +19,8 @@ import pytest
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError
-from ringdance.recipes import files, training
-from ringdance.recipes.log import Position, TrainingLog
-from ringdance.recipes.training import Training
+from ringdance.recipes import models, score, training
+from ringdance.recipes.training import Position, Training
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +41,9 @@ class Model:
     def evaluate(self) -> dict[str, float]:
         return {"top1": self.scores.pop(0)}
 
+    def described(self, at: Position, found: dict[str, float]) -> str:
+        return ""
+
     def average_statistics(self) -> None: ...
 
     def state(self) -> dict[str, Any]:
@@ -54,33 +56,15 @@ class Model:
         np.savetxt(directory / "weights", self.weights)
 
 
-class Run:
-    """A training with its log."""
-
-    def __init__(
-        self, model: Model, export: Path | None = None, checkpoints: Path | None = None, board: str = "",
-        price: float | None = None,
-    ) -> None:
-        given = Namespace(
-            checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=board,
-            price_per_hour=price, patience=2,
-        )  # fmt: skip
-        self.training = Training(given, model, {}, dict, "validation", "top1", lambda *_: "")
-        self.log = TrainingLog(given, "images", 10, 1, Position())
-
-    def resume(self) -> None:
-        assert self.training.resume()
-        self.log = TrainingLog(self.training.given, "images", 10, 1, self.training.at)
-
-    def save(self, hours: float) -> None:
-        """Write a checkpoint, so long after the start of this run."""
-        self.log.began -= hours * 3600
-        self.log.add_up(self.training.at)
-        self.training.at.step += 1
-        self.training.save(self.training.files)
-
-    def close(self) -> None:
-        self.training.close(self.log, {})
+def begin(
+    model: Model, export: Path | None = None, checkpoints: Path | None = None, board: str = "",
+    price: float | None = None,
+) -> Training:
+    given = Namespace(
+        checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=board,
+        price_per_hour=price, patience=2,
+    )  # fmt: skip
+    return Training(given, model, {}, "images", 10, 1, "validation", "top1")
 
 
 def test_an_export_replaces_nothing_else(tmp_path: Path) -> None:
@@ -88,22 +72,22 @@ def test_an_export_replaces_nothing_else(tmp_path: Path) -> None:
     page.mkdir()
     (page / "model.json").write_text("{}")  # of TensorFlow.js, for one
     with pytest.raises(SystemExit, match="something else"):
-        Run(Model(), page)
+        begin(Model(), page)
     assert (page / "model.json").exists()
-    Run(Model(), model).close()
-    Run(Model(), model).close()
+    begin(Model(), model).close({})
+    begin(Model(), model).close({})
     (model / "scores.tsv").write_text("1\n")
     with pytest.raises(SystemExit, match=r"something else, such as scores\.tsv"):
-        Run(Model(), model)
+        begin(Model(), model)
     assert (model / "scores.tsv").exists()
 
 
 def test_an_export_goes_where_a_link_leads(tmp_path: Path) -> None:
     """What a killed process has left beside it is removed."""
-    (tmp_path / "disk" / f".model.partial-{os.uname().nodename}-99999999").mkdir(parents=True)
+    (tmp_path / "disk" / ".model.partial").mkdir(parents=True)
     (tmp_path / "model").symlink_to("disk/model")  # not there yet
     for _ in range(2):
-        Run(Model(), tmp_path / "model").close()
+        begin(Model(), tmp_path / "model").close({})
     assert (tmp_path / "model").is_symlink()
     assert [one.name for one in (tmp_path / "disk").iterdir()] == ["model"]
 
@@ -112,11 +96,11 @@ def test_a_model_stays_if_it_cannot_be_renamed(tmp_path: Path, monkeypatch: pyte
     def busy(*_: object) -> None:
         raise OSError(16, "Device or resource busy")
 
-    run = Run(Model(), tmp_path / "model")
-    monkeypatch.setattr(files.os, "replace", busy)
-    with pytest.raises(SystemExit, match=r"busy. The model is in .*/\.model\.partial-"):
-        run.close()
-    assert [*tmp_path.glob(".model.partial-*/weights")]
+    run = begin(Model(), tmp_path / "model")
+    monkeypatch.setattr(models.os, "replace", busy)
+    with pytest.raises(SystemExit, match=r"--export .*/model: Device or resource busy"):
+        run.close({})
+    assert (tmp_path / ".model.partial" / "weights").exists()
 
 
 def test_the_best_model_is_exported_that_is_still_being_written(
@@ -128,27 +112,27 @@ def test_the_best_model_is_exported_that_is_still_being_written(
 
     write = training.write
     monkeypatch.setattr(training, "write", slow)
-    run = Run(model := Model(0.9, 0.5), tmp_path / "model", tmp_path / "kept")
+    run = begin(model := Model(0.9, 0.5), tmp_path / "model", tmp_path / "kept")
     for step in (1, 2):
-        model.weights[:], run.training.at.step = step, step
-        run.training.evaluate(run.log)
-    run.close()
+        model.weights[:], run.at.step = step, step
+        run.evaluate()
+    run.close({})
     np.testing.assert_array_equal(np.loadtxt(tmp_path / "model" / "weights"), 1)
 
 
 def test_after_a_kill_the_patience_is_that_of_an_unbroken_training(tmp_path: Path) -> None:
     scores = [0.5, 0.6, 0.9, 0.4, 0.95, 0.3, 0.3]  # of steps 1 to 7
 
-    def run(begin: int, model: Model, end: int) -> list[bool]:
-        one = Run(model, checkpoints=tmp_path)
-        assert one.training.resume() == (begin > 1)
+    def run(first: int, model: Model, end: int) -> list[bool]:
+        one = begin(model, checkpoints=tmp_path)
+        assert one.resume() == (first > 1)
         over = []
-        for step in range(begin, end + 1):
-            one.training.at.step = step
-            over.append(one.training.evaluate(one.log))
+        for step in range(first, end + 1):
+            one.at.step = step
+            over.append(one.evaluate())
             if step == 1:
-                one.training.save(one.training.files)
-        one.close()
+                one.save(one.files)
+        one.close({})
         return over
 
     assert run(1, Model(*scores), 3) == [False] * 3  # its checkpoint is of step 1, its best model of step 3
@@ -160,80 +144,79 @@ def test_after_a_kill_the_patience_is_that_of_an_unbroken_training(tmp_path: Pat
         assert best.numbers() == [5]
 
 
-def test_each_run_costs_its_own_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three runs of two, three and four hours, the second without a price."""
-    for hours, price, shown in ((2, 5.0, "10.00"), (3, None, "10.00"), (4, 1.5, "16.00")):
-        run = Run(Model(), checkpoints=tmp_path, price=price)
-        if hours > 2:
-            run.resume()
-        run.save(hours)
-        assert run.log.cost() == shown
-        run.close()
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("done in 9:00:00, cost 16.00 for 6:00:00 of it: the rest was given no --")
+def test_the_cost_is_that_of_the_time_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a training that goes on, with that of the run before."""
+    for hours, price in ((2, None), (3, 4.0)):
+        run = begin(Model(), checkpoints=tmp_path, price=price)
+        assert run.resume() == (hours > 2)
+        run._began -= hours * 3600
+        run.at.step += 1
+        run.save(run.files)
+        run.close({})
+    assert capsys.readouterr().out.splitlines() == ["done in 2:00:00", "done in 5:00:00, cost 20.00"]
 
 
 def test_a_score_that_is_not_a_number_ends_the_training_with_a_checkpoint(tmp_path: Path) -> None:
-    run = Run(Model(np.nan), tmp_path / "model", tmp_path / "kept")
-    run.training.at.step = 3
+    run = begin(Model(np.nan), tmp_path / "model", tmp_path / "kept")
+    run.at.step = 3
     with pytest.raises(SystemExit, match="The top1 of validation is nan after step 3: no model"):
-        run.training.evaluate(run.log)
+        run.evaluate()
     assert not (tmp_path / "model").exists()
     with contextlib.closing(hvd.Checkpoints(tmp_path / "kept")) as kept:
         assert kept.numbers() == [3]
 
 
 def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
-    run = Run(model := Model(), checkpoints=tmp_path)
-    run.training.save(run.training.files)
-    model.weights[1], run.training.at.step = np.nan, 7
+    run = begin(model := Model(), checkpoints=tmp_path)
+    run.save(run.files)
+    model.weights[1], run.at.step = np.nan, 7
     with pytest.raises(SystemExit, match="weights is not finite after step 7: the training has diverged"):
-        run.training.save(run.training.files)
-    assert run.training.files is not None
-    run.training.files.wait()
-    assert run.training.files.numbers() == [0]
-    run.close()
+        run.save(run.files)
+    assert run.files is not None
+    run.files.wait()
+    assert run.files.numbers() == [0]
+    run.close({})
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", np.lib.format.magic(1, 0), b"position"])
 def test_a_checkpoint_of_something_else_is_named(content: bytes, tmp_path: Path) -> None:
     with contextlib.closing(hvd.Checkpoints(tmp_path)) as saved:
         saved.save(3, lambda path: path.write_bytes(content))
-    run = Run(Model(), checkpoints=tmp_path)
+    run = begin(Model(), checkpoints=tmp_path)
     with pytest.raises(SystemExit, match="checkpoint 3 is damaged, or of something else"):
-        run.training.resume()
-    run.close()
+        run.resume()
+    run.close({})
 
 
 def test_a_copy_with_any_other_byte_is_named_or_as_before(tmp_path: Path) -> None:
     """Copies have no manifest, whose checksum would tell; the zip has one of values, not of names."""
-    run = Run(Model(), checkpoints=tmp_path)
-    run.training.model.weights[:] = 1, 2, 3  # type: ignore[attr-defined]
-    run.training.save(run.training.files)
-    run.close()
+    run = begin(Model(), checkpoints=tmp_path)
+    run.model.weights[:] = 1, 2, 3  # type: ignore[attr-defined]
+    run.save(run.files)
+    run.close({})
     path = tmp_path / "checkpoint-00000000"
     (tmp_path / f".{path.name}.json").unlink()
     content, read = path.read_bytes(), 0
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        run = Run(Model(), checkpoints=tmp_path)
+        run = begin(Model(), checkpoints=tmp_path)
         with contextlib.suppress(SystemExit):
-            assert run.training.resume()
-            assert run.training.model.weights.tolist() == [1, 2, 3]  # type: ignore[attr-defined]
+            assert run.resume()
+            assert run.model.weights.tolist() == [1, 2, 3]  # type: ignore[attr-defined]
             read += 1
-        run.close()
+        run.close({})
     assert read < len(content) / 3
 
 
 def test_positions_of_another_version_are_named(tmp_path: Path) -> None:
-    run = Run(Model(), checkpoints=tmp_path)
-    run.training.at = Namespace(step=1, turn=2)  # type: ignore[assignment]
+    run = begin(Model(), checkpoints=tmp_path)
+    run.at = Namespace(step=1, turn=2)  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "asdict", vars)
-        run.training.save(run.training.files)
+        run.save(run.files)
     with pytest.raises(SystemExit, match=r"checkpoint 1 is damaged, or of something else: .*'turn'"):
-        run.training.resume()
-    run.close()
+        run.resume()
+    run.close({})
 
 
 def test_arrays_alone_are_written_by_an_older_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,17 +232,17 @@ def test_arrays_alone_are_written_by_an_older_numpy(tmp_path: Path, monkeypatch:
 def test_a_pipe_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with files.text_file(str(pipe)) as file:
+    with models.text_file(str(pipe)) as file:
         file.write("0.5\n")
     assert os.read(reader, 10) == b"0.5\n"
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     os.close(reader)
     (tmp_path / "link").symlink_to("scores")
-    with files.text_file(str(tmp_path / "link")) as file:
+    with models.text_file(str(tmp_path / "link")) as file:
         file.write("0.5\n")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "scores").read_text() == "0.5\n"
-    with files.text_file(os.devnull), files.text_file(None):
+    with models.text_file(os.devnull), models.text_file(None):
         pass
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
@@ -277,25 +260,25 @@ def little_room() -> Iterator[None]:
 
 def test_without_room_the_file_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     with little_room(), pytest.raises(OSError, match=r"File too large: '.*/scores\.tsv'"):
-        with files.text_file(str(tmp_path / "scores.tsv")) as file:
+        with models.text_file(str(tmp_path / "scores.tsv")) as file:
             file.write("0.5\n" * 100)
-    run = Run(Model(), tmp_path / "model")
+    run = begin(Model(), tmp_path / "model")
     with little_room(), pytest.raises(SystemExit, match=r"--export .*/model: File too large \(.* MB are"):
-        run.close()
+        run.close({})
     assert not [*tmp_path.iterdir()]
-    run = Run(Model(), checkpoints=tmp_path)
+    run = begin(Model(), checkpoints=tmp_path)
     with little_room():
-        run.training.save(run.training.best)
+        run.save(run.best)
         with pytest.raises(SystemExit, match=r"best-0+ is not written: File too large \(.* MB are"):
-            run.training.save(run.training.best)
+            run.save(run.best)
     assert {one.name for one in tmp_path.iterdir()} == {".best-N.lock"}
 
 
 def test_two_writers_of_one_text_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "scores"
-    code = "import sys; from ringdance.recipes.files import text_file\n" \
+    code = "import sys; from ringdance.recipes.models import text_file\n" \
            "with text_file(sys.argv[1]) as file: file.write('theirs')"  # fmt: skip
-    with files.text_file(str(path)) as file:
+    with models.text_file(str(path)) as file:
         file.write("ours")
         file.flush()
         subprocess.run([sys.executable, "-c", code, str(path)], check=True)
@@ -305,37 +288,36 @@ def test_two_writers_of_one_text_do_not_mix(tmp_path: Path) -> None:
 
 def test_a_damaged_export_is_named_before_it_is_loaded(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    Run(Model(), model).close()
-    assert files.whole_model(model)["files"] == ["weights"]
+    begin(Model(), model).close({})
+    assert [*models.whole_model(model)["checksums"]] == ["weights"]
     weights = (model / "weights").read_text()
     (model / "weights").write_text(weights.replace("0", "1", 1))
     with pytest.raises(ArgumentError, match="model/weights is damaged: its checksum is another one"):
-        files.whole_model(model)
+        models.whole_model(model)
     for name in ("weights", "model.json"):
         (model / name).unlink()
         os.mkfifo(model / name)
         with pytest.raises(ArgumentError, match=f"model/{name} is no regular file"):
-            files.whole_model(model)
+            models.whole_model(model)
 
 
-def test_what_only_rank_0_needs_is_missing_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(training.hvd, "broadcast_object", lambda text: asked.append(text) or text)
+def test_a_package_that_is_missing_is_named_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(SystemExit, match=r"--tensorboard needs tensorboardX: .*pip install tensorboardX"):
-        Run(Model(), board="board")
-    assert asked, "before the others begin to train"
+        begin(Model(), board="board")
 
 
 def test_scoring_is_for_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Run(Model(), tmp_path / "model").close()
+    begin(Model(), tmp_path / "model").close({})
     monkeypatch.setattr(sys, "argv", ["score.py", str(tmp_path / "model"), "data"])
-    files.run_scoring("", "", 1, lambda given, about: 0, "steps")
+    left_out = iter((0, 7))
+    monkeypatch.setattr(score, "score_images", lambda given, about: next(left_out))
+    score.main()
     with pytest.raises(SystemExit, match="3"):
-        files.run_scoring("", "", 1, lambda given, about: about["steps"] + 1, "steps")
-    monkeypatch.setattr(files.hvd, "size", lambda: 2)
+        score.main()
+    monkeypatch.setattr(score.hvd, "size", lambda: 2)
     with pytest.raises(SystemExit, match="2"):
-        files.run_scoring("", "", 1, lambda given, about: 0)
+        score.main()
     assert "runs as one process" in capsys.readouterr().err

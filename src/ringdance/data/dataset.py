@@ -7,7 +7,6 @@ the place of the encoded image itself, so that reading a sample is one ``pread``
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.files import ShardWriter, npy
-from ringdance.data.index import CHECKSUM, TABLE, VERSION, damaged, read_json, read_npy
+from ringdance.data.index import IMAGES, read_array, read_json, write_index
 from ringdance.data.open_files import Files, OpenFiles
 from ringdance.errors import ArgumentError
 
@@ -64,7 +62,6 @@ class Dataset(Files):
         classes: the directory name of each class, such as "n01440764", by label.
         files: in the order of the rows.
         rows: shape (samples,), dtype ROW; memory-mapped.
-        first_label: what the files themselves say for class 0; None: not known.
     """
 
     path: Path
@@ -73,40 +70,25 @@ class Dataset(Files):
     classes: Sequence[str]
     files: Sequence[ShardFile]
     rows: Rows
-    first_label: int | None = None
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], split: str = "train") -> Dataset:
         """Open a split by its index.
 
         Raises:
-            ArgumentError: there is no index of that name, it is damaged, or does not fit the files.
+            ArgumentError: there is no index of that name, or it is damaged.
         """
         index = Path(path) / f"{split}.json"
-        about = read_json(index)
-        if about.get("kind") == TABLE:
-            raise ArgumentError(f"{index} is the index of a table: ringdance.data.Table opens it.")
-        rows: Rows = read_npy(index.with_suffix(".npy"), about)
+        about = read_json(index, IMAGES)
         files = [ShardFile(**one) for one in about["files"]]
-        fits = len(rows) == sum(one.samples for one in files)
-        if not fits or rows.dtype != ROW or not _within(rows, files, len(about["classes"])):
-            raise damaged(index, "it and its .npy do not fit together")
-        return cls(
-            index.parent, split, about["format"], about["classes"], files, rows, about.get("first_label")
-        )
+        rows: Rows = read_array(index.with_suffix(".npy"), about)
+        return cls(index.parent, split, about["format"], about["classes"], files, rows)
 
     def write(self) -> None:
         """Write the index; a process that opens it meanwhile finds the old one or none."""
-        about = {"version": VERSION, "format": self.format, "samples": len(self.rows)}
-        about |= {"classes": list(self.classes), "files": [asdict(one) for one in self.files]}
-        about["first_label"] = self.first_label
-        paths = (self.path / f"{self.split}.{end}" for end in ("json", "npy"))
-        with ShardWriter(next(paths)) as index, ShardWriter(next(paths)) as rows:
-            rows.write(npy(self.rows))
-            about[CHECKSUM] = rows.crc32c
-            index.write(json.dumps(about, indent=1).encode() + b"\n")
-            rows.sync()  # before one of them gets its name: both do, or none where the disk is full
-            index.sync()
+        about: dict[str, Any] = {"kind": IMAGES, "format": self.format, "classes": list(self.classes)}
+        about["files"] = [asdict(one) for one in self.files]
+        write_index(self.path / f"{self.split}.json", about, self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -147,16 +129,6 @@ class Dataset(Files):
     def close(self) -> None:
         """Close its files; reading opens them again."""
         self._open.clear()
-
-
-def _within(rows: Rows, files: Sequence[ShardFile], classes: int) -> bool:
-    """Return whether all samples are within their files, and have a class."""
-    if not len(rows):
-        return True
-    sizes = np.array([float(one.size) for one in files])
-    if not (rows["file"].max() < len(files) and rows["label"].min() >= 0 and rows["label"].max() < classes):
-        return False
-    return bool((rows["offset"] <= sizes[rows["file"]] - rows["length"]).all())
 
 
 class _Descriptor:

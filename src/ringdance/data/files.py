@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -40,19 +41,19 @@ def crc32c_extend(crc: int, data: bytes) -> int:
 
 def file_crc32c(path: Path) -> int:
     """Return the CRC-32C of a file."""
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            crc = crc32c_extend(crc, chunk)
-    return crc
+    return _file_checksum(path, lambda data, crc: crc32c_extend(crc, data))
 
 
 def file_crc32(path: Path) -> int:
     """Return the CRC-32 of a file, which needs no package."""
+    return _file_checksum(path, zlib.crc32)
+
+
+def _file_checksum(path: Path, extend: Callable[[bytes, int], int]) -> int:
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 22):
-            crc = zlib.crc32(chunk, crc)
+            crc = extend(chunk, crc)
     return crc
 
 

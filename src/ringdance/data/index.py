@@ -1,62 +1,70 @@
-"""The index of a split, ``train.json`` and ``train.npy``: read, with what is wrong with it."""
+"""The index of a split, ``train.json`` and ``train.npy``: written, and read with what is wrong with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ringdance.data.files import file_crc32c
+from ringdance.data.files import ShardWriter, crc32c, file_crc32c, npy
 from ringdance.errors import ArgumentError
 
-VERSION = 1
-CHECKSUM, TABLE = "npy_crc32c", "table"
-"""Entries of the JSON file: of the whole ``.npy`` file, missing in indexes of earlier versions; its kind."""
-Entry = tuple[str, Callable[[Any], bool]]
-_COUNT: Entry = "a count", lambda value: type(value) is int and 0 <= value < 1 << 53
-_TEXT: Entry = "a text", lambda value: isinstance(value, str) and value != "" and "\0" not in value
-_ENTRIES: dict[str, Entry] = {
-    "version": (str(VERSION), lambda value: value == VERSION), "format": _TEXT,
-    "kind": (repr(TABLE), lambda value: value == TABLE),
-    "files": ("a list", lambda value: isinstance(value, list)),
-    "fields": ("1 to 65535", lambda value: type(value) is int and 0 < value < 1 << 16), "table_size": _COUNT,
-    CHECKSUM: _COUNT, "name": _TEXT, "size": _COUNT, "rows": _COUNT,
-    "samples": _COUNT, "crc32c": ("a count or null", lambda value: value is None or _COUNT[1](value)),
-    "first_label": ("0, 1 or null", lambda value: value in (0, 1, None)),
-    "classes": ("texts", lambda value: isinstance(value, list) and all(map(_TEXT[1], value))),
-}  # fmt: skip
-_FORMATS = {True: ("rows", "tfrecord", "libsvm", "csv"), False: ("tfrecord", "webdataset")}
+IMAGES, TABLE = "images", "table"
+"""Kinds of data sets."""
+_OPENED_BY = {IMAGES: "images: ringdance.data.Dataset", TABLE: "a table: ringdance.data.Table"}
+_OWN_CHECKSUM, _NPY_CHECKSUM = "crc32c", "npy_crc32c"
+_NO_INDEX = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] | None) -> None:
+    """Write an index. A process that opens it meanwhile finds the old one or none.
+
+    Args:
+        path: The JSON file.
+        about: What it says: "kind", "format" and "files", and what else its kind has.
+        array: Goes into the ``.npy`` file of the same name; None: there is no such file.
+    """
+    with ShardWriter(path) as index, ExitStack() as stack:
+        if array is not None:
+            other = stack.enter_context(ShardWriter(path.with_suffix(".npy")))
+            other.write(npy(array))
+            other.sync()  # before one of them gets its name: both do, or none if the disk is full
+            about = about | {_NPY_CHECKSUM: other.crc32c}
+        about = about | {_OWN_CHECKSUM: _checksum(about)}
+        index.write(json.dumps(about, indent=1).encode() + b"\n")
+        index.sync()
+
+
+def _checksum(about: dict[str, Any]) -> int:
+    """Return the CRC-32C of an index's JSON, however it is formatted."""
+    return crc32c(json.dumps(about, sort_keys=True).encode())
+
+
+def read_json(path: Path, kind: str = "") -> dict[str, Any]:
     """Read an index's JSON file.
 
+    Args:
+        path: Of the file.
+        kind: What it must be the index of; "": anything.
+
     Raises:
-        ArgumentError: it is missing, or no index; says at which place it is damaged.
+        ArgumentError: It is missing, damaged or of another kind.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        checksum = found.pop(_OWN_CHECKSUM)
     except FileNotFoundError:
         raise _missing(path.parent, path.stem) from None
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, str(error) or "empty") from None
-    is_table = isinstance(found, dict) and found.get("kind") == TABLE
-    own, count = (("fields", "table_size"), "rows") if is_table else (("classes",), "samples")
-    if why := _wrong("it", found, {"version", "format", "files", *own}):
-        raise damaged(path, why)
-    for number, file in enumerate(found["files"]):
-        if why := _wrong(f"files[{number}]", file, wanted := {"name", "size", "crc32c", count}):
-            raise damaged(path, why)
-        if more := file.keys() - wanted:
-            raise damaged(path, f"files[{number}] has {', '.join(sorted(more))}")
-        if file[count] > file["size"]:
-            raise damaged(path, f"files[{number}] has {file[count]} {count} in {file['size']} bytes")
-    if found["format"] not in _FORMATS[is_table]:
-        raise damaged(path, f"format is {found['format']!r}, not one of {', '.join(_FORMATS[is_table])}")
-    return dict(found)
+    except _NO_INDEX:
+        raise damaged(path, "it is not an index") from None
+    if checksum != _checksum(found):
+        raise damaged(path, "its checksum is another one")
+    if kind and found["kind"] != kind:
+        raise ArgumentError(f"{path} is the index of {_OPENED_BY[found['kind']]} opens it.")
+    return found
 
 
 def is_index(path: Path) -> bool:
@@ -70,26 +78,28 @@ def is_index(path: Path) -> bool:
         return False
 
 
-def _wrong(what: str, entries: Any, needed: set[str]) -> str:
-    """Return what is wrong with an object of an index, "" if it is right."""
-    if missing := needed - (entries.keys() if isinstance(entries, dict) else set()):
-        return f"{what} has no {', '.join(sorted(missing))}"
-    wrong = (name for name, value in entries.items() if name in _ENTRIES and not _ENTRIES[name][1](value))
-    return next((f"{name} of {what} is {entries[name]!r:.40}, not {_ENTRIES[name][0]}" for name in wrong), "")
-
-
-def read_npy(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Map an index's ``.npy`` file into memory, if its checksum is that of the JSON file.
+def read_array(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Map an index's ``.npy`` file into memory, if it belongs to what its JSON file says.
 
     Raises:
-        ArgumentError: it is damaged, or belongs to another JSON file.
+        ArgumentError: It is damaged, or belongs to another JSON file.
     """
     try:
-        if CHECKSUM in about and (crc := file_crc32c(path)) != about[CHECKSUM]:
-            raise damaged(path, f"checksum {crc:08x}, and {about[CHECKSUM]:08x} by the .json")
-        found: np.ndarray[Any, Any] = np.lib.format.open_memmap(path, mode="r")
+        if (crc := file_crc32c(path)) != about[_NPY_CHECKSUM]:
+            raise damaged(path, f"checksum {crc:08x}, and {about[_NPY_CHECKSUM]:08x} by the .json")
     except FileNotFoundError:
         raise damaged(path.with_suffix(".json"), f"{path.name}, its other half, is missing") from None
+    return read_npy(path)
+
+
+def read_npy(path: Path) -> np.ndarray[Any, Any]:
+    """Map a ``.npy`` file with an array of one dimension into memory.
+
+    Raises:
+        ArgumentError: It is damaged.
+    """
+    try:
+        found: np.ndarray[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ArgumentError):
         raise
     except Exception as error:  # its header is Python: a damaged one ends in errors of any kind

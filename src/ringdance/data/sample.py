@@ -10,13 +10,11 @@ class Sample:
     """An image with what a data set says of it.
 
     Attributes:
-        image: encoded; as JPEG, unless there are annotations.
+        image: encoded, as JPEG.
         label: number of its class, from 0.
         synset: the directory name of its class, such as "n01440764".
         name: of its file, with the class's directory.
         height, width: in pixels.
-        text: what the class is called, such as "tench, Tinca tinca", or "".
-        annotations: JSON on what is on the image, which tars get in place of a class.
     """
 
     image: bytes
@@ -25,5 +23,3 @@ class Sample:
     name: str
     height: int
     width: int
-    text: str = ""
-    annotations: bytes = b""

@@ -33,7 +33,7 @@ def masked(crc: int) -> int:
 
 def features(sample: Sample) -> dict[str, Value]:
     """Return the features, by the names of TensorFlow's ImageNet scripts, without the image itself."""
-    found: dict[str, Value] = {
+    return {
         "image/channels": 3,
         "image/class/label": sample.label + FIRST_LABEL,
         "image/class/synset": sample.synset.encode(),
@@ -43,9 +43,6 @@ def features(sample: Sample) -> dict[str, Value]:
         "image/height": sample.height,
         "image/width": sample.width,
     }
-    if sample.text:
-        found["image/class/text"] = sample.text.encode()
-    return found
 
 
 def encode(features: Mapping[str, Value], name: str, data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Tars as WebDataset reads them: ``key.jpg`` with ``key.cls`` or ``key.json`` for each sample."""
+"""Tars as WebDataset reads them: ``key.jpg`` and ``key.cls`` for each sample."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from ringdance.data.files import ShardWriter
 from ringdance.data.sample import Sample
 
 _BLOCK = 512
-_MAGIC = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"II*\0": "tif", b"MM\0*": "tif", b"BM": "bmp"}
 
 
 def write(shard: ShardWriter, sample: Sample, key: str) -> int:
-    """Append an image and its label, or its annotations; return where the image begins in the file."""
-    ending = next((_MAGIC[magic] for magic in _MAGIC if sample.image.startswith(magic)), "jpg")
-    offset = _member(shard, f"{key}.{ending}", sample.image)
-    if sample.annotations:
-        _member(shard, f"{key}.json", sample.annotations)
-    else:
-        _member(shard, f"{key}.cls", str(sample.label).encode())
+    """Append an image and its label; return where the image begins in the file."""
+    offset = _member(shard, f"{key}.jpg", sample.image)
+    _member(shard, f"{key}.cls", str(sample.label).encode())
     return offset
 
 

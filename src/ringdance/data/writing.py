@@ -16,8 +16,6 @@ from ringdance.errors import ArgumentError
 
 ENDINGS = {"tfrecord": "tfrecord", "webdataset": "tar"}
 """Formats, with the ending of their files' names."""
-FIRST_LABELS = {"tfrecord": tfrecord.FIRST_LABEL, "webdataset": 0}
-"""What the files say for class 0."""
 
 
 def shard_name(split: str, number: int, shards: int, format: str) -> str:
@@ -97,5 +95,5 @@ def write(
         files.append(write_shard(target, format, map(sample, chosen)))
     rows = joined(rows for _, rows in files)
     shard_files = [file for file, _ in files]
-    Dataset(directory, split, format, classes, shard_files, rows, FIRST_LABELS[format]).write()
+    Dataset(directory, split, format, classes, shard_files, rows).write()
     return Dataset.open(directory, split)

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ _RECIPES = {
     "detection": "ringdance run -np 2 python {}/train.py --help",
     "deepfm": "ringdance run -np 2 python {}/train_torch.py --help",
 }
+_PRESETS: dict[str, Any] = {"resnet50": resnet50.PRESETS, "detection": detection.PRESETS}
+_SCORED = ("resnet50", "deepfm")  # by one script
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,6 +57,7 @@ def _directory(name: str) -> Path:
 def _files(name: str) -> list[Path]:
     """Return the files of a recipe, those to be run first."""
     found = [one for one in _directory(name).glob("*.py") if one.name != "__init__.py"]
+    found += [Path(__file__).with_name("score.py")] if name in _SCORED else []
     return sorted(found, key=lambda one: (not one.name.startswith("train"), one.name))
 
 
@@ -72,51 +75,15 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    if arguments.recipe not in _PRESETS:
+    if not (presets := _PRESETS.get(arguments.recipe)):
         manuals = ((one, ast.get_docstring(ast.parse(one.read_text()))) for one in _files(arguments.recipe))
         print("\n\n".join(f"{one.name}\n\n{textwrap.indent(text or '', '  ')}" for one, text in manuals))
         return 0
-    presets, described = _PRESETS[arguments.recipe]
-    print("\n\n".join(f"{name}\n{_about(one, *described(one))}" for name, one in presets.items()))
+    for name, one in presets.items():
+        print(f"{name}  (batch {one.batch_size * one.devices:,})")
+        fields = ((name.replace("_", " "), value) for name, value in vars(one).items() if value)
+        print("".join(f"  {field:17}{value}\n" for field, value in fields))
     return 0
-
-
-def _about(one: Any, batch: int, *lines: str) -> str:
-    """Return a preset as a paragraph: what all presets have, around lines on what its recipe has."""
-    first = f"batch      {batch:,}: {one.batch_size} on each of {one.devices} devices, {one.precision}"
-    last = f"source     {one.source}", f"expected   {one.expected}"
-    return "\n".join(f"  {line}" for line in (first, *lines, *last))
-
-
-def _milestones(milestones: Sequence[float]) -> str:
-    return f" at {', '.join(f'{epoch:g}' for epoch in milestones)}" if milestones else ""
-
-
-def _classifier(one: resnet50.Preset) -> tuple[int, str, str, str]:
-    return (
-        one.batch_size * one.devices,
-        f"optimizer  {one.optimizer}, rate {one.rate:g}, momentum {one.momentum:g}, "
-        f"weight decay {one.weight_decay:g}",
-        f"schedule   {one.epochs:g} epochs: {one.warmup_epochs:g} of warm-up, then "
-        f"{one.schedule}{_milestones(one.milestones)}",
-        f"targets    label smoothing {one.label_smoothing:g}; crops of {one.image_size} pixels",
-    )
-
-
-def _detector(one: detection.Preset) -> tuple[int, str, str, str]:
-    then = f"a tenth{_milestones(one.milestones)}" if one.milestones else "cosine"
-    return (
-        one.batch_size * one.devices,
-        f"optimizer  {one.optimizer}, rate {one.rate:g}, weight decay {one.weight_decay:g}",
-        f"schedule   {one.epochs:g} epochs: {one.warmup_steps} steps of warm-up, then {then}",
-        f"images     sides of {one.image_size} to {one.longest} pixels; {one.backbone} of width {one.width}",
-    )
-
-
-_PRESETS: dict[str, tuple[dict[str, Any], Callable[[Any], tuple[int, str, str, str]]]] = {
-    "resnet50": (resnet50.PRESETS, _classifier),
-    "detection": (detection.PRESETS, _detector),
-}
 
 
 def _copy(arguments: argparse.Namespace) -> int:

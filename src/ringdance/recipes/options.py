@@ -20,7 +20,7 @@ class Options(Parser):
     """A parser of options whose errors are printed by one rank; it has those of all recipes."""
 
     def add_shared(self, keep: int, log_every: int) -> None:
-        """Add the options that ``Training`` and ``TrainingLog`` read; defaults of two of them."""
+        """Add the options that ``Training`` reads; defaults of two of them."""
         add = self.add_argument
         text = "end after so many steps of this run, with a checkpoint"
         add("--steps", type=count, metavar="N", help=text)
@@ -32,8 +32,8 @@ class Options(Parser):
         add("--keep", type=count, default=keep, metavar="N", help=f"checkpoints; default: {keep}")
         add("--export", metavar="MODEL", help="write the best model (without --checkpoints: the last)")
         add("--log-every", type=count, default=log_every, metavar="STEPS", help=f"default: {log_every}")
-        text = "of all machines together: print the cost so far"
-        add("--price-per-hour", type=float, metavar="P", help=text)
+        text = "of all machines together: print what the time so far costs"
+        add("--price-per-hour", type=amount, metavar="P", help=text)
         add("--tensorboard", metavar="DIR", help="write losses, rate, speed and evaluations there")
 
     def error(self, message: str) -> NoReturn:

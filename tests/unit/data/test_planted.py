@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -48,28 +47,25 @@ def test_auc_counts_equal_probabilities_half():
 
 
 def test_rows_need_no_pyarrow(tmp_path):
-    code = "import sys; sys.modules['pyarrow'] = None; import numpy as np; from pathlib import Path;"
-    code += "from ringdance.data import Table; from ringdance.data.prepare.generate import generate;"
-    code += "generate(Path(sys.argv[1]), 100); print(Table.open(sys.argv[1]).read(np.arange(100)).ids.shape)"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    code = "import sys; sys.modules['pyarrow'] = None; import numpy as np; from ringdance import cli;"
+    code += "from ringdance.data import Table; cli.main(['data', 'generate', 'criteo', *sys.argv[1:]]);"
+    code += "print(Table.open(sys.argv[1]).read(np.arange(100)).ids.shape)"
+    command = [sys.executable, "-c", code, tmp_path, "--rows", "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.endswith("\n(100, 39)\n"), done.stderr
 
 
-def test_the_command_writes_the_same_rows_in_any_format(tmp_path, capsys):
-    words = ["data", "generate", "criteo", "--rows", "3000", "--validation", "0.1", "--shards", "3"]
-    formats = ("rows", "libsvm", "tfrecord")
-    for name in formats:
-        assert cli.main([*words, str(tmp_path / name), "--format", name, "--table-size", "5000"]) == 0
-    for split, count in (("train", 2700), ("validation", 300)):
-        tables = [Table.open(tmp_path / name, split) for name in formats]
-        first, *others = [table.read(np.arange(count)) for table in tables]
-        assert all(len(table) == count for table in tables)
-        for other in others:
-            for a, b in zip(first, other, strict=True):
-                assert a.tobytes() == b.tobytes()
-    about = json.loads((tmp_path / "rows/planted.json").read_text())
-    assert f"AUC of the true probabilities {about['train']['auc']:.5f}" in capsys.readouterr().out
-    assert cli.main([*words, str(tmp_path / "rows")]) == 2
-    assert "--overwrite removes it" in capsys.readouterr().err
-    assert cli.main([*words[:-2], str(tmp_path / "rows"), "--overwrite", "--shards", "1"]) == 0
-    assert len(list((tmp_path / "rows").glob("train-*"))) == 1
+def test_the_command_writes_these_rows(tmp_path, capsys):
+    words = ["data", "generate", "criteo", str(tmp_path), "--rows", "3000", "--table-size", "5000"]
+    assert cli.main([*words, "--validation", "0.1"]) == 0
+    (whole,) = planted(3000)
+    for split, start, stop in (("train", 0, 2700), ("validation", 2700, 3000)):
+        found = Table.open(tmp_path, split).read(np.arange(stop - start))
+        for one, other in zip(found, whole.part(start, stop).rows(5000), strict=True):
+            assert one.tobytes() == other.tobytes()
+    best = auc(whole.probabilities[:2700], whole.labels[:2700])
+    assert f"AUC of the true probabilities {best:.5f}" in capsys.readouterr().out
+    assert cli.main(words) == 2
+    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert cli.main([*words, "--overwrite"]) == 0
+    assert not (tmp_path / "validation.json").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from ringdance.cli import main
-from ringdance.data import Dataset
 from ringdance.data.prepare.coco import run_lengths
 
 Image = pytest.importorskip("PIL.Image")
@@ -118,7 +116,7 @@ def test_too_much_that_is_broken_is_refused(
     target = tmp_path / "checked"
     assert main(["data", "prepare", "coco", str(source), str(target)]) == 2
     total = len(BROKEN) + 5
-    assert f"{total} images, annotations and categories are broken" in capsys.readouterr().err
+    assert f"{total} images, annotations and categories of train2017 are broken" in capsys.readouterr().err
     assert not (target / "annotations" / "instances_train2017.json").exists()
     assert len(problems(target)) == total
 
@@ -140,17 +138,8 @@ def test_annotations_go_with_their_images_after_another_source(
 ) -> None:
     first, other, target = one_image(tmp_path / "a", 1), one_image(tmp_path / "b", 2), tmp_path / "made"
     assert main(["data", "prepare", "coco", str(first), str(target)]) == 0
-    assert main(["data", "prepare", "coco", str(other), str(target), "--shards", "1"]) == 0
-    assert main(["data", "verify", str(target)]) == 0
     assert main(["data", "prepare", "coco", str(other), str(target)]) == 0
-    left = f"val-00000-of-00002.tar.{os.uname().nodename}"
-    for process in (os.getpid(), 2**22 + 1):  # above the largest that there can be
-        (target / f".{left}.{process}").touch()
-    assert main(["data", "prepare", "coco", str(other), str(target)]) == 0
-    assert (target / f".{left}.{os.getpid()}").exists(), "of a process that runs"
-    (target / f".{left}.{os.getpid()}").unlink()
-    made = sorted(one.name for one in target.iterdir())
-    assert made == ["annotations", "val"], "no index and no tars, which a training would read"
+    assert sorted(one.name for one in target.iterdir()) == ["annotations", "val"]
     assert (target / "val").resolve() == (other / "val").resolve()
     (target / "val").unlink()
     (target / "val").mkdir()
@@ -188,37 +177,6 @@ def test_outlines_that_are_empty_or_slivers_keep_their_objects(tmp_path: Path) -
     assert not any("segmentation" in one for one in made[:2])
     told = [line.split("\t") for line in (target / "val.problems.tsv").read_text().splitlines()]
     assert [one[:2] for one in told] == [["polygon", "2"], ["polygon", "3"], ["annotation", "3"]]
-
-
-def test_tars_name_images_by_what_they_are(tmp_path: Path) -> None:
-    """A PNG is .png, whatever its name says; the index of such a tar can be made anew."""
-    source, target = one_image(tmp_path / "a", 1), tmp_path / "made"
-    for kind in ("PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG"):
-        Image.new("RGB", (32, 24)).save(source / "val" / "1.jpg", kind)
-        assert main(["data", "prepare", "coco", str(source), str(target), "--shards", "1"]) == 0
-        with tarfile.open(target / "val-00000-of-00001.tar") as tar:
-            ending = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
-            assert tar.getnames() == [f"1.{ending}", "1.json"]
-        data = Dataset.open(target, "val").read(0)
-        assert main(["data", "index", str(target), "--split", "val", "--files", "*.tar"]) == 0
-        assert Dataset.open(target, "val").read(0) == data
-
-
-def test_shards_have_each_image_with_its_annotations(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "tars"
-    words = ["data", "prepare", "coco", str(source), str(target), "--shards", "2", "--max-broken", "100"]
-    assert main(words) == 3
-    data = Dataset.open(target, "train2017")
-    for place, number in enumerate((1, 2)):
-        assert data.read(place) == (source / "train2017" / f"{number}.jpg").read_bytes()
-    with tarfile.open(target / "train2017-00001-of-00002.tar") as tar:
-        assert tar.getnames() == ["2.jpg", "2.json"]
-        file = tar.extractfile("2.json")
-        assert file
-        about = json.load(file)
-    assert about["image"]["id"] == 2
-    assert [one["id"] for one in about["annotations"]] == [5, 6]
-    assert main(["data", "verify", str(target), "--decode"]) == 0
 
 
 @pytest.mark.parametrize(("content", "told"), [

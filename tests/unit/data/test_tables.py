@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from criteo_lines import libsvm_lines
 
 from ringdance.data import Dataset, Table, TableLoader, tfrecord
 from ringdance.data.files import crc32c
@@ -19,12 +20,13 @@ from ringdance.data.order import _mixed
 from ringdance.data.tables import Rows, criteo, examples
 from ringdance.data.tables.rows import BLOCK, PADDING, RowError, dtype, header
 from ringdance.data.tables.table import TableFile
-from ringdance.data.tables.writing import ENDS, TableWriter, Written, write_index
+from ringdance.data.tables.writing import TableWriter, Written, write_index
 from ringdance.errors import ArgumentError
 
 pytest.importorskip("pyarrow")
 SIZE = 100_003  # of the table
 FORMATS = ("rows", "tfrecord", "libsvm", "csv")
+ENDS = {"rows": "npy", "tfrecord": "tfrecord", "libsvm": "libsvm"}
 FILES = (700, 0, 512, 1, 130)  # rows of each: blocks end within files, and files within blocks
 ROWS = sum(FILES)
 
@@ -57,7 +59,10 @@ def tables(tmp_path_factory):
             stop = start + count
             if form == "csv":
                 first = head if number % 2 else b""
-                written.append(csv_file(directory / f"csv-{number}.csv", first, lines[start:stop]))
+                written.append(text_file(directory / f"csv-{number}.csv", first, lines[start:stop]))
+            elif form == "libsvm":
+                made = libsvm_lines(rows.part(start, stop)).splitlines(keepends=True)
+                written.append(text_file(directory / f"libsvm-{number}.libsvm", b"", made))
             else:
                 with TableWriter(directory / f"{form}-{number}.{ENDS[form]}", form, count, 39) as file:
                     for at in range(start, stop, 100):
@@ -68,7 +73,7 @@ def tables(tmp_path_factory):
     return {form: Table.open(directory, form) for form in FORMATS}
 
 
-def csv_file(path, first, lines):
+def text_file(path, first, lines):
     """Write lines after a first one, and return what the index of a table needs."""
     path.write_bytes(first + b"".join(lines))
     ends = len(first) + np.cumsum([0, *map(len, lines)])

@@ -19,8 +19,7 @@ from ringdance.observe import bench
 from ringdance.tune import bench_train, plan_cli, threads
 
 COMMANDS = (
-    "run", "bench train", "bench input", "tune threads", "search", "doctor", "explain",
-    "hosts copy", "data prepare imagenet", "data prepare criteo",
+    "run", "bench train", "bench input", "tune threads", "search", "doctor", "explain", "hosts copy",
 )  # fmt: skip
 HOW = ["--ssh-port=2222", "--ssh-identity-file=/k", "--python=/opt/bin/python", "--ssh-args=-o User=me"]
 

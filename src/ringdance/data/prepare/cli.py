@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ringdance import subcommands
 from ringdance.data.prepare import coco, criteo, inspect
 from ringdance.data.prepare.foreign import index
 from ringdance.data.prepare.generate import generate
-from ringdance.data.prepare.prepare import Options, prepare
-from ringdance.data.prepare.shuffle import ShufflePlan
+from ringdance.data.prepare.prepare import prepare
 from ringdance.data.prepare.sources import SPLITS
 from ringdance.data.tables.writing import ENDS
 from ringdance.data.writing import ENDINGS
-from ringdance.launch.parser import at_least, positive, rank_count
-from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
-from ringdance.launch.spec import JobSpec
+from ringdance.launch.parser import at_least, positive
 from ringdance.limits import usable_cores
 from ringdance.subcommands import Subcommand
 
@@ -39,47 +36,51 @@ examples:
 Needs the packages google-crc32c and, for images, pillow and simplejpeg, for click logs pyarrow.
 `ringdance data COMMAND --help` shows all options.
 """
+_RESUMED = """
+Files appear under their names when they are complete. After Ctrl-C, kill -9 or a crash the same command
+resumes, and the result has the same bytes, also with another number of processes.
+
+exit code: 0; 3 if something broken was left out; 2 if it cannot be done"""
 _PREPARE = """\
 SRC is one of these; classes are numbered from 0 in the order of their names:
   class directories        SRC/n01440764/*.JPEG, or SRC/train/n01440764/*.JPEG and SRC/val/n01440764/*.JPEG;
                            also training, valid and validation, in capitals or not; others are named
   Kaggle's archive         the directory above ILSVRC, or ILSVRC, Data or CLS-LOC in it; labels of val from
-                           LOC_val_solution.csv or the Annotations
-  official files           ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar; labels of val from
-                           ILSVRC2012_devkit_t12.tar.gz (needs SciPy), or a text file: a class a line
-                           (imagenet_2012_validation_synset_labels.txt), or lines `IMAGE CLASS`
+                           LOC_val_solution.csv
+  official files           ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar; labels of val from a text
+                           file: a class a line, as in imagenet_2012_validation_synset_labels.txt, or lines
+                           `IMAGE CLASS`
 
 examples:
   ringdance data prepare imagenet /data/ILSVRC /fast/imagenet --format tfrecord --shards 1024 -np 16
   ringdance data prepare imagenet /data/flowers /fast/flowers --format webdataset --split train
-  ringdance data prepare imagenet /data/ILSVRC /shared/imagenet-256 --resize 256 -H node1:32,node2:32
+  ringdance data prepare imagenet /data/ILSVRC /shared/imagenet-256 --resize 256
 
 An image stays byte for byte as it is, unless --resize makes it smaller, or its EXIF says that it is rotated,
 or it is no JPEG in RGB or grey (CMYK; PNG, whose 16 bits become 8 and whose transparent pixels become white):
 such are converted, damaged ones left out, and both listed in DST/SPLIT.problems.tsv.
-"""
+""" + _RESUMED
 _PREPARE_CLICKS = """\
 SRC, also compressed as .gz, .bz2, .xz or .zst:
   Criteo's files           train.txt, day_0 to day_23, or CSV: label, 13 numbers, 26 categories, between tabs
                            or commas, with or without a line of names; or Parquet with these names
-  LibSVM, TFRecords, .npy  a label with pairs of id and value, as `ringdance data prepare criteo` writes them
+  LibSVM, TFRecords, .npy  a label with pairs of id and value; TFRecords and .npy as written here
   a directory of these     without files whose names begin with "test", which are named; of a prepared one
                            both splits
 
 Categories become ids by a hash, below --table-size; numbers x become log1p(x). Rows are shuffled over all
-files, always in the same way: a sort by hashes in two passes, which needs as much disk again as the result;
-above 64 GB of text what is sorted is merged in between.
+files, always in the same way: by hashes, in two passes, which need as much disk again as the result.
 Broken rows are left out and listed in DST/problems.tsv.
 
 examples:
   ringdance data prepare criteo /data/kaggle/train.txt /fast/criteo --validation 0.1 --shards 64
   ringdance data prepare criteo day_{0..22}.gz /fast/criteo --validation day_23.gz --table-size 40000000
-  ringdance data prepare criteo /fast/criteo /fast/criteo-tfrecords --format tfrecord --balance
-"""
+  ringdance data prepare criteo /fast/criteo /fast/criteo-tfrecords --format tfrecord
+""" + _RESUMED
 _PREPARE_COCO = """\
 SRC has COCO's layout: SRC/annotations/instances_SPLIT.json, with the images in SRC/SPLIT. DST gets the same:
-the annotations without what is broken, and a link to the images, which are only read; with --shards tars
-for WebDataset (KEY.jpg with KEY.json) and their index instead. The recipe `detection` trains on either.
+the annotations without what is broken, and a link to the images, which are only read. The recipe `detection`
+trains on either.
 
 Left out, and listed in DST/SPLIT.problems.tsv with the reason: images that are missing, cannot be decoded,
 or have another size than it says, with all that is on them; boxes without area or outside of the image;
@@ -90,15 +91,9 @@ COCO's own tools. What DST has of an earlier call is replaced.
 
 examples:
   ringdance data prepare coco /data/coco /fast/coco
-  ringdance data prepare coco /data/coco /fast/coco-tars --split train2017 --shards 128
+  ringdance data prepare coco /data/coco /fast/coco --split train2017
 
 exit code: 0; 3 if something broken was left out; 2 if it cannot be done"""
-_RESUMED = """
-Files appear under their names when they are complete. After Ctrl-C, kill -9 or a crash the same command
-resumes, and the result has the same bytes, also with another number of processes.
-With -H both SRC and DST must be on a file system that all hosts share.
-
-exit code: 0; 3 if something broken was left out; 2 if it cannot be done; else that of the failed process"""
 _VERIFY = """\
 Compares sizes and CRC-32C of all files with the index, and the index with its own, and reads every record of
 TFRecords; --decode also decodes every image and compares labels with the records, or parses every row of
@@ -108,12 +103,6 @@ example:
   ringdance data verify /fast/imagenet --decode
 
 exit code: 0 if all is well, else 1"""
-_INFO = """\
-Sizes of images are those of a thousand of them: the range, and the median in brackets; the share of clicks
-is that of the first 16,384 rows.
-
-example:
-  ringdance data info /fast/imagenet --json"""
 _INDEX = """\
 Writes DIR/SPLIT.json and DIR/SPLIT.npy; files are only read. From then on DIR is read like any data set.
 TFRecords need an image in image/encoded (or image) and a label in image/class/label (or label), as written
@@ -131,7 +120,8 @@ _GENERATE = """\
 Rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories with a power law, values that are
 missing. Clicks (a quarter of the rows) are drawn from a known probability, which depends on single columns
 and on pairs of them, so that a factorization machine does better than a linear model. The AUC of that
-probability is printed, and in DST/planted.json: no model can do better on these rows.
+probability is printed: no model can do better on these rows. For other formats or more files, give DST to
+`ringdance data prepare criteo`.
 
 example:
   ringdance data generate criteo /fast/planted --rows 2000000 --validation 0.1"""
@@ -149,12 +139,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, _prepare_clicks, _PREPARE_CLICKS),
         ("coco", "images with boxes and masks, in COCO's format", _add_coco, _prepare_coco, _PREPARE_COCO),
     ):
-        alone = name == "coco"  # one process, with threads
-        epilog += "" if alone else _RESUMED
         one = group.add_parser(name, help=help, description=f"Prepare {help}.", epilog=epilog)
         add(one)
-        if not alone:
-            _add_processes(one)
         one.set_defaults(prepare=run)
 
 
@@ -163,9 +149,8 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add("source", type=Path, metavar="SRC", help="directory of the images or tars, see below")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
-    add("--shards", type=positive, default=0, metavar="N", help="files of train (default: of 134 MB each)")
-    text = "files of validation (default: an eighth of --shards, or of 134 MB each)"
-    add("--validation-shards", type=positive, default=0, metavar="N", help=text)
+    text = "files of train; validation has an eighth of them (default: of 134 MB each)"
+    add("--shards", type=positive, default=0, metavar="N", help=text)
     text = "make the shorter side of larger images S pixels, encoded again with quality 95"
     add("--resize", type=positive, default=0, metavar="S", help=text)
     text = "only this split; class directories without train and val are this one (default: all; train)"
@@ -174,41 +159,23 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     text = "broken images that may be left out (default: one in a hundred)"
     add("--max-broken", type=int, metavar="N", help=text)
     add("--overwrite", action="store_true", help="remove what DST has of these splits, and begin anew")
+    _add_processes(parser)
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("processes")
-    text = "number of processes (default: the slots of -H, else the cores of this machine)"
-    group.add_argument("-np", "--num-proc", type=rank_count, metavar="N", help=text)
-    add_host_options(group, "hosts, with their numbers of processes (default: 1)")
+    text = "number of processes (default: the cores of this machine)"
+    add = parser.add_argument
+    add("-np", "--num-proc", type=positive, default=usable_cores(), metavar="N", help=text)
 
 
-def _job(arguments: argparse.Namespace) -> JobSpec:
-    hosts = hosts_of(arguments)
-    ranks = arguments.num_proc or (None if hosts else usable_cores())
-    shell = remote_shell_of(arguments)
-    return JobSpec((), ranks=ranks, hosts=hosts, source="-H or --hostfile", shell=shell)
+def _prepare(given: argparse.Namespace) -> int:
+    return prepare(given.source.absolute(), given.destination.absolute(), given)
 
 
-def _prepare(arguments: argparse.Namespace) -> int:
-    options = Options(
-        arguments.format, arguments.shards, arguments.validation_shards, arguments.resize, arguments.split,
-        arguments.labels, arguments.max_broken, arguments.overwrite,
-    )  # fmt: skip
-    source, destination = arguments.source.absolute(), arguments.destination.absolute()
-    return LEFT_OUT if prepare(source, destination, options, _job(arguments)) else 0
-
-
-def _prepare_clicks(arguments: argparse.Namespace) -> int:
-    given = arguments.validation
-    apart, share = (given.absolute(), 0.0) if isinstance(given, Path) else (None, given)
-    files = criteo.find([path.absolute() for path in arguments.source], apart)
-    plan = ShufflePlan(
-        files, arguments.format, arguments.shards, arguments.table_size, arguments.balance, share,
-        arguments.max_broken, round(arguments.chunk * (1 << 20)),
-    )  # fmt: skip
-    destination = arguments.destination.absolute()
-    return LEFT_OUT if criteo.prepare(destination, plan, _job(arguments), arguments.overwrite) else 0
+def _prepare_clicks(given: argparse.Namespace) -> int:
+    apart = given.validation.absolute() if isinstance(given.validation, Path) else None
+    files = criteo.find([path.absolute() for path in given.source], apart)
+    return criteo.prepare(given.destination.absolute(), files, given)
 
 
 def _add_coco(parser: argparse.ArgumentParser) -> None:
@@ -217,20 +184,13 @@ def _add_coco(parser: argparse.ArgumentParser) -> None:
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     text = "only this split, such as train2017 (default: all of SRC/annotations)"
     add("--split", action="append", default=[], metavar="SPLIT", help=text)
-    add("--shards", type=positive, default=0, metavar="N", help="tars for each split (default: none)")
     text = "broken ones that may be left out of a split (default: a hundredth of its annotations)"
     add("--max-broken", type=int, metavar="N", help=text)
-    text = "that decode images (default: the cores of this machine)"
-    add("--threads", type=positive, default=usable_cores(), metavar="N", help=text)
 
 
-def _prepare_coco(arguments: argparse.Namespace) -> int:
-    given = arguments
-    left_out = coco.prepare(
-        given.source.absolute(), given.destination.absolute(), given.split, given.shards, given.max_broken,
-        given.threads,
-    )  # fmt: skip
-    return LEFT_OUT if left_out else 0
+def _prepare_coco(given: argparse.Namespace) -> int:
+    source, destination = given.source.absolute(), given.destination.absolute()
+    return coco.prepare(source, destination, given.split, given.max_broken)
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
@@ -240,11 +200,6 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument("--decode", action="store_true", help="decode every image, parse every row too")
-
-
-def _add_info(parser: argparse.ArgumentParser) -> None:
-    _add_directory(parser)
-    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _add_index(parser: argparse.ArgumentParser) -> None:
@@ -270,24 +225,21 @@ def _add_clicks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, nargs="+", metavar="SRC", help="files, or a directory of them, see below")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
-    _add_table(parser, _share_or_path, "SHARE|SRC", ", or its files (default: none)")
-    add("--balance", action="store_true", help="give each file the same share of clicks")
-    add("--max-broken", type=int, metavar="N", help="broken rows to leave out (default: one in a hundred)")
-    add("--chunk", type=float, default=64, help=argparse.SUPPRESS)  # MB; for tests
-
-
-def _add_table(
-    parser: argparse.ArgumentParser, share: Callable[[str], object], metavar: str, more: str
-) -> None:
-    add = parser.add_argument
     text = "default: rows, which needs no parsing in training"
     add("--format", choices=tuple(ENDS), default="rows", help=text)
     add("--shards", type=positive, default=0, metavar="N", help="files of train (default: of 268 MB each)")
-    text = "rows of the table of embeddings: ids are below it (default: 1000000)"
-    add("--table-size", type=positive, default=1_000_000, metavar="H", help=text)
-    text = f"share of the rows for the split validation, such as 0.1{more}"
-    add("--validation", type=share, default=0.0, metavar=metavar, help=text)
+    _add_table_size(parser)
+    text = "share of the rows for the split validation, such as 0.1, or its files (default: none)"
+    add("--validation", type=_share_or_path, default=0.0, metavar="SHARE|SRC", help=text)
+    add("--max-broken", type=int, metavar="N", help="broken rows to leave out (default: one in a hundred)")
+    add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # MB; for tests
     add("--overwrite", action="store_true", help="remove the data set that DST has, and begin anew")
+    _add_processes(parser)
+
+
+def _add_table_size(parser: argparse.ArgumentParser) -> None:
+    text = "rows of the table of embeddings: ids are below it (default: 1000000)"
+    parser.add_argument("--table-size", type=positive, default=1_000_000, metavar="H", help=text)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -295,24 +247,17 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("dataset", choices=("criteo",), help="its columns")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     add("--rows", type=positive, default=2_000_000, metavar="N", help="of all splits (default: 2000000)")
-    add("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
     text = "other rows of the same probability for each day (default: 0)"
     add("--day", type=int, default=0, metavar="N", help=text)
-    _add_table(parser, _share, "SHARE", " (default: none)")
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    generate(
-        arguments.destination, arguments.rows, arguments.seed, arguments.day,
-        table_size=arguments.table_size, format=arguments.format, shards=arguments.shards,
-        validation=arguments.validation, overwrite=arguments.overwrite,
-    )  # fmt: skip
-    return 0
+    _add_table_size(parser)
+    text = "share of the rows for the split validation, such as 0.1 (default: none)"
+    add("--validation", type=_share, default=0.0, metavar="SHARE", help=text)
+    add("--overwrite", action="store_true", help="replace the data set that DST has")
 
 
 _SUBCOMMANDS = {
     "prepare": Subcommand(
-        lambda arguments: int(arguments.prepare(arguments)),
+        lambda arguments: LEFT_OUT * bool(arguments.prepare(arguments)),
         "write images or click logs into files for training, with an index", _add_prepare,
     ),
     "verify": Subcommand(
@@ -320,8 +265,8 @@ _SUBCOMMANDS = {
         "check the files of a data set", _add_verify, _VERIFY,
     ),
     "info": Subcommand(
-        lambda arguments: inspect.info(arguments.directory, arguments.json),
-        "show splits, samples or rows, classes, bytes and sizes of images", _add_info, _INFO,
+        lambda arguments: inspect.info(arguments.directory),
+        "show splits, samples or rows, classes and bytes", _add_directory,
     ),
     "index": Subcommand(
         lambda arguments: LEFT_OUT * bool(
@@ -330,6 +275,6 @@ _SUBCOMMANDS = {
         "write an index for TFRecords or tars made by others", _add_index, _INDEX,
     ),
     "generate": Subcommand(
-        _generate, "write click logs whose best possible AUC is known", _add_generate, _GENERATE
+        generate, "write click logs whose best possible AUC is known", _add_generate, _GENERATE
     ),
 }  # fmt: skip

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import errno
-import glob
 import json
 import math
-import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringdance.data.dataset import Dataset, joined
-from ringdance.data.files import ShardWriter
+from ringdance.data.files import write_whole
+from ringdance.data.prepare.plan import check_broken, list_problems
 from ringdance.data.prepare.progress import PrepareProgress, say
-from ringdance.data.sample import Sample
-from ringdance.data.writing import shard_name, write_shard
 from ringdance.errors import ArgumentError
+from ringdance.limits import usable_cores
 
 Fields = dict[str, Any]
 
@@ -37,17 +33,15 @@ class Checked:
 
 
 def prepare(
-    source: Path, destination: Path, splits: Sequence[str], shards: int, max_broken: int | None, threads: int
+    source: Path, destination: Path, splits: Sequence[str], max_broken: int | None
 ) -> int:
-    """Write annotations without what is broken, with links to the images or tars of them.
+    """Write annotations without what is broken, with links to the images.
 
     Args:
         source: with ``annotations/instances_SPLIT.json`` and the images in ``SPLIT``.
-        destination: gets the same; with ``shards``, tars and an index instead of the images.
+        destination: gets the same.
         splits: all of the source, if there are none.
-        shards: number of tars for each split; 0: none.
         max_broken: so much may be left out; None: a hundredth of a split's annotations.
-        threads: that decode images.
 
     Returns:
         The number of images, annotations and categories that were left out.
@@ -62,12 +56,10 @@ def prepare(
         if (destination / one).resolve() == (source / one).resolve():
             raise ArgumentError(f"{destination / one} is SRC's: choose another DST; SRC stays as it is")
     (destination / "annotations").mkdir(parents=True, exist_ok=True)
-    return sum(_split(source, destination, split, shards, max_broken, threads) for split in splits)
+    return sum(_split(source, destination, split, max_broken) for split in splits)
 
 
-def _split(
-    source: Path, destination: Path, split: str, shards: int, max_broken: int | None, threads: int
-) -> int:
+def _split(source: Path, destination: Path, split: str, max_broken: int | None) -> int:
     """Prepare one split; return what was left out."""
     name = Path("annotations") / f"instances_{split}.json"
     try:
@@ -78,46 +70,21 @@ def _split(
         raise ArgumentError(f"{source / name} is no JSON: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(table.get(one), list) for one in _ONE):
         raise ArgumentError(f"{source / name}: it must have lists of {', '.join(_ONE)}, as COCO's files do")
-    total, checked = len(table["annotations"]), check(table, source / split, threads)
+    total, checked = len(table["annotations"]), check(table, source / split)
     listed, left_out = destination / f"{split}.problems.tsv", len(checked.problems)
-    listed.unlink(missing_ok=True)
-    if checked.problems:
-        lines = ("\t".join(one).replace("\n", " ") + "\n" for one in checked.problems)
-        listed.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    limit = max(1, total // 100) if max_broken is None else max_broken
-    if left_out > limit:
-        raise ArgumentError(
-            f"{split}: {left_out} images, annotations and categories are broken, listed in {listed}: more "
-            f"than --max-broken {limit}, so nothing else was written"
-        )
-    _remove_old(destination, split, name, not shards)
-    images, objects = checked.table["images"], checked.table["annotations"]
-    if shards:
-        _write_shards(source / split, destination, split, min(shards, len(images)), checked.table)
-    else:
-        (destination / split).symlink_to((source / split).resolve(), target_is_directory=True)
-    with ShardWriter(destination / name) as file:  # last: without it, nothing is trained on
-        file.write(json.dumps(checked.table).encode())
+    list_problems(listed, checked.problems)
+    what = f"{left_out} images, annotations and categories of {split}"
+    check_broken(what, left_out, total, max_broken, listed)
+    link, images, objects = destination / split, checked.table["images"], checked.table["annotations"]
+    if link.exists() and not link.is_symlink():
+        raise ArgumentError(f"{link} is no link, and may have other images: remove it, or choose another DST")
+    for one in (destination / name, link):  # of an earlier call, perhaps with other images
+        one.unlink(missing_ok=True)
+    link.symlink_to((source / split).resolve(), target_is_directory=True)
+    write_whole(destination / name, json.dumps(checked.table).encode())  # last: it is what is trained on
     kinds = len(checked.table["categories"])
     say(f"{split}: {len(images)} images with {len(objects)} objects of {kinds} categories")
-    if checked.problems:
-        counts = Counter(what for what, _, _ in checked.problems)
-        say(f"{split}: left out: {', '.join(f'{what} {n}' for what, n in counts.items())}: {listed}")
     return left_out
-
-
-def _remove_old(destination: Path, split: str, name: Path, linked: bool) -> None:
-    """Remove what an earlier call has written of a split; its images may be others than these."""
-    link, index = destination / split, (destination / f"{split}.{end}" for end in ("json", "npy"))
-    if linked and link.exists() and not link.is_symlink():
-        raise ArgumentError(f"{link} is no link, and may have other images: remove it, or choose another DST")
-    tars = destination.glob(f"{glob.escape(split)}-?????-of-?????.tar")
-    for one in (destination / name, *index, *tars, *([link] if link.is_symlink() else [])):
-        one.unlink(missing_ok=True)
-    partial = f".*{glob.escape(split)}*.{glob.escape(os.uname().nodename)}.*"
-    for one in (*destination.glob(partial), *(destination / name).parent.glob(partial)):
-        if not os.path.exists(f"/proc/{one.name.rpartition('.')[2]}"):  # its process was killed
-            one.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> bytes:
@@ -127,13 +94,13 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def check(table: Fields, directory: Path, threads: int) -> Checked:
+def check(table: Fields, directory: Path) -> Checked:
     """Return what is whole of a split, in the order of the numbers of images."""
     found = Checked({**table})
     kinds = {one["id"]: one for one in _unique(found, table, "categories")}
     images = {one["id"]: one for one in _unique(found, table, "images")}
     left = set[int]()
-    with PrepareProgress(len(images), len(images)) as progress, ThreadPoolExecutor(threads) as pool:
+    with PrepareProgress(len(images), "images") as progress, ThreadPoolExecutor(usable_cores()) as pool:
         whys = pool.map(lambda one: _image_fault(one, directory), images.values())
         for number, why in zip([*images], whys, strict=True):
             progress.add(1, 1)
@@ -281,26 +248,3 @@ def _numbers(values: Any, count: int) -> bool:
         isinstance(values, list) and len(values) == count
         and all(isinstance(one, int | float) and abs(one) < _LARGEST for one in values)
     )  # fmt: skip
-
-
-def _write_shards(images: Path, destination: Path, split: str, shards: int, table: Fields) -> None:
-    """Write tars with each image and its annotations, and their index."""
-    objects: dict[int, list[Fields]] = {}
-    for one in table["annotations"]:
-        objects.setdefault(one["image_id"], []).append(one)
-    every, files, rows = table["images"], [], []
-
-    def samples(chosen: list[Fields]) -> Iterator[Sample]:
-        for one in chosen:
-            # The label is what tools for tars of images expect; ours is `verify`.
-            about = json.dumps({"label": 0, "image": one, "annotations": objects.get(one["id"], [])}).encode()
-            data, name = (images / one["file_name"]).read_bytes(), str(one["file_name"])
-            yield Sample(data, 0, "", name, one["height"], one["width"], annotations=about)
-
-    for shard in range(shards):
-        chosen = every[shard * len(every) // shards : (shard + 1) * len(every) // shards]
-        name = shard_name(split, shard, shards, "webdataset")
-        file, places = write_shard(destination / name, "webdataset", samples(chosen))
-        files.append(file)
-        rows.append(places)
-    Dataset(destination, split, "webdataset", ["image"], files, joined(rows), 0).write()

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
 from rich.filesize import decimal
 
-from ringdance.data.files import needed, npy, write_whole
-from ringdance.data.order import block
-from ringdance.data.prepare import shuffle
+from ringdance.data.files import needed, write_whole
 from ringdance.data.prepare.chunks import PARQUET, SourceFile, plain
-from ringdance.data.prepare.generate import OUTPUTS, SPLITS, clear, file_count
-from ringdance.data.prepare.plan import finished, state
-from ringdance.data.prepare.prepare import check_sizes, listed, locked, run_work
+from ringdance.data.prepare.plan import check_broken, finished, list_problems, listed, locked, state
+from ringdance.data.prepare.prepare import check_sizes
 from ringdance.data.prepare.progress import PrepareProgress, counted, say
-from ringdance.data.prepare.shuffle import OutputFile, Run, ShufflePlan, cuts, is_merged, work
+from ringdance.data.prepare.shuffle import ShufflePlan, gather, is_scattered, scatter, write_cuts
+from ringdance.data.prepare.work import run_tasks
 from ringdance.data.tables import formats
 from ringdance.data.tables.criteo import BOM
 from ringdance.data.tables.formats import SUFFIXES
 from ringdance.data.tables.rows import dtype
-from ringdance.data.tables.table import Table
-from ringdance.data.tables.writing import ENDS, write_index
+from ringdance.data.tables.table import Table, TableFile
+from ringdance.data.tables.writing import ENDS, Written, write_index
 from ringdance.errors import ArgumentError
-from ringdance.launch.spec import JobSpec
 
-_OPTIONS = ("format", "shards", "table_size", "balance", "validation")
+SPLITS = ("train", "validation")
 _PROBLEMS = "problems.tsv"
+_FILE_SIZE = 256 << 20
+_CHUNK, _LARGE = 64 << 20, 256 << 30
+"""Bytes that are parsed at once: so many for each so many bytes of the source, which bounds the runs."""
 _TRIED, _BEGINNING = 16, 1 << 22
 """Files, and bytes of each, whose rows are counted for the estimate of the size."""
 
@@ -89,96 +91,112 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
     return [(one, None) for one in found]
 
 
-def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool) -> int:
+def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Namespace) -> int:
     """Write a data set, or what is left of it; return how many broken rows were left out.
 
     Args:
         destination: directory; made if it is missing.
-        plan: what to do.
-        job: the processes that write; its command is set here.
-        overwrite: whether to begin anew.
+        files: of the source, see :func:`find`.
+        given: options of the command.
 
     Raises:
         ArgumentError: it cannot be done so, with the remedy.
-        LaunchError: a process failed.
     """
     for module in ("google_crc32c", "pyarrow"):
         needed(module)
-    for file in plan.files:
+    for file in files:
         if Path(file.path).resolve().is_relative_to(destination.resolve()):
             raise ArgumentError(f"{file.path} is within DST, where files are replaced: choose another DST")
     state(destination).mkdir(parents=True, exist_ok=True)
+    plan, needs = _plan(files, given)
     with locked(destination):
-        former = None if overwrite else ShufflePlan.read(destination)
-        if overwrite or (former is None and not (destination / "train.json").exists()):
-            clear(destination, overwrite)
-            _remove_state(destination)
-        elif former is None or replace(former, max_broken=plan.max_broken) != plan:
-            raise ArgumentError(
-                f"{destination} has a data set that was begun otherwise{_differences(plan, former)}. Use the "
-                "same options and files to resume, another DST, or --overwrite to begin anew"
-            )
+        _begin_or_resume(destination, plan, given.overwrite)
         if (destination / "train.json").exists():
             for split in SPLITS:
                 if (destination / f"{split}.json").exists():
                     check_sizes(destination, Table.open(destination, split).files)
             say("complete since an earlier run; --overwrite writes it again")
             return listed(destination / _PROBLEMS, b"\n")
-        size = _check_space(destination, plan)
+        _check_space(destination, needs)
         write_whole(state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
-        say("Pass 1 of 2: parse and sort")
-        run_work(destination, work, "1", job, PrepareProgress(0, size, "rows"))
-        groups, left_out = _runs(destination, plan)
-        outputs = []
-        for group, runs in enumerate(_merged(destination, groups, job)):
-            outputs += _outputs(destination, plan, runs, group)
-        about = json.dumps([asdict(one) for one in outputs])
-        write_whole(state(destination) / OUTPUTS, about.encode())
-        rows = sum(one.rows for one in outputs if not finished(destination, one.name))
-        say(f"Pass 2 of 2: write {rows} rows into {len(outputs)} files")
-        run_work(destination, work, "2", job, PrepareProgress(rows, rows, "rows"))
-        for split in reversed(SPLITS):  # train.json last: with it, all is there
-            if files := [one.written(destination) for one in outputs if one.name.startswith(split)]:
-                fields, size = plan.files[0].fields, sum(one.file.size for one in files)
-                table = write_index(destination, split, plan.format, fields, plan.table_size, files)
-                say(f"{split}: {len(table)} rows in {len(files)} files, {decimal(size)}")
-                if (label := table.only_label()) is not None:
-                    say(f"warning: {split}: all labels are {label:g}: AUC needs rows of both kinds")
-        _remove_state(destination, keep=("criteo.json", OUTPUTS))
+        say(f"Pass 1 of 2: parse and sort {len(files)} files")
+        units = [one for one in plan.units() if not is_scattered(destination, one[2])]
+        progress = PrepareProgress(sum(one.size for one in files), "rows")
+        run_tasks(scatter, [(destination, *one) for one in units], given.num_proc, progress)
+        runs, left_out = _runs(destination, plan)
+        counts = write_cuts(destination, runs).tolist()
+        left = [n for n, name in enumerate(plan.names) if not finished(destination, name)]
+        rows = sum(counts[number] for number in left)
+        say(f"Pass 2 of 2: write {rows} rows into {len(left)} files")
+        tasks = [(destination, number) for number in left]
+        run_tasks(gather, tasks, given.num_proc, PrepareProgress(rows, "rows"))
+        _close(destination, plan)
+        _remove_state(destination, keep="criteo.json")
         return left_out
 
 
-def _check_space(destination: Path, plan: ShufflePlan) -> int:
-    """Estimate the bytes of what is sorted and of the result, by the beginnings of some files.
+def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> tuple[ShufflePlan, int]:
+    """Return the plan, and about how many bytes it needs on the disk."""
+    share = 0.0 if isinstance(given.validation, Path) else given.validation
+    each = _rows_in_a_byte(files, given.table_size)
+    own, other = (each * sum(one.size for one in files if one.group == group) for group in (1, 0))
+    held, kept, row = own + other * share, other * (1 - share), dtype(files[0].fields).itemsize
+    wanted = given.shards or max(1, round(kept * row / _FILE_SIZE))
+    counts = {"validation": round(wanted * held / max(kept, 1)) or int(held > 0), "train": wanted}
+    names = [
+        f"{split}-{shard:05}-of-{count:05}.{ENDS[given.format]}"
+        for split, count in counts.items() for shard in range(count)
+    ]  # fmt: skip
+    chunk = round(given.chunk * (1 << 20)) or _CHUNK * (1 + sum(one.size for one in files) // _LARGE)
+    plan = ShufflePlan(
+        files, names, counts["validation"], given.format, given.table_size, share, given.max_broken, chunk
+    )
+    return plan, round(2 * row * (held + kept))  # what is sorted, and the result
 
-    Returns:
-        Bytes of all files.
+
+def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
+    """Estimate it by the beginnings of some files."""
+    rows = looked_at = 0.0
+    for number in np.linspace(0, len(files) - 1, min(_TRIED, len(files))).astype(int):
+        file = replace(files[number], crc32c=None)
+        for _, data, size in islice(file.read(file.units(_BEGINNING)[0], _BEGINNING), 1):
+            count = formats.parse(file.format, data, files[0].fields, table_size)[0]
+            rows += count * file.size / size
+            looked_at += file.size
+    return rows / max(looked_at, 1)
+
+
+def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> None:
+    """Remove what is to be overwritten.
 
     Raises:
-        ArgumentError: they do not fit on the disk.
+        ArgumentError: There is something else than a part of the same work.
     """
-    rows, looked_at, fields = 0.0, 0, plan.files[0].fields
-    for number in np.linspace(0, len(plan.files) - 1, min(_TRIED, len(plan.files))).astype(int):
-        file = replace(plan.files[number], crc32c=None)
-        first = next(file.read(file.units(_BEGINNING)[0], _BEGINNING), None)
-        if first is None:  # an array of no rows
-            continue
-        _, data, size = first
-        rows += formats.parse(file.format, data, fields, plan.table_size)[0] * file.size / size
-        looked_at += file.size
-    size = sum(one.size for one in plan.files)
-    row = 8 + 2 * dtype(fields).itemsize  # its key; sorted and in the result, which other formats have alike
-    there = [*state(destination).iterdir(), *destination.glob("*-*-of-*")]
-    done = sum(path.stat().st_size for path in there)
-    left = max(0, round(rows * size / max(1, looked_at) * row) - done)
-    free = shutil.disk_usage(destination).free
-    say(f"{len(plan.files)} files, {decimal(size)}; about {decimal(left)} to write, {decimal(free)} free")
-    if left > free:
+    former = None
+    with suppress(ArgumentError) if overwrite else nullcontext():  # a damaged plan
+        former = ShufflePlan.read(destination)
+    if not overwrite and former and replace(former, max_broken=plan.max_broken) == plan:
+        return
+    indexes = [path for split in SPLITS if (path := destination / f"{split}.json").exists()]
+    if not overwrite and (former or indexes):
         raise ArgumentError(
-            f"{destination}: about {decimal(left)} to write, half of it for the time of sorting, but only "
-            f"{decimal(free)} free. Free some space, or choose another DST"
+            f"{destination} has a data set that was begun otherwise{_differences(plan, former)}. Use the "
+            "same options and files to resume, another DST, or --overwrite to begin anew"
         )
-    return size
+    own = {path.name.removesuffix(".json") for path in state(destination).glob("*-of-*.json")}
+    own |= set(former.names if former else ())
+    for path in indexes:
+        with suppress(ArgumentError):  # a damaged one
+            own |= {one.name for one in Table.open(destination, path.stem).files}
+    found = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
+    if others := sorted(found - own):
+        raise ArgumentError(
+            f"{destination} has {others[0]} ({len(others)} such files), which no index or unfinished run of "
+            "this command names: choose another DST, or move or delete them"
+        )
+    for name in (*found, *(f"{split}.{end}" for split in SPLITS for end in ("json", "npy"))):
+        (destination / name).unlink(missing_ok=True)
+    _remove_state(destination)
 
 
 def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
@@ -186,75 +204,60 @@ def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
         return ", not by this command"
     found = [
         f"--{name.replace('_', '-')} {getattr(plan, name)} instead of {getattr(former, name)}"
-        for name in _OPTIONS if getattr(plan, name) != getattr(former, name)
+        for name in ("format", "table_size", "validation") if getattr(plan, name) != getattr(former, name)
     ]  # fmt: skip
+    if len(plan.names) != len(former.names):
+        found.append(f"{len(plan.names)} instead of {len(former.names)} files (--shards)")
     return f". Now: {'; '.join(found) or 'other files, or changed ones'}"
 
 
-def _remove_state(destination: Path, keep: Sequence[str] = ()) -> None:
+def _check_space(destination: Path, needs: int) -> None:
+    """Raise an ArgumentError if what is sorted and the result do not fit on the disk."""
+    there = [*state(destination).iterdir(), *destination.glob("*-*-of-*")]
+    left = max(0, needs - sum(path.stat().st_size for path in there))
+    free = shutil.disk_usage(destination).free
+    if left > free:
+        raise ArgumentError(
+            f"{destination}: about {decimal(left)} to write, half of it for the time of sorting, but only "
+            f"{decimal(free)} free. Free some space, or choose another DST"
+        )
+
+
+def _remove_state(destination: Path, keep: str = "") -> None:
     for path in state(destination).iterdir():
-        if path.is_file() and path.name not in (*keep, "lock"):
+        if path.is_file() and path.name not in (keep, "lock"):
             path.unlink()
 
 
-def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[list[Run]], int]:
-    """List the broken rows; return the runs of each group, and the number of broken rows."""
-    directory = state(destination)
-    runs: list[list[Run]] = [[], []]
-    problems, total = [], 0
+def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
+    """List the broken rows; return the names of the runs, and the number of broken rows."""
+    names, problems, total = list[str](), list[tuple[str, ...]](), 0
     for number, units in groupby(plan.units(), lambda unit: unit[0]):
         file = plan.files[number]
         first = 1 + (file.header > len(BOM))
-        notes = (json.loads((directory / note).read_text()) for _, _, note in units)
+        notes = (json.loads((state(destination) / note).read_text()) for _, _, note in units)
         for run in (run for note in notes for run in note):
-            problems += [f"{file.path}\t{first + row}\t{text}\n" for row, text in run["broken"]]
+            problems += [(file.path, str(first + row), text) for row, text in run["broken"]]
             first, total = first + run["rows"], total + run["rows"]
-            runs[file.group].append(Run(run["name"], run["classes"]))
-    (destination / _PROBLEMS).unlink(missing_ok=True)
-    if problems:
-        (destination / _PROBLEMS).write_text("".join(problems), errors="surrogateescape")
-        limit = max(1, total // 100) if plan.max_broken is None else plan.max_broken
-        told = f"{len(problems)} of {total} rows are broken, listed in {destination / _PROBLEMS}"
-        if len(problems) > limit:
-            raise ArgumentError(f"{told}: more than --max-broken {limit}. A larger one resumes from here")
-        say(f"{told}, and left out. The first: {problems[0].strip()}")
-    return runs, len(problems)
+            names.append(run["name"])
+    list_problems(path := destination / _PROBLEMS, problems)
+    check_broken(f"{len(problems)} of {total} rows", len(problems), total, plan.max_broken, path)
+    return names, len(problems)
 
 
-def _merged(destination: Path, groups: list[list[Run]], job: JobSpec) -> list[list[Run]]:
-    """Merge the runs of groups that have too many; return those that are left."""
-    found, todo = [], []
-    for group, runs in enumerate(groups):
-        if len(runs) > shuffle.MOST_RUNS:
-            begins = range(0, len(runs), shuffle.MERGED)
-            parts = [(f"merged.{group}.{at}", runs[at : at + shuffle.MERGED]) for at in begins]
-            todo += parts
-            runs = [Run(name, np.sum([run.classes for run in some], 0).tolist()) for name, some in parts]
-        found.append(runs)
-    if todo:
-        write_whole(state(destination) / "merge.json", json.dumps(todo).encode())
-        left = [some for name, some in todo if not is_merged(destination, name)]
-        rows = sum(sum(run.classes) for some in left for run in some)
-        say(f"Between the passes: merge {sum(map(len, left))} runs into {len(left)}")
-        run_work(destination, work, "merge", job, PrepareProgress(rows, rows, "rows"))
-    return found
-
-
-def _outputs(destination: Path, plan: ShufflePlan, runs: list[Run], group: int) -> list[OutputFile]:
-    """Divide the rows of a group into files."""
-    if not runs:
-        return []
-    total = np.sum([run.classes for run in runs], axis=0)  # of each class
-    held = np.round(total * plan.validation).astype(int) if plan.validation else total * group
-    names, counts = [], []
-    for split, wanted in (("validation", held), ("train", total - held)):
-        share = 1 if split == "train" else 1 / 8 if group else plan.validation
-        shards = file_count(int(wanted.sum()), plan.shards * share)
-        for shard in range(shards):
-            names.append(f"{split}-{shard:05}-of-{shards:05}.{ENDS[plan.format]}")
-            counts.append([np.subtract(*block(int(n), shard, shards)[::-1]) for n in wanted])
-    ranks, directory = np.cumsum([0 * total, *counts], axis=0), state(destination)
-    found = [cuts(directory, runs, kind, ranks[:, kind]) for kind in range(len(total))]
-    write_whole(directory / f"cuts.{group}.npy", npy(np.stack(found, axis=1)))
-    write_whole(directory / f"runs.{group}.json", json.dumps([run.name for run in runs]).encode())
-    return [OutputFile(name, int(sum(counts[n])), group, n) for n, name in enumerate(names)]
+def _close(destination: Path, plan: ShufflePlan) -> None:
+    """Write the indexes of the finished files."""
+    directory = state(destination)
+    for split in reversed(SPLITS):  # train.json last: with it, all is there
+        written = []
+        for name in (one for one in plan.names if one.startswith(split)):
+            if (about := finished(destination, name)) is None:
+                raise ArgumentError(f"{name} disappeared from {destination}")
+            written.append(Written(TableFile(**about["file"]), np.load(directory / f"{name}.offsets.npy")))
+        if not sum(one.file.rows for one in written):
+            continue
+        fields, size = plan.files[0].fields, sum(one.file.size for one in written)
+        table = write_index(destination, split, plan.format, fields, plan.table_size, written)
+        say(f"{split}: {len(table)} rows in {len(written)} files, {decimal(size)}")
+        if (label := table.only_label()) is not None:
+            say(f"warning: {split}: all labels are {label:g}: AUC needs rows of both kinds")

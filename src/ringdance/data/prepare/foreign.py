@@ -6,10 +6,11 @@ import json
 import re
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from ringdance.data import tfrecord
 from ringdance.data.dataset import ROW, Dataset, ShardFile, joined
 from ringdance.data.files import file_crc32c
 from ringdance.data.index import is_index
+from ringdance.data.prepare.plan import list_problems
 from ringdance.data.prepare.progress import counted, say
 from ringdance.data.prepare.sources import open_tar
 from ringdance.errors import ArgumentError
@@ -30,11 +32,8 @@ _LABELS = ("image/class/label", "label", "class", "cls")
 _SYNSET = "image/class/synset"
 _SPLIT = re.compile(r"train|val|test", re.IGNORECASE)
 _LABELED = "cls", "json"
-_Members = dict[str, tuple[tarfile.TarInfo, object]]
-"""The members of a sample by their endings, with the label that they say."""
 _OWN = (".json", ".npy", ".problems.tsv")
 _SHARD = re.compile(r"\.(tar|tgz|tfrecords?|tfrec|record)\b|-\d+-of-\d+$", re.IGNORECASE)
-_LEFT_OUT, _BESIDE = "left out", "beside"
 _MOST_CLASSES = 1 << 24
 
 
@@ -47,18 +46,18 @@ class _Scanned:
         rows: number 0, length and offset of the image, label as in the file.
         synsets: the classes' directories by label, where the file says them.
         from_one: whether labels are those of TensorFlow's scripts, which keep 0 free.
-        notes: what is not in the rows: "left out", or "beside" for what is no sample; its name; why.
+        left_out: the name of what is not in the rows, and why.
     """
 
     path: Path
     rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     synsets: dict[int, str] = field(default_factory=dict)
     from_one: bool = False
-    notes: list[tuple[str, str, str]] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
 
     def leave_out(self, name: str, why: str) -> None:
         """Note a sample that is not in the rows."""
-        self.notes.append((_LEFT_OUT, name, why))
+        self.left_out.append((name, why))
 
     def add(self, name: str, place: tuple[int, int], label: object) -> bool:
         """Add an image by where it begins and its size; returns False if it is left out."""
@@ -105,10 +104,10 @@ def index(directory: Path, split: str = "", pattern: str = "*", first_label: int
         if kinds.setdefault(name, kind) != kind:
             raise ArgumentError(f"{directory} has TFRecords and tars: choose, as by --files '*.tar'")
     with ThreadPoolExecutor(usable_cores()) as pool:
-        scanned = {name: list(pool.map(SCANS[kinds[name]], paths)) for name, paths in groups.items()}
+        scanned = {name: list(pool.map(_SCANS[kinds[name]], paths)) for name, paths in groups.items()}
     for name, files in scanned.items():
         if not any(one.rows for one in files):
-            notes = (f"{one.path}: {what}: {why}" for one in files for _, what, why in one.notes)
+            notes = (f"{one.path}: {what}: {why}" for one in files for what, why in one.left_out)
             raise ArgumentError(f"{directory}: no samples of {name}. {next(notes, 'All files are empty')}")
     every = [one for files in scanned.values() for one in files]
     lowest = min(row[3] for one in every for row in one.rows)
@@ -202,41 +201,46 @@ def _scan_tfrecord(path: Path) -> _Scanned:
 
 
 def _scan_tar(path: Path) -> _Scanned:
-    """Read a tar's headers and labels; members of a sample have names that differ in their endings."""
-    scanned, samples = _Scanned(path), defaultdict[str, list[_Members]](lambda: [{}])
+    """Read a tar's headers and labels.
+
+    As WebDataset has it, a sample's members follow each other; their names are equal up to the first dot of
+    the last part.
+    """
+    scanned = _Scanned(path)
+
+    def key(member: tarfile.TarInfo) -> str:
+        directory, _, name = member.name.rpartition("/")
+        return f"{directory}/{name.partition('.')[0]}"
+
     with open_tar(path) as tar:
-        for member in tar:
-            stem, _, ending = member.name.rpartition(".")
-            ending, parts = ending.lower(), samples[stem]
-            if ending in parts[-1]:  # the name again: another sample
-                parts.append({})
-            if member.name.rpartition("/")[2].startswith("."):
-                scanned.notes.append((_BESIDE, member.name, "hidden"))
-            elif member.isreg() and not member.issparse():
-                file = tar.extractfile(member) if ending in _LABELED else None
-                label = _label(file.read()) if file else None
-                parts[-1][ending] = member, label
-            elif not member.isdir():
-                scanned.leave_out(member.name, "a link, or no regular file")
-    taken, rest = set(), []
-    for stem, parts in samples.items():
-        for one in filter(None, parts):
-            images = [one[ending][0] for ending in _ENDINGS if ending in one]
-            labels = [one[ending][1] for ending in _LABELED if ending in one]
-            if images and labels:
-                taken.add(stem)
-                label = next((label for label in labels if _class(label) is not None), labels[0])
-                scanned.add(images[0].name, (images[0].offset_data, images[0].size), label)
-                scanned.notes += [(_BESIDE, two.name, "an image beside a sample's") for two in images[1:]]
-            else:
-                first = images[0] if images else next(iter(one.values()))[0]
-                rest.append((stem, first.name, "no .cls or .json" if images else "no image"))
-    for stem, name, why in rest:
-        short = f"{stem.rpartition('/')[0]}/{stem.rpartition('/')[2].partition('.')[0]}".removeprefix("/")
-        part = short != stem and short in taken  # as WebDataset has it
-        scanned.notes.append((_BESIDE if part else _LEFT_OUT, name, f"{why} of this name"))
-    scanned.rows.sort(key=lambda row: row[2])
+        members = (one for one in tar if not (one.isdir() or one.name.rpartition("/")[2].startswith(".")))
+        for _, group in groupby(members, key):
+            images, labels, first = dict[str, tarfile.TarInfo](), list[object](), ""
+            for member in group:
+                ending, first = member.name.rpartition("/")[2].partition(".")[2].lower(), first or member.name
+                if ending in images:  # the name again: another sample
+                    _add_sample(scanned, first, images, labels)
+                    images, labels, first = {}, [], member.name
+                if not member.isreg() or member.issparse():
+                    scanned.leave_out(member.name, "a link, or no regular file")
+                elif ending in _LABELED and (file := tar.extractfile(member)):
+                    labels.append(_label(file.read()))
+                elif ending in _ENDINGS:
+                    images[ending] = member
+            _add_sample(scanned, first, images, labels)
     return scanned
+
+
+def _add_sample(
+    scanned: _Scanned, name: str, images: Mapping[str, tarfile.TarInfo], labels: Sequence[object]
+) -> None:
+    """Add a sample, or note why it is left out."""
+    image = next((images[ending] for ending in _ENDINGS if ending in images), None)
+    if image is None or not labels:
+        scanned.leave_out(name, f"no {'.cls or .json' if image else 'image'} of this name")
+        return
+    label = next((label for label in labels if _class(label) is not None), labels[0])
+    scanned.add(image.name, (image.offset_data, image.size), label)
 
 
 def _label(data: bytes) -> object:
@@ -250,8 +254,7 @@ def _label(data: bytes) -> object:
     return next((value[name] for name in _LABELS if value.get(name) is not None), None)
 
 
-SCANS = {"tfrecord": _scan_tfrecord, "webdataset": _scan_tar}
-"""For each format what reads the places and labels of all images of a file."""
+_SCANS = {"tfrecord": _scan_tfrecord, "webdataset": _scan_tar}
 
 
 def _write(
@@ -265,15 +268,10 @@ def _write(
         parts.append(rows)
         size, name = one.path.stat().st_size, str(one.path.relative_to(directory))
         shards.append(ShardFile(name, len(rows), size, file_crc32c(one.path)))
-    Dataset(directory, split, kind, classes, shards, joined(parts), first).write()
+    Dataset(directory, split, kind, classes, shards, joined(parts)).write()
     print(f"{split}: {sum(map(len, parts))} samples in {len(files)} files ({kind})")
-    notes = [(what, one.path.name, name, why) for one in files for what, name, why in one.notes]
-    listed = directory / f"{split}.problems.tsv"
-    listed.unlink(missing_ok=True)
-    if notes:
-        lines = ("\t".join(note).replace("\n", " ") + "\n" for note in notes)
-        listed.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    firsts = {(what, why): f"{file}: {name}" for what, file, name, why in reversed(notes)}
-    for (what, why), count in Counter((what, why) for what, _, _, why in notes).items():
-        say(f"{split}: {what}: {count}: {why}. The first: {firsts[what, why]}; all: {listed}")
-    return sum(what == _LEFT_OUT for what, *_ in notes)
+    left_out = [(one.path.name, name, why) for one in files for name, why in one.left_out]
+    list_problems(listed := directory / f"{split}.problems.tsv", left_out)
+    for why, count in Counter(why for _, _, why in left_out).items():
+        say(f"{split}: left out: {count}: {why}. All: {listed}")
+    return len(left_out)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import rich.table
-from rich.console import Console
 from rich.filesize import decimal
 
-from ringdance.data import tfrecord
-from ringdance.data.dataset import ROW, Dataset
-from ringdance.data.files import file_crc32c, needed
-from ringdance.data.index import CHECKSUM, TABLE, is_index, read_json
+from ringdance.data.dataset import Dataset
+from ringdance.data.files import file_crc32c
+from ringdance.data.index import TABLE, is_index, read_json
 from ringdance.data.prepare.clean import BrokenImage, clean
-from ringdance.data.prepare.foreign import SCANS
-from ringdance.data.tables.rows import Array
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 from ringdance.limits import usable_cores
 
-_LOOKED_AT = 1000
-"""Images whose sizes `info` reads."""
-_ROWS = 1 << 14
-"""Rows whose labels `info` reads, and that `verify` parses at once."""
+_ROWS = 1 << 14  # that are parsed at once
 
 
 def verify(directory: Path, decode: bool) -> int:
@@ -50,8 +40,6 @@ def verify(directory: Path, decode: bool) -> int:
         kind, unit = ("rows", "rows") if isinstance(data, Table) else ("images", "samples")
         checked = f"checksums and {kind}" if decode else "checksums"
         print(f"{data.split}: {checked} of {len(data)} {unit} in {len(data.files)} files, {decimal(size)}")
-        if CHECKSUM not in read_json(directory / f"{data.split}.json") and data.format != "rows":
-            print(f"{data.split}: its index is of an earlier version and has no checksum")
         if isinstance(data, Dataset):
             data.close()
     print(f"{wrong} problems" if wrong else "all is well")
@@ -91,97 +79,29 @@ def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
             first = sum(one.rows for one in data.files[:number])
             for at in range(first, first + data.files[number].rows, _ROWS) if decode else ():
                 data.read(np.arange(at, min(at + _ROWS, first + data.files[number].rows)))
-            return found
-        first = sum(one.samples for one in data.files[:number])
-        samples = np.arange(first, first + data.files[number].samples)
-        if data.format == "tfrecord":
-            with open(path, "rb") as stream:
-                if (records := sum(1 for _ in tfrecord.records(stream))) < data.files[number].samples:
-                    found.append(f"{path}: {records} records instead of {data.files[number].samples}")
     except (OSError, ArgumentError) as error:
         return [*found, str(error)]
-    if decode:
-        found += _differences(data, number, samples)
-        for row in samples:
+    if decode and isinstance(data, Dataset):
+        first = sum(one.samples for one in data.files[:number])
+        for row in range(first, first + data.files[number].samples):
             try:
-                clean(data.read(int(row)))
+                clean(data.read(row))
             except (BrokenImage, ArgumentError) as error:
                 found.append(f"{path}: sample {row} of {data.split}: {error}")
     return found
 
 
-def _differences(data: Dataset, number: int, samples: Array) -> list[str]:
-    """Return where the index and the records of a file differ in the places or labels of images."""
-    path, rows = data.path / data.files[number].name, data.rows[samples]
-    try:
-        own = np.array(SCANS[data.format](path).rows, ROW)
-    except ArgumentError as error:
-        return [str(error)]
-    own["file"], place = number, ["file", "length", "offset"]
-    if len(own) != len(rows) or (own[place] != rows[place]).any():
-        return [f"{path}: its images are not where the index says"]
-    ahead = own["label"] - rows["label"]
-    first = data.first_label if data.first_label is not None else ahead[:1]
-    wrong = np.flatnonzero(ahead != first)
-    return [
-        f"{path}: {len(wrong)} labels are not those of the records: sample {samples[one]} of {data.split} "
-        f"has {rows['label'][one]}, its record {own['label'][one]}, where class 0 is {first}"
-        for one in wrong[:1]
-    ]  # fmt: skip
-
-
-def info(directory: Path, as_json: bool) -> int:
-    """Print a table of a data set's splits, or JSON; return the exit code."""
-    rows = []
+def info(directory: Path) -> int:
+    """Print a line on each split of a data set; return the exit code."""
     for data in _splits(directory):
         if isinstance(data, ArgumentError):
             raise data
-        rows.append(_about(data))
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    columns: dict[str, Callable[[Any], str]] = {
-        "samples": str, "rows": str, "classes": str, "fields": str, "table size": str,
-        "clicks": "{:.2%}".format, "files": str, "bytes": decimal, "bytes_per_image": decimal,
-        "bytes_per_row": str, "width": _range, "height": _range,
-    }  # fmt: skip
-    table = rich.table.Table("split", "format", box=None)
-    shown = [name for name in columns if any(name in row for row in rows)]
-    for name in shown:
-        title = {"bytes_per_image": "an image", "bytes_per_row": "a row"}.get(name, name)
-        table.add_column(title, justify="right")
-    for row in rows:
-        cells = [columns[name](row[name]) if name in row else "" for name in shown]
-        table.add_row(row["split"], row["format"], *cells)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        size = sum(file.size for file in data.files)
+        if isinstance(data, Table):
+            what = f"rows of {data.fields} fields, ids below {data.table_size}"
+        else:
+            what = f"samples of {len(data.classes)} classes"
+        each = decimal(size // max(len(data), 1))
+        of_files = f"in {len(data.files)} files ({data.format}), {decimal(size)}, {each} each"
+        print(f"{data.split}: {len(data)} {what}, {of_files}")
     return 0
-
-
-def _range(values: list[int]) -> str:
-    low, middle, high = values
-    return str(low) if low == high else f"{low}-{high} ({middle})"
-
-
-def _about(data: Dataset | Table) -> dict[str, Any]:
-    """Describe a split; widths and heights are minimum, maximum and median of some images."""
-    size = sum(file.size for file in data.files)
-    about = {"split": data.split, "format": data.format, "files": len(data.files), "bytes": size}
-    if isinstance(data, Table):
-        clicks = data.read(np.arange(min(len(data), _ROWS))).labels.mean()
-        return about | {
-            "rows": len(data), "fields": data.fields, "table size": data.table_size, "clicks": float(clicks),
-            "bytes_per_row": size // max(len(data), 1),
-        }  # fmt: skip
-    sizes = []
-    for number in np.linspace(0, len(data) - 1, min(_LOOKED_AT, len(data))).astype(int):
-        try:
-            sizes.append(needed("simplejpeg").decode_jpeg_header(data.read(int(number)))[:2])
-        except ValueError:  # of others, in another format
-            continue
-    height, width = np.array(sizes or [(0, 0)]).T
-    return about | {
-        "samples": len(data), "classes": len(data.classes),
-        "bytes_per_image": int(data.rows["length"].mean()) if len(data) else 0,
-        "width": [int(one) for one in (width.min(), np.median(width), width.max())],
-        "height": [int(one) for one in (height.min(), np.median(height), height.max())],
-    }  # fmt: skip

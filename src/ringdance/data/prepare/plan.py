@@ -8,10 +8,12 @@ tells a later run what was done.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +21,9 @@ import numpy as np
 
 from ringdance.data.dataset import Dataset, Rows, ShardFile, joined
 from ringdance.data.files import file_crc32c, write_whole
+from ringdance.data.prepare.progress import say
 from ringdance.data.prepare.sources import Source
-from ringdance.data.writing import FIRST_LABELS, shard_name
+from ringdance.data.writing import shard_name
 from ringdance.errors import ArgumentError
 
 T = TypeVar("T")
@@ -41,10 +44,9 @@ class Plan:
         fingerprint: of the source.
         images: number of them.
         size: in bytes.
-        root, classes, texts, tars: as of the source.
+        root, classes, tars, changed: as of the source.
         first: number of the first image of each file, and of all images.
         names_at: where its names begin in the file of names, and the size of that.
-        changed: as of the source; "" in a plan of an earlier version.
     """
 
     split: str
@@ -56,11 +58,10 @@ class Plan:
     size: int
     root: str
     classes: Sequence[str]
-    texts: Mapping[str, str]
     tars: Sequence[str]
     first: Sequence[int]
-    names_at: Sequence[int]
-    changed: str = ""
+    changed: str
+    names_at: Sequence[int] = ()
 
     @classmethod
     def read(cls, destination: Path, split: str) -> Plan | None:
@@ -105,8 +106,7 @@ class Plan:
         names = map(self.name, range(self.shards))
         rows = joined(np.load(state(destination) / f"{name}.rows.npy") for name in names)
         files = [ShardFile(**report["file"]) for report in reports if report]
-        first = FIRST_LABELS[self.format]
-        Dataset(destination, self.split, self.format, self.classes, files, rows, first).write()
+        Dataset(destination, self.split, self.format, self.classes, files, rows).write()
         self.remove_state(destination, keep=f"{self.split}.json")
         return Dataset.open(destination, self.split)
 
@@ -152,6 +152,57 @@ def unchanged(directory: Path, checksums: Mapping[str, int]) -> bool:
     return all(file_crc32c(directory / name) == crc for name, crc in checksums.items())
 
 
+def listed(path: Path, mark: bytes) -> int:
+    """Return how often `mark` is in a list of problems; 0 if there is none."""
+    return path.read_bytes().count(mark) if path.exists() else 0
+
+
+@contextmanager
+def locked(destination: Path) -> Iterator[None]:
+    """Keep other runs out, where the file system knows locks; remove what killed ones have left."""
+    with open(state(destination) / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArgumentError(f"another `ringdance data prepare` is writing to {destination}") from None
+        except OSError:
+            pass
+        for path in [*destination.glob(".*-*-of-*"), *state(destination).glob(".*")]:
+            path.unlink(missing_ok=True)
+        yield
+
+
+def list_problems(path: Path, problems: Sequence[Sequence[str]]) -> None:
+    """List problems in a file, a line for each; no file if there are none."""
+    path.unlink(missing_ok=True)
+    if problems:
+        lines = ("\t".join(one).replace("\n", " ") + "\n" for one in problems)
+        path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+
+
+def check_broken(what: str, count: int, total: int, most: int | None, path: Path) -> None:
+    """Say how much is broken.
+
+    Args:
+        what: Is broken, such as "3 of 18 images".
+        count: How many.
+        total: Of how many.
+        most: May be left out; None: one in a hundred.
+        path: Of the list.
+
+    Raises:
+        ArgumentError: More are broken.
+    """
+    limit = max(1, total // 100) if most is None else most
+    if count > limit:
+        raise ArgumentError(
+            f"{what} are broken, listed in {path}: more than --max-broken {limit}, so there is no index. "
+            "With a larger one the same command goes on from here"
+        )
+    if count:
+        say(f"{what} are broken, listed in {path}, and left out")
+
+
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, np.ndarray[Any, Any]]:
     """Shuffle the images of a split into files, always in the same way.
 
@@ -165,7 +216,7 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, n
     first = [0, *np.cumsum([len(part) for part in np.array_split(order, shards)]).tolist()]
     plan = Plan(
         source.split, format, shards, resize, source.fingerprint, images, source.size, source.root,
-        source.classes, source.texts, source.tars, first, (), source.changed,
+        source.classes, source.tars, first, source.changed,
     )  # fmt: skip
     return plan, order
 
@@ -179,6 +230,6 @@ def store(plan: Plan, source: Source, order: np.ndarray[Any, Any], destination: 
             text = "".join(f"{source.name(number)}\n" for number in order[begin:end])
             names_at.append(names_at[-1] + file.write(text.encode(errors="surrogateescape")))
     np.save(directory / f"{plan.split}.places.npy", source.places[order])
-    stored = Plan(**(vars(plan) | {"names_at": names_at}))
+    stored = replace(plan, names_at=names_at)
     write_whole(directory / f"{plan.split}.json", json.dumps(asdict(stored)).encode())
     return stored

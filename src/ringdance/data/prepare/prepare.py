@@ -1,87 +1,55 @@
-"""Prepare a data set: plan, check the disk, write by several processes, close with an index."""
+"""``ringdance data prepare imagenet``: plan, write files by several processes, close with an index."""
 
 from __future__ import annotations
 
-import fcntl
+import argparse
+import errno
+import json
+import os
 import shutil
-import sys
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
-import numpy as np
 from rich.filesize import decimal
 
 from ringdance.data.dataset import Dataset, ShardFile
-from ringdance.data.files import needed
+from ringdance.data.files import needed, npy, write_whole
 from ringdance.data.index import damaged
 from ringdance.data.prepare import plan as plans
 from ringdance.data.prepare.clean import BrokenImage, clean
-from ringdance.data.prepare.plan import Plan, state
+from ringdance.data.prepare.plan import Plan, check_broken, list_problems, listed, locked, state
 from ringdance.data.prepare.progress import PrepareProgress, counted, say
 from ringdance.data.prepare.sources import Source, find
-from ringdance.data.prepare.work import Work, work
+from ringdance.data.prepare.work import run_tasks
+from ringdance.data.sample import Sample
 from ringdance.data.tables.table import TableFile
+from ringdance.data.writing import write_shard
 from ringdance.errors import ArgumentError
-from ringdance.launch.cause import Verdict, render
-from ringdance.launch.job import Job
-from ringdance.launch.output.screen import Screen
-from ringdance.launch.output.stream import Style
-from ringdance.launch.prepare import prepare as prepare_job
-from ringdance.launch.spec import CommandError, JobSpec
 
 _FILE_SIZE = 128 << 20
 """Size of files where --shards is not given."""
 _OVERHEAD = {"tfrecord": 350, "webdataset": 1792}
 """Bytes of a sample beside its image, about."""
-_TRIED = 40
-"""Images that are resized for the estimate of the size."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `ringdance data prepare` was asked for.
-
-    Attributes:
-        format: "tfrecord" or "webdataset".
-        shards: number of files of train, or of the only split; 0: by size.
-        validation_shards: of validation; 0: an eighth of `shards`, or by size.
-        resize: of images' shorter sides in pixels, or 0.
-        splits: those wanted; empty for all.
-        labels: file with the labels of validation, or None.
-        max_broken: images that may be left out; None: one in a hundred.
-        overwrite: whether to begin anew.
-    """
-
-    format: str
-    shards: int = 0
-    validation_shards: int = 0
-    resize: int = 0
-    splits: Sequence[str] = ()
-    labels: Path | None = None
-    max_broken: int | None = None
-    overwrite: bool = False
-
-
-def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> int:
+def prepare(source: Path, destination: Path, given: argparse.Namespace) -> int:
     """Write a data set, or what is left of it; return how many images were left out.
 
     Args:
         source: as of :func:`sources.find`.
         destination: directory; made if it is missing.
-        options: of the data set.
-        job: the processes that write; its command is set here.
+        given: options of the command.
 
     Raises:
         ArgumentError: it cannot be done so, with the remedy.
-        LaunchError: a process failed.
     """
     for module in ("google_crc32c", "PIL", "simplejpeg"):
         needed(module)
     say(f"Looking for images in {source}")
-    sources = find(source, options.splits, options.labels)
+    sources = find(source, given.split, given.labels)
     for one in sources:
         if one.left_out:
             what = "; ".join(f"{ending}: {counted(names)}" for ending, names in one.left_out.items())
@@ -90,8 +58,8 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
             raise ArgumentError(f"{destination} is within {one.root}, whose directories are classes")
     state(destination).mkdir(parents=True, exist_ok=True)
     with locked(destination):
-        made = [plans.make(one, options.format, _shards(one, options), options.resize) for one in sources]
-        if options.overwrite:
+        made = [plans.make(one, given.format, _shards(one, given.shards), given.resize) for one in sources]
+        if given.overwrite:
             for plan, _ in made:
                 _remove(destination, plan)
         for plan, _ in made:
@@ -105,11 +73,11 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
             check_sizes(destination, Dataset.open(destination, plan.split).files)
             left_out += listed(destination / f"{plan.split}.problems.tsv", b"left out\t")
             say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
-        _check_space(destination, [(one, plan) for one, plan, _ in todo])
+        _check_space(destination, [plan for _, plan, _ in todo])
         stored = [plans.store(plan, one, order, destination) for one, plan, order in todo]
         if stored:
-            _write(destination, stored, job)
-        return left_out + sum(_close(destination, plan, options.max_broken) for plan in stored)
+            _write(destination, stored, given.num_proc)
+        return left_out + sum(_close(destination, plan, given.max_broken) for plan in stored)
 
 
 def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None:
@@ -119,34 +87,12 @@ def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None
             raise damaged(path, f"it has {size} bytes, and {one.size} by the index")
 
 
-def listed(path: Path, mark: bytes) -> int:
-    """Return how often `mark` is in a list of problems; 0 if there is none."""
-    return path.read_bytes().count(mark) if path.exists() else 0
-
-
-@contextmanager
-def locked(destination: Path) -> Iterator[None]:
-    """Keep other runs out, where the file system knows locks; remove what killed ones have left."""
-    with open(state(destination) / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ArgumentError(f"another `ringdance data prepare` is writing to {destination}") from None
-        except OSError:
-            pass
-        for path in [*destination.glob(".*-*-of-*"), *state(destination).glob(".*")]:
-            path.unlink(missing_ok=True)
-        for path in state(destination).glob("run.*"):
-            shutil.rmtree(path)
-        yield
-
-
-def _shards(source: Source, options: Options) -> int:
-    if source.split == "validation" and options.validation_shards:
-        return options.validation_shards
-    if options.shards and source.split == "validation":
-        return min(-(-options.shards // 8), len(source.places))
-    return options.shards or max(1, min(round(source.size / _FILE_SIZE), len(source.places)))
+def _shards(source: Source, wanted: int) -> int:
+    """Return the number of files of a split; `wanted` of train, or 0: by their size."""
+    images = len(source.places)
+    if wanted:
+        return min(-(-wanted // 8), images) if source.split == "validation" else wanted
+    return max(1, min(round(source.size / _FILE_SIZE), images))
 
 
 def _remove(destination: Path, plan: Plan) -> None:
@@ -173,7 +119,7 @@ def _check_same(destination: Path, plan: Plan) -> None:
             )
         return
     differences = plan.differences(former)
-    if not differences and former.changed not in ("", plan.changed):
+    if not differences and former.changed != plan.changed:
         changed = "files of its images were changed or copied anew since"
         if complete:
             say(f"{plan.split}: {changed}")
@@ -186,99 +132,90 @@ def _check_same(destination: Path, plan: Plan) -> None:
         )
 
 
-def _check_space(destination: Path, todo: Sequence[tuple[Source, Plan]]) -> None:
-    """Estimate the bytes to be written; raise an ArgumentError if they do not fit on the disk."""
-    total = done = 0
-    for source, plan in todo:
-        size = round(source.size * _ratio(source, plan)) + plan.images * _OVERHEAD[plan.format]
-        total += size
-        reports = (plan.finished(destination, shard) for shard in range(plan.shards))
-        done += sum(report["file"]["size"] for report in reports if report)
+def _check_space(destination: Path, todo: Sequence[Plan]) -> None:
+    """Raise an ArgumentError if what is to be written does not fit on the disk."""
+    left = 0
+    for plan in todo:
+        size = plan.size + plan.images * _OVERHEAD[plan.format]
+        finished = (plan.finished(destination, shard) for shard in range(plan.shards))
+        left += size - sum(report["file"]["size"] for report in finished if report)
         say(
             f"{plan.split}: {plan.images} images of {len(plan.classes)} classes, {decimal(plan.size)}, into "
-            f"{plan.shards} files, about {decimal(size)}"
+            f"{plan.shards} files"
         )
     free = shutil.disk_usage(destination).free
-    if todo:
-        say(f"{decimal(max(0, total - done))} to write, {decimal(free)} free")
-    if total - done > free:
+    if left > free and not any(plan.resize for plan in todo):  # how small they will be is not known
         raise ArgumentError(
-            f"{destination}: about {decimal(total - done)} to write, but only {decimal(free)} free. Free "
-            "some space, choose another DST, or make images smaller with --resize 256"
+            f"{destination}: about {decimal(left)} to write, but only {decimal(free)} free. Free some space, "
+            "choose another DST, or make images smaller with --resize 256"
         )
 
 
-def _ratio(source: Source, plan: Plan) -> float:
-    """Return the size of some images after resizing, relative to before."""
-    if not plan.resize:
-        return 1.0
-    before = after = 0
-    for number in np.linspace(0, plan.images - 1, min(_TRIED, plan.images)).astype(int):
-        tar, _, offset, length = source.places[number]
-        with open(source.tars[tar] if tar >= 0 else f"{source.root}/{source.name(number)}", "rb") as file:
-            file.seek(int(offset))
-            data = file.read(int(length))
-        try:
-            after += len(clean(data, plan.resize).image)
-        except BrokenImage:
-            continue
-        before += len(data)
-    return after / max(before, 1)
-
-
-def _write(destination: Path, stored: Sequence[Plan], job: JobSpec) -> None:
-    """Write the files that are missing, by this process or by those of a job."""
+def _write(destination: Path, stored: Sequence[Plan], processes: int) -> None:
+    """Write the files that are missing."""
     left = [
-        (plan.first[n + 1] - plan.first[n], plan) for plan in stored for n in range(plan.shards)
-        if not plan.finished(destination, n)
+        (plan, number) for plan in stored for number in range(plan.shards)
+        if not plan.finished(destination, number)
     ]  # fmt: skip
-    images = sum(count for count, _ in left)
     if done := sum(plan.shards for plan in stored) - len(left):
         say(f"Resuming: {done} files are complete, {len(left)} are left")
-    if not left:
-        return
-    size = round(sum(count * plan.size / plan.images for count, plan in left))
-    run_work(destination, work, ",".join(plan.split for plan in stored), job, PrepareProgress(images, size))
+    size = round(sum(plan.size / plan.shards for plan, _ in left))
+    tasks = [(destination, plan.split, number) for plan, number in left]
+    run_tasks(write_file, tasks, processes, PrepareProgress(size, "images"))
 
 
-def run_work(destination: Path, work: Work, part: str, job: JobSpec, progress: PrepareProgress) -> None:
-    """Work in this process, or in those of a job, which run the module of `work`.
-
-    Args:
-        destination: directory of the data set.
-        work: what to do.
-        part: of the work.
-        job: how many processes, and where; its command is set here.
-        progress: takes what they report.
+def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
+    """Write a file of a plan; return how many images it was to have, and their bytes.
 
     Raises:
-        LaunchError: a process failed; all others have been ended.
+        ArgumentError: an image is not as it was when the plan was made.
     """
-    name = uuid.uuid4().hex[:12]
-    directory = state(destination) / f"run.{name}"
-    directory.mkdir()
+    plan = Plan.read(destination, split)
+    assert plan is not None
+    images = list(zip(*plan.images_of(destination, number), strict=True))
+    problems: list[tuple[str, str, str]] = []
+
+    def samples() -> Iterator[Sample]:
+        for name, (tar, label, offset, length) in images:
+            source = plan.tars[tar] if tar >= 0 else f"{plan.root}/{name}"
+            try:
+                found = clean(_read(source, int(offset), int(length), tar >= 0), plan.resize)
+            except BrokenImage as error:
+                problems.append(("left out", name, str(error)))
+                continue
+            if found.note:
+                problems.append(("converted", name, found.note))
+            yield Sample(found.image, int(label), plan.classes[label], name, found.height, found.width)
+
+    file, rows = write_shard(destination / plan.name(number), plan.format, samples())
+    own = state(destination) / plan.name(number)
+    crc = write_whole(beside := own.with_name(f"{own.name}.rows.npy"), npy(rows))
+    about = {"file": asdict(file), "problems": problems, "crc32c": {beside.name: crc}}
+    write_whole(own.with_name(f"{own.name}.json"), json.dumps(about).encode())
+    return len(images), sum(int(place["length"]) for _, place in images)
+
+
+def _read(path: str, offset: int, length: int, shared: bool) -> bytes:
+    """Read an image from its own file or from a tar, which stays open."""
+    descriptor = -1
     try:
-        with progress:
-            if job.ranks == 1 and not job.hosts:
-                work(destination, name, part, progress.add)
-            else:
-                _run_job([work.__module__, str(destination), name, part], job, progress)
-    except BaseException:
-        say("Stopped. The same command resumes: files that are complete are not written again.")
-        raise
-    shutil.rmtree(directory)
+        descriptor = _open(path) if shared else os.open(path, os.O_RDONLY)
+        data = os.pread(descriptor, length + (not shared), offset)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise BrokenImage(f"cannot be read: {error.strerror}") from None
+        raise ArgumentError(f"{path}: {error.strerror}. SRC must stay as it is") from None
+    finally:
+        if not shared and descriptor >= 0:
+            os.close(descriptor)
+    if len(data) != length:
+        raise ArgumentError(f"{path} has changed: it had {length} bytes. Begin anew with --overwrite")
+    return data
 
 
-def _run_job(words: Sequence[str], job: JobSpec, progress: PrepareProgress) -> None:
-    """Start the processes of a module through the launcher; they need no MPI themselves."""
-    command = [sys.executable, "-m", *words]
-    prepared = prepare_job(replace(job, command=command, style=Style("")), say)
-    screen = Screen((progress.feed, lambda data: progress.feed(data)))
-    outcome = Job(prepared, screen).run()
-    if isinstance(outcome, Verdict):
-        raise CommandError(f"a process failed\n{render(outcome, prepared.plan.ranks)}", outcome.code)
-    if outcome:
-        raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
+@cache
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDONLY)
 
 
 def _close(destination: Path, plan: Plan, max_broken: int | None) -> int:
@@ -286,20 +223,12 @@ def _close(destination: Path, plan: Plan, max_broken: int | None) -> int:
     reports = [plan.finished(destination, shard) or {} for shard in range(plan.shards)]
     problems = sorted(tuple(one) for report in reports for one in report.get("problems", ()))
     left_out = sum(problem[0] == "left out" for problem in problems)
-    listed = destination / f"{plan.split}.problems.tsv"
-    listed.unlink(missing_ok=True)
-    if problems:
-        listed.write_text("".join("\t".join(one) + "\n" for one in problems), errors="surrogateescape")
-    limit = max(1, plan.images // 100) if max_broken is None else max_broken
-    if left_out > limit:
-        raise ArgumentError(
-            f"{left_out} of {plan.images} images of {plan.split} are broken, listed in {listed}: more than "
-            f"--max-broken {limit}, so there is no index. A larger --max-broken finishes in seconds"
-        )
+    list_problems(path := destination / f"{plan.split}.problems.tsv", problems)
+    what = f"{left_out} of {plan.images} images of {plan.split}"
+    check_broken(what, left_out, plan.images, max_broken, path)
     made: Dataset = plan.close(destination)
     size = sum(file.size for file in made.files)
     say(f"{plan.split}: {len(made)} images in {len(made.files)} files, {decimal(size)}")
-    if problems:
-        converted = len(problems) - left_out
-        say(f"{plan.split}: {left_out} broken images left out, {converted} converted: {listed}")
+    if converted := len(problems) - left_out:
+        say(f"{plan.split}: {converted} images converted, listed in {path}")
     return int(left_out)

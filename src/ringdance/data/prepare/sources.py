@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.prepare.labels import class_texts, validation_labels
+from ringdance.data.prepare.labels import validation_labels
 from ringdance.data.prepare.progress import counted, say
 from ringdance.errors import ArgumentError
 
@@ -45,7 +45,6 @@ class Source:
         split: "train" or "validation".
         root: directory of the images that are files.
         classes: names of the directories, sorted.
-        texts: what classes are called, by directory.
         tars: files that contain images.
         names: of the images, relative to `root` or as in the tar: UTF-8, with a newline behind each.
         ends: shape (images,), int64: where the next name begins.
@@ -57,7 +56,6 @@ class Source:
     split: str
     root: str
     classes: Sequence[str]
-    texts: Mapping[str, str]
     tars: Sequence[str]
     names: bytearray  # one buffer, as ImageNet-21k has 14 million
     ends: np.ndarray[Any, Any]
@@ -77,10 +75,9 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of names, sizes, labels and texts."""
+        """A hash of names, sizes and labels."""
         found = hashlib.sha256(self.names)
         found.update("\n".join(["", *self.classes]).encode(errors="surrogateescape"))
-        found.update(repr(sorted(self.texts.items())).encode())
         found.update(np.ascontiguousarray(self.places).view(np.uint8))
         return found.hexdigest()
 
@@ -117,9 +114,8 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     if missing:
         raise ArgumentError(f"{source}: no images of {', '.join(missing)}; it has {', '.join(there)}")
     known = _class_names(there["train"]) if "train" in there else []
-    texts = class_texts(source)
     return [
-        _source(split, place, source, known, texts, labels)
+        _source(split, place, source, known, labels)
         for split, place in there.items() if not splits or split in splits
     ]  # fmt: skip
 
@@ -168,7 +164,7 @@ def _check_classes(place: Path) -> None:
 
 
 def _source(
-    split: str, place: Path, source: Path, known: Sequence[str], texts: Mapping[str, str], labels: Path | None
+    split: str, place: Path, source: Path, known: Sequence[str], labels: Path | None
 ) -> Source:
     """List the images of a split and number their classes; objects of one class are in memory at a time."""
     text, ends, places, changed = bytearray(), bytearray(), bytearray(), hashlib.sha256()
@@ -211,9 +207,8 @@ def _source(
         numbers = {name: number for number, name in enumerate(order)}
         found[field] = np.array([numbers.get(name, -1) for name in kinds], np.int32)[found[field]]
     root = os.path.abspath(place if place.is_dir() else place.parent)
-    used = {name: texts[name] for name in classes if name in texts}
     begins_next = np.frombuffer(ends, np.int64)
-    return Source(split, root, classes, used, tars, text, begins_next, changed.hexdigest(), found, left_out)
+    return Source(split, root, classes, tars, text, begins_next, changed.hexdigest(), found, left_out)
 
 
 def _class_names(place: Path) -> list[str]:

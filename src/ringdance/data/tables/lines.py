@@ -92,31 +92,7 @@ def parse_libsvm(data: Array, starts: Array, fields: int, table_size: int) -> Ro
     parsed = [column.to_numpy() for column in columns(data, " ", [("label", "float32"), *pairs])]
     ids = np.stack(parsed[1::2], axis=1)
     ids -= 1
-    within = ids - apart(fields, table_size)
-    if (within >= 0).all() and (within < table_size).all():
-        ids = within
     return Rows(parsed[0].copy(), ids, np.stack(parsed[2::2], axis=1))
 
 
 _PAIR = ("id", "int64"), ("value", "float32")
-
-
-def apart(fields: int, table_size: int) -> Array:
-    """Return what is added to the ids of each field in LibSVM, so that each field has ids of its own.
-
-    Other readers want the ids of a line ascending and each once. Two fields stay as they are: the ids of
-    others' users and items would look like it in a table that is too small for them.
-    """
-    return np.arange(fields) * table_size * (fields > _PAIR_OF_FIELDS)
-
-
-_PAIR_OF_FIELDS = 2
-
-
-def encode_libsvm(rows: Rows, table_size: int = 0) -> bytes:
-    """Return rows as lines of LibSVM; 9 digits give the same float32 again."""
-    line = "%g" + " %d:%.9g" * rows.ids.shape[1] + "\n"
-    ids = rows.ids + apart(rows.ids.shape[1], table_size)
-    mixed = np.empty((len(rows.labels), 1 + 2 * rows.ids.shape[1]))
-    mixed[:, 0], mixed[:, 1::2], mixed[:, 2::2] = rows.labels, ids + 1, rows.values
-    return "".join([line % tuple(row) for row in mixed.tolist()]).encode()

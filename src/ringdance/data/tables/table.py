@@ -8,7 +8,6 @@ are scanned for it once, when they are opened.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ringdance.data.files import crc32c, npy, write_whole
-from ringdance.data.index import CHECKSUM, TABLE, VERSION, damaged, read_json, read_npy
+from ringdance.data.index import TABLE, damaged, read_array, read_json, read_npy, write_index
 from ringdance.data.open_files import Files, OpenFiles
 from ringdance.data.order import Indices
 from ringdance.data.tables.formats import FORMATS, format_of, scan
@@ -102,34 +100,25 @@ class Table(Files):
 
     @classmethod
     def _by_index(cls, index: Path, table_size: int | None) -> Table:
-        about = read_json(index)
-        if about.get("kind") != TABLE:
-            raise ArgumentError(f"{index} is the index of images: ringdance.data.Dataset opens it.")
+        about = read_json(index, TABLE)
         if table_size not in (None, about["table_size"]):
             raise ArgumentError(
                 f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} "
                 "(--table-size of `ringdance data prepare criteo`). Give that one or none, or prepare again."
             )
-        is_rows = about["format"] == "rows"
-        offsets = np.empty(0, np.uint64) if is_rows else read_npy(index.with_suffix(".npy"), about)
         files = [TableFile(**one) for one in about["files"]]
-        wanted = 0 if is_rows else sum(map(_offsets, files))
-        if offsets.dtype != np.uint64 or len(offsets) != wanted:
-            raise damaged(index, "it and its .npy do not fit together")
+        is_rows = about["format"] == "rows"
+        offsets = np.empty(0, np.uint64) if is_rows else read_array(index.with_suffix(".npy"), about)
         return cls(
             index.parent, index.stem, about["format"], about["fields"], about["table_size"], files, offsets
         )
 
     def write(self) -> None:
         """Write the index; a process that opens it meanwhile finds the old one or none."""
-        about = {"kind": TABLE, "version": VERSION, "format": self.format, "rows": len(self)}
-        about |= {"fields": self.fields, "table_size": self.table_size, "block": BLOCK}
-        about["files"] = [asdict(one) for one in self.files]
-        if self.format != "rows":
-            data = npy(self.offsets)
-            write_whole(self.path / f"{self.split}.npy", data)
-            about[CHECKSUM] = crc32c(data)
-        write_whole(self.path / f"{self.split}.json", json.dumps(about, indent=1).encode() + b"\n")
+        about = {"kind": TABLE, "format": self.format, "fields": self.fields, "table_size": self.table_size}
+        files = [asdict(one) for one in self.files]
+        offsets = None if self.format == "rows" else self.offsets
+        write_index(self.path / f"{self.split}.json", about | {"files": files}, offsets)
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -230,7 +219,7 @@ class Table(Files):
             raise ArgumentError(f"{name} has {size} bytes, and {self.files[file].size} by its index.")
         if self.format != "rows":
             return np.memmap(name, np.uint8, "r").view(np.ndarray)
-        found = read_npy(name, {})
+        found = read_npy(name)
         if found.dtype != dtype(self.fields) or len(found) != self.files[file].rows:
             expected = f"{self.files[file].rows} rows of {self.fields} fields"
             raise damaged(name, f"{len(found)} of {found.dtype}, and {expected} by its index")

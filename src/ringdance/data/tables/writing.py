@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ringdance.data.files import ShardWriter
-from ringdance.data.tables import examples, lines
+from ringdance.data.tables import examples
 from ringdance.data.tables.formats import scan
 from ringdance.data.tables.rows import Array, Rows, dtype, header
 from ringdance.data.tables.table import Table, TableFile
 from ringdance.errors import ArgumentError
 
-ENDS = {"rows": "npy", "tfrecord": "tfrecord", "libsvm": "libsvm"}
+ENDS = {"rows": "npy", "tfrecord": "tfrecord"}
 """What the names of files end with, by format."""
-_ENCODE: dict[str, Callable[[Rows, int], bytes]] = {
-    "rows": lambda rows, _: rows.packed().tobytes(), "tfrecord": lambda rows, _: examples.encode(rows),
-    "libsvm": lines.encode_libsvm,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,23 +37,22 @@ class TableWriter:
 
     Args:
         path: its name.
-        format: "rows", "tfrecord" or "libsvm".
+        format: "rows" or "tfrecord".
         count: rows that will be written; the format ``rows`` begins with it.
         fields: pairs of each row.
-        table_size: ids are below it; given, LibSVM has them sorted, see :func:`lines.apart`.
     """
 
-    def __init__(self, path: Path, format: str, count: int, fields: int, table_size: int = 0) -> None:
+    def __init__(self, path: Path, format: str, count: int, fields: int) -> None:
         if format not in ENDS:
             raise ArgumentError(f"format {format!r}: choose one of {', '.join(ENDS)}")
-        self.path, self.format, self.count, self._table_size = path, format, count, table_size
+        self.path, self.format, self.count = path, format, count
         self._file, self._rows = ShardWriter(path), 0
         if format == "rows":
             self._file.write(header(count, dtype(fields)))
 
     def write(self, rows: Rows) -> None:
         """Append rows."""
-        self._file.write(_ENCODE[self.format](rows, self._table_size))
+        self._file.write(rows.packed().tobytes() if self.format == "rows" else examples.encode(rows))
         self._rows += len(rows.labels)
 
     def __enter__(self) -> TableWriter:

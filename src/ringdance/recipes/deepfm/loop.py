@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import rates  # type: ignore[import-not-found]  # beside this file
@@ -15,10 +14,9 @@ import rates  # type: ignore[import-not-found]  # beside this file
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
 from ringdance.errors import ArgumentError
-from ringdance.recipes.files import whole_model
-from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog, scores_of
+from ringdance.recipes.models import scores_of, whole_model
 from ringdance.recipes.options import Options, count, widths
-from ringdance.recipes.training import Training, write
+from ringdance.recipes.training import TRAINED_ON, Position, Training, write
 
 Array = np.ndarray[Any, Any]
 
@@ -58,34 +56,25 @@ def options(manual: str) -> argparse.Namespace:
     return given
 
 
-class Model(Protocol):
-    """What a framework does: train_torch.py and train_keras.py have one each."""
+class Model:
+    """What the models of train_torch.py and train_keras.py share: see Note [Models of recipes].
+
+    They have ``step(batch, rate)``, which updates by one batch and returns the mean loss of this rank's rows;
+    ``predict(ids, values)``, which returns probabilities, shape (n,); and ``export_layers(directory)``.
+    """
 
     framework: str
     table: hvd.EmbeddingTable
 
-    def step(self, batch: TableBatch, rate: float) -> float:
-        """Update by one batch; return the mean loss of this rank's rows."""
+    def __init__(self) -> None:
+        self.losses: list[float] = []  # of the steps since figures() was called
+        self.checks: Any = None  # a loader of the validation rows
 
-    def predict(self, ids: Array, values: Array) -> Array:
-        """Return probabilities, shape (n,)."""
-
-    def state(self) -> dict[str, Array]:
-        """Return copies of the layers' weights and of their optimizer's state."""
-
-    def restore(self, state: dict[str, Array]) -> None:
-        """Take such values, equal on all ranks."""
-
-    def export(self, directory: Path) -> None:
-        """Write what score.py needs beside the table."""
-
-
-class Evaluated:
-    """A model with the rows of its evaluations, and with its layers in what it exports."""
-
-    def __init__(self, model: Model, checks: Any) -> None:
-        self.framework, self.restore, self.state = model.framework, model.restore, model.state
-        self.model, self.checks = model, checks
+    def figures(self) -> dict[str, float]:
+        """Return this rank's mean loss since the last call."""
+        mean = float(np.mean(self.losses))
+        self.losses.clear()
+        return {"loss": mean}
 
     def evaluate(self) -> dict[str, float]:
         """Return AUC, log-loss and calibration on the validation rows, each counted once.
@@ -95,36 +84,38 @@ class Evaluated:
         scores = hvd.BinaryScores()
         self.checks.set_epoch(0)
         for batch in self.checks:
-            found = self.model.predict(batch.ids, batch.values)
+            found = self.predict(batch.ids, batch.values)  # type: ignore[attr-defined]
             if batch.weight:  # else padding
                 scores.add(found, batch.labels)
         return scores.result()
+
+    def described(self, at: Position, found: dict[str, float]) -> str:
+        """Return the text of an evaluation."""
+        return f"after step {at.step}: {scores_of(found)}"
 
     def average_statistics(self) -> None:
         """Do nothing: the layers have no statistics."""
 
     def export(self, directory: Path) -> None:
         """Write what score.py needs beside the table, and what --warm-start needs."""
-        self.model.export(directory)
-        write(directory / "layers.npz", self.state())
+        self.export_layers(directory)  # type: ignore[attr-defined]
+        write(directory / "layers.npz", self.state())  # type: ignore[attr-defined]
 
 
-def warm_start(start: Path, model: Model, about: dict[str, Any]) -> None:
+def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
     """Begin with an exported model, which must be as ``about`` says; collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
         """Return its layers, or what is wrong with it."""
         try:
-            found = whole_model(start, "framework", *about)
-            for name, value in {"framework": model.framework, **about}.items():
-                if found[name] != value:
-                    return {}, f"its {name} is {found[name]}, here it is {value}"
-            with np.load(start / "layers.npz") as saved:
-                return dict(saved), ""
+            found = whole_model(start)
         except ArgumentError as error:
             return {}, str(error)
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-            return {}, f"{start / 'layers.npz'} cannot be read: {error}"
+        for name, value in {"framework": model.framework, **about}.items():
+            if found.get(name) != value:
+                return {}, f"its {name} is {found.get(name)}, here it is {value}"
+        with np.load(start / "layers.npz") as saved:
+            return dict(saved), ""
 
     state, problem = hvd.broadcast_object(exported() if hvd.rank() == 0 else None)
     if problem:
@@ -188,43 +179,33 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     )  # fmt: skip
     model = make(given, table, data.fields)
     loader = hvd.table_loader(data, given.batch_size, seed=given.seed, threads=given.threads, drop_last=True)
-    checks = hvd.table_loader(check, given.batch_size, shuffle=False, threads=given.threads)
+    model.checks = hvd.table_loader(check, given.batch_size, shuffle=False, threads=given.threads)
     about = {"fields": data.fields, "table_size": data.table_size, "dim": given.dim, "hidden": given.hidden}
-    losses: list[float] = []
-
-    def figures() -> dict[str, float]:
-        mean = float(np.mean(losses))
-        losses.clear()
-        return {"loss": mean}
-
     same = {**about, "rows": len(data), "seed": given.seed}
     training = Training(
-        given, Evaluated(model, checks), same, figures, split, "auc",
-        lambda at, found: f"after step {at.step}: {scores_of(found)}", ".npz", table,
+        given, model, same, "rows", len(data), given.epochs, split, "auc", ".npz", table
     )  # fmt: skip
-    if hvd.rank() == 0:
-        bytes_ = table.values.nbytes + table.accumulators.nbytes
-        print(
-            f"DeepFM by {model.framework}: {hvd.size()} ranks, batch {given.batch_size * hvd.size():,}; "
-            f"{len(data):,} rows, {len(check):,} for validation; a table of {data.table_size:,} rows, "
-            f"{bytes_ / 1e6:,.0f} MB on each rank{', sharded' * table.sharded}", flush=True,
-        )  # fmt: skip
+    bytes_ = table.values.nbytes + table.accumulators.nbytes
+    training.print(
+        f"DeepFM by {model.framework}: {hvd.size()} ranks, batch {given.batch_size * hvd.size():,}; "
+        f"{len(data):,} rows, {len(check):,} for validation; a table of {data.table_size:,} rows, "
+        f"{bytes_ / 1e6:,.0f} MB on each rank{', sharded' * table.sharded}"
+    )
     if not training.resume() and given.warm_start:
         warm_start(Path(given.warm_start), model, about)
-    log = TrainingLog(given, "rows", len(data), given.epochs, training.at)
 
     scale = rates.scaled(given.batch_size * hvd.size(), given.scale_rate)
 
     def step(batch: TableBatch, at: Position) -> float:
         warm = rates.warm(at.step + 1, given.warmup)
         table.rate, factor = given.table_rate * warm / scale**0.5, warm * scale
-        losses.append(model.step(batch, factor))
+        model.losses.append(model.step(batch, factor))
         return float(given.rate * factor)
 
     def due(at: Position, ended: bool, over: bool) -> bool:
         return over or (at.step % given.evaluate_every == 0 if given.evaluate_every else ended)
 
-    training.run(loader, log, given.epochs, step, due)
-    training.close(log, about)
+    training.run(loader, step, due)
+    training.close(about)
     hvd.shutdown()
 

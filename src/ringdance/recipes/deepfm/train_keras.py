@@ -73,12 +73,13 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
         return tf.reduce_sum(linear, 1) + 0.5 * tf.reduce_sum(pairs, 1) + deep[:, 0]
 
 
-class Model:
+class Model(loop.Model):  # type: ignore[misc]
     """Layers and table, and how they are updated."""
 
     framework = "tensorflow"
 
     def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
+        super().__init__()
         keras.utils.set_random_seed(given.seed)  # the same weights on all ranks
         self.table, self.rate = table, given.rate
         self.layers = Layers(fields, given.dim, given.hidden)
@@ -137,7 +138,7 @@ class Model:
     def _variables(self) -> list[Any]:
         return [*self.layers.variables, *self.optimizer.variables]
 
-    def export(self, directory: Path) -> None:
+    def export_layers(self, directory: Path) -> None:
         """Write the layers for score.py: a SavedModel, without this file."""
         archive = keras.export.ExportArchive()
         archive.track(self.layers)

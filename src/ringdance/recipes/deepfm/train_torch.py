@@ -72,12 +72,13 @@ class Layers(nn.Module):
         return self.bias + linear.sum(1) + 0.5 * pairs.sum(1) + deep
 
 
-class Model:
+class Model(loop.Model):  # type: ignore[misc]
     """Layers and table, and how they are updated."""
 
     framework = "torch"
 
     def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
+        super().__init__()
         torch.manual_seed(given.seed)  # the same weights on all ranks
         self.table, self.rate = table, given.rate
         self.fields, self.layers = fields, Layers(fields, given.dim, given.hidden)
@@ -116,13 +117,13 @@ class Model:
         """Take such values."""
         restore(state, self.inner, layers=self.layers)
 
-    def export(self, directory: Path) -> None:
+    def export_layers(self, directory: Path) -> None:
         """Write the layers for score.py, as a program without this file."""
         places = torch.zeros(2, self.fields, dtype=torch.int64)
         example = torch.zeros(3, self.table.columns), places, torch.zeros(2, self.fields)
         shapes = {0: torch.export.Dim("rows")}, {0: (n := torch.export.Dim("n"))}, {0: n}
         program = torch.export.export(self.layers.eval(), example, dynamic_shapes=shapes)
-        torch.export.save(program, directory / "layers.pt2")
+        torch.export.save(program, directory / "program.pt2")
 
 
 if __name__ == "__main__":

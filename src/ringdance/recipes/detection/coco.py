@@ -15,7 +15,6 @@ from faster_coco_eval import COCO, COCOeval_faster
 from faster_coco_eval import mask as rle
 from torch import Tensor
 
-from ringdance.data import Dataset
 from ringdance.data.images import decode
 from ringdance.errors import ArgumentError
 from ringdance.job_files import check_regular
@@ -53,13 +52,6 @@ class Coco:
         self.images = [one for one in images if one["id"] in objects or not trained_on]
         self.objects, self.masks, self.directory = objects, masks, directory / split
         self.ratios = np.array([one["width"] / one["height"] for one in self.images])
-        self.shards: Dataset | None = None
-        if (directory / f"{split}.json").exists():
-            self.shards = Dataset.open(directory, split)
-            if len(self.shards) != len(self.table["images"]):
-                raise ValueError(f"its tars have {len(self.shards)} images, not {len(self.table['images'])}")
-            names = {one["id"]: place for place, one in enumerate(self.table["images"])}
-            self.places = [names[one["id"]] for one in self.images]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -81,9 +73,7 @@ class Coco:
         about = self.images[place]
         found = self.objects.get(about["id"], [])
         try:
-            pixels = decode(
-                self.shards.read(self.places[place]) if self.shards else self._file(about).read_bytes()
-            )
+            pixels = decode(self._file(about).read_bytes())
             height, width = pixels.shape[:2]
             if (width, height) != (about["width"], about["height"]):
                 size = f"{about['width']} x {about['height']}"

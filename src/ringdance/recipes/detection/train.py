@@ -7,7 +7,7 @@
     ringdance run -H node1:8,node2:8,node3:8 python train.py --preset 24xV100 --data /data/checked
 
 --data DIR has COCO's layout: DIR/annotations/instances_train2017.json with the images in DIR/train2017, and
-the same for val2017; or it is what `ringdance data prepare coco --shards N` has written.
+the same for val2017.
 
 `ringdance recipes show detection` lists the presets: the hyper-parameters of published runs and their
 results. Options override single values. The learning rate of a preset holds for its whole batch; with
@@ -51,10 +51,9 @@ from ringdance.data import Batch
 from ringdance.data.order import Draws
 from ringdance.errors import ArgumentError
 from ringdance.job_files import check_regular
-from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog
 from ringdance.recipes.options import Options, amount, count, number
 from ringdance.recipes.torch_state import arrays_of, restore
-from ringdance.recipes.training import Training
+from ringdance.recipes.training import TRAINED_ON, Position, Training
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.schedules import Schedule
 
@@ -183,7 +182,7 @@ def load_weights(
 
 
 class Model:
-    """Model, optimizer and loss scale of this rank: a ``recipes.training.Model``, and how it is updated."""
+    """Model, optimizer and loss scale of this rank: see Note [Models of recipes]."""
 
     framework = "torch"
 
@@ -260,6 +259,12 @@ class Model:
                 figures = scores(self.check.table, results, self.kinds) | {"count": len(every)}
             figures = hvd.broadcast_object(figures)
         return figures
+
+    def described(self, at: Position, found: dict[str, float]) -> str:
+        """Return the text of an evaluation."""
+        shares = ", ".join(f"{name} {one:.4f}" for name, one in found.items() if "AP" in name)
+        when = f"after {at.epoch} epochs" if at.step else "before"
+        return f"{when}: {shares} of {found['count']:,} images"
 
     def average_statistics(self) -> None:
         """Do nothing: no normalization here has statistics of a rank's own."""
@@ -345,12 +350,6 @@ def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
     return data, check, TRAINED_ON if its == given.split else its
 
 
-def described(at: Position, found: dict[str, float]) -> str:
-    """Return the text of an evaluation."""
-    shares = ", ".join(f"{name} {one:.4f}" for name, one in found.items() if "AP" in name)
-    return f"{f'after {at.epoch} epochs' if at.step else 'before'}: {shares} of {found['count']:,} images"
-
-
 def main() -> None:
     """Train as the command line says."""
     parser = options()
@@ -387,12 +386,13 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
     }  # fmt: skip
     if not given.evaluate:  # a position in an epoch is of its order
         same |= {"images": len(data), "batch_size": preset.batch_size, "seed": given.seed}
-    training = Training(given, model, same, model.figures, split, f"{model.kinds[-1]} AP", described)
+    training = Training(
+        given, model, same, "images", len(data), preset.epochs, split, f"{model.kinds[-1]} AP"
+    )
     found = training.resume()
     if given.evaluate and given.checkpoints and not found:
         raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
-    log = TrainingLog(given, "images", len(data), preset.epochs, training.at)
-    log.print(
+    training.print(
         f"{given.model} on {preset.backbone} by torchvision on {model.device.type}: {hvd.size()} ranks, "
         f"batch {batch:,}, {preset.optimizer}, {preset.precision}, {len(data):,} images, "
         f"{preset.epochs:g} epochs\n"
@@ -400,7 +400,7 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
     )
     if given.evaluate:
         training.best = None
-        training.evaluate(log)
+        training.evaluate()
     else:
         peak = preset.rate_for(batch) if given.rate is None else given.rate
         warmup = min(preset.warmup_steps * batch / len(data), preset.epochs)
@@ -414,8 +414,8 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
             model.step(batch, rate)
             return rate
 
-        training.run(batches, log, preset.epochs, step)
-    training.close(log, {**same, "classes": data.table["categories"], "image_size": preset.image_size})
+        training.run(batches, step)
+    training.close({**same, "classes": data.table["categories"], "image_size": preset.image_size})
 
 
 if __name__ == "__main__":

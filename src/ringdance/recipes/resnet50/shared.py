@@ -1,22 +1,75 @@
-"""What train_torch.py and train_keras.py do alike: data, learning rate, beginning, steps, evaluation, end."""
+"""What train_torch.py and train_keras.py do alike: options, data, learning rate, beginning, steps, end."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from pathlib import Path
 from typing import Any
 
-from presets import Preset  # type: ignore[import-not-found]  # beside this file
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
 
 import ringdance.numpy as hvd
 from ringdance.data import Dataset, Synthetic
 from ringdance.errors import ArgumentError
-from ringdance.recipes.files import whole_model
-from ringdance.recipes.log import TRAINED_ON, Position, TrainingLog
-from ringdance.recipes.training import Training
+from ringdance.recipes.options import Options, amount, count, number
+from ringdance.recipes.training import TRAINED_ON, Position, Training
 from ringdance.training.schedules import Schedule
+
+
+def parser(manual: str) -> Options:
+    """Return a parser of the options that both have; a script may add its own."""
+    made = Options(description=manual)
+    add, share = made.add_argument, number(float, 0, 1)
+    names = f"default: 8xV100; {', '.join(PRESETS)}"
+    add("--preset", default="8xV100", choices=PRESETS, metavar="NAME", help=names)
+    add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
+    add("--synthetic", action="store_true", help="random pixels instead of data")
+    add("--synthetic-images", type=count, default=1_281_167, metavar="N", help="default: 1,281,167")
+    add("--epochs", type=count, metavar="N", help="length of the schedule")
+    add("--warmup-epochs", type=number(int, 0), metavar="N", help="of these, in which the rate rises")
+    add("--batch-size", type=count, metavar="N", help="images for each rank and pass; the rate goes with it")
+    add("--accumulate", type=count, default=1, metavar="N", help="passes in each step; default: 1")
+    add("--model", metavar="NAME", help="of the library instead of our ResNet-50: see above")
+    add("--width", type=count, help="channels of our ResNet-50's first stage; default: 64")
+    text = "begin with these, or with those of an exported model; a head of other classes is left fresh"
+    add("--weights", metavar="FILE", help=text)
+    add("--optimizer", choices=("sgd", "lars"))
+    add("--rate", type=amount, metavar="R", help="peak learning rate of the whole batch, not scaled further")
+    add("--precision", choices=("float32", "float16", "bfloat16"))
+    add("--image-size", type=count, metavar="PIXELS")
+    add("--evaluation-size", type=count, metavar="PIXELS", help="default: that of the training")
+    text = "change each image by an operation by chance: TrivialAugmentWide"
+    add("--trivial-augment", action=argparse.BooleanOptionalAction, help=text)
+    add("--label-smoothing", type=share, metavar="S", help="share of a target that all classes get")
+    add("--mixup", type=amount, metavar="ALPHA", help="mix pairs of images; 0: do not")
+    add("--cutmix", type=amount, metavar="ALPHA", help="put parts of images into others; 0: do not")
+    add("--erase", type=share, metavar="P", help="probability that a part of an image becomes grey")
+    add("--ema", type=share, metavar="D", help="evaluate averaged weights, of which a step keeps D: 0.9999")
+    add("--threads", type=count, metavar="N", help="that decode images; default: the cores of each rank")
+    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and after the last (1); 0: never")
+    text = "only evaluate: the best model of --checkpoints, else its newest, or --weights"
+    add("--evaluate", action="store_true", help=text)
+    add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
+    made.add_shared(keep=3, log_every=20)
+    return made
+
+
+def read(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line, and check what it says."""
+    given = made.parse_args()
+    if bool(given.data) == given.synthetic:
+        made.error("give either --data DIR or --synthetic")
+    if given.evaluate and bool(given.checkpoints) == bool(given.weights):
+        made.error("--evaluate: give either --checkpoints DIR or --weights FILE")
+    if given.model and given.width:
+        made.error(f"--width {given.width} is of our ResNet-50: leave it out, or --model {given.model}")
+    given.width = given.width or 64
+    preset = PRESETS[given.preset].overridden(given)
+    if preset.epochs < preset.warmup_epochs:
+        warmup = f"{preset.warmup_epochs:g} of warm-up"
+        made.error(f"{preset.epochs:g} epochs, but {warmup}: give --epochs or --warmup-epochs")
+    return given
 
 
 def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> Schedule:
@@ -57,13 +110,10 @@ def described(at: Position, found: dict[str, float]) -> str:
 
 def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
     """Load weights on rank 0, but for a head of other classes; return what is to be said about it."""
-    file, fresh, problem = Path(given.weights), list[str](), ""
+    file, fresh, problem = given.weights, list[str](), ""
     try:
         if hvd.rank() == 0:
-            file = _exported(file, model) if file.is_dir() else file
-            fresh = model.load_weights(str(file))
-    except ArgumentError as error:
-        problem = f"--weights {error}"
+            fresh = model.load_weights(file)
     except OSError as error:
         problem = f"--weights {file}: {error.strerror or error}"
     except Exception as error:  # of files of any kind
@@ -77,25 +127,6 @@ def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
     return f"weights of {file}{head}"
 
 
-def _exported(directory: Path, model: Any) -> Path:
-    """Return the file of weights of an exported model."""
-    framework = whole_model(directory, "framework", "image_size")["framework"]
-    if framework != model.framework:
-        raise ArgumentError(
-            f"{directory}: it was exported by train_{framework}.py, whose weights train_{model.framework}.py "
-            "cannot read"
-        )
-    return directory / str(model.weights)
-
-
-def unknown(name: str, library: str, names: list[str]) -> str:
-    """Return the error of a model that a library does not have."""
-    lower = {one.lower(): one for one in names}
-    near = difflib.get_close_matches(name.lower(), lower, n=3)
-    text = f"did you mean {' or '.join(lower[one] for one in near)}?" if near else ", ".join(names)
-    return f"--model {name} is no classifier of {library}: {text}"
-
-
 def train(
     given: argparse.Namespace, preset: Preset, model: Any, data: Any, loader: Any, split: str,
     framework: str,
@@ -105,8 +136,8 @@ def train(
     Args:
         given: what the command line says.
         preset: with what the command line sets.
-        model: of this rank: a ``recipes.training.Model`` with ``step``, ``figures``, ``load_weights``,
-            ``weights``, its file in an export, and ``equal``, which gives all ranks that of rank 0.
+        model: of this rank: see Note [Models of recipes]; with ``step``, ``load_weights`` and ``equal``,
+            which gives all ranks that of rank 0.
         data: to train on.
         loader: of that.
         split: what evaluations are of.
@@ -120,28 +151,26 @@ def train(
         same |= {"images": len(data), "preset": given.preset, "seed": given.seed}
     if given.evaluate and given.checkpoints and not hvd.broadcast_object(Path(given.checkpoints).is_dir()):
         raise SystemExit(f"--evaluate: there is no directory {given.checkpoints}")
-    training = Training(given, model, same, model.figures, split, "top1", described)
-    if hvd.rank() == 0:
-        batch = loader.plan.batch_size * hvd.size()
-        epochs = f", {preset.epochs:g} epochs\npreset {given.preset} ({preset.source}): {preset.expected}"
-        print(
-            f"{same['model']} by {framework}: {hvd.size()} ranks, batch {batch:,}, {preset.optimizer}, "
-            f"{preset.precision}, {len(data):,} images of {len(data.classes)} classes"
-            f"{'' if given.evaluate else epochs}", flush=True,
-        )  # fmt: skip
-    found = (given.evaluate and training.restore(training.best)) or training.resume()
+    training = Training(given, model, same, "images", len(data), preset.epochs, split, "top1")
+    batch = loader.plan.batch_size * hvd.size()
+    epochs = f", {preset.epochs:g} epochs\npreset {given.preset} ({preset.source}): {preset.expected}"
+    training.print(
+        f"{same['model']} by {framework}: {hvd.size()} ranks, batch {batch:,}, {preset.optimizer}, "
+        f"{preset.precision}, {len(data):,} images of {len(data.classes)} classes"
+        f"{'' if given.evaluate else epochs}"
+    )
+    found = training.resume(best=given.evaluate)
     if given.evaluate and given.checkpoints and not found:
         raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
-    log = TrainingLog(given, "images", len(data), preset.epochs, training.at)
     if not found:
         if given.weights:
-            log.print(begin_with(given, model, len(data.classes)))
+            training.print(begin_with(given, model, len(data.classes)))
         model.equal()
     if given.evaluate:
         training.best = None
-        training.evaluate(log)
+        training.evaluate()
     else:
-        schedule = schedule_of(preset, given, len(data), loader.plan.batch_size * hvd.size())
+        schedule = schedule_of(preset, given, len(data), batch)
 
         def step(batch: Any, at: Position) -> float:
             epoch = at.epoch + at.done / len(data)
@@ -149,8 +178,8 @@ def train(
             model.step(batch, rate, at.step, epoch < preset.warmup_epochs)
             return rate
 
-        training.run(loader, log, preset.epochs, step)
+        training.run(loader, step)
     about = {"model": same["model"], "image_size": preset.evaluated, "classes": list(data.classes)}
     if model.framework == "keras":
         about["backend"] = os.environ["KERAS_BACKEND"]
-    training.close(log, about)
+    training.close(about)

@@ -52,9 +52,8 @@ except ImportError as error:
     raise SystemExit(f"{chosen}: {error}: install it, or choose tensorflow, torch or jax") from None
 import numpy as np
 from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
-from options import parser, read  # type: ignore[import-not-found]
 from presets import PRESETS, Preset  # type: ignore[import-not-found]
-from shared import datasets, ranks_of, train, unknown  # type: ignore[import-not-found]
+from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
 
 import ringdance.keras as hvd
 from ringdance import numpy
@@ -104,7 +103,7 @@ def of_keras(name: str, classes: int, image_size: int) -> Any:
     """Return a classifier of keras.applications, on pixels 0 to 255; logits."""
     known = [one for one, found in vars(keras.applications).items() if callable(found)]
     if name not in known:
-        raise SystemExit(unknown(name, "keras.applications", known))
+        raise SystemExit(f"--model {name} is no classifier of keras.applications: {', '.join(known)}")
     make = getattr(keras.applications, name)
     shape = (image_size, image_size, 3)
     try:
@@ -142,7 +141,7 @@ def use_own_gpu() -> None:
 class Model:
     """The compiled model of this rank, and how it is updated."""
 
-    framework, weights = "keras", "model.weights.h5"
+    framework, described = "keras", staticmethod(described)
 
     def __init__(self, given: argparse.Namespace, preset: Preset, classes: int, checks: Any = None) -> None:
         self.preset, self.classes, self.passes = preset, classes, given.accumulate
@@ -278,7 +277,7 @@ class Model:
     def export(self, directory: Path) -> None:
         """Write model.weights.h5, for --weights, and model.keras, for score.py."""
         self.exchange_averages()
-        self.body().save_weights(directory / Model.weights)
+        self.body().save_weights(directory / "model.weights.h5")
         shares = keras.layers.Softmax(dtype="float32")(self.model.output)
         keras.Model(self.model.input, shares).save(directory / "model.keras")
         self.exchange_averages()

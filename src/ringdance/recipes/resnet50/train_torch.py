@@ -45,9 +45,8 @@ from typing import Any
 import numpy as np
 import torch
 from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
-from options import parser, read  # type: ignore[import-not-found]
 from presets import PRESETS, Preset  # type: ignore[import-not-found]
-from shared import datasets, ranks_of, train, unknown  # type: ignore[import-not-found]
+from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -119,7 +118,7 @@ def of_torchvision(name: str, classes: int, size: int, evaluated: int) -> tuple[
         raise SystemExit(f"--model {name} needs torchvision, of the same release as torch: {error}") from None
     names = models.list_models(module=models)
     if name not in names:
-        raise SystemExit(unknown(name, "torchvision", names))
+        raise SystemExit(f"--model {name} is no classifier of torchvision: {', '.join(names)}")
     special: dict[str, Any] = {"image_size": size} if name.startswith("vit") else {}
     if name in ("googlenet", "inception_v3"):
         special = {"aux_logits": False, "init_weights": True, "transform_input": True}
@@ -160,7 +159,7 @@ class Classifier(nn.Module):
 class Model:
     """Model, optimizer and loss scale of this rank, and how they are updated."""
 
-    framework, weights = "torch", "weights.pt"
+    framework, described = "torch", staticmethod(described)
 
     def __init__(
         self, given: argparse.Namespace, preset: Preset, classes: int, device: torch.device,
@@ -302,15 +301,15 @@ class Model:
             self.average.module.load_state_dict(self.model.state_dict())
 
     def export(self, directory: Path) -> None:
-        """Write weights.pt, for --weights, and model.pt2, a program for score.py without this file."""
+        """Write weights.pt, for --weights, and program.pt2, a program for score.py without this file."""
         best: Any = self.best_model()
         model = best.to("cpu", memory_format=torch.contiguous_format).eval()
-        torch.save(model.state_dict(), directory / self.weights)
+        torch.save(model.state_dict(), directory / "weights.pt")
         size = self.preset.evaluated
         example = torch.zeros(2, size, size, 3, dtype=torch.uint8)
         whole = Classifier(model, self.mean.cpu(), self.deviation.cpu()).eval()
         program = torch.export.export(whole, (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
-        torch.export.save(program, directory / "model.pt2")
+        torch.export.save(program, directory / "program.pt2")
 
 
 def main() -> None:

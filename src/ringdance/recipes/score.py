@@ -1,0 +1,192 @@
+"""Score rows of clicks or images with a model that train_torch.py or train_keras.py has exported.
+
+    python score.py model clicks --split validation --output scores.tsv
+    python score.py model photos --output scores.tsv
+
+Of rows of clicks it writes a line for each row, in order: the probability of a click, and the row's label.
+With labels of both kinds it prints AUC, log-loss and calibration too. Rows without a label get any, such as
+0, first:
+
+    sed 's/^/0\\t/' test.txt > rows.tsv
+
+The table of embeddings is read from the disk as rows are needed: it may be greater than the memory.
+
+Photographs are found in all directories below the one that is named. It writes a line for each image, under a
+head: its file (of prepared data: its number), its label, and the probability of each class. The label is the
+class of prepared data, or the name of the image's directory, if that is a class of the model; otherwise "-".
+With labels it prints top-1 and top-5 too. Images are cut as in an evaluation: the square in the centre.
+Photographs that are broken are left out and listed; the exit code is 3 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ringdance.numpy as hvd
+from ringdance.data import Dataset, Loader, Table, TableLoader
+from ringdance.data.files import needed
+from ringdance.data.prepare.clean import BrokenImage, clean
+from ringdance.errors import ArgumentError
+from ringdance.launch.parser import Parser
+from ringdance.recipes.models import scores_of, text_file, whole_model
+
+Array = np.ndarray[Any, Any]
+ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
+    """Return the exported program, as a function of arrays.
+
+    Raises:
+        ArgumentError: It cannot be read.
+    """
+    try:
+        if about["framework"] == "torch":
+            import torch
+
+            program = torch.export.load(model / "program.pt2").module()
+
+            def by_torch(*arrays: Array) -> Array:
+                with torch.inference_mode():
+                    found: Array = program(*map(torch.from_numpy, arrays)).numpy()
+                return found
+
+            return by_torch
+        if about["framework"] == "tensorflow":
+            import tensorflow as tf
+
+            saved = tf.saved_model.load(str(model / "layers"))
+            return lambda *arrays: saved.serve(*arrays).numpy()
+        os.environ.setdefault("KERAS_BACKEND", about["backend"])
+        import keras
+
+        return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch
+    except Exception as error:  # of damaged files of any kind
+        raise ArgumentError(f"{model} cannot be read: {error}") from None
+
+
+def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
+    """Score rows of clicks, and print what their labels say of it; return 0."""
+    data = Table.open(given.data, given.split, table_size=about["table_size"])
+    if data.fields != about["fields"]:
+        raise ArgumentError(f"{given.data}: {data.fields} fields, but {given.model} has {about['fields']}")
+    layers, table = program_of(given.model, about), np.load(given.model / "table.npy", mmap_mode="r")[0]
+    figures, began = hvd.BinaryScores(), time.perf_counter()
+    with text_file(given.output) as output:
+        for batch in TableLoader(data, given.batch_size or 8192, shuffle=False):
+            keys, places = np.unique(batch.ids, return_inverse=True)
+            logits = layers(table[keys], places.reshape(batch.ids.shape), batch.values)
+            scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+            figures.add(scores, batch.labels)
+            rows = zip(scores.tolist(), batch.labels.tolist(), strict=True)
+            output.writelines(f"{score:.7g}\t{label:g}\n" for score, label in rows)
+    print(f"{scores_of(figures.result())} in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    return 0
+
+
+class Photographs:
+    """Image files below a directory, as a data set for ``Loader``; label -1: not of a class."""
+
+    def __init__(self, place: Path, classes: list[str]) -> None:
+        found, directory = ([place], place.parent) if place.is_file() else (place.rglob("*"), place)
+        self.paths = sorted(one for one in found if one.suffix.lower() in ENDINGS and one.is_file())
+        labels = {name: number for number, name in enumerate(classes)}
+        self.rows = np.zeros(len(self.paths), [("label", np.int64)])
+        self.rows["label"] = [labels.get(one.parent.name, -1) for one in self.paths]
+        self.names = [str(one.relative_to(directory)) for one in self.paths]
+        self.broken: dict[int, str] = {}  # why, by number
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, number: int) -> bytes:
+        """Return an image as ``ringdance data prepare`` would write it: upright, 8 bits, in RGB.
+
+        Of a broken one, which is noted, a black image.
+        """
+        try:
+            return clean(self.paths[number].read_bytes()).image
+        except (BrokenImage, OSError) as error:
+            self.broken[number] = f"{self.paths[number]}: {getattr(error, 'strerror', None) or error}"
+            return needed("simplejpeg").encode_jpeg(np.zeros((8, 8, 3), np.uint8))
+
+
+def images_of(given: argparse.Namespace, classes: list[str]) -> Any:
+    """Return the photographs, or the split of prepared data."""
+    data = Photographs(given.data, classes)
+    if len(data) and not (given.data / f"{given.split}.json").exists():
+        return data
+    try:
+        prepared = Dataset.open(given.data, given.split)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error} Nor are there images ({', '.join(ENDINGS)})") from None
+    except NotADirectoryError:
+        raise ArgumentError(f"{given.data} is no image ({', '.join(ENDINGS)})") from None
+    if list(map(str, prepared.classes)) != classes:
+        raise ArgumentError(f"{given.data}: other classes than those of {given.model}")
+    return prepared
+
+
+def score_images(given: argparse.Namespace, about: dict[str, Any]) -> int:
+    """Score images, and print what their labels say of it; return how many were left out."""
+    classes = list(map(str, about["classes"]))
+    data, program = images_of(given, classes), program_of(given.model, about)
+    broken: dict[int, str] = getattr(data, "broken", {})
+    figures, began = hvd.TopK((1, 5) if len(classes) > 5 else (1,)), time.perf_counter()
+    loader = Loader(data, given.batch_size or 32, image_size=about["image_size"], augment=False)
+    with text_file(given.output) as output:
+        print("file", "label", *classes, sep="\t", file=output)
+        for batch in loader:
+            shares = program(batch.images)
+            whole = [number not in broken for number in batch.indices]
+            numbers, labels, shares = batch.indices[whole], batch.labels[whole], shares[whole]
+            figures.add(shares, labels)
+            for number, label, row in zip(numbers, labels, shares, strict=True):
+                name = data.names[number].replace("\t", "\\t") if hasattr(data, "names") else number
+                print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
+                      sep="\t", file=output)  # fmt: skip
+    found, seconds = figures.result(), time.perf_counter() - began
+    told = [f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top")]
+    of = f"{', '.join(told)} of {found['count']:,} with a label" if found["count"] else "none has a label"
+    print(f"{len(data) - len(broken):,} images in {seconds:.1f} s: {of}", file=sys.stderr)
+    for _, why in sorted(broken.items()):
+        print(f"left out: {why}", file=sys.stderr)
+    return len(broken)
+
+
+def main() -> None:
+    """Score as the command line says.
+
+    Raises:
+        SystemExit: 2: something is wrong; 3: samples were left out.
+    """
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
+    add("data", type=Path, metavar="DATA", help="prepared data; a file of rows; photographs, or one")
+    add("--split", default="train", help="of prepared data; default: train")
+    add("--output", metavar="FILE", help="default: the figures alone")
+    add("--batch-size", type=int, metavar="N", help="default: 8192 rows, 32 images")
+    given = parser.parse_args()
+    try:
+        hvd.init()
+        if hvd.size() > 1:
+            raise ArgumentError(f"{sys.argv[0]} runs as one process: start it without `ringdance run`")
+        about = whole_model(given.model)
+        left_out = (score_rows if "table_size" in about else score_images)(given, about)
+    except (ArgumentError, OSError) as error:
+        parser.error(str(error))
+    if left_out:
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()
