@@ -20,7 +20,6 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
 from ringdance.keras import values
-from ringdance.keras.lars import LARS
 from ringdance.keras.library import Compression
 from ringdance.keras.loaders import image_loader, pipe_loader, table_loader
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
@@ -33,7 +32,7 @@ from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    *__all__, *values.__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer",
+    *__all__, *values.__all__, "Compression", "Compressor", "DistributedOptimizer",
     "PartialDistributedOptimizer", "Shard", "barrier", "callbacks", "elastic", "image_loader", "load_model",
     "pipe_loader", "set_learning_rate", "shard", "table_loader",
 ]

@@ -11,7 +11,6 @@ from ringdance.tensorflow.batch_norm import SyncBatchNormalization
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.data import loaders
 from ringdance.tensorflow.data.loaders import *
-from ringdance.tensorflow.data.pipeline import image_pipeline, table_pipeline
 from ringdance.tensorflow.data.sharding import shard
 from ringdance.tensorflow.operations import *
 from ringdance.tensorflow.optimizer import DistributedOptimizer
@@ -25,5 +24,5 @@ from ringdance.training.gradients.sparse import sparse_routes
 __all__ = [
     *__all__, *loaders.__all__, *operations.__all__, *state.__all__, "Compression", "Compressor",
     "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",
-    "SyncBatchNormalization", "image_pipeline", "shard", "sparse_routes", "table_pipeline",
+    "SyncBatchNormalization", "shard", "sparse_routes",
 ]
