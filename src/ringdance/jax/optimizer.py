@@ -28,8 +28,7 @@ class DistributedState(NamedTuple):
 
     inner: Any
     passes: jax.Array  # since the last exchange, int32
-    gradients: Any  # sums of these passes, at least float32
-    owner: jax.Array  # int32: the rank whose gradients they are; -1: none's, or the mean of all ranks'
+    gradients: Any  # this rank's sums of these passes, at least float32
 
 
 def _cast(tree: Any, like: Any) -> Any:
@@ -110,8 +109,8 @@ def distributed(
         op: Average or Sum.
         compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
         backward_passes_per_step: gradients of so many calls are summed locally before they are exchanged;
-            the calls between give updates of zero. A checkpoint that rank 0 writes between them holds what
-            ``broadcast_parameters`` returns, which has the mean of all ranks' sums.
+            the calls between give updates of zero, and are no places for a checkpoint: see
+            ``broadcast_parameters``.
         average_aggregated_gradients: divides that sum by their number.
         gradient_predivide_factor: with Average, divides before and multiplies after the sum.
         process_set: the ranks that take part; on others the transformation is local.
@@ -159,7 +158,7 @@ def distributed(
             return state
         # At least float32: 16-bit floats are summed in that.
         sums = jax.tree.map(lambda one: jnp.zeros_like(one) + jnp.float32(0), params)
-        return DistributedState(state, jnp.zeros((), jnp.int32), sums, jnp.full((), -1, jnp.int32))
+        return DistributedState(state, jnp.zeros((), jnp.int32), sums)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if passes == 1:
@@ -176,8 +175,6 @@ def distributed(
         last = state.passes + 1 == passes
         updates, after = jax.lax.cond(last, exchange, wait, total, state.inner)
         sums = jax.tree.map(lambda one: jnp.where(last, 0, one), total)
-        owner = jnp.int32(session.engine().rank if takes_part(process_set) else -1)
-        count = jnp.where(last, 0, state.passes + 1)
-        return updates, DistributedState(after, count, sums, jnp.where(last, -1, owner))
+        return updates, DistributedState(after, jnp.where(last, 0, state.passes + 1), sums)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -11,8 +11,7 @@ from typing import Any
 from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.keras import _private
-from ringdance.keras.library import Compression, described, forms, keras, ops, variables_of
+from ringdance.keras.library import Compression, forms, keras, ops, variables_of
 from ringdance.training import basics
 from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
@@ -159,21 +158,13 @@ class Distributed:
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
     def save_assets(self, directory: str) -> None:
-        """Write to a ``.keras`` file what Keras does not save; it can be loaded without, as a plain one.
-
-        Local variables are saved as their places among the variables of the step.
-        """
+        """Write to a ``.keras`` file what Keras does not save; it can be loaded without, as a plain one."""
         known: Any = super()
         if hasattr(known, "save_assets"):  # of an optimizer of the user's
             known.save_assets(directory)
         options = dict(self._options)
-        if self._reduction.process_set is not global_process_set:
-            options["process_set"] = self._reduction.process_set.ranks
-        ids = self._local_ids()
-        if ids:
-            given = self._given or _private.trainable_variables(self, [])
-            options["variables"] = [described(one) for one in given]
-            options["local"] = [n for n, one in enumerate(given) if not ids.isdisjoint(forms(one))]
+        if self._reduction.process_set is not global_process_set or self._local_ids():
+            options["partial"] = True  # it takes objects of the script to make it again
         text = json.dumps(options, default=lambda number: number.item())  # NumPy's
         Path(directory, OPTIONS_FILE).write_text(text)
 
