@@ -36,9 +36,9 @@ def _check_sums(tree: Any, root_rank: int) -> None:
         passes = _passes_of(node)
         if passes is not None and np.any(np.asarray(passes)):
             raise ArgumentError(
-                f"broadcast_parameters: the state of rank {root_rank} is after {passes} passes of a step, and its "
-                "sums are those of one rank's gradients. Save and broadcast it after the last pass of a step. To "
-                "drop the sums of a saved state of hvd.distributed: tx.init(params)._replace(inner=state.inner)."
+                f"broadcast_parameters: the state of rank {root_rank} is after {passes} passes of a step, with "
+                "sums of one rank's gradients. Save and broadcast it after the last pass of a step. To drop "
+                "the sums in a state of hvd.distributed: tx.init(params)._replace(inner=state.inner)."
             )
 
 

@@ -24,7 +24,6 @@ from ringdance.keras.library import Compression
 from ringdance.keras.loaders import image_loader, pipe_loader, table_loader
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringdance.keras.rates import set_learning_rate
-from ringdance.keras.reduction import init as init
 from ringdance.keras.values import *
 from ringdance.numpy import barrier
 from ringdance.training.exports import __all__ as __all__

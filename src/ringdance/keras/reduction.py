@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import Compression, forms, keras, ops, variables_of
-from ringdance.training import basics
 from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
@@ -36,15 +35,8 @@ def binding() -> Any:
     return importlib.import_module(f"ringdance.{name}")
 
 
-def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job as the binding of Keras's backend does.
-
-    On TensorFlow and JAX this limits the rank to its share of the cores, see ``ringdance.tensorflow.init``
-    and ``ringdance.jax.init``; PyTorch itself follows ``OMP_NUM_THREADS``. Arguments and errors are those
-    of ``ringdance.training.basics.init``.
-    """
-    join = binding().init if keras.backend.backend() in BACKENDS else basics.init
-    join(comm, process_sets)
+if keras.backend.backend() in BACKENDS:
+    binding()  # whose ``init()`` limits a rank to its share of the cores: it has to be imported before
 
 
 def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:

@@ -16,7 +16,6 @@ from ringdance.tensorflow.operations import *
 from ringdance.tensorflow.optimizer import DistributedOptimizer
 from ringdance.tensorflow.state import *  # type: ignore[assignment]
 from ringdance.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from ringdance.tensorflow.threads import init as init
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.gradients.sparse import sparse_routes
