@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -312,42 +311,18 @@ class TorchExchange:
         return results
 
     def _reducescatter(self, pairs: Pairs) -> Steps:
-        (d, request), = pairs
+        """Reduce on all ranks, and keep the rows of this one."""
 
         def start() -> Started:
-            calls, finishes = [], []
-            for tensor in self._tensors(d, request):
-                rows = even_rows(tensor.shape[0], self._size)
-                width = math.prod(tensor.shape[1:])
-                padded = tensor.new_zeros((self._size, rows[0] * width))
-                first = list(accumulate(rows, initial=0))
-                for rank, count in enumerate(rows):
-                    padded[rank, : count * width] = tensor[first[rank] : first[rank] + count].reshape(-1)
-                wire, operation = self._prepared(padded.view(-1), d)
-                total = wire.new_empty(len(wire) // self._size)
-                if self._streams is None:  # gloo's own is complete only for one that waits for it
-                    parts = wire.view(self._size, total.numel())
-                    total = parts[self._rank]
-                    for rank, part in enumerate(parts if total.numel() else ()):
-                        options = _options(dist.ReduceOptions(), reduceOp=operation, rootRank=rank)
-                        calls.append(self.group.reduce([part], options))
-                else:
-                    options = _options(dist.ReduceScatterOptions(), reduceOp=operation)
-                    calls.append(renamed(self.group, "reduce_scatter_single")(total, wire, options))
-                own = total if total.dtype is tensor.dtype else tensor.new_empty(total.shape)
-                if tensor.is_complex():
-                    own = total.view(tensor.dtype)
-                shape = (rows[self._rank], *tensor.shape[1:])
-                finishes.append((total, own, shape))
-
-            def results() -> list[list[Tensor]]:
-                for total, own, _ in finishes:
-                    self._deliver(total, own, d)
-                return [[own[: math.prod(shape)].view(shape) for _, own, shape in finishes]]
-
-            return calls, results
+            calls, finish = self._allreduce(pairs)
+            return calls, lambda: [[self._own_rows(tensor) for tensor in one] for one in finish()]
 
         return (yield from self._run(pairs, start))
+
+    def _own_rows(self, tensor: Tensor) -> Tensor:
+        rows = even_rows(tensor.shape[0], self._size)
+        first = sum(rows[: self._rank])
+        return tensor[first : first + rows[self._rank]].clone()
 
     def check(self) -> None:
         """Raise RankLostError if NCCL has failed; its kernels are aborted then, so their events are done."""
