@@ -19,9 +19,8 @@ from ringdance.jax.optimizer import distributed
 from ringdance.jax.state import broadcast_parameters
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    *__all__, *operations.__all__, "Compression", "Compressor", "Shard",
-    "broadcast_parameters", "distributed", "image_loader", "pipe_loader", "shard", "table_loader",
+    *__all__, *operations.__all__, "Compression", "Compressor",
+    "broadcast_parameters", "distributed", "image_loader", "pipe_loader", "table_loader",
 ]

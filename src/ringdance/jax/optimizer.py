@@ -79,8 +79,8 @@ def _check_caller() -> None:
         if name.startswith(_REFUSED):
             outer = name.partition(".")[0]
             raise ArgumentError(
-                f"optax.{outer}(hvd.distributed(tx), ...) sees the gradients of this rank alone, so that a rank "
-                f"may skip an exchange for which others wait. Write hvd.distributed(optax.{outer}(tx, ...)): "
+                f"optax.{outer}(hvd.distributed(tx), ...) sees the gradients of this rank only, and may skip "
+                f"an exchange for which other ranks wait. Write hvd.distributed(optax.{outer}(tx, ...)): "
                 "there all ranks see the reduced gradients."
             )
 

@@ -28,10 +28,9 @@ from ringdance.keras.values import *
 from ringdance.numpy import barrier
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.sharding import Shard, shard
 
 __all__ = [
     *__all__, *values.__all__, "Compression", "Compressor", "DistributedOptimizer",
-    "PartialDistributedOptimizer", "Shard", "barrier", "callbacks", "elastic", "image_loader", "load_model",
-    "pipe_loader", "set_learning_rate", "shard", "table_loader",
+    "PartialDistributedOptimizer", "barrier", "callbacks", "elastic", "image_loader", "load_model",
+    "pipe_loader", "set_learning_rate", "table_loader",
 ]

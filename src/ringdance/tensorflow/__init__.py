@@ -11,7 +11,7 @@ from ringdance.tensorflow.batch_norm import SyncBatchNormalization
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.data import loaders
 from ringdance.tensorflow.data.loaders import *
-from ringdance.tensorflow.data.sharding import shard
+from ringdance.tensorflow.data.sharding import shard as shard
 from ringdance.tensorflow.operations import *
 from ringdance.tensorflow.optimizer import DistributedOptimizer
 from ringdance.tensorflow.state import *  # type: ignore[assignment]
@@ -23,5 +23,5 @@ from ringdance.training.gradients.sparse import sparse_routes
 __all__ = [
     *__all__, *loaders.__all__, *operations.__all__, *state.__all__, "Compression", "Compressor",
     "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",
-    "SyncBatchNormalization", "shard", "sparse_routes",
+    "SyncBatchNormalization", "sparse_routes",
 ]

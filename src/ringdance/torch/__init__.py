@@ -14,7 +14,6 @@ from ringdance.torch.loaders import image_loader, pipe_loader, table_loader
 from ringdance.torch.memory import Compression
 from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
-from ringdance.torch.sharding import shard
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters, snapshot
 from ringdance.torch_backend import register
 from ringdance.training import basics, objects
@@ -31,5 +30,5 @@ mark_step = compiler_disable(basics.mark_step)
 __all__ = [
     *__all__, *operations.__all__, "Compression", "Compressor", "DistributedOptimizer",
     "HorovodInternalError", "SyncBatchNorm", "broadcast_optimizer_state", "broadcast_parameters",
-    "image_loader", "pipe_loader", "shard", "snapshot", "sparse_routes", "table_loader",
+    "image_loader", "pipe_loader", "snapshot", "sparse_routes", "table_loader",
 ]
