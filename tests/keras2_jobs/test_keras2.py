@@ -246,7 +246,6 @@ def test_callbacks(kind: str, tmp_path: Path) -> None:
         Length("before"),
         hvd.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1, steps_per_epoch=2),
         hvd.callbacks.LearningRateScheduleCallback(0.05, 0.5, start_epoch=2), Length("after"), Trace(), best,
-        hvd.callbacks.ProgressBar(),
     ]).history
     rates = [0.05 * (1 / SIZE * ((step + 1) / 2 * (SIZE - 1) + 1)) for step in range(2)] + [0.05] * 4
     assert seen == pytest.approx(rates)

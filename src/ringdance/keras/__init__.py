@@ -7,12 +7,11 @@
     model.compile(optimizer, "sparse_categorical_crossentropy")
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
-        hvd.callbacks.ProgressBar(),
     ]
     if hvd.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
     x, y = hvd.shard(len(x), ends="pad").take(x, y)  # this rank's share, equally many on all
-    model.fit(x, y, callbacks=callbacks)
+    model.fit(x, y, callbacks=callbacks, verbose=int(hvd.rank() == 0))
 """
 
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
