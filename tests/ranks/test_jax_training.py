@@ -92,9 +92,11 @@ def test_weights_are_compared_wherever_update_is_traced() -> None:
     tx = hvd.distributed(optax.sgd(0.1))
     state = tx.init(params)
     gradients = jax.tree.map(jnp.ones_like, params)
+    every_other = jax.jit(lambda number: jax.lax.cond(
+        number % 2 == 1, lambda: tx.update(gradients, state, params)[0], lambda: gradients
+    ))  # fmt: skip
     for number in range(24):
-        updates = lambda: tx.update(gradients, state, params)[0]  # noqa: E731
-        jax.lax.cond(number % 2 == 1, updates, lambda: gradients)
+        every_other(number)
     one = {"w": jnp.ones(3)}
     plain = tx.init(one)
     through = jax.grad(lambda w: tx.update({"w": w}, plain, {"w": w})[0]["w"].sum())(jnp.ones(3))
