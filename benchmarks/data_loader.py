@@ -8,7 +8,7 @@ left out and named):
   ringdance      hvd's loader on TFRecords and on tars
   torch          DataLoader and ImageFolder: Pillow, torchvision's RandomResizedCrop written out
   tf.data        decode_and_crop_jpeg and resize, as TensorFlow's ImageNet scripts; "antialiased" resizes
-                 as the others do; "pipeline" is ringdance.tensorflow.image_pipeline
+                 as the others do
   grain          MapDataset with threads; "ours" with the decoder of ringdance in place of Pillow
   datasets       imagefolder with set_transform, in torch's DataLoader
   webdataset     the same tars in torch's DataLoader
@@ -139,13 +139,6 @@ def tf_data(made: Path, workers: int, antialias: bool) -> Iterator[Any]:
     return (images for images, _ in data.prefetch(2))
 
 
-def tf_pipeline(made: Path, workers: int) -> Iterator[Any]:
-    import ringdance.tensorflow as hvd
-
-    hvd.init()
-    return (images for images, _ in hvd.image_pipeline(made / "tfrecord" / "train-*", BATCH, shuffle=1000))
-
-
 def grain(made: Path, workers: int, ours: bool) -> Iterator[Any]:
     import grain
 
@@ -208,7 +201,6 @@ CONTESTANTS: dict[str, tuple[Callable[[Path, int], Iterator[Any]], str, tuple[in
     "torch": (torch, "torch", (1, 2, 3)),
     "tf.data": (functools.partial(tf_data, antialias=False), "tensorflow", (2, 3, 4)),
     "tf.data, antialiased": (functools.partial(tf_data, antialias=True), "tensorflow", (2, 3, 4)),
-    "tf.data, pipeline": (tf_pipeline, "tensorflow", (2,)),
     "grain": (functools.partial(grain, ours=False), "grain", (2, 3, 16)),
     "grain, ours": (functools.partial(grain, ours=True), "grain", (2, 3, 16)),
     "datasets": (datasets, "datasets", (1, 2, 3)),

@@ -52,10 +52,12 @@ def main() -> None:
     model.compile(hvd.DistributedOptimizer(optimizer), loss, metrics=["accuracy"])
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
-        hvd.callbacks.ProgressBar(),
     ]
+    verbose = 2 if hvd.rank() == 0 else 0
     start = time.perf_counter()
-    model.fit(images[share], labels[share], options.batch, options.epochs, verbose=2, callbacks=callbacks)
+    model.fit(
+        images[share], labels[share], options.batch, options.epochs, verbose=verbose, callbacks=callbacks
+    )
     seconds = time.perf_counter() - start
 
     _, accuracy = model.evaluate(images[test], labels[test], verbose=0)

@@ -98,8 +98,6 @@ def _call(draw: random.Random, group: int, members: tuple[int, ...], seed: int) 
         operations = ["SUM"]
     elif torch.empty(0, dtype=getattr(torch, dtype)).is_floating_point():
         operations.append("AVG")
-    elif kind == "all_reduce":
-        operations += ["BAND", "BOR", "BXOR"]
     step = Step(
         kind, group, members, seed, dtype, draw.choice(SHAPES), draw.choice(LAYOUTS), draw.choice(operations),
         draw.randrange(len(members)), waits=draw.randint(0, 3) if kind in ASYNCHRONOUS else 0,
@@ -142,14 +140,6 @@ def _splits(step: Step) -> list[list[int]]:
 
 def reduced(step: Step, tensors: Tensors) -> torch.Tensor:
     """Return the reduction of the members' tensors, by its definition."""
-    if step.operation in ("BAND", "BOR", "BXOR"):
-        functions: dict[str, Any] = {
-            "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor
-        }  # fmt: skip
-        total = tensors[0]
-        for one in tensors[1:]:
-            total = functions[step.operation](total, one)
-        return total
     wide = torch.stack([one.to(torch.complex128 if one.is_complex() else torch.float64) for one in tensors])
     by: dict[str, Callable[[Any], Any]] = {
         "SUM": lambda all_of: all_of.sum(0), "AVG": lambda all_of: all_of.mean(0),

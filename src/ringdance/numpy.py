@@ -25,11 +25,10 @@ from ringdance.training.exports import __all__ as __all__
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.loaders.binding import arrays
 from ringdance.training.process_sets import set_id
-from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    *__all__, "Shard", "allgather", "allreduce", "alltoall", "barrier", "broadcast", "image_loader", "join",
-    "poll", "reducescatter", "shard", "synchronize", "table_loader",
+    *__all__, "allgather", "allreduce", "alltoall", "barrier", "broadcast", "image_loader", "join",
+    "poll", "reducescatter", "synchronize", "table_loader",
 ]
 
 image_loader, table_loader = arrays.image_loader, arrays.table_loader

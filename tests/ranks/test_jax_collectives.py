@@ -266,13 +266,11 @@ def test_complex_numbers_of_64_bits_each_and_training() -> None:
     found = hvd.allreduce(given, op=hvd.Sum)
     assert found.dtype == np.complex128
     assert found == np.array([1 + 1e-12j]) * sum(range(1, SIZE + 1))
-    options = {"compression": hvd.Compression.bf16, "backward_passes_per_step": 2}
-    transformation = hvd.distributed(optax.sgd(1.0), **options)
+    transformation = hvd.distributed(optax.sgd(1.0), compression=hvd.Compression.bf16)
     weight = jnp.ones(3, jnp.complex64)
     state = transformation.init(weight)
-    for _ in range(2):
-        updates, state = transformation.update(weight * (RANK + 0.001j), state, weight)
-    np.testing.assert_allclose(updates, -2 * np.full(3, (SIZE - 1) / 2 + 0.001j), rtol=1e-6)
+    updates, _ = transformation.update(weight * (RANK + 0.001j), state, weight)
+    np.testing.assert_allclose(updates, -np.full(3, (SIZE - 1) / 2 + 0.001j), rtol=1e-6)
     with other_settings({"RINGDANCE_CHECK_WEIGHTS": "error"}):
         transformation = hvd.distributed(optax.sgd(1.0))
         weight = weight + 1j * RANK  # only the imaginary parts differ

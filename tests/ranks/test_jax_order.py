@@ -85,7 +85,7 @@ def test_order_through_loops_branches_and_nested_functions(seen: Seen) -> None:
         x = jax.lax.fori_loop(0, 2, lambda turn, x: (total(1.0 + turn), x)[1], x)
         nested(3.0 + 0 * x)
         jax.lax.cond(x > 0, lambda: (total(late(x) + 5), None)[1], lambda: (total(x - 100), None)[1])
-        jax.vmap(nested)(jnp.full(3, 6.0) + 0 * x)
+        nested(6.0 + 0 * x)
         slope = jax.grad(again)(8 + 0 * x)
         total(11 + 0 * x)
         return x, slope

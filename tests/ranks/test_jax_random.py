@@ -94,21 +94,19 @@ def weights(values: dict[str, Any]) -> list[Any]:
 
 def train(program: Program, directory: Path) -> list[Any]:
     def made() -> list[Any]:
-        return [
-            hvd.distributed(
-                transformation(program, names), op=hvd.Sum if program.sum else hvd.Average,
-                backward_passes_per_step=program.passes, average_aggregated_gradients=program.average,
-                gradient_predivide_factor=program.predivide,
-            ) for names in halves(program)
-        ]  # fmt: skip
+        op = hvd.Sum if program.sum else hvd.Average
+        return [hvd.distributed(transformation(program, names), op=op) for names in halves(program)]
 
     transformations = made()
     values, states = start(program, transformations, RANK)
     values, states = hvd.broadcast_parameters((values, states), root_rank=0)
 
     def step(carry: Any, given: Any) -> Any:
-        gradients = jax.grad(loss_of(program, RANK))(carry[0], *given)
-        return updated(program, transformations, gradients, *carry), None
+        compute = jax.grad(loss_of(program, RANK))
+        each = [compute(carry[0], *[part[number] for part in given]) for number in range(program.passes)]
+        share = 1 / program.passes if program.average else 1.0
+        total = jax.tree.map(lambda *parts: sum(parts) * share, *each)
+        return updated(program, transformations, total, *carry), None
 
     eager = program.seed % 8 == 0  # JAX compiles each operation then
     run = step if eager else jax.jit(step)
@@ -122,11 +120,15 @@ def train(program: Program, directory: Path) -> list[Any]:
             transformations = made()
             run = step if eager else jax.jit(step)
         batches = [batch(program, one, RANK) for one in steps_of(program, epoch)]
+        updates = [
+            [jnp.stack(parts) for parts in zip(*batches[first : first + program.passes], strict=True)]
+            for first in range(0, len(batches), program.passes)
+        ]
         if program.loop:
-            stacked = [jnp.stack(parts) for parts in zip(*batches, strict=True)]
+            stacked = [jnp.stack(parts) for parts in zip(*updates, strict=True)]
             (values, states), _ = jax.lax.scan(step, (values, states), stacked)
         else:
-            for one in batches:
+            for one in updates:
                 (values, states), _ = run((values, states), one)
     return weights(values)
 

@@ -87,21 +87,20 @@ def test_leaves_without_gradient_may_differ(jit: bool, value: float, says: str) 
 
 @pytest.mark.ranks(2)
 def test_weights_are_compared_wherever_update_is_traced() -> None:
-    """In the condition of several passes, in ``grad`` and ``vmap``, with parameters that are no arrays."""
+    """In a condition and in ``grad``, with parameters that are no arrays."""
     params = beginning()
-    tx = hvd.distributed(optax.sgd(0.1), backward_passes_per_step=2)
-    state = tx.init(params)
-    gradients = jax.tree.map(jnp.ones_like, params)
-    for _ in range(24):
-        _, state = tx.update(gradients, state, params)
     tx = hvd.distributed(optax.sgd(0.1))
     state = tx.init(params)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    every_other = jax.jit(lambda number: jax.lax.cond(
+        number % 2 == 1, lambda: tx.update(gradients, state, params)[0], lambda: gradients
+    ))  # fmt: skip
+    for number in range(24):
+        every_other(number)
     one = {"w": jnp.ones(3)}
     plain = tx.init(one)
     through = jax.grad(lambda w: tx.update({"w": w}, plain, {"w": w})[0]["w"].sum())(jnp.ones(3))
     assert through.tolist() == pytest.approx([-0.1] * 3)
-    many = jax.vmap(lambda w: tx.update({"w": w}, plain, {"w": w})[0]["w"])(jnp.ones((2, 3)))
-    assert many.shape == (2, 3)
     updates, _ = tx.update({"w": 1.0}, tx.init({"w": 1.0}), {"w": 1.0})
     assert float(updates["w"]) == pytest.approx(-0.1)
 
@@ -173,65 +172,24 @@ def test_twenty_steps_equal_one_process(make: Any, jit: bool) -> None:
     assert far(found, train(make(), list(range(SIZE)), params)) < 1e-6
 
 
-@pytest.mark.parametrize("average", [False, True])
-def test_accumulation(average: bool) -> None:
-    """Gradients of two steps are summed, or averaged, before one exchange."""
-    tx = hvd.distributed(optax.sgd(0.05), backward_passes_per_step=2, average_aggregated_gradients=average)
-    with counting_steps() as steps:
-        found = jax.block_until_ready(train(tx, [RANK], beginning()))
-        assert steps() == 10 * (SIZE > 1)
+def test_accumulation() -> None:
+    """Reduced gradients of two steps make one update, and their state is the same on all ranks."""
+    tx = hvd.distributed(optax.MultiSteps(optax.sgd(0.05), 2))
+    found = train(tx, [RANK], beginning())
     assert same_on_all_ranks(found)
-    plain = optax.MultiSteps(optax.sgd(0.05 * (1 if average else 2)), 2)
+    plain = optax.MultiSteps(optax.sgd(0.05), 2)
     assert far(found, train(plain, list(range(SIZE)), beginning())) < 1e-6
-
-
-def halfway(tx: Any, params: Any) -> tuple[Any, Any]:
-    """Return a step, and the state after the first of two passes, with gradients of each rank's own."""
-
-    @jax.jit
-    def step(state: Any, number: int) -> Any:
-        updates, state = tx.update({"w": jnp.full(1, 10.0 * RANK + number)}, state, params)
-        return state, updates["w"][0]
-
-    return step, step(tx.init(params), 1)[0]
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_sums_between_passes_are_shared_or_refused() -> None:
-    """The step is that of all ranks' gradients in both passes: of the means 5 n + 1 and 5 n + 2."""
-    params = {"w": jnp.zeros(1)}
-    mean = 10 * (SIZE - 1) / 2
-    tx = hvd.distributed(optax.sgd(1.0), backward_passes_per_step=2)
-    step, state = halfway(tx, params)
-    shared = hvd.broadcast_parameters({"of": (params, state)}, root_rank=SIZE - 1)["of"][1]
-    assert same_on_all_ranks(shared)  # so that it can be saved
-    loaded = hvd.broadcast_parameters(shared if RANK == 0 else tx.init(params), root_rank=0)
-    for found in (shared, loaded, hvd.broadcast_parameters(shared)):
-        assert float(step(found, 2)[1]) == pytest.approx(-(2 * mean + 3))
-    of_rank_zero = hvd.broadcast_object(state)
-    for wrong in (of_rank_zero, state if RANK == 0 else tx.init(params)):
-        with pytest.raises(ArgumentError, match="after 1 passes of a step, with sums of rank 0's"):
-            hvd.broadcast_parameters(wrong, root_rank=0)
-    after, _ = step(state, 2)
-    assert same_on_all_ranks(after)
-    assert same_on_all_ranks(hvd.broadcast_parameters(after if RANK == 0 else tx.init(params)))
-    several = jax.vmap(optax.MultiSteps(optax.sgd(1.0), 2).init)(jnp.full((3, 2), float(RANK)))
-    assert same_on_all_ranks(hvd.broadcast_parameters(several))
-    step, state = halfway(optax.MultiSteps(hvd.distributed(optax.sgd(1.0)), 2), params)
-    assert float(step(hvd.broadcast_parameters(state), 2)[1]) == pytest.approx(-(mean + 1.5))
+    _, state = tx.update(jnp.full(1, 10.0 * RANK), tx.init(jnp.zeros(1)))
+    assert same_on_all_ranks(state)
 
 
 def test_options() -> None:
     total = train(hvd.distributed(optax.sgd(0.1 / SIZE), op=hvd.Sum), [RANK], beginning())
-    divided = train(hvd.distributed(optax.sgd(0.1), gradient_predivide_factor=2.0), [RANK], beginning())
     rounded = train(hvd.distributed(optax.sgd(0.1), compression=hvd.Compression.fp16), [RANK], beginning())
     expected = train(optax.sgd(0.1), list(range(SIZE)), beginning())
     assert far(total, expected) < 1e-6
-    assert far(divided, expected) < 1e-6
     assert far(rounded, expected) < 2e-2
     assert same_on_all_ranks(rounded)
-    with pytest.raises(ValueError, match="at least 1"):
-        hvd.distributed(optax.sgd(0.1), backward_passes_per_step=0)
 
 
 def test_bfloat16_parameters() -> None:
@@ -243,14 +201,10 @@ def test_bfloat16_parameters() -> None:
         assert far(found, train(optax.sgd(0.1), list(range(SIZE)), small)) < 5e-2
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_loss_that_the_optimizer_is_given_is_that_of_all_ranks(passes: int) -> None:
+def test_a_loss_that_the_optimizer_is_given_is_that_of_all_ranks() -> None:
     """Else the ranks would take steps of different length: here that is the loss / |gradient|^2."""
-    options = {"backward_passes_per_step": passes, "average_aggregated_gradients": True}
-    params, tx = jnp.ones(3), hvd.distributed(optax.polyak_sgd(), **options)
-    state = tx.init(params)
-    for _ in range(passes):
-        found, state = jax.jit(tx.update)(params, state, params, value=jnp.float32(RANK))
+    params, tx = jnp.ones(3), hvd.distributed(optax.polyak_sgd())
+    found, _ = jax.jit(tx.update)(params, tx.init(params), params, value=jnp.float32(RANK))
     np.testing.assert_allclose(found, -(SIZE - 1) / 2 / 3, rtol=1e-5)
 
 
@@ -263,44 +217,22 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(jit: bool) -> None:
     assert not found.any()
     found, state = update(jnp.full(3, RANK + 1.0), state, params)
     np.testing.assert_allclose(found, -0.1 * (SIZE + 1) / 2, rtol=1e-6)
-    if SIZE > 1:  # the other way round the rank would leave out the exchange
-        tx = optax.apply_if_finite(hvd.distributed(optax.sgd(0.1)), 3)
+    for outer in ("apply_if_finite", "MultiSteps") if SIZE > 1 else ():  # the other way round is refused
+        tx = getattr(optax, outer)(hvd.distributed(optax.sgd(0.1)), 3)
         update = jax.jit(tx.update) if jit else tx.update
-        with pytest.raises(ArgumentError, match=r"Write hvd.distributed\(optax.apply_if_finite"):
+        with pytest.raises(ArgumentError, match=rf"Write hvd.distributed\(optax.{outer}"):
             update(gradients, tx.init(params), params)
 
 
-@pytest.mark.parametrize(("kind", "of_gradients"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_accumulation_of_other_types_than_the_parameters(kind: str, of_gradients: str) -> None:
-    """As the optimizer gives for the reduced sum of the passes, types included."""
-    params = jnp.ones(3, kind)
-    plain, tx = optax.adam(0.1), hvd.distributed(optax.adam(0.1), backward_passes_per_step=2)
-    small = 1 + 1 / 128  # the last bit of bfloat16: a sum of two is exact in float32 only
-    found, state = jax.jit(tx.update)(jnp.full(3, small + RANK, of_gradients), tx.init(params), params)
-    assert not found.any()
-    assert state.gradients.tolist() == np.float32(jnp.full(3, small + RANK, of_gradients)).tolist()
-    found, state = jax.jit(tx.update)(jnp.full(3, 2.0, of_gradients), state, params)
-    total = jnp.full(3, 2 + small + (SIZE - 1) / 2, of_gradients)
-    expected, after = jax.jit(plain.update)(total, plain.init(params), params)
-    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=1e-2)
-    both = (found, state.inner), (expected, after)
-    assert len({tuple(leaf.dtype for leaf in jax.tree.leaves(one)) for one in both}) == 1
-
-
 @pytest.mark.ranks(3, 4)
-@pytest.mark.parametrize("passes", [1, 2])
-def test_process_set(passes: int) -> None:
+def test_process_set() -> None:
     """Two ranks train together, each of the others alone."""
     members = [0, SIZE - 1]
     some = hvd.add_process_set(members)
     try:
-        tx = hvd.distributed(
-            optax.sgd(0.1), process_set=some, backward_passes_per_step=passes,
-            average_aggregated_gradients=True,
-        )
+        tx = hvd.distributed(optax.sgd(0.1), process_set=some)
         found = jax.block_until_ready(train(tx, [RANK], beginning()))
-        plain = optax.MultiSteps(optax.sgd(0.1), passes)
-        expected = train(plain, members if RANK in members else [RANK], beginning())
+        expected = train(optax.sgd(0.1), members if RANK in members else [RANK], beginning())
         assert far(found, expected) < 1e-6
         assert far(expected, beginning()) > 1e-2
     finally:

@@ -1,4 +1,4 @@
-"""Tables for TensorFlow: TFRecords as its own reader sees them, the loader, and the native pipeline."""
+"""Tables for TensorFlow: TFRecords as its own reader sees them, and the loader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import ringdance.tensorflow as hvd
 from ringdance.data import Table
 from ringdance.data.tables import Rows
 from ringdance.data.tables.writing import TableWriter, write_index
-from ringdance.errors import ArgumentError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -92,20 +91,11 @@ def test_records_are_those_of_tensorflow(directory: Path, tmp_path: Path) -> Non
             assert one.tobytes() == other.tobytes()
 
 
-def test_loader_dataset_and_pipeline_have_each_row_once(directory: Path) -> None:
+def test_loader_and_dataset_have_each_row_once(directory: Path) -> None:
     wanted = rows()
     loader = hvd.table_loader(Table.open(directory), 100, seed=1)
     seen = [batch.ids.numpy() for batch in loader if batch.weight]
     dataset = [one[0]["ids"].numpy() for one in hvd.table_dataset(loader)]
     assert all(np.array_equal(*pair) for pair in zip(seen, dataset, strict=False))
-    pattern = str(directory / "*.tfrecord")
-    pipeline = hvd.table_pipeline(pattern, 64, fields=FIELDS, training=False)
-    for mine in (seen, [inputs["ids"].numpy() for inputs, _ in pipeline]):
-        ids = np.concatenate([*itertools.chain(*hvd.allgather_object(mine))])
-        assert np.array_equal(ids[np.argsort(ids[:, 0])], wanted.ids)
-    pipeline = hvd.table_pipeline(pattern, 64, fields=FIELDS, shuffle=1000, cache=True)
-    first = [inputs["ids"].numpy()[:, 0] for inputs, _ in pipeline.take(30)]
-    assert [len(one) for one in first] == [64] * 30
-    assert not np.array_equal(np.sort(first[0]), first[0])
-    with pytest.raises(ArgumentError, match="There is no file"):
-        hvd.table_pipeline("/nowhere/*.tfrecord", 4)
+    ids = np.concatenate([*itertools.chain(*hvd.allgather_object(seen))])
+    assert np.array_equal(ids[np.argsort(ids[:, 0])], wanted.ids)

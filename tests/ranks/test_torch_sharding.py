@@ -1,34 +1,20 @@
-"""shard() for torch: loaders of all kinds see each sample once, and training on uneven shares can join."""
+"""shard() for torch: loaders see each sample once, and training on uneven shares can join."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ringdance.torch as hvd
-from ringdance.errors import ArgumentError, MismatchError
+from ringdance.errors import MismatchError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return self.length
 
 
 def of_all(loader: DataLoader[Any]) -> tuple[Counter[int], list[int]]:
@@ -64,27 +50,6 @@ def test_a_data_set(ends: str, shuffle: bool, workers: int) -> None:
         check(*of_all(loader), length, ends)
         orders.append(list(sampler))
     assert (orders[0] != orders[1]) is shuffle
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Stream, SizedStream])
-@pytest.mark.parametrize("ends", ["pad", "drop", "join"])
-def test_a_stream(ends: str, kind: Any, workers: int) -> None:
-    length = 7 * SIZE + SIZE // 2
-    stream = hvd.shard(kind(length), ends=ends)
-    check(*of_all(DataLoader(stream, batch_size=3, num_workers=workers)), length, ends)
-    if kind is SizedStream:
-        assert len(stream) == len(list(stream))
-    else:
-        with pytest.raises(TypeError):
-            len(stream)
-
-
-def test_what_a_stream_cannot_do() -> None:
-    with pytest.raises(ArgumentError, match="Shuffle in the stream itself"):
-        hvd.shard(Stream(9), ends="pad", shuffle=True)
-    with pytest.raises(ArgumentError, match="layout='contiguous'"):
-        hvd.shard(Stream(9), ends="pad", layout="contiguous")
 
 
 @pytest.mark.ranks(2, 3, 4)

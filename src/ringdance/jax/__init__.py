@@ -11,17 +11,16 @@ One process for each rank, each with devices of its own. The collectives work on
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
 
 from ringdance.jax import operations
+from ringdance.jax import threads as threads
 from ringdance.jax.loaders import image_loader, table_loader
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import *
-from ringdance.jax.optimizer import DistributedState, distributed
+from ringdance.jax.optimizer import distributed
 from ringdance.jax.state import broadcast_parameters
-from ringdance.jax.threads import init as init
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    *__all__, *operations.__all__, "Compression", "Compressor", "DistributedState", "Shard",
-    "broadcast_parameters", "distributed", "image_loader", "shard", "table_loader",
+    *__all__, *operations.__all__, "Compression", "Compressor",
+    "broadcast_parameters", "distributed", "image_loader", "table_loader",
 ]

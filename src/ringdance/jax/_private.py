@@ -19,8 +19,7 @@ def _find(module: str, name: str, default: Any = None) -> Any:
 
 
 # jax._src.effects: an ordered effect keeps exchanges in the order in which they are written, and keeps
-# those whose results are not used. Without it programs exchange by jax.experimental.io_callback, which vmap
-# refuses.
+# those whose results are not used. Without it programs exchange by jax.experimental.io_callback.
 _SETS = (
     "ordered_effects", "shardable_ordered_effects", "lowerable_effects", "control_flow_allowed_effects",
     "custom_derivatives_allowed_effects", "remat_allowed_effects",

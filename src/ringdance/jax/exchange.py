@@ -20,11 +20,10 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 from jax.extend import core
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 
 from ringdance import session
 from ringdance.core.recorder import Profiler
-from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError, CollectiveError, NotInitializedError, ShutDownError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
@@ -73,7 +72,7 @@ def run(
     """
     engine, call = session.engine(), what.call
     if call.weights:
-        if weights.due(engine, call.set_id, call.name or "") and inputs[0].ndim == 1:  # not a batch of vmap
+        if weights.due(engine, call.set_id, call.name or ""):
             weights.compare(engine, call, inputs[0])
         return []
     splits = None if what.splits is None else np.array(what.splits, np.int64)
@@ -144,33 +143,8 @@ def _abstract(*avals: Any, what: JaxCall, shapes: Shapes, dtypes: tuple[Any, ...
     return [jax.core.ShapedArray(*one) for one in zip(shapes, dtypes, strict=True)], {EFFECT}
 
 
-def _batched(
-    values: Sequence[Any], axes: Sequence[Any], *, what: JaxCall, shapes: Shapes, dtypes: tuple[Any, ...]
-) -> tuple[list[Any], list[Any]]:
-    """Exchange a whole batch of ``vmap`` at once.
-
-    The batch becomes dimension 1, since dimension 0 may be cut; of arrays without dimensions, dimension 0.
-    """
-    if what.call.operation is ReduceOp.ADASUM:
-        raise ArgumentError("Adasum weighs whole tensors: within vmap it is not defined.")
-    moved: list[Any] = []
-    after: list[int | None] = []
-    for value, axis in zip(values, axes, strict=True):
-        after.append(None if axis is None else min(1, value.ndim - 1))
-        moved.append(value if axis is None else jax.numpy.moveaxis(value, axis, after[-1]))
-    count = next(one.shape[new] for one, new in zip(moved, after, strict=True) if new is not None)
-    # An alltoall also returns how many rows came from each rank: the same for the whole batch.
-    after = [*after, *[None] * (len(shapes) - len(after))][: len(shapes)]  # what compares has no results
-    larger = [
-        shape if new is None else (*shape[:new], count, *shape[new:])
-        for shape, new in zip(shapes, after, strict=True)
-    ]
-    return _primitive.bind(*moved, what=what, shapes=tuple(larger), dtypes=dtypes), after
-
-
 _primitive.def_impl(lambda *values, what, **_: eager(what, values))
 _primitive.def_effectful_abstract_eval(_abstract)
-batching.primitive_batchers[_primitive] = _batched
 
 
 def compiled(

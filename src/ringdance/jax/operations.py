@@ -2,9 +2,9 @@
 
 Within ``jit`` all shapes are fixed when the program is traced: there ``allgather`` and ``alltoall`` need
 equally many rows on all ranks, and ``splits`` cannot be given. Unnamed calls match by order, which XLA keeps.
-Gradients are for ``grad`` and ``vjp``; forward-mode differentiation (``jvp``) is not defined. ``vmap`` makes
-one exchange of the whole batch. Arrays that are sharded over several devices of this process are exchanged
-whole; within ``shard_map`` there is an error. A failure within ``jit`` is raised as
+Gradients are for ``grad`` and ``vjp``; forward-mode differentiation (``jvp``) is not defined, nor is
+``vmap``: exchange the whole batch outside of it. Arrays that are sharded over several devices of this process
+are exchanged whole; within ``shard_map`` there is an error. A failure within ``jit`` is raised as
 ``jax.errors.JaxRuntimeError`` with the message of the error that is raised outside.
 """
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ringdance import session
 from ringdance.errors import ArgumentError
@@ -16,26 +15,11 @@ from ringdance.jax.memory import Compression
 from ringdance.jax.operations import compare_weights, grouped_allreduce, reduce_gradients
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
-from ringdance.training.gradients.options import check_passes, pattern_of, scales_of
+from ringdance.training.gradients.options import pattern_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
 _ADVICE = "params, state = hvd.broadcast_parameters((params, state), root_rank=0)"
 _numbers = itertools.count()  # all ranks make their transformations in one order
-
-
-class DistributedState(NamedTuple):
-    """State of ``distributed`` with several passes: of the inner transformation, and what is summed."""
-
-    inner: Any
-    passes: jax.Array  # since the last exchange, int32
-    gradients: Any  # sums of these passes, at least float32
-    owner: jax.Array  # int32: the rank whose gradients they are; -1: none's, or the mean of all ranks'
-
-
-def _cast(tree: Any, like: Any) -> Any:
-    """Return arrays in the types of others; random keys as they are."""
-    same = lambda one, other: one if one.dtype == other.dtype else one.astype(other.dtype)  # noqa: E731
-    return jax.tree.map(same, tree, like)
 
 
 def _name_of(path: Any) -> str:
@@ -83,20 +67,26 @@ def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> A
     return everywhere
 
 
+_REFUSED = ("apply_if_finite.", "MultiSteps.")
+
+
 def _check_caller() -> None:
-    """Raise ArgumentError within ``optax.apply_if_finite``: a rank with a NaN would skip the exchange."""
-    callers = [frame.f_code.co_qualname for frame, _ in traceback.walk_stack(None)]
-    if session.engine().size > 1 and any(name.startswith("apply_if_finite.") for name in callers):
-        raise ArgumentError(
-            "optax.apply_if_finite(hvd.distributed(tx)) looks at the gradients of this rank: where they "
-            "are not finite it leaves out the exchange, for which the others wait. Write "
-            "hvd.distributed(optax.apply_if_finite(tx, ...)): there all ranks look at the reduced gradients."
-        )
+    """Raise ArgumentError within what decides by this rank's gradients, or sums them, before the exchange."""
+    if session.engine().size == 1:
+        return
+    for frame, _ in traceback.walk_stack(None):
+        name = frame.f_code.co_qualname
+        if name.startswith(_REFUSED):
+            outer = name.partition(".")[0]
+            raise ArgumentError(
+                f"optax.{outer}(hvd.distributed(tx), ...) sees the gradients of this rank only, and may skip "
+                f"an exchange for which other ranks wait. Write hvd.distributed(optax.{outer}(tx, ...)): "
+                "there all ranks see the reduced gradients."
+            )
 
 
 def distributed(
-    tx: Any, *, op: int = Average, compression: Any = Compression.none, backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False, gradient_predivide_factor: float = 1.0,
+    tx: Any, *, op: int = Average, compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return an optax transformation that reduces gradients over the ranks and passes them to ``tx``.
@@ -106,27 +96,19 @@ def distributed(
     for ``optax.contrib.reduce_on_plateau`` and line searches. Works within ``jit`` and outside.
 
     Args:
-        tx: an ``optax.GradientTransformation``.
+        tx: an ``optax.GradientTransformation``, or ``optax.MultiSteps``.
         op: Average or Sum.
         compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        backward_passes_per_step: gradients of so many calls are summed locally before they are exchanged;
-            the calls between give updates of zero. A checkpoint that rank 0 writes between them holds what
-            ``broadcast_parameters`` returns, which has the mean of all ranks' sums.
-        average_aggregated_gradients: divides that sum by their number.
-        gradient_predivide_factor: with Average, divides before and multiplies after the sum.
         process_set: the ranks that take part; on others the transformation is local.
 
     Raises:
         ArgumentError: an argument is wrong; from ``update`` where several ranks take part: it is called by
-            ``optax.apply_if_finite``, which belongs within: ``distributed(optax.apply_if_finite(tx, 3))``.
+            ``optax.apply_if_finite`` or ``optax.MultiSteps``, which belong within:
+            ``distributed(optax.apply_if_finite(tx, 3))``.
     """
     import optax
 
     operation = int(pick_operation(None, op))
-    prescale, postscale = scales_of(pick_operation(None, op), gradient_predivide_factor)
-    passes = backward_passes_per_step
-    check_passes(passes)
-    share = 1.0 / passes if average_aggregated_gradients else 1.0
     name = f"distributed.{next(_numbers)}"
     inner = optax.with_extra_args_support(tx)
 
@@ -135,17 +117,16 @@ def distributed(
         leaves = [leaf for _, leaf in paths]
         every = jax.tree.leaves(gradients, is_leaf=lambda one: one is None)
         pattern = pattern_of(["none" if one is None else "dense" for one in every])
-        if not leaves or not takes_part(process_set):
-            return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
-        _check_caller()
-        scales = prescale, postscale * share
+        if not leaves:
+            return gradients
         names = [_name_of(path) for path, _ in paths]
-        done = reduce_gradients(leaves, name, operation, *scales, process_set, pattern, compression, names)
+        done = reduce_gradients(leaves, name, operation, 1.0, 1.0, process_set, pattern, compression, names)
         return jax.tree.unflatten(structure, done)
 
-    def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not takes_part(process_set):
-            return inner.update(reduced(gradients), state, params, **extra)
+            return inner.update(gradients, state, params, **extra)
+        _check_caller()
         extra = {key: _of_all_ranks(name, key, one, process_set) for key, one in extra.items()}
         mean = reduced(gradients)
         trained = _by_path(gradients)  # what has no gradient may be each rank's own
@@ -153,31 +134,4 @@ def distributed(
             compare_weights([*found.values()], [*found], name, _ADVICE, process_set)
         return inner.update(mean, state, params, **extra)
 
-    def init(params: Any) -> Any:
-        state = inner.init(params)
-        if passes == 1:
-            return state
-        # At least float32: 16-bit floats are summed in that.
-        sums = jax.tree.map(lambda one: jnp.zeros_like(one) + jnp.float32(0), params)
-        return DistributedState(state, jnp.zeros((), jnp.int32), sums, jnp.full((), -1, jnp.int32))
-
-    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if passes == 1:
-            return step(gradients, state, params, extra)
-        total = _cast(jax.tree.map(jnp.add, state.gradients, gradients), state.gradients)
-
-        def exchange(total: Any, state: Any) -> Any:
-            return step(_cast(total, gradients), state, params, extra)
-
-        def wait(total: Any, state: Any) -> Any:
-            updates, after = jax.eval_shape(exchange, total, state)  # may have wider types than the state
-            return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), updates), _cast(state, after)
-
-        last = state.passes + 1 == passes
-        updates, after = jax.lax.cond(last, exchange, wait, total, state.inner)
-        sums = jax.tree.map(lambda one: jnp.where(last, 0, one), total)
-        owner = jnp.int32(session.engine().rank if takes_part(process_set) else -1)
-        count = jnp.where(last, 0, state.passes + 1)
-        return updates, DistributedState(after, count, sums, jnp.where(last, -1, owner))
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -7,12 +7,11 @@
     model.compile(optimizer, "sparse_categorical_crossentropy")
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
-        hvd.callbacks.ProgressBar(),
     ]
     if hvd.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
     x, y = hvd.shard(len(x), ends="pad").take(x, y)  # this rank's share, equally many on all
-    model.fit(x, y, callbacks=callbacks)
+    model.fit(x, y, callbacks=callbacks, verbose=int(hvd.rank() == 0))
 """
 
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
@@ -20,20 +19,17 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
 from ringdance.keras import values
-from ringdance.keras.lars import LARS
 from ringdance.keras.library import Compression
 from ringdance.keras.loaders import image_loader, table_loader
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringdance.keras.rates import set_learning_rate
-from ringdance.keras.reduction import init as init
 from ringdance.keras.values import *
 from ringdance.numpy import barrier
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    *__all__, *values.__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer",
-    "PartialDistributedOptimizer", "Shard", "barrier", "callbacks", "elastic", "image_loader", "load_model",
-    "set_learning_rate", "shard", "table_loader",
+    *__all__, *values.__all__, "Compression", "Compressor", "DistributedOptimizer",
+    "PartialDistributedOptimizer", "barrier", "callbacks", "elastic", "image_loader", "load_model",
+    "set_learning_rate", "table_loader",
 ]

@@ -1,6 +1,6 @@
 """Private names of Keras that the binding uses or overrides: why, and what happens without each.
 
-Seen in Keras 3.5 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21, which does not change any more. Each is
+Seen in Keras 3.6 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21, which does not change any more. Each is
 looked up when it is needed; the tests try what happens where it is missing.
 """
 
@@ -45,11 +45,8 @@ def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> l
 
     Optimizer._trainable_variables: those of ``apply()`` without variables. Without it an error asks for them.
     """
-    # Keras 3 before 3.6 leaves them to the optimizer in a LossScaleOptimizer.
-    for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        found = getattr(one, "_trainable_variables", None)
-        if found:
-            return list(found)
+    if found := getattr(optimizer, "_trainable_variables", None):
+        return list(found)
     if otherwise is not None:
         return otherwise
     if not hasattr(optimizer, "_trainable_variables"):

@@ -74,14 +74,18 @@ class _Measurement(_Epochs):
 class BatchSequence(_Sequence):  # type: ignore[misc]
     """What the loaders return: a ``keras.utils.PyDataset`` that is read in its order.
 
+    Args:
+        loader: yields ``ringdance.data.Batch``, or ``TableBatch``.
+        inputs: returns what the model gets of a batch.
+
     Attributes:
-        loader: yields the same as ``ringdance.data.Batch``, or ``TableBatch``.
+        loader: the same loader.
         callback: for ``fit``, so that each epoch has its own order.
     """
 
-    def __init__(self, loader: Batches) -> None:
+    def __init__(self, loader: Batches, inputs: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.loader = loader
+        self.loader, self._inputs = loader, inputs
         self._measurement = _Measurement(loader) if isinstance(loader, WatchedLoader) else None
         self.callback = self._measurement or _Epochs(loader)
         self._batches: Iterator[Any] = iter(())
@@ -94,10 +98,6 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
     def position_after(self, batches: int) -> int:
         """Return the position after so many batches of the epoch: that of a checkpoint."""
         return self.loader.position_after(batches)
-
-    def inputs(self, batch: Any) -> Any:
-        """Return what the model gets of a batch."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return self._measurement.steps if self._measurement else len(self.loader)
@@ -118,7 +118,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
             )
         self._next += 1
         batch = next(self._batches)
-        return self.inputs(batch), batch.labels, np.full(len(batch.labels), batch.weight, np.float32)
+        return self._inputs(batch), batch.labels, np.full(len(batch.labels), batch.weight, np.float32)
 
     def close(self) -> None:
         """End the threads that prepare batches."""

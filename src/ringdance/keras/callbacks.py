@@ -20,15 +20,9 @@ from ringdance.training.objects import allgather_json
 
 __all__ = [
     "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback", "MetricAverageCallback", "ProgressBar", "on_rank_zero",
+    "LearningRateWarmupCallback", "MetricAverageCallback",
 ]
 
-_CHANGE_TRAINING = tuple([  # the last is not in Keras 2
-    getattr(keras.callbacks, name)
-    for name in (
-        "EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "TerminateOnNaN", "SwapEMAWeights",
-    ) if hasattr(keras.callbacks, name)
-])
 _PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # what each writes
 _PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
 
@@ -56,7 +50,8 @@ def _check_written(everywhere: list[dict[str, str]]) -> None:
         if len(ranks) > 1 and name == "BackupAndRestore":
             raise ArgumentError(text + _EACH_ITS_OWN)
         if len(ranks) > 1 and engine.rank == ranks[0]:
-            text += f"Let rank 0 alone write: hvd.callbacks.on_rank_zero(keras.callbacks.{name}(...))."
+            text += "Let rank 0 alone write: "
+            text += f"if hvd.rank() == 0: callbacks.append(keras.callbacks.{name}(...))."
             warnings.warn(text, stacklevel=level_of_caller())
 
 
@@ -191,37 +186,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
             raise ArgumentError("BestModelCheckpoint has no filepath: set it.")
         if session.engine().rank == 0:
             super()._save_model(epoch, batch, logs)
-
-
-class ProgressBar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
-    """Keras's progress bar, on rank 0 only; in the list of callbacks it replaces Keras's own."""
-
-    def set_params(self, params: Any) -> None:
-        """Set the parameters of ``fit``; silent on other ranks than 0."""
-        super().set_params(params)
-        if session.engine().rank != 0:
-            self.verbose = 0
-
-
-def on_rank_zero(callback: Any) -> Any:
-    """Return a callback of Keras that acts on rank 0 and does nothing on the others.
-
-    For what writes: ``on_rank_zero(keras.callbacks.CSVLogger("log.csv"))``, ``ModelCheckpoint``,
-    ``TensorBoard``. Not for what changes training (``EarlyStopping``, ``ReduceLROnPlateau``,
-    ``BackupAndRestore``, with a directory for each rank, on the same number of ranks): that has to happen on
-    all ranks alike.
-
-    Raises:
-        ArgumentError: this callback changes training.
-    """
-    if isinstance(callback, keras.callbacks.BackupAndRestore):
-        raise ArgumentError(_EACH_ITS_OWN)
-    if isinstance(callback, _CHANGE_TRAINING):
-        raise ArgumentError(
-            f"{type(callback).__name__} changes training, so it has to be on all ranks: give it to fit() as "
-            "it is, behind MetricAverageCallback, so that all ranks see the same metrics."
-        )
-    return callback if session.engine().rank == 0 else keras.callbacks.Callback()
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -62,12 +62,6 @@ def forms(variable: Any) -> set[int]:
     return {id(variable), id(variable.value if both else variable)}
 
 
-def described(variable: Any) -> list[Any]:
-    """Return what tells a variable from others in a file: its layer and name, and its shape."""
-    path = str(getattr(variable, "path", variable.name)).split("/")[-2:]  # a loaded model's may be shorter
-    return ["/".join(path), [int(length) for length in variable.shape]]
-
-
 def variables_of(optimizer: Any) -> list[Any]:
     """Return the variables of an optimizer, which may be None."""
     found = getattr(optimizer, "variables", ())

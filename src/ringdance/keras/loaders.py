@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringdance.data.loader import Batch
-from ringdance.data.tables import Table, TableBatch
+from ringdance.data.tables import Table
 from ringdance.keras.batches import BatchSequence
 from ringdance.training.loaders.binding import arrays
 
 
-class ImageLoader(BatchSequence):
-    """What ``image_loader`` returns: images (n, size, size, 3) uint8, labels (n,) int64, and weights."""
-
-    def inputs(self, batch: Batch) -> Any:
-        """Return the images."""
-        return batch.images
-
-
-def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageLoader:
+def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence:
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
-    A collective call: all ranks make it, and it compares their arguments. It gives images, labels, and
-    weights of the samples: with them the average of the ranks' gradients is the mean over the samples of all
-    ranks, also in the last batch of an epoch, which may be short::
+    A collective call: all ranks make it, and it compares their arguments. It gives images (n, size, size, 3)
+    uint8, labels (n,) int64, and weights of the samples: with them the average of the ranks' gradients is the
+    mean over the samples of all ranks, also in the last batch of an epoch, which may be short::
 
         loader = hvd.image_loader(dataset, 32)
         model.fit(loader, epochs=90, shuffle=False, callbacks=[loader.callback, ...])
@@ -37,23 +28,17 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageLoader:
         options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``transform``, ``shuffle``,
             ``seed``, ``threads``, ``prefetch``, ``drop_last``, ``read_bytes``; and ``process_set``.
     """
-    return ImageLoader(arrays.image_loader(dataset, batch_size, **options))
+    loader = arrays.image_loader(dataset, batch_size, **options)
+    return BatchSequence(loader, lambda batch: batch.images)
 
 
-class KerasTableLoader(BatchSequence):
-    """What ``table_loader`` returns: a mapping with ids and values, labels (n,) float32, and weights."""
-
-    def inputs(self, batch: TableBatch) -> Any:
-        """Return ids (n, fields) int64 and values (n, fields) float32 by these names."""
-        return {"ids": batch.ids, "values": batch.values}
-
-
-def table_loader(table: Table, batch_size: int, **options: Any) -> KerasTableLoader:
+def table_loader(table: Table, batch_size: int, **options: Any) -> BatchSequence:
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
-    A collective call: all ranks make it, and it compares their arguments. It gives a mapping with "ids" and
-    "values", labels, and weights of the samples: see ``image_loader``, whose remarks on ``fit`` hold here. A
-    loop of your own takes ``loader.loader``, which yields ``ringdance.data.TableBatch`` of NumPy arrays::
+    A collective call: all ranks make it, and it compares their arguments. It gives a mapping with "ids"
+    (n, fields) int64 and "values" (n, fields) float32, labels (n,) float32, and weights of the samples: see
+    ``image_loader``, whose remarks on ``fit`` hold here. A loop of your own takes ``loader.loader``, which
+    yields ``ringdance.data.TableBatch`` of NumPy arrays::
 
         loader = hvd.table_loader(Table.open("/data/criteo"), 1024)
         model.fit(loader, epochs=3, shuffle=False, callbacks=[loader.callback, ...])
@@ -64,4 +49,5 @@ def table_loader(table: Table, batch_size: int, **options: Any) -> KerasTableLoa
         options: those of ``ringdance.data.TableLoader``: ``shuffle``, ``seed``, ``threads``, ``prefetch``,
             ``drop_last``; and ``process_set``.
     """
-    return KerasTableLoader(arrays.table_loader(table, batch_size, **options))
+    loader = arrays.table_loader(table, batch_size, **options)
+    return BatchSequence(loader, lambda batch: {"ids": batch.ids, "values": batch.values})

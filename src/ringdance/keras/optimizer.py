@@ -18,13 +18,13 @@ from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras import _private
-from ringdance.keras.library import KERAS2, Compression, described, keras, optimizer_types
+from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
 from ringdance.keras.reduction import OPTIONS_FILE, GradientReduction, binding, is_distributed
 from ringdance.settings import level_of_caller
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes
-from ringdance.training.process_sets import ProcessSet, bind, global_process_set
+from ringdance.training.process_sets import ProcessSet, global_process_set
 
 hooks: Any = importlib.import_module(f"ringdance.keras.keras{2 if KERAS2 else 3}")
 
@@ -157,7 +157,7 @@ def load_model(
         legacy_opts: accepted and ignored: Keras 2 has saved whether its optimizer was a legacy one.
 
     Raises:
-        ArgumentError: the process set is not registered, or local variables cannot be found again.
+        ArgumentError: the optimizer had local variables or a process set.
     """
     objects = {one.__name__: one for one in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
@@ -165,23 +165,12 @@ def load_model(
     if optimizer is None or is_distributed(optimizer):
         return model
     options = _saved_options(filepath)
-    local, saved = options.pop("local", None), options.pop("variables", [])
-    variables = list(model.trainable_variables)
-    found = list(map(described, variables))
-    if sorted(saved) == sorted(found) and len(set(map(str, found))) == len(found):
-        variables.sort(key=lambda one: saved.index(described(one)))  # the optimizer's order may be another
-    elif local is not None and [shape for _, shape in saved] != [shape for _, shape in found]:
+    if options.pop("partial", False):
         raise ArgumentError(
-            f"{filepath} was saved when the optimizer had {len(saved)} variables (0 before its first step); "
-            f"the model has {len(found)}, or of other shapes: it does not say which of them are local. "
-            "keras.models.load_model() loads it without."
+            f"{filepath} was saved by an optimizer with local variables, or of a process set. Load it by "
+            "keras.models.load_model(), and wrap model.optimizer in the same way as before it was saved."
         )
-    if "process_set" in options:
-        options["process_set"] = _process_set(options["process_set"], filepath)
     DistributedOptimizer(optimizer, compression=compression, **options)
-    for place in local or ():
-        optimizer.register_local_var(variables[place])
-    hooks.unwrapped(optimizer)._remember(variables)
     return model
 
 
@@ -200,15 +189,3 @@ def _saved_options(filepath: Any) -> dict[str, Any]:
         found = [n for n in archive.namelist() if n.startswith(optimizer) and n.endswith(f"/{OPTIONS_FILE}")]
         options: dict[str, Any] = json.loads(archive.read(found[0])) if found else {}
     return options
-
-
-def _process_set(ranks: list[int], filepath: Any) -> ProcessSet:
-    found = ProcessSet(ranks)
-    try:
-        bind([found])
-    except KeyError as error:
-        raise ArgumentError(
-            f"{filepath} was saved by an optimizer of a process set. {error.args[0]} "
-            "keras.models.load_model() loads it without."
-        ) from None
-    return found

@@ -32,7 +32,7 @@ def set_learning_rate(optimizer: Any, rate: float, momentum_correction: bool = T
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    for name in ("momentums", "_momentums", "velocities"):  # of SGD, RMSprop, LARS
+    for name in ("momentums", "_momentums"):  # of SGD, RMSprop
         if found := getattr(optimizer, name, None):
             return list(found)
     return [one for one in variables_of(optimizer) if "/momentum" in one.name]  # Keras 2's legacy ones

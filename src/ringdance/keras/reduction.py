@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.keras import _private
-from ringdance.keras.library import Compression, described, forms, keras, ops, variables_of
-from ringdance.training import basics
+from ringdance.keras.library import Compression, forms, keras, ops, variables_of
 from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
@@ -37,15 +35,8 @@ def binding() -> Any:
     return importlib.import_module(f"ringdance.{name}")
 
 
-def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job as the binding of Keras's backend does.
-
-    On TensorFlow and JAX this limits the rank to its share of the cores, see ``ringdance.tensorflow.init``
-    and ``ringdance.jax.init``; PyTorch itself follows ``OMP_NUM_THREADS``. Arguments and errors are those
-    of ``ringdance.training.basics.init``.
-    """
-    join = binding().init if keras.backend.backend() in BACKENDS else basics.init
-    join(comm, process_sets)
+if keras.backend.backend() in BACKENDS:
+    binding()  # whose ``init()`` limits a rank to its share of the cores: it has to be imported before
 
 
 def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
@@ -159,21 +150,13 @@ class Distributed:
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
     def save_assets(self, directory: str) -> None:
-        """Write to a ``.keras`` file what Keras does not save; it can be loaded without, as a plain one.
-
-        Local variables are saved as their places among the variables of the step.
-        """
+        """Write to a ``.keras`` file what Keras does not save; it can be loaded without, as a plain one."""
         known: Any = super()
         if hasattr(known, "save_assets"):  # of an optimizer of the user's
             known.save_assets(directory)
         options = dict(self._options)
-        if self._reduction.process_set is not global_process_set:
-            options["process_set"] = self._reduction.process_set.ranks
-        ids = self._local_ids()
-        if ids:
-            given = self._given or _private.trainable_variables(self, [])
-            options["variables"] = [described(one) for one in given]
-            options["local"] = [n for n, one in enumerate(given) if not ids.isdisjoint(forms(one))]
+        if self._reduction.process_set is not global_process_set or self._local_ids():
+            options["partial"] = True  # it takes objects of the script to make it again
         text = json.dumps(options, default=lambda number: number.item())  # NumPy's
         Path(directory, OPTIONS_FILE).write_text(text)
 

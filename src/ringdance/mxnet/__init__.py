@@ -16,9 +16,8 @@ from ringdance.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
 from ringdance.mxnet.state import broadcast_parameters
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.sharding import Shard, shard
 
 __all__ = [
     *__all__, *operations.__all__, "Compression", "Compressor", "DistributedOptimizer", "DistributedTrainer",
-    "Shard", "broadcast_parameters", "shard",
+    "broadcast_parameters",
 ]

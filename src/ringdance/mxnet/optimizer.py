@@ -64,11 +64,9 @@ class _Reduction:
 
     def compare(self, tensors: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
         """Compare parameters over the ranks if that is due: see ``weights``."""
-        engine, number, name = session.engine(), set_id(self.process_set), f"{self.name}{suffix}"
-        if weights.due(engine, number, name):
-            with as_mxnet():
-                call = weights.call_of(name, names, _ADVICE, number)
-                weights.compare(engine, call, sample_of(tensors))
+        name, number = f"{self.name}{suffix}", set_id(self.process_set)
+        with as_mxnet():
+            weights.compare_if_due(name, names, _ADVICE, number, lambda: sample_of(tensors))
 
 
 class DistributedTrainer(Trainer):

@@ -16,10 +16,6 @@ from ringdance.mxnet.memory import NDArray
 from ringdance.training.collectives import movement
 from ringdance.training.process_sets import global_process_set
 
-_DICTIONARIES = tuple(
-    {dict, getattr(mx.gluon, "ParameterDict", dict), getattr(mx.gluon.parameter, "ParameterDict", dict)}
-)  # MXNet 2 has plain dictionaries only
-
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
     """Overwrite parameters with those of global rank ``root_rank``.
@@ -36,7 +32,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     Raises:
         ValueError: ``params`` is something else.
     """
-    if not isinstance(params, _DICTIONARIES):
+    if not isinstance(params, (dict, mx.gluon.ParameterDict)):
         raise ArgumentError(
             f"broadcast_parameters needs a dictionary of arrays or parameters, got {type(params).__name__}."
         )

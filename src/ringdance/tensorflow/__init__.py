@@ -11,18 +11,16 @@ from ringdance.tensorflow.batch_norm import SyncBatchNormalization
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.data import loaders
 from ringdance.tensorflow.data.loaders import *
-from ringdance.tensorflow.data.pipeline import image_pipeline, table_pipeline
-from ringdance.tensorflow.data.sharding import shard
+from ringdance.tensorflow.data.sharding import shard as shard
 from ringdance.tensorflow.operations import *
 from ringdance.tensorflow.optimizer import DistributedOptimizer
 from ringdance.tensorflow.state import *  # type: ignore[assignment]
 from ringdance.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from ringdance.tensorflow.threads import init as init
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
 
 __all__ = [
     *__all__, *loaders.__all__, *operations.__all__, *state.__all__, "Compression", "Compressor",
     "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",
-    "SyncBatchNormalization", "image_pipeline", "shard", "table_pipeline",
+    "SyncBatchNormalization",
 ]

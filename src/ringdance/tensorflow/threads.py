@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
 from functools import cache
-from typing import Any
 
 import tensorflow as tf
 
 from ringdance import session
 from ringdance.limits import usable_cores
-from ringdance.training import basics
 from ringdance.training.gradients.options import share_of_cores
-from ringdance.training.process_sets import ProcessSet
 
 
 def _chosen() -> int:
@@ -34,15 +30,16 @@ def computing_threads() -> int:
     return 1 if _on_gpu() else _chosen() or usable_cores()
 
 
-def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job, as ``ringdance.training.basics.init``, and limit TensorFlow to this rank's cores.
+def _limit() -> None:
+    """Limit TensorFlow to this rank's share of the cores, after ``init()``.
 
     Otherwise each process would compute on all cores of the host. The user's own number stays; if TensorFlow
     was in use before, it keeps its threads. How many operations run at once is not limited: a call that
     waits for other ranks blocks one.
     """
-    basics.init(comm, process_sets)
-    local_size = session.engine().local_size
-    if local_size > 1 and not _chosen():
+    if session.engine().local_size > 1 and not _chosen():
         with contextlib.suppress(RuntimeError):  # TensorFlow was in use before
             tf.config.threading.set_intra_op_parallelism_threads(share_of_cores())
+
+
+session.at_init(_limit)

@@ -10,12 +10,10 @@ from ringdance.torch import operations
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.batch_norm import SyncBatchNorm
 from ringdance.torch.communicators import nccl_built as nccl_built
-from ringdance.torch.lars import LARS, parameter_groups
 from ringdance.torch.loaders import image_loader, table_loader
 from ringdance.torch.memory import Compression
 from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
-from ringdance.torch.sharding import shard
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters, snapshot
 from ringdance.torch_backend import register
 from ringdance.training import basics, objects
@@ -29,7 +27,7 @@ broadcast_object = compiler_disable(objects.broadcast_object)
 mark_step = compiler_disable(basics.mark_step)
 
 __all__ = [
-    *__all__, *operations.__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer",
+    *__all__, *operations.__all__, "Compression", "Compressor", "DistributedOptimizer",
     "HorovodInternalError", "SyncBatchNorm", "broadcast_optimizer_state", "broadcast_parameters",
-    "image_loader", "parameter_groups", "shard", "snapshot", "table_loader",
+    "image_loader", "snapshot", "table_loader",
 ]

@@ -38,7 +38,6 @@ _OPERATIONS = {
 }  # fmt: skip
 _SMALL_BYTES = 4096
 _TAGS = 1 << 30  # tags of messages
-_BITWISE: dict[str, Any] = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 _prefixed: Any = vars(dist)["PrefixStore"]
 
 
@@ -155,20 +154,7 @@ class ProcessGroup(Group):
 
     @_collective
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
-        opts = opts or dist.AllreduceOptions()
-        name = _name_of(opts.reduceOp)
-        if (function := _BITWISE.get(name)) is None:
-            return self._reduce(tensors, opts)
-        (array,), back = flat(tensors)  # the engine reduces by arithmetic only
-        if array.dtype.kind not in "iub":
-            raise ValueError(f"all_reduce: {name} needs integers or booleans. Received: {tensors[0].dtype}")
-
-        def finish(results: list[Array]) -> None:
-            array[...] = function.reduce(results[0].reshape(self.size(), -1), axis=0)
-            back(results)
-
-        pattern = f"{name} of shape {tuple(tensors[0].shape)}"
-        return self._start(Collective.ALLGATHER, [array], None, tensors, opts, finish, pattern=pattern)
+        return self._reduce(tensors, opts or dist.AllreduceOptions())
 
     @_collective
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
@@ -462,13 +448,8 @@ class ProcessGroup(Group):
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
 
 
-def _name_of(operation: Any) -> str:
-    """Return the name of one of torch's operations."""
-    return str(getattr(operation, "op", operation)).rpartition(".")[2]
-
-
 def _operation(opts: Any) -> ReduceOp:
-    name = _name_of(opts.reduceOp)
+    name = str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2]
     if name not in _OPERATIONS:
         raise ValueError(f'The backend "ringdance" lacks {name} here: use SUM, AVG, MIN, MAX or PRODUCT.')
     return _OPERATIONS[name]

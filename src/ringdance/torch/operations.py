@@ -82,8 +82,7 @@ def allreduce_(
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
-    run_in_place(call, (tensor,))
-    return tensor
+    return run_in_place(call, (tensor,))[0]
 
 
 def allreduce_async_(
@@ -144,10 +143,7 @@ def compare_weights(
     tensors: Tensors, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
     """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
-    engine = session.engine()
-    if weights.due(engine, set_id(process_set), exchange):
-        call = weights.call_of(exchange, names, advice, set_id(process_set))
-        weights.compare(engine, call, sample_of(tensors))
+    weights.compare_if_due(exchange, names, advice, set_id(process_set), lambda: sample_of(tensors))
 
 
 def grouped_allreduce_async_(
@@ -236,8 +232,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrite ``tensor`` with that of global rank ``root_rank`` and return it."""
-    run_in_place(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))
-    return tensor
+    return run_in_place(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
 def broadcast_async_(

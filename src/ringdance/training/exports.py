@@ -11,15 +11,16 @@ from ringdance.training.loaders.input_check import *
 from ringdance.training.objects import *
 from ringdance.training.process_sets import *
 from ringdance.training.schedules import *
+from ringdance.training.sharding import *
 
 __all__ = [
     "Adasum", "Average", "BinaryScores", "CheckpointError", "Checkpoints", "CollectiveError",
-    "EmbeddingTable", "Max", "Min", "ProcessSet", "Product", "Schedule", "Sum", "TopK", "add_process_set",
-    "allgather_object", "broadcast_object", "ccl_built", "cross_rank", "cross_size", "cuda_built",
-    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
+    "EmbeddingTable", "Max", "Min", "ProcessSet", "Product", "Schedule", "Shard", "Sum", "TopK",
+    "add_process_set", "allgather_object", "broadcast_object", "ccl_built", "cross_rank", "cross_size",
+    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
     "is_initialized", "local_rank", "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "pause_stall_check", "rank", "remove_process_set", "rocm_built",
-    "shutdown", "size", "start_timeline", "stop_timeline", "watch_input",
+    "shard", "shutdown", "size", "start_timeline", "stop_timeline", "watch_input",
 ]
 
 Average = int(_ReduceOp.AVERAGE)

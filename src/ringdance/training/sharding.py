@@ -15,8 +15,8 @@ There is no default: the right one depends on the purpose, training or evaluatio
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-T = TypeVar("T")
+__all__ = ["Shard", "shard"]
 
 ENDS = ("pad", "drop", "join")
 LAYOUTS = ("strided", "contiguous")
@@ -135,8 +135,10 @@ def shard(
 ) -> Shard:
     """Return this rank's share of a data set, as indices: see ``Shard``.
 
+    It is a sampler of PyTorch: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
+
     Args:
-        data: the number of samples, or anything with a length: an array's rows, a list's elements.
+        data: the number of samples, or anything with a length: an array, a list, a data set of PyTorch.
         ends: "pad", "drop" or "join".
         shuffle: in another order each epoch.
         seed: of the order.
@@ -145,37 +147,6 @@ def shard(
     """
     length = data if isinstance(data, int) else len(data)
     return Shard(length, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
-
-
-def stream_share(items: Iterable[T], *, ends: str, rank: int, size: int) -> Iterator[T]:
-    """Yield this rank's items of a stream of unknown length, as "strided" does.
-
-    Each rank reads the whole stream, which must give the same items in the same order on all. "pad" keeps
-    the first ``size - 1`` items; "drop" reads to the end of a round before it yields.
-
-    Raises:
-        ArgumentError: "drop", and the stream has fewer items than there are ranks.
-    """
-    first: list[T] = []
-    held: list[T] = []
-    number = -1
-    for number, item in enumerate(items):
-        if ends == "pad" and number < size - 1:
-            first.append(item)
-        owner = number % size
-        if owner == rank:
-            if ends != "drop":
-                yield item
-            else:
-                held.append(item)
-        if ends == "drop" and owner == size - 1:
-            yield held.pop()
-    count = number + 1
-    left = count % size
-    if ends == "pad" and left and rank >= left:
-        yield first[(rank - left) % count]
-    if ends == "drop" and 0 < count < size:
-        raise ArgumentError(too_few(count, size))
 
 
 def total_of(length: int, size: int, ends: str) -> int:

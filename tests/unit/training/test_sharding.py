@@ -11,7 +11,7 @@ from loopback_job import job
 
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.process_sets import ProcessSet, add_process_set
-from ringdance.training.sharding import Shard, shard, stream_share
+from ringdance.training.sharding import Shard, shard
 
 LENGTHS = range(51)
 SIZES = range(1, 6)
@@ -69,18 +69,6 @@ def test_every_sample_once(ends: str, layout: str, shuffle: bool) -> None:
         parts = itertools.zip_longest(*found) if layout == "strided" else found
         order = [one for one in itertools.chain(*parts) if one is not None]
         assert order[:length] == list(range(length))[: len(order)]
-
-
-@pytest.mark.parametrize("ends", ["pad", "drop", "join"])
-def test_a_stream_is_dealt_out_as_if_its_length_were_known(ends: str) -> None:
-    for length, size in itertools.product(LENGTHS, SIZES):
-        dealt = [stream_share(iter(range(length)), ends=ends, rank=rank, size=size) for rank in range(size)]
-        if ends == "drop" and 0 < length < size:
-            for one in dealt:
-                with pytest.raises(ArgumentError, match="would leave nothing"):
-                    list(one)
-            continue
-        assert [list(one) for one in dealt] == shares(length, size, ends=ends)
 
 
 def test_shuffled_orders() -> None:

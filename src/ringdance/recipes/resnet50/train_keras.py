@@ -135,6 +135,51 @@ def use_own_gpu() -> None:
             torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
 
 
+# Optimizer -------------------------------------------------------------------------------------------
+
+
+class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """Momentum SGD whose rate follows, layer by layer, the norms of weights and gradients.
+
+    For each variable with more than one dimension::
+
+        trust = 0.001 * |w| / (|g| + weight_decay * |w|)    1 where a norm is 0
+        v = momentum * v + learning_rate * trust * (g + weight_decay * w)
+        w = w - v
+
+    Biases, scales and offsets of normalization have one dimension: there trust is 1 and nothing decays.
+    Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
+    """
+
+    def __init__(self, momentum: float, weight_decay: float, **options: Any) -> None:
+        super().__init__(learning_rate=0.0, **options)
+        self.momentum = momentum
+        self.decay = weight_decay  # not the base class's weight_decay, which takes it off the weights
+
+    def build(self, variables: Any) -> None:
+        """Make the velocities."""
+        if not self.built:
+            super().build(variables)
+            self.velocities = [self.add_variable_from_reference(one, name="velocity") for one in variables]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update one variable."""
+        ops, velocity = keras.ops, self.velocities[self._get_variable_index(variable)]
+        rate, gradient = ops.cast(learning_rate, variable.dtype), ops.cast(gradient, variable.dtype)
+        if len(variable.shape) > 1:
+            # Squares of float16 overflow.
+            weights, slope = (
+                ops.sqrt(ops.sum(ops.square(ops.cast(one, "float32")))) for one in (variable, gradient)
+            )
+            adapts = ops.logical_and(weights > 0, slope > 0)
+            below = ops.where(adapts, slope + self.decay * weights, 1.0)
+            trust = ops.where(adapts, 0.001 * weights / below, 1.0)
+            rate, gradient = rate * ops.cast(trust, variable.dtype), gradient + self.decay * variable
+        step = self.momentum * velocity + rate * gradient
+        self.assign(velocity, step)
+        self.assign_sub(variable, step)
+
+
 # Training --------------------------------------------------------------------------------------------
 
 
@@ -159,7 +204,7 @@ class Model:
             self.model = resnet50(classes, size, given.width)
         passes: dict[str, Any] = {"gradient_accumulation_steps": self.passes if self.passes > 1 else None}
         if preset.optimizer == "lars":
-            optimizer: Any = hvd.LARS(0.0, preset.momentum, preset.weight_decay, **passes)
+            optimizer: Any = LARS(preset.momentum, preset.weight_decay, **passes)
         else:
             optimizer = keras.optimizers.SGD(0.0, preset.momentum, **passes)
             for weights in self.model.trainable_variables:
@@ -187,7 +232,7 @@ class Model:
         """
         count, optimizer = len(batch.labels), self.model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        hvd.set_learning_rate(optimizer, rate, momentum_correction=not isinstance(inner, hvd.LARS))
+        hvd.set_learning_rate(optimizer, rate, momentum_correction=not isinstance(inner, LARS))
         draw = np.random.default_rng([self.seed, number, hvd.rank()])
         images, other, share = mix(batch.images, self.preset, draw)
         images = np.rint(images).astype(np.uint8) if images.dtype != np.uint8 else images

@@ -153,6 +153,53 @@ class Classifier(nn.Module):
         return logits.softmax(1)
 
 
+# Optimizer ------------------------------------------------------------------------------------------------
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: weights that decay; biases and normalization, which do not."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return [
+        {"params": [one for one in trained if one.ndim > 1], "weight_decay": weight_decay},
+        {"params": [one for one in trained if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+class LARS(torch.optim.Optimizer):
+    """Momentum SGD whose rate follows, layer by layer, the norms of weights and gradients.
+
+    For each parameter with more than one dimension::
+
+        trust = 0.001 * |w| / (|g| + weight_decay * |w|)    1 where a norm is 0
+        v = momentum * v + lr * trust * (g + weight_decay * w)
+        w = w - v
+
+    Biases, scales and offsets of normalization have one dimension: there trust is 1 and nothing decays.
+    Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients, without waiting for a GPU."""
+        for group in self.param_groups:
+            decay = group["weight_decay"]
+            for one in group["params"]:
+                if (gradient := one.grad) is None:
+                    continue
+                state, rate = self.state[one], group["lr"]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(one)
+                if one.ndim > 1:
+                    weight, slope = one.norm(dtype=torch.float32), gradient.norm(dtype=torch.float32)
+                    trust = 0.001 * weight / (slope + decay * weight)
+                    trust = torch.where((weight > 0) & (slope > 0), trust, 1.0)
+                    rate, gradient = rate * trust.to(one.dtype), gradient + decay * one
+                one.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(rate * gradient))
+
+
 # Training -------------------------------------------------------------------------------------------------
 
 
@@ -177,9 +224,9 @@ class Model:
         self.model: nn.Module = model.to(device, memory_format=torch.channels_last)
         self.mean = torch.tensor(mean, device=device).view(3, 1, 1)
         self.deviation = torch.tensor(deviation, device=device).view(3, 1, 1)
-        groups = hvd.parameter_groups(self.model, preset.weight_decay)  # norms and biases do not decay
+        groups = parameter_groups(self.model, preset.weight_decay)
         if preset.optimizer == "lars":
-            self.inner: torch.optim.Optimizer = hvd.LARS(groups, 0.0, preset.momentum)
+            self.inner: torch.optim.Optimizer = LARS(groups, preset.momentum)
         else:
             self.inner = torch.optim.SGD(groups, 0.0, preset.momentum)
         self.optimizer = hvd.DistributedOptimizer(

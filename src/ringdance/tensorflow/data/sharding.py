@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +17,7 @@ Dataset = Any
 @plain
 def shard(
     data: Any, *, ends: str, shuffle: bool | int = False, seed: int = 0, layout: str = "strided",
-    process_set: ProcessSet = global_process_set, epoch: int = 0,
+    process_set: ProcessSet = global_process_set,
 ) -> Dataset:
     """Return this rank's share of a data set, as a ``tf.data.Dataset`` of single samples.
 
@@ -31,14 +30,21 @@ def shard(
         seed: of the order, equal on all ranks.
         layout: "strided" or "contiguous" (only if the number of elements is known).
         process_set: the ranks among which samples are divided; all of them make this call.
-        epoch: number of the first iteration, for tensors: pass it when a training is resumed.
 
     Raises:
         ArgumentError: an argument is wrong, or "drop" would leave nothing.
         MismatchError: the ranks gave different arguments; raised on all.
     """
     if not isinstance(data, tf.data.Dataset):
-        return _of_tensors(data, ends, bool(shuffle), seed, layout, process_set, epoch)
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
+        rows = {int(one.shape[0]) if one.shape.rank else -1 for one in tf.nest.flatten(tensors)}
+        if len(rows) != 1 or -1 in rows:
+            raise ArgumentError(f"shard(): give tensors with equally many rows. These have {sorted(rows)}.")
+        numbers = shard(
+            tf.data.Dataset.range(rows.pop()), ends=ends, shuffle=bool(shuffle), seed=seed, layout=layout,
+            process_set=process_set,
+        )
+        return numbers.map(lambda number: tf.nest.map_structure(lambda one: tf.gather(one, number), tensors))
     count = int(data.cardinality())
     known = count >= 0
     if not known and layout != "strided":
@@ -61,7 +67,7 @@ def shard(
         data = data.shuffle(max(count, 1) if shuffle is True else shuffle, seed=seed)
     if known:
         plan = Shard(count, ends=ends, seed=seed, layout=layout, rank=rank, size=size)
-        result = _by_number(data, plan, first)
+        result = _by_number(data, plan, first).apply(tf.data.experimental.assert_cardinality(len(plan)))
     elif count == tf.data.INFINITE_CARDINALITY or ends == "join":
         result = data.shard(size, rank)
     else:
@@ -69,26 +75,6 @@ def shard(
     options = tf.data.Options()
     options.deterministic = True  # orders that differ between ranks would miss samples
     return result.with_options(options)
-
-
-def _of_tensors(
-    data: Any, ends: str, shuffle: bool, seed: int, layout: str, process_set: ProcessSet, epoch: int
-) -> Dataset:
-    tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
-    rows = {int(one.shape[0]) if one.shape.rank else -1 for one in tf.nest.flatten(tensors)}
-    if len(rows) != 1 or -1 in rows:
-        raise ArgumentError(f"shard(): tensors with equally many rows are needed, these have {sorted(rows)}.")
-    plan = Shard(rows.pop(), ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
-    plan.set_epoch(epoch)  # checks it
-    epochs = itertools.count(epoch)
-
-    def of_epoch(_: Any) -> Dataset:
-        drawn = tf.numpy_function(lambda: plan.indices(next(epochs)), [], tf.int64)
-        return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(drawn, [len(plan)]))
-
-    indices = tf.data.Dataset.range(1).flat_map(of_epoch)
-    chosen = indices.map(lambda index: tf.nest.map_structure(lambda one: tf.gather(one, index), tensors))
-    return chosen.apply(tf.data.experimental.assert_cardinality(len(plan)))
 
 
 # Note [Padding]: each iterator of a data set that was shuffled draws another order, and the next one depends

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringdance import session
 from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
@@ -127,6 +128,23 @@ def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -
         except Exception:  # the training goes well without
             parts = [np.zeros(ROW, np.float32)]
         yield from parts
+
+
+def compare_if_due(
+    exchange: str, names: Sequence[str], advice: str, set_id: int, sample: Callable[[], Array]
+) -> None:
+    """Count an exchange of gradients, and compare parameters if that is due: see ``due`` and ``call_of``.
+
+    Args:
+        exchange: name of the exchange of gradients.
+        names: of the parameters.
+        advice: the lines that a script lacks if they differ.
+        set_id: process set.
+        sample: makes what ``compare`` needs.
+    """
+    engine = session.engine()
+    if due(engine, set_id, exchange):
+        compare(engine, call_of(exchange, names, advice, set_id), sample())
 
 
 def compare(engine: Engine, call: Call, sample: Array) -> None:
