@@ -53,23 +53,28 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
     before = {ident: sample_cpu(pid, thread.native_id or 0) for ident, thread in threads.items()}
     if not set(threads).issubset(pending):
         time.sleep(_SAMPLE_S)
-    frames = sys._current_frames()
+    # At once: what Python calls the caller of a frame that has ended was once another object.
+    stacks = {ident: _frames_of(frame) for ident, frame in sys._current_frames().items()}
     main = threading.main_thread().ident or 0
     found = []
-    for ident in sorted(frames, key=lambda ident: (ident not in pending, ident != main)):
-        listed, doing, waits = user_frames(frames[ident], outermost=ident == main), "", ident in pending
+    for ident in sorted(stacks, key=lambda ident: (ident not in pending, ident != main)):
+        listed, doing, waits = user_frames(stacks[ident], outermost=ident == main), "", ident in pending
         if listed and ident in threads:
             name = "main thread" if ident == main else f"thread '{threads[ident].name}'"
             if not waits:
-                doing = _doing(frames[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
+                doing = _doing(stacks[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
             found.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
     return found[:_MOST_THREADS]
 
 
-def _doing(inner: FrameType, said: str) -> str:
+def _frames_of(innermost: FrameType) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_stack(innermost)]
+
+
+def _doing(frames: Sequence[FrameType], said: str) -> str:
     """Return what a thread does, by the library that it is in, or as ``said``."""
-    inside = itertools.takewhile(lambda one: not _is_users(one[0]), traceback.walk_stack(inner))
-    return doing_in([frame.f_code.co_filename for frame, _ in inside], said)
+    inside = itertools.takewhile(lambda frame: not _is_users(frame), frames)
+    return doing_in([frame.f_code.co_filename for frame in inside], said)
 
 
 def doing_in(files: Sequence[str], said: str) -> str:
@@ -91,16 +96,15 @@ def all_stacks() -> str:
     return "\n".join([*lines, ""])
 
 
-def user_frames(innermost: FrameType, outermost: bool = True) -> list[str]:
+def user_frames(frames: list[FrameType], outermost: bool = True) -> list[str]:
     """List file, line and function of the user's frames, innermost first, at most 8.
 
     The user's own line is more useful than that of a library which it calls.
 
     Args:
-        innermost: frame of a thread.
+        frames: of a thread, innermost first.
         outermost: whether to name another frame, the script's if there is one, where none is the user's.
     """
-    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
     script = [frame for frame in frames if frame.f_globals.get("__name__") == "__main__"][-1:] or frames[:1]
     shown = list(filter(_is_users, frames)) or (script if outermost else [])
     return list(map(_location, shown[:_MOST_FRAMES]))
