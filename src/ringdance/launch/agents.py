@@ -150,11 +150,6 @@ class Agents:
         return not any(agent.there for agent in self._remotes)
 
     @property
-    def clean(self) -> bool:
-        """Whether the agent on this host has cleaned up."""
-        return self._local.clean
-
-    @property
     def pending(self) -> bool:
         """Whether any host has not answered for a while, but not for so long that it counts as lost."""
         now = time.monotonic()

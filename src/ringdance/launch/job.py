@@ -458,7 +458,7 @@ class Job:
             close_all(self._remotes)
         else:
             self._agents.close()
-            if not self._agents.clean:
+            if not local.clean:
                 directories = [path for path in (self._directory, self._shared) if path]
                 cleanup = Cleanup(self.id, directories, self._began)
                 for pid in self._ranks.local_pids():
