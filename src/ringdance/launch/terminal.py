@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 
 from ringdance.launch.cause import Verdict, render
@@ -23,6 +24,10 @@ def run_in_terminal(prepared: PreparedJob) -> int:
     sys.stdout.flush()
     # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
+    first = prepared.plan.hosts[0]
+    if stdin == 0 and not first.local and stat.S_ISREG(os.fstat(0).st_mode):
+        text = f"rank 0 is on {first.name} and reads no standard input: name the file, or this host first"
+        print(f"ringdance run: {text}", file=sys.stderr)
     smart = os.environ.get("TERM", "dumb") != "dumb"
     terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
     screen = Screen((write_all(1), write_all(2)), terminals)
