@@ -61,3 +61,15 @@ def sampled(name: str, cases: Sequence[Any], count: int, always: Collection[Any]
         pytest.param(*value, marks=[] if case in due else [pytest.mark.slow])
         for value, case in zip(values, cases, strict=True)
     ]
+
+
+def case_of(item: pytest.Item, without: str = "") -> str:
+    """Return a test's name and the places of its parameters, equal on all ranks.
+
+    Args:
+        item: The test.
+        without: A parameter to leave out.
+    """
+    assert isinstance(item, pytest.Function)
+    places = item.callspec.indices.items() if hasattr(item, "callspec") else ()
+    return f"{item.originalname} {sorted(pair for pair in places if pair[0] != without)}"

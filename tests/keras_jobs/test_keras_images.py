@@ -116,12 +116,12 @@ def torch_loader() -> Any:
 INPUTS = {"tf": tf_data, "torch": torch_loader, "py": Sequence, "py3": lambda: Sequence(workers=3)}
 # Importing another framework takes seconds: each one's input is for its own backend.
 OWN = {"tensorflow": "tf", "torch": "torch"}.get(keras.backend.backend(), "py")
+MARKS = {"tf": [slow], "torch": [slow], "py": [], "py3": [every_backend]}
 
 
 @pytest.mark.parametrize("part", sampled("input checks", ["loader", "step", "both"], 1))
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=[every_backend] if kind in (OWN, "py3") else [slow] if kind != "py" else [])
-    for kind in INPUTS
+    pytest.param(kind, marks=[every_backend(daily=True)] if kind == OWN else MARKS[kind]) for kind in INPUTS
 ])
 def test_fit_takes_what_is_watched(
     kind: str, part: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

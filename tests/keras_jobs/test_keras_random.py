@@ -295,7 +295,7 @@ def run_one(program: Program, directory: Path) -> None:
         judge(program, lambda: train(program, directory), lambda: alone(program), refusal(program))
 
 
-@pytest.mark.every_backend
+@pytest.mark.every_backend(daily=True)
 @pytest.mark.limit(600)
 @pytest.mark.parametrize("first", blocks(f"Keras on {BACKEND} {KERAS2}"))
 def test_programs(first: int, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conftest import rank_and_size
-from sampled import drawn
+from sampled import case_of, drawn
 
 # TensorFlow gets one thread for its operations: nothing may hang then. What it says at import is not wanted.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
@@ -69,10 +69,8 @@ def due(item: pytest.Item, name: str, values: Sequence[Any] = ()) -> bool:
         values: Of which one is due on a day (default: both of two values).
     """
     assert isinstance(item, pytest.Function)
-    call = item.callspec
-    others = sorted((one, place) for one, place in call.indices.items() if one != name)
-    value = call.params[name] if values else call.indices[name]
-    return value in drawn(f"{item.originalname} {others}", values or (0, 1), 1)
+    value = item.callspec.params[name] if values else item.callspec.indices[name]
+    return value in drawn(case_of(item, without=name), values or (0, 1), 1)
 
 
 def due_in_tensorflow(item: pytest.Item, params: dict[str, Any]) -> bool:
