@@ -51,16 +51,18 @@ def sampled(name: str, cases: Sequence[Any], count: int, always: Collection[Any]
 
     Args:
         name: Of the sweep: each has an order of its own.
-        cases: All cases, equal on all ranks; a tuple has a value for each argument of the test.
+        cases: All cases, equal on all ranks.
         count: Cases in a day, besides those of every day.
         always: Cases that run every day.
     """
     due = [*always, *drawn(name, [case for case in cases if case not in always], count)]
-    values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [
-        pytest.param(*value, marks=[] if case in due else [pytest.mark.slow])
-        for value, case in zip(values, cases, strict=True)
-    ]
+    return [pytest.param(case, marks=[] if case in due else [pytest.mark.slow]) for case in cases]
+
+
+def sampled_rows(name: str, cases: Sequence[Any], count: int, always: Collection[Any] = ()) -> list[Any]:
+    """Return what ``sampled`` returns, for a test with several arguments: each case has a value for each."""
+    found = sampled(name, cases, count, always)
+    return [pytest.param(*one.values[0], marks=one.marks) for one in found]
 
 
 def case_of(item: pytest.Item, without: str = "") -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import here_hosts
 import pytest
 from processes import script
-from sampled import sampled
+from sampled import sampled_rows
 
 from ringdance.launch.mpi import find_mpi
 
@@ -46,7 +46,7 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize(("death", "words", "code"), sampled("deaths", DEATHS, 1))
+@pytest.mark.parametrize(("death", "words", "code"), sampled_rows("deaths", DEATHS, 1))
 def test_a_rank_that_dies_on_another_host_is_named_first(
     tmp_path: Path, death: str, words: str, code: int
 ) -> None:

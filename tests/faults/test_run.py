@@ -18,7 +18,7 @@ from typing import Any
 import here_hosts
 import pytest
 from processes import by_main, script, start, wait_until
-from sampled import sampled
+from sampled import sampled, sampled_rows
 
 import ringdance
 from ringdance.errors import LaunchError
@@ -468,7 +468,7 @@ ENDED_BY = [
 
 @pytest.mark.parametrize(
     ("seconds", "whom", "number"),
-    [*sampled("time to save", ENDED_BY, 1, ENDED_BY[:1]), slow(20, FIRST, signal.SIGTERM)],
+    [*sampled_rows("time to save", ENDED_BY, 1, ENDED_BY[:1]), slow(20, FIRST, signal.SIGTERM)],
 )
 def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number: int) -> None:
     """One rank of three saves, the others die of SIGTERM; it gets one, also where a scheduler signals all."""

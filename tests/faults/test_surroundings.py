@@ -12,7 +12,7 @@ from pathlib import Path
 import here_hosts
 import pytest
 from processes import script, wait_until
-from sampled import sampled
+from sampled import sampled_rows
 
 from ringdance.launch.mpi import find_mpi
 
@@ -52,7 +52,7 @@ SURROUNDINGS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), sampled("surroundings", SURROUNDINGS, 3))
+@pytest.mark.parametrize(("line", "words"), sampled_rows("surroundings", SURROUNDINGS, 3))
 def test_training_goes_on(program: str, tmp_path: Path, line: str, words: str) -> None:
     (tmp_path / "logs" / "rank.0").mkdir(parents=True)
     (tmp_path / "logs" / "rank.0" / "stdout").symlink_to("/dev/full")

@@ -14,7 +14,7 @@ if os.environ.get("TF_USE_LEGACY_KERAS") != "1":
 pytest.importorskip("tf_keras")
 
 import tensorflow as tf
-from sampled import sampled
+from sampled import sampled, sampled_rows
 from script_jobs import check_shown_script
 from steps import counting_steps
 
@@ -76,7 +76,7 @@ def shared(path: Path) -> Path:
     return Path(hvd_tensorflow.broadcast_object(str(path)))
 
 
-@pytest.mark.parametrize(("kind", "passes"), sampled("fit", [
+@pytest.mark.parametrize(("kind", "passes"), sampled_rows("fit", [
     ("new", 1), ("legacy", 2), ("legacy", 1), ("new", 2),
 ], 1))
 def test_fit_is_that_of_one_process_on_all_data(kind: str, passes: int) -> None:
@@ -97,7 +97,7 @@ def test_fit_is_that_of_one_process_on_all_data(kind: str, passes: int) -> None:
     assert len(optimizer.variables()) == len(optimizer.variables)
 
 
-@pytest.mark.parametrize(("kind", "compiled"), sampled("reduced once", [
+@pytest.mark.parametrize(("kind", "compiled"), sampled_rows("reduced once", [
     ("new", True), ("legacy", False), ("legacy", True), ("new", False),
 ], 1))
 def test_gradients_are_reduced_once(kind: str, compiled: bool) -> None:
@@ -263,7 +263,7 @@ def test_callbacks(kind: str, tmp_path: Path) -> None:
     assert lengths["after"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("kind", "name"), sampled("saved", [
+@pytest.mark.parametrize(("kind", "name"), sampled_rows("saved", [
     ("new", "model.keras"), ("legacy", "model.h5"), ("new", "model"),
 ], 1))
 def test_a_saved_model_goes_on(kind: str, name: str, tmp_path: Path) -> None:
