@@ -12,11 +12,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 from unittest import mock
 
 import psutil
+import pytest
 
 from ringdance.cli import main
 from ringdance.launch.directories import host_name
@@ -180,6 +182,12 @@ def streams(*files: BinaryIO) -> Iterator[None]:
         for number, descriptor in enumerate(former):
             os.dup2(descriptor, number)
             os.close(descriptor)
+
+
+def needed(*packages: str) -> None:
+    """Skip a test or a module without these packages, which jobs import and this process need not."""
+    if missing := [name for name in packages if not find_spec(name)]:
+        pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
 
 def script(directory: Path, text: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import by_main, script
+from processes import by_main, needed, script
 from run import launcher
 from sampled import sampled
 
@@ -131,8 +131,7 @@ READERS = {
 def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, reader: str) -> None:
     """Also where nothing reads a result, or Keras, which drops the error; not where the script gets it."""
     ending, code = READERS[reader]
-    for module in ("jax", "keras"):
-        pytest.importorskip(module)
+    needed("jax", "keras")
     path = script(
         tmp_path,
         "import os; os.environ['KERAS_BACKEND'] = 'jax'\nimport time, jax, ringdance.jax as hvd\n"
