@@ -13,6 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `programs`
 
+from sampled import seed_of_the_day
+
 LIMIT = 60.0  # seconds for one test, where no marker says otherwise
 SLOW_LIMIT = 3600.0
 
@@ -41,6 +43,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     return "rank {} of {}".format(*rank_and_size())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """After a failure, say how to run the same cases on another day."""
+    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        terminalreporter.write_line(f"The same cases of sweeps run with TEST_SEED={seed_of_the_day()}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

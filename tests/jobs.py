@@ -102,8 +102,10 @@ def all_jobs() -> list[Job]:
     for size in (1, 2, 3):  # what four ranks do otherwise than three is in the engine
         jobs += [
             Job("ranks", f"torch-{size}", torch, size, only_slow=size != 2, needs=("torch",)),
-            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py",), size,
-                only_slow=size != 2, needs=("tensorflow",)),
+            # One job with Keras: to import TensorFlow takes a processor many seconds on each rank.
+            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py", "keras_jobs")[: size], size,
+                only_slow=size != 2, options=keras, environ={"KERAS_BACKEND": "tensorflow"},
+                needs=("tensorflow", "keras")),
             Job("ranks", f"jax-{size}", ("ranks/test_jax_*.py",), size, only_slow=size != 2, **jax),
         ]  # fmt: skip
     by_gloo = tuple(f"ranks/test_torch_{name}.py" for name in (
@@ -122,7 +124,7 @@ def all_jobs() -> list[Job]:
             Job("ranks", f"keras-{backend}-{size}", ("keras_jobs",), size, only_slow=later, options=keras,
                 environ={"KERAS_BACKEND": backend}, needs=("keras", backend),
                 fast_environ=xla if backend == "jax" else {})
-            for backend in ("tensorflow", "torch", "jax")
+            for backend in ("torch", "jax")
         ]  # fmt: skip
         jobs += [
             Job("ranks", f"keras2-{size}", ("keras2_jobs", "keras_jobs/test_keras_random.py"), size,

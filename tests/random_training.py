@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
+from sampled import sampled
 
 from ringdance.errors import RingdanceError
 from ringdance.training.objects import allgather_object
 
-COUNT, FAST, BLOCK = 201, 3, 3
+COUNT, BLOCK = 201, 3
 FEATURES, ROWS_OF_TABLE = 5, 7
-
-BLOCKS = [
-    pytest.param(first, marks=[pytest.mark.slow] if first >= FAST else []) for first in range(0, COUNT, BLOCK)
-]
 
 Array = np.ndarray[Any, Any]
 
@@ -78,6 +74,11 @@ class Program:
     epochs: int
     steps: int
     infinite: int
+
+
+def blocks(name: str) -> list[Any]:
+    """Return the first seeds of all blocks of programs as parameters; one block is due on a day."""
+    return sampled(name, range(0, COUNT, BLOCK), 1)
 
 
 def make(seed: int, size: int) -> Program:

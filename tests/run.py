@@ -31,6 +31,7 @@ from pathlib import Path
 
 from jobs import PARTS, Job, all_jobs
 from passed import Passed
+from sampled import seed_of_the_day
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -126,7 +127,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
             pass
 
 
-def launcher(python: Path, size: int) -> tuple[list[str], dict[str, str]]:
+def launcher(size: int, python: Path = Path(sys.executable)) -> tuple[list[str], dict[str, str]]:
     """The mpiexec beside an interpreter with the options for `size` ranks, and their environment."""
     beside = python.parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -243,7 +244,7 @@ def run_ranks(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
 ) -> tuple[list[str], float]:
     """Run a pytest on every rank; mpiexec's exit code is not believed, each rank has to report its own."""
-    command, environ = launcher(job.python(), job.ranks)
+    command, environ = launcher(job.ranks, job.python())
     command += [str(job.python()), __file__, "--as-rank", str(directory)]
     command += [*job.files(), *job.options, *options]
     code, took = stream(command, environ | job.environ, limit, show)
@@ -360,6 +361,7 @@ def main() -> int:
     if sys.argv[1:2] == ["--as-rank"]:
         return as_rank(sys.argv[2], sys.argv[3:])
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # importing TensorFlow takes three times as long without
+    os.environ["TEST_SEED"] = str(seed_of_the_day())  # all ranks and jobs have one day
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or PART/JOB")
@@ -374,6 +376,7 @@ def main() -> int:
     arguments = parser.parse_args()
     resume = arguments.resume or arguments.left
     which = "" if arguments.all or resume else "slow" if arguments.slow else "not slow"
+    os.environ |= {"TEST_WHOLE": ""} if which == "not slow" else {"TEST_WHOLE": "1"}
     options = (["-k", arguments.k] if arguments.k else []) + ["-x"] * arguments.x
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin with it ignored
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -66,7 +66,7 @@ class Outcome:
 
 def command(way: str, size: int) -> tuple[list[str], dict[str, str]]:
     if way.endswith("mpiexec"):
-        return launcher(Path(sys.executable), size)
+        return launcher(size)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if way == "alone":
         return [], environ

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import BinaryIO
+from unittest import mock
 
 import psutil
+import pytest
 
+from ringdance.cli import main
 from ringdance.launch.directories import host_name
 
 MARKER = "FAULT_TEST"
@@ -126,6 +133,63 @@ def start(directory: Path, *command: str, **options: object) -> Job:
     environ["SEGMENTS"] = str(directory / "segments")
     line = [sys.executable, "-m", "ringdance", "run", *command]
     return Job(subprocess.Popen(line, env=environ, **options), marker, temporary)  # type: ignore[call-overload]
+
+
+def by_main(
+    *words: str, env: dict[str, str] | None = None, cwd: Path | None = None, given: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run ``ringdance`` with `words` within this process, which has imported it already.
+
+    Args:
+        words: Of the command line.
+        env: All variables of the environment (default: those of this process).
+        cwd: Working directory.
+        given: What stdin has.
+
+    Returns:
+        The exit code and the output, also of the processes that the command has started.
+    """
+    with contextlib.ExitStack() as stack:
+        out, err, stdin = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        stdin.write(given.encode())
+        stdin.seek(0)
+        with streams(stdin, out, err), mock.patch.dict(os.environ, env or {}, clear=env is not None):
+            stack.enter_context(contextlib.chdir(cwd or os.getcwd()))
+            try:
+                code = main(words)
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess(["ringdance", *words], code, *texts)
+
+
+@contextlib.contextmanager
+def streams(*files: BinaryIO) -> Iterator[None]:
+    """Let descriptors 0, 1 and 2 be these files, and sys.stdout and sys.stderr write there."""
+    former = [os.dup(number) for number in range(3)]
+    for number, file in enumerate(files):
+        os.dup2(file.fileno(), number)
+    try:
+        with (
+            open(1, "w", encoding="utf-8", closefd=False) as out,
+            open(2, "w", encoding="utf-8", closefd=False, buffering=1) as err,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            yield
+    finally:
+        for number, descriptor in enumerate(former):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def needed(*packages: str) -> None:
+    """Skip a test or a module without these packages, which jobs import and this process need not."""
+    if missing := [name for name in packages if not find_spec(name)]:
+        pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
 
 def script(directory: Path, text: str) -> str:

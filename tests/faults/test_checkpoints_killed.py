@@ -68,6 +68,12 @@ def notes_of(path: Path, what: str, name: str) -> list[tuple[int, int]]:
     return [(int(line[2]), int(line[3])) for line in words if line[:2] == [what, name]]
 
 
+def saves(notes: Path, ready: int) -> bool:
+    """Return whether the program has started once more and, the first time, has saved something."""
+    text = notes.read_text()
+    return text.count("ready") > ready and "done" in text
+
+
 def kill_while_saving(directory: Path, ranks: int, count: int, notes: Path) -> None:
     """Start the program and kill rank 0 at some time, then the rest."""
     ready = notes.read_text().count("ready")
@@ -79,9 +85,7 @@ def kill_while_saving(directory: Path, ranks: int, count: int, notes: Path) -> N
             job = start(directory.parent, "-np", str(ranks), *words, stdout=output, stderr=output)
             process = job.process  # type: ignore[assignment]
         try:
-            begun = wait_until(
-                lambda: notes.read_text().count("ready") > ready or process.poll() is not None, 60
-            )
+            begun = wait_until(lambda: saves(notes, ready) or process.poll() is not None, 60)
             text = (directory.parent / "output.txt").read_text()
             assert begun is not None, text
             assert process.poll() is None, text

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from processes import Job, start, wait_until
+from processes import Job, needed, start, wait_until
 
 import ringdance.recipes.deepfm
 from ringdance.training.checkpoint_files import CheckpointFiles
 
-pytest.importorskip("pyarrow")
-pytest.importorskip("torch")
+needed("pyarrow", "torch")
 
 RECIPES = Path(ringdance.recipes.deepfm.__file__).parent
 ROWS, BATCH = 40_000, 256

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import Job, start, wait_until
+from processes import Job, needed, start, wait_until
 from sample_counts import each_once
 from test_deepfm_recipe import RECIPES, kill, newest
 
@@ -20,7 +20,7 @@ from ringdance.data.tables import Rows
 from ringdance.data.tables.writing import TableWriter, write_index
 from ringdance.training.checkpoint_files import CheckpointFiles, present_path
 
-pytest.importorskip("torch")
+needed("torch")
 ROWS, FIELDS = 20_001, 3
 
 # The recipe as it is, but its model notes which rows each step is given, and its position after them.

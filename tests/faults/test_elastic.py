@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import script
+from processes import by_main, script
+from sampled import sampled
 
 from ringdance.training.elastic import MOST_FAILURES
 
@@ -40,28 +39,26 @@ PROGRAM = """
 """
 
 
+# How a rank ends, the exit code of the job, and the cause that it shows.
+ENDS = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+    "raises": ("raise ValueError('my own')", 1, "ValueError: my own"),
+    "ends": ("sys.exit(0)", 1, "exchanges, while other ranks waited for it"),
+    "exits": ("sys.exit(5)", 5, "exited with code 5"),
+}
+
+
 def run_job(directory: Path, how: str, *options: str, program: str = PROGRAM) -> tuple[int, str]:
-    command = [sys.executable, "-m", "ringdance", "run", "-np", "3", *options]
-    done = subprocess.run(
-        [*command, "python", script(directory, program.replace("HOW", how))],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    print(done.stdout)
-    return done.returncode, done.stdout
+    program = script(directory, program.replace("HOW", how))
+    done = by_main("run", "-np", "3", *options, "python", program)
+    print(done.stdout, done.stderr)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize(
-    ("how", "code", "cause"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
-        ("raise ValueError('my own')", 1, "ValueError: my own"),
-        ("sys.exit(0)", 1, "exchanges, while other ranks waited for it"),
-        ("sys.exit(5)", 5, "exited with code 5"),
-    ],
-    ids=["killed", "raises", "ends", "exits"],
-)
-def test_the_job_ends_with_the_cause(tmp_path: Path, how: str, code: int, cause: str) -> None:
+@pytest.mark.parametrize("end", sampled("ends of elastic training", list(ENDS), 1, always=["killed"]))
+def test_the_job_ends_with_the_cause(tmp_path: Path, end: str) -> None:
+    how, code, cause = ENDS[end]
     found, output = run_job(tmp_path, how)
     assert found == code
     assert re.search(rf"first failure: rank 1 of 3 on .*{cause}", output)

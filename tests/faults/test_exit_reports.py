@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import script
+from processes import by_main, needed, script
 from run import launcher
+from sampled import sampled
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,7 @@ def test_a_rank_that_ends_while_others_wait(tmp_path: Path, ending: str, code: i
         "import ctypes, sys\nimport numpy as np, ringdance.numpy as hvd\nhvd.init()\n"
         f"def step():\n    if hvd.rank() == 1: {ending}\n    hvd.allreduce(np.ones(3))\nstep()\n",
     )
-    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    done = by_main("run", "-np", "2", "python", path)
     assert done.returncode == code
     frame = done.stderr[done.stderr.index("the job failed") :]
     assert "first failure: rank 1 of 2" in frame
@@ -62,11 +62,13 @@ print("worked on")
 def test_an_exit_code_ends_the_job_while_the_others_compute(
     tmp_path: Path, by: str, ending: str, code: int
 ) -> None:
-    command, environ = launcher(2)
+    program = script(tmp_path, ENDS.replace("ENDING", ending))
     if by == "ringdance run":
-        command = [sys.executable, "-m", "ringdance", "run", "-np", "2"]
-    line = [*command, sys.executable, script(tmp_path, ENDS.replace("ENDING", ending))]
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False, timeout=50)
+        done = by_main("run", "-np", "2", sys.executable, program)
+    else:
+        command, environ = launcher(2)
+        line = [*command, sys.executable, program]
+        done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False, timeout=50)
     assert done.returncode == code, done.stderr
     assert "worked on" not in done.stdout
     if by == "ringdance run":
@@ -85,8 +87,7 @@ def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
         "    while not session.engine().callers.waiting: pass\n    sys.exit(3)\n"
         "hvd.allreduce(np.ones(2), name='b')\n",
     )
-    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    done = by_main("run", "-np", "2", "python", path)
     assert done.returncode == 3, done.stderr
     assert re.search(r"first failure: rank 0 of 2 .*: exited with code 3", done.stderr)
     assert "DeadlockError" not in done.stderr
@@ -99,8 +100,7 @@ def test_mpi_is_not_finalized_after_an_exit_code(tmp_path: Path) -> None:
         "import sys, time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.Get_rank(): sys.exit(4)\n"
         "time.sleep(20)\nprint('worked on')\n",
     )
-    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    done = by_main("run", "-np", "2", "python", path)
     assert (done.returncode, done.stdout) == (4, ""), done.stderr
 
 
@@ -112,29 +112,26 @@ def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_p
         "class Kept(dict):\n    def pop(self, *words): pass\n"  # as if it had not run yet
         "callers.waiting = Kept()\nhvd.barrier()\nassert callers.waiting\n",
     )
-    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    done = by_main("run", "-np", "2", "python", path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("ending", "code"),
-    [
-        pytest.param("result.block_until_ready()", 1, marks=pytest.mark.slow),
-        ("", 1),
-        pytest.param(
-            "while not session._process.unseen: time.sleep(0.01)\nhvd.shutdown()", 1, marks=pytest.mark.slow
-        ),
-        pytest.param("hvd.shutdown()", 0, marks=pytest.mark.slow),
-        ("from keras.src.utils.python_utils import pythonify_logs; pythonify_logs({'a': result})", 1),
-        ("try: print(result)\nexcept jax.errors.JaxRuntimeError: jax.jit(hvd.allreduce)(two) + 1", 0),
-    ],
-    ids=["read", "unread", "later shutdown", "shutdown", "keras", "caught"],
-)
-def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, ending: str, code: int) -> None:
+# What a script does with a result that has failed, and the exit code.
+READERS = {
+    "read": ("result.block_until_ready()", 1),
+    "unread": ("", 1),
+    "later shutdown": ("while not session._process.unseen: time.sleep(0.01)\nhvd.shutdown()", 1),
+    "shutdown": ("hvd.shutdown()", 0),
+    "keras": ("from keras.src.utils.python_utils import pythonify_logs; pythonify_logs({'a': result})", 1),
+    "caught": ("try: print(result)\nexcept jax.errors.JaxRuntimeError: jax.jit(hvd.allreduce)(two) + 1", 0),
+}
+
+
+@pytest.mark.parametrize("reader", sampled("readers in JAX", list(READERS), 1, always=["unread"]))
+def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, reader: str) -> None:
     """Also where nothing reads a result, or Keras, which drops the error; not where the script gets it."""
-    for module in ("jax", "keras"):
-        pytest.importorskip(module)
+    ending, code = READERS[reader]
+    needed("jax", "keras")
     path = script(
         tmp_path,
         "import os; os.environ['KERAS_BACKEND'] = 'jax'\nimport time, jax, ringdance.jax as hvd\n"
@@ -146,8 +143,7 @@ def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, ending: str, cod
         "result = more(more(more(first(x, long(matrix)))))\n"  # all begin before the first has ended
         f"{ending}\n",
     )
-    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", sys.executable, path]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=100)
+    done = by_main("run", "-np", "2", sys.executable, path)
     assert done.returncode == code, done.stderr
     shown = "MismatchError: Mismatched shapes for 'allreduce.a': (2,) on rank 0"
     assert (shown in done.stderr) == bool(code), done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from planted_job import line_of
-from processes import Job, start, wait_until
+from processes import Job, by_main, start, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -54,8 +54,7 @@ PLANTED = Path(__file__).with_name("planted_job.py")
 
 
 def explain(*arguments: str) -> str:
-    line = [sys.executable, "-m", "ringdance", "explain", *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=30)
+    done = by_main("explain", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -147,14 +146,11 @@ def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
     try:
         for name in ("one", "other"):
             assert wait_until((tmp_path / name / "began").exists, 30.0) is not None
-        done = subprocess.run(
-            [sys.executable, "-m", "ringdance", "explain"], capture_output=True, text=True, check=False
-        )
+        done = by_main("explain")
         assert done.returncode == 2
         rows = [line for line in done.stderr.splitlines() if f"in {os.getcwd()}: python" in line]
         assert len([row for row in rows if ": 3 ranks for " in row and row.endswith("file_lock")]) >= 2
-        line = [sys.executable, "-m", "ringdance", "status", "--json"]
-        found = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+        found = json.loads(by_main("status", "--json").stdout)
         assert {job.process.pid for job in jobs} <= {one["pid"] for one in found if one["ranks"] == 3}
     finally:
         for job in jobs:
@@ -174,10 +170,9 @@ def test_ranks_before_init_are_shown_and_a_foreground_job_cannot_be_stopped(tmp_
         last = "All ranks have to call init(): ranks 1 have not done so yet."
         assert wait_until(lambda: explain(str(job.process.pid)).splitlines()[-1] == last, 30.0) is not None
         assert "now in init())" in explain(str(job.process.pid))
-        line = [sys.executable, "-m", "ringdance"]
-        shown = subprocess.run([*line, "status", "--json"], capture_output=True, text=True, check=True)
-        name = next(one["job"] for one in json.loads(shown.stdout) if one["pid"] == job.process.pid)
-        done = subprocess.run([*line, "stop", name[:6]], capture_output=True, text=True, check=False)
+        shown = json.loads(by_main("status", "--json").stdout)
+        name = next(one["job"] for one in shown if one["pid"] == job.process.pid)
+        done = by_main("stop", name[:6])
         assert done.returncode == 2
         assert f"there is no job {name[:6]} in the background" in done.stderr
     finally:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import exposure
 import pytest
-from processes import script, start, wait_until
+from processes import by_main, script, start, wait_until
 
 from ringdance.launch.mpi import find_mpi
-
-RUN = (sys.executable, "-m", "ringdance", "run")
 
 NO_PICKLES = """
 import pickle
@@ -46,8 +42,7 @@ print("all done")
 
 
 def test_the_engine_unpickles_nothing(tmp_path: Path) -> None:
-    line = [*RUN, "-np", "3", "python", script(tmp_path, NO_PICKLES)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60.0)
+    done = by_main("run", "-np", "3", "python", script(tmp_path, NO_PICKLES))
     assert done.stdout.count("all done") == 3, done.stderr
 
 

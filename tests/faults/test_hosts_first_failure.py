@@ -12,6 +12,7 @@ from pathlib import Path
 import here_hosts
 import pytest
 from processes import script
+from sampled import sampled_rows
 
 from ringdance.launch.mpi import find_mpi
 
@@ -39,13 +40,13 @@ finally:
 """
 
 
-@pytest.mark.parametrize(
-    ("death", "words", "code"),
-    [
-        ("os.kill(os.getpid(), 15)", "killed by SIGTERM (signal 15)", 143),
-        ("os._exit(0)", "ended with exit code 0 while other ranks still ran", 1),
-    ],
-)
+DEATHS = [
+    ("os.kill(os.getpid(), 15)", "killed by SIGTERM (signal 15)", 143),
+    ("os._exit(0)", "ended with exit code 0 while other ranks still ran", 1),
+]
+
+
+@pytest.mark.parametrize(("death", "words", "code"), sampled_rows("deaths", DEATHS, 1))
 def test_a_rank_that_dies_on_another_host_is_named_first(
     tmp_path: Path, death: str, words: str, code: int
 ) -> None:

@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from processes import script
+from processes import by_main, script
 
-LINE = (sys.executable, "-m", "ringdance", "run", "-np", "3")
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*LINE, *words], capture_output=True, text=True, check=False, timeout=50)
+run = partial(by_main, "run", "-np", "3")
 
 
 def program(directory: Path) -> str:

@@ -20,7 +20,7 @@ from ringdance.data.tables.table import TableFile
 from ringdance.errors import ArgumentError
 
 Image = pytest.importorskip("PIL.Image")
-SHARDS, LIMIT = 1300, 256
+SHARDS, LIMIT = 600, 256
 
 JOB = """
 import resource, sys
@@ -45,7 +45,7 @@ for make in (images, rows):
     seen, loader = [], make()
     for batch in loader:
         seen += numbers(batch)
-        if batch.position >= 600:
+        if batch.position >= 300:
             break
     resumed = make()
     resumed.set_epoch(0, batch.position)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import monitors_have_ended, script
+from processes import by_main, monitors_have_ended, script
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from run import launcher
@@ -40,11 +40,8 @@ for step in range(1, 31):
 def ringdance(
     tmp_path: Path, text: str, ranks: int, *options: str, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ringdance", "run", "-np", str(ranks), *options, "python"]
-    return subprocess.run(
-        [*line, script(tmp_path, text)],
-        capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environ},
-    )  # fmt: skip
+    words = ["-np", str(ranks), *options, "python", script(tmp_path, text)]
+    return by_main("run", *words, env={**os.environ, **environ})
 
 
 @pytest.mark.parametrize("event", ["written()", "killed()"])
@@ -85,15 +82,15 @@ for step in range(51):
 @pytest.mark.parametrize("by", ["ringdance run", pytest.param("mpiexec", marks=pytest.mark.slow)])
 def test_a_rank_that_is_30_percent_slower_is_named_at_the_end(tmp_path: Path, by: str) -> None:
     path = script(tmp_path, SLOW.format(end="hvd.shutdown()" if by == "mpiexec" else ""))
+    short = {"RINGDANCE_SUMMARY_TIME": "0.5"}
     if by == "mpiexec":
         start, environ = launcher(3)
+        line = [*start, sys.executable, path]
+        done = subprocess.run(
+            line, capture_output=True, text=True, check=False, timeout=60, env=environ | short
+        )
     else:
-        start, environ = [sys.executable, "-m", "ringdance", "run", "-np", "3"], dict(os.environ)
-    done = subprocess.run(
-        [*start, sys.executable, path],
-        capture_output=True, text=True, check=False, timeout=60,
-        env={**environ, "RINGDANCE_SUMMARY_TIME": "0.5"},
-    )  # fmt: skip
+        done = by_main("run", "-np", "3", sys.executable, path, env=os.environ | short)
     assert done.returncode == 0, done.stderr
     lines = [line.partition("ringdance: ")[2] for line in done.stderr.splitlines() if "ringdance: " in line]
     assert len(lines) == 3, done.stderr

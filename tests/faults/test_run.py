@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import here_hosts
 import pytest
-from processes import script, start, wait_until
+from processes import by_main, script, start, wait_until
+from sampled import sampled, sampled_rows
 
 import ringdance
 from ringdance.errors import LaunchError
@@ -35,11 +37,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def run(*words: str, timeout: float = 50.0, **options: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ringdance", "run", *words]
-    return subprocess.run(  # type: ignore[call-overload, no-any-return]
-        line, **{"capture_output": True, "text": True, "check": False, "timeout": timeout, **options}
-    )
+run = partial(by_main, "run")
 
 
 @pytest.fixture
@@ -56,12 +54,12 @@ def test_lines_carry_their_rank_and_stay_whole(program: Callable[[str], str]) ->
         "    sys.stderr.write(f'error {n}\\n')\n"
         "sys.stdout.write('no newline')\n"
     )
-    done = run("-np", "4", "python", path)
+    done = run("-np", "3", "python", path)
     assert done.returncode == 0, done.stderr
     out, err = done.stdout.splitlines(), done.stderr.splitlines()
-    assert len(out) == 4 * 3001
-    assert len(err) == 4 * 3000
-    for rank in range(4):
+    assert len(out) == 3 * 3001
+    assert len(err) == 3 * 3000
+    for rank in range(3):
         errors = [f"[{rank}] error {n}" for n in range(3000)]
         expected = [f"[{rank}] line {n} " + "abcdefghij" * 20 for n in range(3000)] + [f"[{rank}] no newline"]
         assert [line for line in out if line.startswith(f"[{rank}] ")] == expected
@@ -88,8 +86,7 @@ def test_files_and_no_prefix(program: Callable[[str], str], tmp_path: Path) -> N
     ],
 )
 def test_what_would_go_wrong_is_refused(words: list[str], environ: dict[str, str], message: str) -> None:
-    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", *words, "true"]
-    done = subprocess.run(line, env={**os.environ, **environ}, capture_output=True, text=True, timeout=50)
+    done = run("-np", "2", *words, "true", env={**os.environ, **environ})
     assert done.returncode != 0
     assert message in done.stderr
 
@@ -112,7 +109,7 @@ def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
     assert "another job writes its output there" in done.stderr
 
 
-def test_ranks_know_their_place(program: Callable[[str], str]) -> None:
+def test_ranks_know_their_place_and_rank_0_reads_stdin(program: Callable[[str], str]) -> None:
     path = program(
         "for who in ('RINGDANCE_', 'HOROVOD_'):\n"
         "    names = ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')\n"
@@ -122,15 +119,17 @@ def test_ranks_know_their_place(program: Callable[[str], str]) -> None:
         "print(os.environ['OMP_NUM_THREADS'], os.environ['MINE'], sys.argv[1:])\n"
         "from mpi4py import MPI\n"
         "print(MPI.COMM_WORLD.rank == rank, MPI.COMM_WORLD.size)\n"
+        "print('read', sys.stdin.read().strip())\n"
     )
     done = run(
         "-np", "3", "-x", "OMP_NUM_THREADS=7", "-x", "MINE=a b", "-x", "MASTER_PORT=29511",
-        "python", path, "-np", "9", "--x=y z",
+        "python", path, "-np", "9", "--x=y z", given="some words\n",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         place = f"{rank} 3 {rank} 3 0 1"
         lines = [place, place, f"{rank} 3 {rank} 3 29511 0 True", "7 a b ['-np', '9', '--x=y z']", "True 3"]
+        lines.append("read some words" if rank == 0 else "read ")
         assert [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")] == lines
 
 
@@ -141,17 +140,16 @@ def test_torch_distributed_starts_beside_ringdance(program: Callable[[str], str]
     assert sorted(line[4:] for line in done.stdout.splitlines()) == ["0 3.0 2.0", "1 3.0 2.0"]
 
 
-def test_rank_0_reads_what_the_launcher_is_given(program: Callable[[str], str]) -> None:
-    path = program("if rank == 0: print('read', sys.stdin.read().strip())\n")
-    done = run("-np", "2", "python", path, input="some words\n")
-    assert done.stdout == "[0] read some words\n"
-
-
 def slow(*values: object) -> Any:
     """Parameters that only `make test-all` has."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+# A framework that costs nothing to import.
+_STUB = """
+import types
+sys.modules["torch"] = types.ModuleType("torch")
+"""
 _LAZY = """
 import sys, torch, types
 class Lazy(types.ModuleType):
@@ -159,7 +157,7 @@ class Lazy(types.ModuleType):
 sys.modules["lazy"] = Lazy("lazy")
 """
 _PARENT = """
-import subprocess, torch
+import subprocess
 code = "import ringdance.numpy as hvd; hvd.init(); hvd.barrier()"
 sys.exit(subprocess.call([sys.executable, "-c", code]))
 """
@@ -170,7 +168,8 @@ sys.exit(subprocess.call([sys.executable, "-c", code]))
     ("text", "says"),
     [
         ("import torch", True),
-        ("import torch\nimport ringdance.torch as hvd\nhvd.init()", False),
+        slow("import torch\nimport ringdance.torch as hvd\nhvd.init()", False),
+        (_STUB + "import ringdance.numpy as hvd\nhvd.init()", False),
         slow("import torch\nimport horovod.torch as hvd  # distributed under a license", True),
         slow("import torch, sys\nsys.argv.clear()", True),
         slow(_LAZY, True),
@@ -179,7 +178,7 @@ sys.exit(subprocess.call([sys.executable, "-c", code]))
             "import torch, torch.distributed as d\nd.init_process_group('gloo')\nd.destroy_process_group()",
             False,
         ),
-        (_PARENT, False),
+        (_STUB + _PARENT, False),
         slow("import torch\nfrom mpi4py import MPI", False),
         ("print('no framework')", False),
     ],
@@ -194,7 +193,7 @@ def test_ranks_that_train_by_themselves_are_noticed(
     assert not says or "fine if they divide the work by RANK" in done.stderr
 
 
-@pytest.mark.parametrize("names", ["plain hvd", "hvd plain"])
+@pytest.mark.parametrize("names", sampled("two programs", ["plain hvd", "hvd plain"], 1))
 def test_no_rank_is_said_to_be_alone_that_joins_in_another_program(tmp_path: Path, names: str) -> None:
     (tmp_path / "plain.py").write_text("import ringdance.numpy")
     (tmp_path / "hvd.py").write_text("import ringdance.numpy as hvd\nhvd.init()\nhvd.barrier()")
@@ -213,22 +212,21 @@ def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -
     assert f"{why}; rank(s) that never called hvd.init(), as all have to: " in done.stderr, done.stderr
 
 
+# Stages of a pipeline send activations and average nothing.
+PIPELINE = (
+    "import torch.distributed as dist\ndist.init_process_group('ringdance')\nloss.backward()\n"
+    "dist.destroy_process_group()"
+)
+NOT_ALONE = [
+    "hvd.allgather_object(loss.item())", "loss.backward(); hvd.allreduce(weight.grad)", PIPELINE
+]  # fmt: skip
+
+
 @pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("loss.backward()", True),
-        slow("hvd.allgather_object(loss.item())", False),
-        ("loss.backward(); hvd.allreduce(weight.grad)", False),
-        # Stages of a pipeline send activations and average nothing.
-        (
-            "import torch.distributed as dist\ndist.init_process_group('ringdance')\nloss.backward()\n"
-            "dist.destroy_process_group()",
-            False,
-        ),
-    ],
+    "text", sampled("training alone", ["loss.backward()", *NOT_ALONE], 1, always=["loss.backward()"])
 )
-def test_training_alone_after_init_is_noticed(program: Callable[[str], str], text: str, says: bool) -> None:
+def test_training_alone_after_init_is_noticed(program: Callable[[str], str], text: str) -> None:
     begin = (
         "import torch\nimport ringdance.torch as hvd\nhvd.init()\n"
         "weight = torch.ones(1, requires_grad=True)\n"
@@ -236,7 +234,7 @@ def test_training_alone_after_init_is_noticed(program: Callable[[str], str], tex
     )
     done = run("-np", "2", "python", program(begin + text))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no gradient was averaged") == says
+    assert done.stderr.count("no gradient was averaged") == (text not in NOT_ALONE)
 
 
 def test_ranks_agree_on_whether_weights_are_compared(program: Callable[[str], str]) -> None:
@@ -263,7 +261,7 @@ def test_the_traceback_is_printed_once_as_the_cause(program: Callable[[str], str
     assert "=   BAD TERMINATION" not in done.stderr
 
 
-@pytest.mark.parametrize("fails", ["raise KeyError(3)", "comm.bcast(1 / 0, root=1)"])
+@pytest.mark.parametrize("fails", sampled("failures", ["raise KeyError(3)", "comm.bcast(1 / 0, root=1)"], 1))
 def test_a_script_that_fails_does_not_wait_in_mpi_finalize(program: Callable[[str], str], fails: str) -> None:
     path = program(
         "import atexit\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
@@ -304,8 +302,8 @@ def test_a_handled_traceback_is_shown_as_output(program: Callable[[str], str]) -
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
-        ("sys.exit(7)", 7, "exited with code 7"),
-        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        slow("sys.exit(7)", 7, "exited with code 7"),  # shown by other tests too
+        slow("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
         ("os.abort()", 134, "SIGABRT"),
     ],
 )
@@ -374,13 +372,15 @@ def test_abort(program: Callable[[str], str]) -> None:
 
 @pytest.mark.parametrize("trial", [0, slow(1), slow(2)])
 def test_programs_without_mpi_end(trial: int) -> None:
-    done = run("-np", "4", "true")
+    """By a process of the launcher's own: most tests call its main()."""
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "4", "true"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"/dev/shm of its own: {here_hosts.why_not()}")
 @pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH cannot do without")
-@pytest.mark.parametrize(("size", "filled"), [(8, 0), (24, 20)])
+@pytest.mark.parametrize(("size", "filled"), [slow(8, 0), (24, 20)])
 def test_a_dev_shm_without_room_for_mpi(program: Callable[[str], str], size: int, filled: int) -> None:
     path = program(
         "import numpy as np\nimport ringdance.numpy as rd\nrd.init()\n"
@@ -457,21 +457,23 @@ SAVES = """
 """
 
 
+FIRST = "all processes, the launcher first"
+ENDED_BY = [
+    (3, "the launcher", signal.SIGTERM),
+    (3, "all processes, the launcher last", signal.SIGTERM),
+    (3, FIRST, signal.SIGTERM),
+    (1, FIRST, signal.SIGHUP),
+]
+
+
 @pytest.mark.parametrize(
     ("seconds", "whom", "number"),
-    [
-        (3, "the launcher", signal.SIGTERM),
-        (3, "all processes, the launcher last", signal.SIGTERM),
-        (3, "all processes, the launcher first", signal.SIGTERM),
-        pytest.param(
-            1, "all processes, the launcher first", signal.SIGHUP,
-            marks=pytest.mark.skipif(find_mpi().family != "openmpi", reason="it ends ranks"),
-        ),
-        pytest.param(20, "all processes, the launcher first", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [*sampled_rows("time to save", ENDED_BY, 1, ENDED_BY[:1]), slow(20, FIRST, signal.SIGTERM)],
 )
 def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number: int) -> None:
     """One rank of three saves, the others die of SIGTERM; it gets one, also where a scheduler signals all."""
+    if number == signal.SIGHUP and find_mpi().family != "openmpi":
+        pytest.skip("it ends ranks")
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else nohup's would stay
     path = script(tmp_path, SAVES.format(seconds=seconds))
     with open(tmp_path / "out", "wb") as output:
@@ -493,15 +495,15 @@ def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number
     assert left == []
 
 
-@pytest.mark.parametrize(
-    "signals",
-    [
-        [(signal.SIGHUP, 0.0), (signal.SIGHUP, 0.0002)],  # a terminal that is closed
-        [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.01)],
-        [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.2)],  # LSF, whose next one is SIGKILL
-        [(signal.SIGTERM, 0.0), (signal.SIGTERM, 1.0), (signal.SIGHUP, 0.3)],  # impatient
-    ],
-)
+TOGETHER = [
+    [(signal.SIGHUP, 0.0), (signal.SIGHUP, 0.0002)],  # a terminal that is closed
+    [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.01)],
+    [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.2)],  # LSF, whose next one is SIGKILL
+    [(signal.SIGTERM, 0.0), (signal.SIGTERM, 1.0), (signal.SIGHUP, 0.3)],  # impatient
+]
+
+
+@pytest.mark.parametrize("signals", sampled("signals together", TOGETHER, 2))
 def test_signals_that_come_together_leave_ranks_their_time(
     signals: list[tuple[int, float]], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import here_hosts
 import pytest
 from processes import script, wait_until
+from sampled import sampled_rows
 
 from ringdance.launch.mpi import find_mpi
 
@@ -40,18 +41,18 @@ def program(tmp_path: Path) -> str:
     return f"python {path}"
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{run} {program} >/dev/full", f"cannot write to stdout: {FULL}"),
-        ("{run} {program} 2>/dev/full", f"cannot write to stderr: {FULL}"),
-        ("{run} {program} >/dev/full 2>&1", ""),
-        ("{run} {program} >&-", "err 9"),
-        ("{run} {program} <&- 2>&-", "out 9"),
-        ("env -u HOME {run} {program}", "out 9"),
-        ("{run} --output-filename logs {program}", f"cannot write to {{path}}/logs/rank.0/stdout: {FULL}"),
-    ],
-)
+SURROUNDINGS = [
+    ("{run} {program} >/dev/full", f"cannot write to stdout: {FULL}"),
+    ("{run} {program} 2>/dev/full", f"cannot write to stderr: {FULL}"),
+    ("{run} {program} >/dev/full 2>&1", ""),
+    ("{run} {program} >&-", "err 9"),
+    ("{run} {program} <&- 2>&-", "out 9"),
+    ("env -u HOME {run} {program}", "out 9"),
+    ("{run} --output-filename logs {program}", f"cannot write to {{path}}/logs/rank.0/stdout: {FULL}"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), sampled_rows("surroundings", SURROUNDINGS, 3))
 def test_training_goes_on(program: str, tmp_path: Path, line: str, words: str) -> None:
     (tmp_path / "logs" / "rank.0").mkdir(parents=True)
     (tmp_path / "logs" / "rank.0" / "stdout").symlink_to("/dev/full")

@@ -6,12 +6,11 @@ import collections
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import monitors_have_ended, script
+from processes import by_main, monitors_have_ended, script
 
 LOOP = """
 import os, time
@@ -32,15 +31,14 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 def run(
     tmp_path: Path, text: str, ranks: int, timeline: str, *options: str
 ) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ringdance", "run", "-np", str(ranks), *options, "python"]
-    line.append(script(tmp_path, text))
-    environ = {**os.environ, "RINGDANCE_TIMELINE": timeline}
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environ)
+    words = ["-np", str(ranks), *options, "python", script(tmp_path, text)]
+    return by_main("run", *words, env={**os.environ, "RINGDANCE_TIMELINE": timeline})
 
 
 def timeline(path: Path) -> str:
-    line = [sys.executable, "-m", "ringdance", "timeline", str(path)]
-    return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+    done = by_main("timeline", str(path))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("event", ["pass", "hvd.rank() == 1 and os.kill(os.getpid(), 9)"])
@@ -71,9 +69,8 @@ def test_what_is_left_to_write_when_a_job_is_killed_is_written(tmp_path: Path) -
 def test_a_timeline_of_some_steps(tmp_path: Path) -> None:
     text = LOOP.format(event="pass").replace("    if step", "    hvd.mark_step()\n    if step")
     path = tmp_path / "timeline.json"
-    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "--timeline", str(path)]
-    line += ["-x", "RINGDANCE_TIMELINE_STEPS=5:8", "python", script(tmp_path, text)]
-    subprocess.run(line, check=True, timeout=60)
+    words = ["--timeline", str(path), "-x", "RINGDANCE_TIMELINE_STEPS=5:8", "python", script(tmp_path, text)]
+    assert by_main("run", "-np", "2", *words).returncode == 0
     found = events_of(path)
     marks = [one for one in found if one["name"].startswith("step ")]
     assert sorted({one["name"] for one in marks}) == ["step 6", "step 7", "step 8"]

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from processes import Job, start, wait_until
+from processes import Job, needed, start, wait_until
 from sample_counts import each_once
 
 import ringdance.recipes.resnet50
 
 PIL = pytest.importorskip("PIL.Image")
-pytest.importorskip("torch")
+needed("torch")
 
 RECIPE = Path(ringdance.recipes.resnet50.__file__).with_name("train_torch.py")
 IMAGES, EPOCHS, BATCH, EVERY = 202, 3, 4, 2

@@ -14,6 +14,7 @@ if os.environ.get("TF_USE_LEGACY_KERAS") != "1":
 pytest.importorskip("tf_keras")
 
 import tensorflow as tf
+from sampled import sampled, sampled_rows
 from script_jobs import check_shown_script
 from steps import counting_steps
 
@@ -26,9 +27,13 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS = 4
 keras = tf.keras
-slow = pytest.mark.slow
-kinds = pytest.mark.parametrize("kind", ["new", "legacy"])
 pytestmark = pytest.mark.limit(300)
+
+
+def kinds(test: Any) -> Any:
+    """Try both kinds of optimizers: of a day, one of them in each test."""
+    cases = sampled(test.__name__, ["new", "legacy"], 1)
+    return pytest.mark.parametrize("kind", cases)(test)
 
 
 def sgd(kind: str = "new", **options: Any) -> Any:
@@ -71,9 +76,9 @@ def shared(path: Path) -> Path:
     return Path(hvd_tensorflow.broadcast_object(str(path)))
 
 
-@pytest.mark.parametrize(("kind", "passes"), [
-    ("new", 1), ("legacy", 2), pytest.param("legacy", 1, marks=slow), pytest.param("new", 2, marks=slow),
-])
+@pytest.mark.parametrize(("kind", "passes"), sampled_rows("fit", [
+    ("new", 1), ("legacy", 2), ("legacy", 1), ("new", 2),
+], 1))
 def test_fit_is_that_of_one_process_on_all_data(kind: str, passes: int) -> None:
     net, plain = model(), model()
     optimizer = hvd.DistributedOptimizer(
@@ -92,10 +97,9 @@ def test_fit_is_that_of_one_process_on_all_data(kind: str, passes: int) -> None:
     assert len(optimizer.variables()) == len(optimizer.variables)
 
 
-@pytest.mark.parametrize(("kind", "compiled"), [
-    ("new", True), ("legacy", False), pytest.param("legacy", True, marks=slow),
-    pytest.param("new", False, marks=slow),
-])
+@pytest.mark.parametrize(("kind", "compiled"), sampled_rows("reduced once", [
+    ("new", True), ("legacy", False), ("legacy", True), ("new", False),
+], 1))
 def test_gradients_are_reduced_once(kind: str, compiled: bool) -> None:
     """By compute_gradients if it was called, else by apply_gradients; op=Sum shows what is reduced twice."""
     optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
@@ -183,7 +187,7 @@ def test_passes_in_a_loop(kind: str) -> None:
     assert again._agg_helper.counter is None
 
 
-@pytest.mark.parametrize("kind", ["new", pytest.param("legacy", marks=slow)])
+@kinds
 def test_all_ranks_skip_a_step_with_an_infinity(kind: str) -> None:
     """compile() under mixed_float16 wraps the optimizer; so may a script, before or after us."""
     wrapped = keras.mixed_precision.LossScaleOptimizer(sgd(kind), initial_scale=64)
@@ -258,9 +262,9 @@ def test_callbacks(kind: str, tmp_path: Path) -> None:
     assert lengths["after"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("kind", "name"), [
-    ("new", "model.keras"), ("legacy", "model.h5"), pytest.param("new", "model", marks=slow),
-])
+@pytest.mark.parametrize(("kind", "name"), sampled_rows("saved", [
+    ("new", "model.keras"), ("legacy", "model.h5"), ("new", "model"),
+], 1))
 def test_a_saved_model_goes_on(kind: str, name: str, tmp_path: Path) -> None:
     """Loaded with Ringdance it trains as if nothing had been; without it, it has the plain optimizer."""
     path = shared(tmp_path) / name

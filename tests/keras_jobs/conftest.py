@@ -10,15 +10,30 @@ import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).parent))  # for `nets`
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sampled import case_of, drawn
+
+BACKEND = os.environ.get("KERAS_BACKEND")  # None: Keras 2
+OTHERS = ("tensorflow", "jax")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Add a limit of minutes, and leave to make test-all what one backend shows as well as three.
 
-    TensorFlow and JAX compile a program in most tests: make test runs all on PyTorch, and on those two
-    what is marked ``every_backend``.
+    TensorFlow and JAX compile a program in most tests. make test runs all on PyTorch. What is marked
+    ``every_backend`` it runs also on one of the others, by the day; on both if ``daily`` is set.
     """
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.limit(300))
-            if os.environ.get("KERAS_BACKEND") != "torch" and not item.get_closest_marker("every_backend"):
+            if BACKEND != "torch" and not is_due(item):
                 item.add_marker(pytest.mark.slow)
+
+
+def is_due(item: pytest.Item) -> bool:
+    """Whether today a test has its turn on a backend other than PyTorch."""
+    marker = item.get_closest_marker("every_backend")
+    if marker is None or BACKEND not in OTHERS or marker.kwargs.get("daily"):
+        return marker is not None
+    return BACKEND in drawn(case_of(item), OTHERS, 1)

@@ -21,7 +21,7 @@ from ringdance.data.tables.writing import TableWriter, write_index
 pytest.importorskip("pyarrow")
 pytestmark = [
     pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="the recipe uses TensorFlow"),
-    pytest.mark.every_backend,
+    pytest.mark.every_backend(daily=True),
 ]
 
 hvd.init()

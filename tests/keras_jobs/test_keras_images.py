@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from PIL import Image
+from sampled import sampled
 
 import ringdance.keras as hvd
 from ringdance.data.loader import Synthetic
@@ -18,6 +19,7 @@ from ringdance.training.loaders.input_check import INPUT_MARK, WatchedLoader
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
+every_backend, slow = pytest.mark.every_backend, pytest.mark.slow
 
 
 class Memory:
@@ -111,15 +113,21 @@ def torch_loader() -> Any:
     return torch.utils.data.DataLoader(data, 4)
 
 
-@pytest.mark.parametrize("part", ["loader", "step", pytest.param("both", marks=pytest.mark.every_backend)])
-@pytest.mark.parametrize(
-    "made", [tf_data, torch_loader, Sequence, lambda: Sequence(workers=3)], ids=["tf", "torch", "py", "py3"]
-)
+INPUTS = {"tf": tf_data, "torch": torch_loader, "py": Sequence, "py3": lambda: Sequence(workers=3)}
+# Importing another framework takes seconds: each one's input is for its own backend.
+OWN = {"tensorflow": "tf", "torch": "torch"}.get(keras.backend.backend(), "py")
+MARKS = {"tf": [slow], "torch": [slow], "py": [], "py3": [every_backend]}
+
+
+@pytest.mark.parametrize("part", sampled("input checks", ["loader", "step", "both"], 1))
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[every_backend(daily=True)] if kind == OWN else MARKS[kind]) for kind in INPUTS
+])
 def test_fit_takes_what_is_watched(
-    made: Any, part: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kind: str, part: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(keras.Model, "fit", _measuring(keras.Model.fit))
-    data = made()
+    data = INPUTS[kind]()
     assert hvd.watch_input(data) is data
     monkeypatch.setenv("RINGDANCE_INPUT_CHECK", part)
     monkeypatch.setenv("RINGDANCE_INPUT_CHECK_TIME", "0.05")
@@ -131,7 +139,7 @@ def test_fit_takes_what_is_watched(
     assert (INPUT_MARK in capfd.readouterr().out) == (hvd.rank() == 0)
 
 
-@pytest.mark.parametrize("part", ["loader", "step", "both"])
+@pytest.mark.parametrize("part", sampled("ends of fit", ["loader", "step", "both"], 1))
 def test_fit_ends_when_its_input_has_been_measured(
     part: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from random_training import (
     BLOCK,
-    BLOCKS,
     ROWS_OF_TABLE,
     Program,
     batch,
+    blocks,
     joined,
     judge,
     make,
@@ -295,9 +295,9 @@ def run_one(program: Program, directory: Path) -> None:
         judge(program, lambda: train(program, directory), lambda: alone(program), refusal(program))
 
 
-@pytest.mark.every_backend
+@pytest.mark.every_backend(daily=True)
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("first", BLOCKS)
+@pytest.mark.parametrize("first", blocks(f"Keras on {BACKEND} {KERAS2}"))
 def test_programs(first: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("random"))))
     for seed in range(first, first + BLOCK):

@@ -19,7 +19,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 BACKEND = keras.backend.backend()
 
 
-@pytest.mark.every_backend
+@pytest.mark.every_backend(daily=True)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(BACKEND == "torch", reason="the launcher sets the number of PyTorch's threads")
 def test_a_rank_computes_with_its_share_of_the_cores() -> None:
@@ -55,7 +55,7 @@ def test_the_example() -> None:
         assert out.count("Epoch 6/6") == 1
 
 
-@pytest.mark.every_backend
+@(pytest.mark.slow if BACKEND == "torch" else pytest.mark.every_backend(daily=True))
 @pytest.mark.ranks(2)
 @pytest.mark.skipif(BACKEND == "jax", reason="such scripts were written for TensorFlow")
 def test_a_script_written_for_horovod(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 ALL = list(range(SIZE))
 BACKEND = keras.backend.backend()
 every_backend = pytest.mark.every_backend
+every_day = every_backend(daily=True)
 
 
 def sgd(**options: Any) -> Any:
@@ -62,7 +63,7 @@ def test_weights_that_differ_are_noticed(differ: bool, broadcast: bool) -> None:
     (sgd, {"global_clipnorm": 0.05}),
     (sgd, {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 5}),
     (sgd, {"gradient_accumulation_steps": 2}),
-    pytest.param(adamw, {"gradient_accumulation_steps": 4, "global_clipnorm": 0.02}, marks=every_backend),
+    pytest.param(adamw, {"gradient_accumulation_steps": 4, "global_clipnorm": 0.02}, marks=every_day),
     (sgd, {"loss_scale_factor": 1024.0}),
 ], ids=str)
 def test_twenty_steps_of_fit_equal_one_process(make: Any, options: dict[str, Any]) -> None:
@@ -174,7 +175,7 @@ def test_options() -> None:
         assert far(fit(hvd.DistributedOptimizer(sgd()), [RANK], **options).get_weights(), expected) < 1e-6
 
 
-@every_backend
+@every_day
 @pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a C++ compiler, and minutes")
 def test_jit_compile_true() -> None:
     """XLA compiles a step of JAX; for TensorFlow it cannot, and all ranks are told what to say instead."""

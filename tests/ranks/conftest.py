@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conftest import rank_and_size
+from sampled import case_of, drawn
 
 # TensorFlow gets one thread for its operations: nothing may hang then. What it says at import is not wanted.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
@@ -28,9 +30,12 @@ WAYS = {
     "messages": {"RINGDANCE_WINDOW": "0"},
     "tiny-messages": {"RINGDANCE_WINDOW": "0", **TINY},
 }
-# make test has all ways on 3 ranks, where blocks are unequal and orders of summation differ; all types there
-# by the window, elsewhere those whose arithmetic differs. All types of TensorFlow: dropin/contract.
+# make test has all ways on 3 ranks, where blocks are unequal and orders of summation differ: each case by the
+# window and by one other way, which changes from day to day. All types are there by the window, elsewhere
+# the types whose arithmetic differs. All types of TensorFlow: dropin/contract.
 FAST_WAY = {1: "window", 2: "window", 4: "tiny-messages"}
+OTHER_WAYS = tuple(WAYS)[1:]
+TENSORFLOW = tuple(f"test_tensorflow_{name}" for name in ("collectives", "gradients", "sparse", "tape"))
 FAST_TYPES = ("bool", "uint8", "int64", "bfloat16", "float32")
 
 
@@ -39,8 +44,12 @@ def later(item: pytest.Item) -> bool:
     size, name = rank_and_size()[1], item.path.stem
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     way, dtype = params.get("way"), params.get("dtype", "float32")
-    if name in ("test_tensorflow_collectives", "test_tensorflow_sparse"):
-        return dtype not in ("bfloat16", "float16", "float32")
+    if name in TENSORFLOW:
+        return not due_in_tensorflow(item, params)
+    if name == "test_tensorflow_sessions":
+        return "run" in params and not due(item, "run")  # with one thread or four
+    if name == "test_jax_collectives":
+        return params.get("wrap") in ("eager", "callback") and not due(item, "wrap", ("eager", "callback"))
     if name == "test_jax_order":
         return way in ("tokens", "callback")
     if name == "test_jax_transforms":
@@ -48,7 +57,30 @@ def later(item: pytest.Item) -> bool:
     if size != 3:
         unusual = way in WAYS and (way != FAST_WAY.get(size) or dtype not in FAST_TYPES)
         return name == "test_collectives_stall" or unusual
-    return way in WAYS and way != "window" and dtype not in FAST_TYPES
+    return way in OTHER_WAYS and (dtype not in FAST_TYPES or not due(item, "way", OTHER_WAYS))
+
+
+def due(item: pytest.Item, name: str, values: Sequence[Any] = ()) -> bool:
+    """Whether today a test has its turn with one of its parameters, whatever the others are.
+
+    Args:
+        item: The test with all its parameters.
+        name: The parameter.
+        values: Of which one is due on a day (default: both of two values).
+    """
+    assert isinstance(item, pytest.Function)
+    value = item.callspec.params[name] if values else item.callspec.indices[name]
+    return value in drawn(case_of(item, without=name), values or (0, 1), 1)
+
+
+def due_in_tensorflow(item: pytest.Item, params: dict[str, Any]) -> bool:
+    """Whether today a test of TensorFlow has its turn with its type, and at once or in a graph.
+
+    dropin/contract tries each collective with all types in both ways each day.
+    """
+    assert isinstance(item, pytest.Function)
+    types = ("bfloat16", *drawn(item.originalname, ("float16", "float32"), 1))
+    return params.get("dtype", "bfloat16") in types and ("way" not in params or due(item, "way"))
 
 
 @pytest.hookimpl(tryfirst=True)

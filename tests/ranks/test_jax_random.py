@@ -13,9 +13,9 @@ import optax
 import pytest
 from random_training import (
     BLOCK,
-    BLOCKS,
     Program,
     batch,
+    blocks,
     first_values,
     joined,
     judge,
@@ -160,7 +160,7 @@ def run_one(program: Program, directory: Path) -> None:
 
 
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("first", BLOCKS)
+@pytest.mark.parametrize("first", blocks("JAX"))
 def test_programs(first: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("random"))))
     for seed in range(first, first + BLOCK):

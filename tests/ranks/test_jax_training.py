@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sampled import sampled_rows
 from steps import counting_steps
 from warned import warned
 
@@ -55,9 +56,9 @@ def train(tx: Any, ranks: list[int], params: Any, jit: bool = True, steps: int =
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize(("jit", "differ"), [
-    (True, False), (True, True), (False, True), pytest.param(False, False, marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(("jit", "differ"), sampled_rows("weights differ", [
+    (True, False), (True, True), (False, True), (False, False),
+], 1, always=[(True, True)]))
 def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
     with warned() as texts:
         train(hvd.distributed(optax.sgd(0.1)), [RANK], beginning(RANK * differ), jit, steps=102)
@@ -67,8 +68,10 @@ def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize(("value", "says"), [(1, ""), (np.nan, "nan on rank 1"), (-np.inf, "-inf on rank 1")])
+@pytest.mark.parametrize(("jit", "value", "says"), sampled_rows("leaves", [
+    (jit, *case) for jit in (True, False)
+    for case in ((1, ""), (np.nan, "nan on rank 1"), (-np.inf, "-inf on rank 1"))
+], 2))
 def test_leaves_without_gradient_may_differ(jit: bool, value: float, says: str) -> None:
     """In value and shape, as ``equinox.partition`` leaves them; and few steps before each join are enough."""
     params = {"w": jnp.full(4, value if RANK == 1 else 1.0), "own": jnp.full(3 + RANK, float(RANK))}
@@ -152,17 +155,19 @@ def test_what_calls_the_loss_again_gets_that_of_all_ranks(make: Any, extra: tupl
     assert far(found, search(make(), list(range(SIZE)), extra)) < 1e-4
 
 
-@pytest.mark.parametrize(("make", "jit"), [
-    (lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)), True),
-    (lambda: optax.sgd(0.1, momentum=0.9), False),
-    pytest.param(lambda: optax.sgd(0.1, momentum=0.9), True, marks=pytest.mark.slow),
-    pytest.param(lambda: optax.adamw(1e-2), True, marks=pytest.mark.slow),
-    pytest.param(lambda: optax.adamw(1e-2), False, marks=pytest.mark.slow),
-    pytest.param(
-        lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)), False, marks=pytest.mark.slow
-    ),
-])
-def test_twenty_steps_equal_one_process(make: Any, jit: bool) -> None:
+OPTIMIZERS = {
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-2),
+}
+
+
+CASES = [(name, jit) for name in OPTIMIZERS for jit in (True, False)]
+
+
+@pytest.mark.parametrize(("name", "jit"), sampled_rows("twenty steps", CASES, 1))
+def test_twenty_steps_equal_one_process(name: str, jit: bool) -> None:
+    make = OPTIMIZERS[name]
     params = hvd.broadcast_parameters(beginning(RANK), root_rank=0)
     assert far(params, beginning(0)) == 0
     with counting_steps() as steps:

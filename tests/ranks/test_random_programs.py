@@ -9,16 +9,15 @@ from other_settings import other_settings
 from programs.plan import make
 from programs.play import Report, play
 from programs.worlds import problems, settings_of
+from sampled import sampled
 
 import ringdance.session as session
 from ringdance.errors import RingdanceError
 
 session.init()
-COUNT, FAST = 50, 20
+COUNT = 50
 BLOCK = 5  # programs with the same settings
-BLOCKS = [
-    pytest.param(first, marks=[pytest.mark.slow] if first >= FAST else []) for first in range(0, COUNT, BLOCK)
-]
+BLOCKS = sampled("random programs", range(0, COUNT, BLOCK), 1, always=[0])  # the first has the usual settings
 SETTING_NAMES = (
     "fusion_threshold",
     "cycle_time",

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sampled import sampled
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
@@ -53,6 +54,7 @@ DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
     torch.uint8,
 ]  # fmt: skip
+EVERY_DAY = (torch.float32, torch.bfloat16)
 
 
 def given(shape: Any, dtype: torch.dtype = torch.float32, rank: int = RANK) -> torch.Tensor:
@@ -67,7 +69,7 @@ def by_both(call: Callable[[Any], Any], tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", sampled("reductions", DTYPES, 2, EVERY_DAY), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5, 2)], ids=str)
 def test_reductions(dtype: torch.dtype, shape: Any) -> None:
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):

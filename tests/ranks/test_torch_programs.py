@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sampled import sampled
 from torch_programs import GLOO_DTYPES, Interpreter, Step, differences, program
 
 import ringdance.torch as hvd
@@ -52,7 +53,7 @@ def _run(seed: int, gloo: dict[tuple[int, ...], Any]) -> list[str]:
     return [f"seed {seed}: {one}" for found in everyone for one in found]
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
+@pytest.mark.parametrize("first", sampled("programs of torch.distributed", range(20), 1))
 def test_random_programs(first: int, gloo: dict[tuple[int, ...], Any]) -> None:
     """Results are gloo's. What is wrong on one rank is an error on all, and the calls after it match."""
     found = [one for seed in range(15 * first, 15 * first + 15) for one in _run(seed, gloo)]

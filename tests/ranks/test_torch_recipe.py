@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -74,11 +74,10 @@ def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
 IMAGES = {"train": 8 * SIZE + 3, "validation": 7}
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """A directory that all ranks share, with a data set in which the colour tells the class."""
+def make_photos(own: Path) -> Path:
+    """Return a directory that all ranks share, with a data set in which the colour tells the class."""
     image = pytest.importorskip("PIL.Image")
-    directory = Path(hvd.broadcast_object(str(tmp_path)))
+    directory = Path(hvd.broadcast_object(str(own)))
     if RANK == 0:
         for split, count in IMAGES.items():
             samples = []
@@ -89,6 +88,12 @@ def photos(tmp_path: Path) -> Path:
             data.write(directory / "data", samples, split=split)
     hvd.broadcast_object(None)
     return directory
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A directory with a data set, for one test."""
+    return make_photos(tmp_path)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, directory: Path, *words: str) -> None:
@@ -104,26 +109,43 @@ def evaluations(text: str) -> list[str]:
     return [line.rpartition(",")[0].partition(": ")[2] for line in text.splitlines() if ": top-1" in line]
 
 
-def test_evaluation_alone_is_that_of_the_training(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With mixed images and averaged weights; stopped and resumed; of the best model, and as exported."""
+def words_of(photos: Path) -> list[str]:
+    """Return what a training and the evaluation of its checkpoints have in common."""
+    return f"--epochs 3 --checkpoints {photos / 'saved'} --ema 0.5 --evaluation-size 48".split()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Photos with a model that was trained on them, and exported; and what the training printed.
+
+    With mixed images and averaged weights; stopped and resumed.
+    """
+    photos, told = make_photos(tmp_path_factory.mktemp("trained")), io.StringIO()
     mixed = ["--mixup", "0.2", "--cutmix", "1", "--erase", "0.5", "--trivial-augment"]
-    same = f"--epochs 3 --checkpoints {photos / 'saved'} --ema 0.5 --evaluation-size 48".split()
-    run(monkeypatch, photos, *mixed, *same, "--steps", "3")
-    run(monkeypatch, photos, *mixed, *same, "--export", str(photos / "model"))
-    told = capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(told):
+        run(monkeypatch, photos, *mixed, *words_of(photos), "--steps", "3")
+        run(monkeypatch, photos, *mixed, *words_of(photos), "--export", str(photos / "model"))
+    return photos, told.getvalue()
+
+
+def test_evaluation_alone_is_that_of_the_training(
+    trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the best model, and as exported."""
+    photos, told = trained
+    same = words_of(photos)
     run(monkeypatch, photos, *same, "--evaluate")
     weights = str(photos / "model" / "weights.pt")
     run(monkeypatch, photos, "--weights", weights, "--evaluate", "--evaluation-size", "48")
     again = capsys.readouterr().out
+    scores = scored(monkeypatch, photos, "validation")
     if RANK == 0:
         assert "top-5" not in told, "there are three classes"
         found = evaluations(told)
         assert len(found) == 3, told
         best = max(found, key=lambda line: float(line.split()[1].rstrip("%")))
         assert evaluations(again) == [best, best], (told, again)
-        score = np.loadtxt(scored(photos, "validation"), skiprows=1, dtype=str, delimiter="\t")
+        score = np.loadtxt(scores, skiprows=1, dtype=str, delimiter="\t")
         right = sum(
             int(label) == np.argmax(row.astype(float))
             for label, row in zip(score[:, 1], score[:, 2:], strict=True)
@@ -138,7 +160,9 @@ def test_evaluation_alone_is_that_of_the_training(
     )
 
 
-def test_export_replaces_only_an_earlier_export(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_replaces_only_an_earlier_export(
+    trained: tuple[Path, str], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (mine := photos / "mine").mkdir(exist_ok=True)
     (mine / "thesis.txt").write_text("years of work")
     hvd.broadcast_object(None)
@@ -146,10 +170,14 @@ def test_export_replaces_only_an_earlier_export(photos: Path, monkeypatch: pytes
         with pytest.raises(SystemExit, match="--export"):
             run(monkeypatch, photos, "--checkpoints", str(photos / "kept"), "--export", str(target))
     assert (mine / "thesis.txt").read_text()
-    for _ in range(2):
-        run(monkeypatch, photos, "--steps", "1", "--export", f"{photos / 'model'}/")
-        assert sorted(one.name for one in (photos / "model").iterdir())[0] == "model.json"
-    assert not [one for one in photos.iterdir() if one.name.startswith(".")]
+    target = trained[0] / "model"
+    before = (target / "weights.pt").read_bytes()
+    assert sorted(one.name for one in target.iterdir())[0] == "model.json"
+    hvd.broadcast_object(None)
+    run(monkeypatch, photos, "--steps", "1", "--export", f"{target}/")
+    assert sorted(one.name for one in target.iterdir())[0] == "model.json"
+    assert (target / "weights.pt").read_bytes() != before
+    assert not [one for one in trained[0].iterdir() if one.name.startswith(".")]
 
 
 def test_what_more_ranks_cannot_finish_is_evaluated(
@@ -215,22 +243,25 @@ def test_a_training_that_diverges_ends(photos: Path, monkeypatch: pytest.MonkeyP
     assert len(list((photos / "new" / "used").iterdir())) == SIZE
 
 
-def scored(photos: Path, split: str) -> Path:
-    """Run the scoring script in a process of its own."""
-    output = photos / "scores.tsv"
-    script = Path(ringdance.recipes.__file__).with_name("score.py")
+def scored(monkeypatch: pytest.MonkeyPatch, photos: Path, split: str) -> Path:
+    """Run the scoring script, on each rank for itself."""
+    output = photos / f"scores{RANK}.tsv"
     words = [str(photos / "model"), str(photos / "data"), "--split", split, "--output", str(output)]
-    own = {name: one for name, one in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))}
-    subprocess.run([sys.executable, str(script), *words], check=True, env=own, timeout=100)
+    monkeypatch.setattr(sys, "argv", ["score.py", *words])
+    score = importlib.import_module("ringdance.recipes.score")
+    monkeypatch.setattr(score.hvd, "size", lambda: 1)  # each rank for itself
+    score.main()
+    monkeypatch.undo()
     return output
 
 
 def test_photographs_are_scored_as_prepared_ones(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Upright as their EXIF says; what is no image is named, and a pipe is not waited for."""
     image, score = pytest.importorskip("PIL.Image"), importlib.import_module("ringdance.recipes.score")
-    run(monkeypatch, photos, "--steps", "1", "--export", str(photos / "model"))
+    photos, _ = trained
     new = tmp_path / f"new{RANK}"
     new.mkdir()
     pixels = np.random.RandomState(0).randint(0, 256, (40, 60, 3), np.uint8)

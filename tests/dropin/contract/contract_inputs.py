@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampled import part
 from torch import Tensor
 
 import horovod.torch as hvd
@@ -21,6 +22,11 @@ REDUCED = [torch.int32, torch.int64, torch.float16, torch.float32, torch.float64
 MOVED = [*REDUCED, torch.uint8, torch.int8, torch.int16]
 WITH_GRADIENT = [torch.float32, torch.float64]
 DIMS = (1, 2, 3)
+
+
+def dims_of(dtype: torch.dtype) -> list[int]:
+    """Return the numbers of dimensions to try with a type: of a day, one of them."""
+    return part(f"dimensions of {dtype}", DIMS, 1)
 
 
 def gpu(number: int | None = None) -> torch.device:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from sampled import part
 
 import horovod.tensorflow as hvd
 
@@ -24,6 +25,11 @@ SCATTERED = [tf.int32, tf.int64, tf.float16, tf.float32, tf.float64]
 WITH_GRADIENT = [tf.float32, tf.float64]
 DIMS = (1, 2, 3)
 ROWS = [17, 32, 81, 12, 15, 23, 22] * 5
+
+
+def dims_of(dtype: Any) -> list[int]:
+    """Return the numbers of dimensions to try with a type: of a day, one of them."""
+    return part(f"dimensions of {dtype}", DIMS, 1)
 
 
 class Way:
@@ -64,7 +70,7 @@ def draw(dtype: Any, dims: int = 1, *, seed: int = 1234, most: int = 100, rows: 
 
 def every(dtypes: Sequence[Any], **others: Any) -> list[Any]:
     """One tensor of each type and of one to three dimensions."""
-    return [draw(dtype, dims, **others) for dtype in dtypes for dims in DIMS]
+    return [draw(dtype, dims, **others) for dtype in dtypes for dims in dims_of(dtype)]
 
 
 def ranks_of(process_set: Any = None) -> list[int]:

@@ -16,6 +16,7 @@ from tensorflow_inputs import (
     SIZE,
     WITH_GRADIENT,
     check_gradients,
+    dims_of,
     draw,
     refused,
     same,
@@ -40,7 +41,7 @@ def joined(each: list[Any]) -> Any:
 
 @numbers
 def test_rows_of_all_ranks_in_order(way: Any, rows: str) -> None:
-    each = [parts(dtype, dims, NUMBERS[rows]) for dtype in MOVED for dims in DIMS]
+    each = [parts(dtype, dims, NUMBERS[rows]) for dtype in MOVED for dims in dims_of(dtype)]
     got = way(lambda x: [hvd.allgather(one) for one in x], [one[RANK] for one in each])
     for result, one in zip(got, each, strict=True):
         same(result, joined(one))

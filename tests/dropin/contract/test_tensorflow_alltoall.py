@@ -14,6 +14,7 @@ from tensorflow_inputs import (
     SIZE,
     WITH_GRADIENT,
     check_gradients,
+    dims_of,
     refused,
     several,
     value,
@@ -31,7 +32,7 @@ def rows(numbers: list[int], dims: int, dtype: Any) -> Any:
 def check(way: Any, splits: Any, dtypes: Any = MOVED) -> None:
     """``splits(sender, receiver)``: how many rows are sent; each carries its sender's number, mod 2."""
     mine = [splits(RANK, other) for other in range(SIZE)]
-    given = [rows([RANK % 2] * sum(mine), dims, dtype) for dtype in dtypes for dims in DIMS]
+    given = [rows([RANK % 2] * sum(mine), dims, dtype) for dtype in dtypes for dims in dims_of(dtype)]
     got = way(lambda x: [hvd.alltoall(one, tf.constant(mine, tf.int32)) for one in x], given)
     arriving = [splits(other, RANK) for other in range(SIZE)]
     senders = [other % 2 for other in range(SIZE) for _ in range(arriving[other])]
@@ -51,7 +52,7 @@ def test_splits_of_different_length(way: Any) -> None:
 
 
 def test_equal_split(way: Any) -> None:
-    given = [rows(list(range(SIZE)), dims, dtype) for dtype in MOVED for dims in DIMS]
+    given = [rows(list(range(SIZE)), dims, dtype) for dtype in MOVED for dims in dims_of(dtype)]
     got = way(lambda x: [hvd.alltoall(one) for one in x], given)
     for result, one in zip(got, given, strict=True):
         want = rows([RANK] * SIZE, len(one.shape), one.dtype)

@@ -13,6 +13,7 @@ from contract_inputs import (
     RANK,
     SIZE,
     WITH_GRADIENT,
+    dims_of,
     fails_everywhere,
     refuses_duplicate,
     same,
@@ -42,13 +43,13 @@ def uneven(rank: int, dims: int, dtype: torch.dtype, device: Any) -> Tensor:
 @pytest.mark.parametrize("part", [equal, uneven])
 def test_rows_of_all_ranks_in_order(device: Any, part: Any) -> None:
     for dtype in MOVED:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             want = torch.cat([part(rank, dims, dtype, device) for rank in range(SIZE)])
             same(hvd.allgather(part(RANK, dims, dtype, device)), want)
 
 
 def test_many_in_flight_are_fused(device: Any) -> None:
-    kinds = [(dims, dtype, device) for dtype in MOVED for dims in DIMS]
+    kinds = [(dims, dtype, device) for dtype in MOVED for dims in dims_of(dtype)]
     handles = [hvd.allgather_async(uneven(RANK, *kind)) for kind in kinds]
     while not all([hvd.poll(handle) for handle in handles]):
         pass
@@ -60,7 +61,7 @@ def test_many_in_flight_are_fused(device: Any) -> None:
 def test_process_sets(device: Any, halves: Any) -> None:
     mine, _ = halves
     for dtype in MOVED:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             want = torch.cat([uneven(rank, dims, dtype, device) for rank in mine.ranks])
             same(hvd.allgather(uneven(RANK, dims, dtype, device), process_set=mine), want)
 
@@ -101,7 +102,7 @@ def own_rows(members: list[int], tensor: Tensor) -> Tensor:
 
 def test_gradient(device: Any) -> None:
     for dtype in WITH_GRADIENT:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             tensor = uneven(RANK, dims, dtype, device).requires_grad_()
             result = hvd.allgather(tensor)
             result.backward(weights(result))
@@ -120,7 +121,7 @@ def test_gradient_in_a_process_set(device: Any, halves: Any) -> None:
 
 def test_grouped(device: Any) -> None:
     for dtype in MOVED:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             group = [uneven(RANK, dims, dtype, device) + number for number in range(5)]
             every = torch.cat([uneven(rank, dims, dtype, device) for rank in range(SIZE)])
             handle = hvd.grouped_allgather_async(group)

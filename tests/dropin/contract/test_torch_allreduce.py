@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from contract_inputs import (
-    DIMS,
     ODD,
     RANK,
     REDUCED,
     SIZE,
     WITH_GRADIENT,
+    dims_of,
     draw,
     fails_everywhere,
     gpu,
@@ -34,7 +34,7 @@ Single = Callable[..., Tensor]
 
 
 def all_kinds(device: Any, **others: Any) -> list[Tensor]:
-    return [draw(dtype, dims, device, **others) for dtype in REDUCED for dims in DIMS]
+    return [draw(dtype, dims, device, **others) for dtype in REDUCED for dims in dims_of(dtype)]
 
 
 def test_sum(device: Any) -> None:
@@ -61,7 +61,7 @@ def test_average_of_integers_is_cut_off(device: Any) -> None:
 def test_min_max_product(device: Any, op: str) -> None:
     join = {"Min": torch.minimum, "Max": torch.maximum, "Product": torch.mul}[op]
     for dtype in REDUCED:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             every = [draw(dtype, dims, device, seed=1234 + rank, most=10) for rank in range(SIZE)]
             same(hvd.allreduce(every[RANK], op=getattr(hvd, op)), functools.reduce(join, every))
 
@@ -108,7 +108,7 @@ def test_postscale(device: Any) -> None:
 def test_process_sets(device: Any, halves: Any) -> None:
     mine, _ = halves
     for dtype in REDUCED:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             tensor = draw(dtype, dims, device) if ODD else draw(dtype, dims, device, seed=99)
             same(hvd.allreduce(tensor, op=hvd.Sum, process_set=mine), tensor * mine.size())
             same(hvd.allreduce(tensor, process_set=mine), tensor)
@@ -154,7 +154,7 @@ def test_duplicate_name() -> None:
 
 
 def leaves(device: Any) -> list[Tensor]:
-    return [draw(dtype, dims, device).requires_grad_() for dtype in WITH_GRADIENT for dims in DIMS]
+    return [draw(dtype, dims, device).requires_grad_() for dtype in WITH_GRADIENT for dims in dims_of(dtype)]
 
 
 def incoming(like: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_gradient_in_a_process_set(device: Any, halves: Any) -> None:
 def groups(device: Any) -> list[list[Tensor]]:
     return [
         [draw(dtype, dims, device, seed=1234 + number) for number in range(5)]
-        for dtype in REDUCED for dims in DIMS
+        for dtype in REDUCED for dims in dims_of(dtype)
     ]
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from contract_inputs import (
-    DIMS,
     MOVED,
     ODD,
     RANK,
     SIZE,
     WITH_GRADIENT,
+    dims_of,
     fails_everywhere,
     refuses_duplicate,
     same,
@@ -30,7 +30,7 @@ def of_rank(rank: int, dims: int, dtype: torch.dtype, device: Any) -> Tensor:
 
 def test_every_root(device: Any) -> None:
     for dtype in MOVED:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             for root in range(SIZE):
                 mine = of_rank(RANK, dims, dtype, device)
                 result = hvd.broadcast(mine, root)
@@ -41,7 +41,7 @@ def test_every_root(device: Any) -> None:
 
 def test_in_place(device: Any) -> None:
     for dtype in MOVED:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             for root in range(SIZE):
                 mine = of_rank(RANK, dims, dtype, device)
                 assert hvd.broadcast_(mine, root) is mine
@@ -55,7 +55,7 @@ def test_in_place(device: Any) -> None:
 def test_process_sets(device: Any, halves: Any) -> None:
     mine, _ = halves
     for dtype in MOVED:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             for root in mine.ranks:
                 result = hvd.broadcast(of_rank(RANK, dims, dtype, device), root, process_set=mine)
                 same(result, of_rank(root, dims, dtype, device))
@@ -94,7 +94,7 @@ def test_duplicate_name() -> None:
 def check_gradient(device: Any, members: list[int], **chosen: Any) -> None:
     """On the root the mean of the ranks' gradients, on the others zero. With ones everywhere: one."""
     for dtype in WITH_GRADIENT:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             for root in members:
                 for given, mean in ((1.0, 1.0), (RANK + 1.0, sum(r + 1.0 for r in members) / len(members))):
                     tensor = of_rank(RANK, dims, dtype, device).requires_grad_()

@@ -13,6 +13,7 @@ from contract_inputs import (
     REDUCED,
     SIZE,
     WITH_GRADIENT,
+    dims_of,
     draw,
     fails_everywhere,
     near,
@@ -39,7 +40,10 @@ def own(tensor: Tensor, members: list[int] | None = None) -> Tensor:
 
 
 def inputs(device: Any) -> list[Tensor]:
-    return [draw(dtype, dims, device, rows=rows) for dtype in REDUCED for dims in DIMS for rows in ROWS]
+    return [
+        draw(dtype, dims, device, rows=rows)
+        for dtype in REDUCED for dims in dims_of(dtype) for rows in ROWS
+    ]  # fmt: skip
 
 
 def test_sum(device: Any) -> None:
@@ -128,7 +132,7 @@ def gathered(members: list[int], tensor: Tensor, factor: float) -> Tensor:
 
 def check_gradient(device: Any, op: int, members: list[int], factor: float, **others: Any) -> None:
     for dtype in WITH_GRADIENT:
-        for dims in DIMS:
+        for dims in dims_of(dtype):
             tensor = draw(dtype, dims, device).requires_grad_()
             result = hvd.reducescatter(tensor, op=op, **others)
             result.backward(torch.full_like(result, RANK + 1.0))
@@ -160,7 +164,7 @@ def test_gradient_in_a_process_set(device: Any, halves: Any) -> None:
 def groups(device: Any) -> list[list[Tensor]]:
     return [
         [draw(dtype, dims, device, seed=1234 + number) for number in range(5)]
-        for dtype in REDUCED for dims in DIMS
+        for dtype in REDUCED for dims in dims_of(dtype)
     ]
 
 
