@@ -48,12 +48,12 @@ DISJOINT = """
 """ + TOGETHER
 LATE = """
     import time
-    import torch
-    import horovod.torch as hvd
+    import numpy as np
+    import ringdance.numpy as hvd
 
     hvd.init()
     time.sleep(10 * hvd.rank())  # here the late ones are
-    hvd.allreduce(torch.ones(3), name="gradient")  # here rank 0 waits
+    hvd.allreduce(np.ones(3), name="gradient")  # here rank 0 waits
     print("went on")
 """
 POLLED = """
@@ -197,6 +197,7 @@ def test_polled_handles(start: Start) -> None:
     assert sorted(errors_in(output)) == [0, 1], output
 
 
+@pytest.mark.slow  # TensorFlow on two ranks; tests/ranks/test_tensorflow_threads.py has the sentence
 def test_programs_side_by_side_in_one_thread_of_tensorflow(start: Start) -> None:
     """Two threads, in another order on rank 1: none of TensorFlow's is left for what the other waits for."""
     code, output = start("mpiexec", 2, POOL, **STALL, RINGDANCE_DEADLOCK_TIME="2")

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from criteo_lines import criteo_lines
+from sampled import drawn
 
 from ringdance.data import Table, planted
 from ringdance.data.prepare import criteo, shuffle
@@ -244,8 +245,18 @@ def test_a_damaged_file_of_a_prepared_source_is_named(source, tmp_path, capsys, 
     assert f"{path} is damaged: its checksum is not that of the index" in capsys.readouterr().err
 
 
+LEFT = (
+    "unit.0.*.json", "sorted.*.rows.npy", "merge.json", "merged.*.json", "merged.*.rows.npy",
+    "train-*.libsvm.json", "train-*.offsets.npy",
+)  # fmt: skip
+DAMAGES = [(name, damage) for name in LEFT for damage in ("cut", "flip", "empty")]
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(len(DAMAGES), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("most", [1000, 3])
-def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path, monkeypatch, capsys, most):
+def test_what_an_interrupted_run_has_left_damaged_is_done_again(
+    source, tmp_path, monkeypatch, capsys, most, count
+):
     """In both passes and between: notes, offsets, what is sorted or merged."""
     monkeypatch.setattr(shuffle, "MOST_RUNS", most)
     monkeypatch.setattr(shuffle, "MERGED", 2)
@@ -268,22 +279,23 @@ def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path
         data = path.read_bytes()
         path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
 
-    for name in (
-        "unit.0.*.json", "sorted.*.rows.npy", "merge.json", "merged.*.json", "merged.*.rows.npy",
-        "train-*.libsvm.json", "train-*.offsets.npy",
-    ):  # fmt: skip
-        for damage in (cut, flip, lambda path: path.write_bytes(b"")):
-            interrupted()
-            paths = [path for path in own.glob(name) if damage is not flip or path.suffix == ".npy"]
-            found += [path.name for path in paths]
-            for path in paths[:1]:
-                damage(path)
-            code = prepare(source / "day_10", out, *words)
-            if code:
-                assert f"{own}/merged.0." in (error := capsys.readouterr().err)
-                assert "npy are damaged: the same command makes them again" in error
-                assert prepare(source / "day_10", out, *words) == 0
-            assert contents(out) == contents(whole), (name, damage)
+    def empty(path: Path) -> None:
+        path.write_bytes(b"")
+
+    by_name = {"cut": cut, "flip": flip, "empty": empty}
+    due = drawn(f"damaged {most}", DAMAGES, count)
+    for name, damage in dict.fromkeys([("merged.*.rows.npy", "flip"), *due]):
+        interrupted()
+        paths = [path for path in own.glob(name) if damage != "flip" or path.suffix == ".npy"]
+        found += [path.name for path in paths]
+        for path in paths[:1]:
+            by_name[damage](path)
+        code = prepare(source / "day_10", out, *words)
+        if code:
+            assert f"{own}/merged.0." in (error := capsys.readouterr().err)
+            assert "npy are damaged: the same command makes them again" in error
+            assert prepare(source / "day_10", out, *words) == 0
+        assert contents(out) == contents(whole), (name, damage)
     assert any(name.startswith("merged") for name in found) == (most == 3)
     interrupted()
     cut(own / "criteo.json")
@@ -461,7 +473,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(("runs", "most", "limit", "processes"), [
-    (400, 256, 128, 1),
+    (150, 100, 64, 1),
     pytest.param(20_000, shuffle.MOST_RUNS, 1024, 2, marks=[pytest.mark.slow, pytest.mark.limit(1800)]),
 ])  # fmt: skip
 def test_many_runs_need_few_open_files_and_little_memory(tmp_path, runs, most, limit, processes):
