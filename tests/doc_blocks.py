@@ -19,6 +19,7 @@ An HTML comment before a block, which readers do not see, says more (several are
 - ``<!-- test: needs MODULE MODULE -->``: run only where these can be imported;
 - ``<!-- test: slow -->``: commands that only `make test-all` runs;
 - ``<!-- test: in PATH -->``: the test file of that path runs it;
+- ``<!-- test: shared job -->``: the scripts run in one job of two ranks with those of other pages;
 - ``<!-- test: drawing -->``: no code;
 - ``<!-- test: not run: REASON -->``.
 
@@ -47,7 +48,7 @@ _FENCE = re.compile(
 _MARK = re.compile(r"^<!-- test: (?P<marks>[^\n]*?)(?: -->|\n(?P<text>.*?)^-->)$", re.M | re.S)
 _KNOWN = (
     "file", "exit", "varies", "any order", "joined lines", "in", "drawing", "not run:", "needs",
-    "hidden file", "hidden", "slow",
+    "hidden file", "hidden", "slow", "shared job",
 )  # fmt: skip
 # What TensorFlow and XLA write to stderr depends on the processor and the machine.
 _NOTICE = re.compile(
@@ -88,7 +89,7 @@ class Block:
     @property
     def belongs_to_page(self) -> bool:
         """Whether it is to be run as part of its page, by those who have what it needs."""
-        return self.language in RUN and not {"not run:", "in", "drawing"} & self.marks.keys()
+        return self.language in RUN and not {"not run:", "in", "drawing", "shared job"} & self.marks.keys()
 
     @property
     def missing(self) -> list[str]:

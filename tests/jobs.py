@@ -76,16 +76,17 @@ def all_jobs() -> list[Job]:
         Job("lint", "mypy", command=("mypy",)),
         Job("unit", "tools", (
             "unit/data", "unit/doctor", "unit/cluster", "unit/submit", "unit/hosts", "unit/launch",
-            "unit/compat",
         )),
-        Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
+        Job("dropin", "scripts", (
+            "dropin/test_scripts*.py", "dropin/test_docs.py", "dropin/test_autotune.py",
+        )),
         Job("dropin", "commands", (
             "dropin/test_docs_commands.py", "dropin/test_torch_tools.py", "dropin/test_bench_*.py",
-            "dropin/test_compare.py", "dropin/test_autotune.py",
+            "dropin/test_compare.py",
         )),
         Job("unit", "engine", (
             "unit/core", "unit/monitor", "unit/observe", "unit/tr*", "unit/torch", "unit/tensorflow",
-            "unit/tune", "unit/search",
+            "unit/tune", "unit/search", "unit/compat",
         )),
         Job("unit", "project", ("unit/test_*.py",)),
         Job("dropin", "launching", (
@@ -93,7 +94,6 @@ def all_jobs() -> list[Job]:
             "dropin/test_torch_backend.py", "dropin/test_dist.py",
             "dropin/test_sagemaker_*.py", "dropin/test_data_service.py",
         )),
-        Job("dropin", "pages", ("dropin/test_docs.py",)),
         Job("lint", "ruff", command=("ruff", "check")),
         Job("lint", "imports", command=("lint-imports",)),
         Job("lint", "words", command=("codespell",)),

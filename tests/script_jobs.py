@@ -10,7 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -35,6 +35,25 @@ every_way = pytest.mark.parametrize(
         pytest.param("each by mpiexec", 2, marks=pytest.mark.slow),
     ],
 )
+
+
+@dataclass(frozen=True)
+class Task:
+    """A script that the ranks of a job run to its end.
+
+    Attributes:
+        script: Path of the script.
+        words: Its arguments.
+        directory: Where it runs. The runner's files of this task are named after it.
+        text: Run this text instead of the file, in a job that is initialized.
+        alone: Rank 0 alone runs it.
+    """
+
+    script: str
+    words: tuple[str, ...]
+    directory: Path
+    text: str = ""
+    alone: bool = False
 
 
 @dataclass
@@ -73,44 +92,44 @@ def command(way: str, size: int) -> tuple[list[str], dict[str, str]]:
     return [str(BIN / "horovodrun"), "-np", str(size), "-H", f"localhost:{size}"], environ
 
 
-def run_each(way: str, size: int, line: list[str], directory: Path) -> Outcome:
+def run_each(way: str, size: int, line: list[str], directory: Path, limit: float = LIMIT) -> Outcome:
     """Run a script as a job of its own."""
     start, environ = command(way, size)
     done = subprocess.run(
         [*start, sys.executable, *line], cwd=directory, env=environ, capture_output=True, text=True,
-        errors="replace", check=False, timeout=LIMIT,
+        errors="replace", check=False, timeout=limit,
     )  # fmt: skip
     out, err = PREFIX.sub("", done.stdout), PREFIX.sub("", done.stderr)
     return Outcome(done.returncode, out, err, directory, size)
 
 
-def run_together(way: str, size: int, lines: list[list[str]], directories: list[Path]) -> list[Outcome]:
+def run_together(way: str, size: int, tasks: dict[str, Task], limit: float = LIMIT) -> dict[str, Outcome]:
     """Run all scripts in one job."""
-    tasks = [
-        {"script": script, "words": words, "directory": str(directory)}
-        for (script, *words), directory in zip(lines, directories, strict=True)
-    ]
-    path = directories[0].parent / "plan.json"
-    path.write_text(json.dumps(tasks))
-    job = run_each(way, size, [str(RUNNER), str(path)], directories[0].parent)
+    path = next(iter(tasks.values())).directory.parent / "plan.json"
+    path.write_text(json.dumps([asdict(task) for task in tasks.values()], default=str))
+    job = run_each(way, size, [str(RUNNER), str(path)], path.parent, limit)
     assert job.code == 0, job.out + job.err
-    outcomes = []
-    for directory in directories:
-        ends = [json.loads(Path(f"{directory}.{rank}.json").read_text()) for rank in range(size)]
+    outcomes = {}
+    for name, task in tasks.items():
+        ends = [json.loads(Path(f"{task.directory}.{rank}.json").read_text()) for rank in range(size)]
         out, err = (
-            "".join(Path(f"{directory}.{rank}.{ending}").read_text() for rank in range(size))
+            "".join(Path(f"{task.directory}.{rank}.{ending}").read_text() for rank in range(size))
             for ending in ("out", "err")
         )
         code = next((end["code"] for end in ends if end["code"]), 0)
-        outcomes.append(Outcome(code, out, err, directory, size, max(end["ended"] for end in ends)))
+        ended = max(end["ended"] for end in ends)
+        outcomes[name] = Outcome(code, out, err, task.directory, size, ended)
     return outcomes
 
 
-def run_all(way: str, size: int, lines: list[list[str]], directories: list[Path]) -> list[Outcome]:
-    """Run scripts, each in its directory: in one job, or as jobs of their own where the way says each."""
+def run_all(way: str, size: int, tasks: dict[str, Task]) -> dict[str, Outcome]:
+    """Run scripts: in one job, or as jobs of their own where the way says each."""
     if way.startswith("each"):
-        return [run_each(way, size, *pair) for pair in zip(lines, directories, strict=True)]
-    return run_together(way, size, lines, directories)
+        return {
+            name: run_each(way, size, [task.script, *task.words], task.directory)
+            for name, task in tasks.items()
+        }
+    return run_together(way, size, tasks)
 
 
 def output_of(script: Path, *words: str) -> str:

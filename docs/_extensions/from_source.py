@@ -8,22 +8,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
 import os
 import pkgutil
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from ringdance.cli import main
 from ringdance.doctor.examine import CHECKS
 from ringdance.settings import NO_EFFECT, SETTINGS, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
@@ -162,14 +164,24 @@ class OutputOf(SphinxDirective):
     final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
-        """Run it in an environment without settings."""
+        """Run it in this process, in an environment without settings."""
         command = self.arguments[0]
+        program, *words = shlex.split(command)
+        if program != "ringdance":
+            raise self.error(f"{command}: not a command of this package")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RINGDANCE_", "HOROVOD_"))}
-        kept |= {"COLUMNS": "100", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"}
-        done = subprocess.run(shlex.split(command), env=kept, capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            raise self.error(f"{command}: exit code {done.returncode}: {done.stderr}")
-        text = f"$ {command}\n{done.stdout}"
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        with (
+            mock.patch.dict(os.environ, kept | {"COLUMNS": "100"}, clear=True),
+            contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+        ):  # fmt: skip
+            try:
+                code = main(words)
+            except SystemExit as end:
+                code = int(end.code or 0)
+        if code:
+            raise self.error(f"{command}: exit code {code}: {err.getvalue()}")
+        text = f"$ {command}\n{out.getvalue()}"
         return [nodes.literal_block(text, text, language="console")]
 
 

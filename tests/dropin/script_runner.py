@@ -1,9 +1,9 @@
 """Run several scripts one after the other in this process: `python script_runner.py PLAN.json`.
 
-The plan is a list of runs: `script` (a path), `words`, `directory` (where it runs). Beside that directory
-this rank leaves DIRECTORY.RANK.out and .err, and .json with `code` and the time at which the run `ended`.
-Each script is __main__ and starts before init(), as if it were the only one; starting processes and
-importing frameworks is paid once.
+The plan is a list of tasks (`Task` in script_jobs.py). Next to the directory of a task this rank leaves
+DIRECTORY.RANK.out and .err, and .json with `code` and the time at which the run `ended`. Each script is
+__main__ and starts before init(), as if it were the only one; starting processes and importing frameworks is
+paid once. A task with a text of its own starts after init().
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import runpy
 import sys
 import time
 import traceback
+from typing import Any
 
 NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 RANK = next((os.environ[name] for name in NAMES if name in os.environ), "0")
 
 
-def run(script: str, words: list[str], directory: str) -> int:
+def run(script: str, words: list[str], directory: str, text: str, alone: bool) -> int:
     """Run one script to its end; return what would be its exit code."""
     from ringdance import session
 
+    environ = dict(os.environ)
     for descriptor, ending in ((1, "out"), (2, "err")):
         file = os.open(f"{directory}.{RANK}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, descriptor)
@@ -31,7 +33,11 @@ def run(script: str, words: list[str], directory: str) -> int:
     sys.argv = [script, *words]
     sys.path[0] = os.path.dirname(script)
     try:
-        runpy.run_path(script, run_name="__main__")
+        if text:
+            session.init()
+            exec(compile(text, script, "exec"), {"__name__": "__main__"})
+        elif not alone or RANK == "0":
+            runpy.run_path(script, run_name="__main__")
         return 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -42,16 +48,18 @@ def run(script: str, words: list[str], directory: str) -> int:
         session.shutdown()
         if "tensorflow" in sys.modules:  # the next script is to find an empty graph
             sys.modules["tensorflow"].compat.v1.reset_default_graph()
+        os.environ.clear()
+        os.environ.update(environ)
         sys.stdout.flush()
         sys.stderr.flush()
 
 
 def main() -> None:
     with open(sys.argv[1]) as file:
-        plan = json.load(file)
-    for one in plan:
-        code = run(one["script"], one["words"], one["directory"])
-        with open(f"{one['directory']}.{RANK}.json", "w") as file:
+        plan: list[dict[str, Any]] = json.load(file)
+    for task in plan:
+        code = run(**task)
+        with open(f"{task['directory']}.{RANK}.json", "w") as file:
             json.dump({"code": code, "ended": time.time()}, file)
 
 

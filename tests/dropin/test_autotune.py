@@ -1,4 +1,4 @@
-"""A training that is tuned while it runs, by ``ringdance run``: the same parameters, and the files."""
+"""A training that is tuned while it runs: the same parameters, and the files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from script_jobs import LIMIT, Outcome, Task
 
 pytest.importorskip("torch")
 
@@ -33,28 +34,46 @@ def train():
     parameters = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
     print("parameters", hashlib.sha256(parameters).hexdigest(), flush=True)
 
+os.environ.update({"RINGDANCE_AUTOTUNE": "1", "RINGDANCE_AUTOTUNE_LOG": "tune.csv"})
 train()
 del os.environ["RINGDANCE_AUTOTUNE"], os.environ["RINGDANCE_AUTOTUNE_LOG"]
 train()
 """
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.limit(160)
-def test_the_same_parameters_with_and_without(tmp_path: Path, size: int) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
+def on_two_ranks(above: Path) -> dict[str, Task]:
+    (above / "train.py").write_text(TRAIN)
+    (above / "autotune").mkdir()
+    return {"autotune": Task(str(above / "train.py"), (), above / "autotune")}
+
+
+@pytest.mark.limit(4 * LIMIT)
+def test_the_same_parameters_with_and_without(shared_job: dict[str, Outcome]) -> None:
+    done = shared_job["autotune"]
+    assert done.code == 0, done.err
+    check(2, done.out, done.err, done.directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_by_the_launcher_s_options(tmp_path: Path, size: int) -> None:
+    (tmp_path / "train.py").write_text("\n".join(line for line in TRAIN.splitlines() if "update" not in line))
     command = [sys.executable, "-m", "ringdance", "run", "-np", str(size), "--no-prefix"]
     options = ["--autotune", "--autotune-log-file", "tune.csv", "python", "train.py"]
     done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    check(size, done.stdout, done.stderr, tmp_path)
+
+
+def check(size: int, out: str, err: str, directory: Path) -> None:
+    lines = out.splitlines()
     assert len(lines) == 2 * size
     assert len(set(lines)) == 1
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringdance autotune: ")]
-    rows = list(csv.DictReader((tmp_path / "tune.csv").open()))
+    (line,) = [line for line in err.splitlines() if line.startswith("ringdance autotune: ")]
+    rows = list(csv.DictReader((directory / "tune.csv").open()))
     assert [row["outcome"] for row in (rows[0], rows[-1])] == ["start", "final"]
     assert int(rows[-1]["step"]) <= 285
-    result = json.loads((tmp_path / "tune.json").read_text())
+    result = json.loads((directory / "tune.json").read_text())
     assert f"ringdance autotune: {result['won']}" == line
     assert result["job"]["gradients"] == 4
     assert result["job"]["ranks"] == size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
 import subprocess
 import sys
@@ -88,14 +89,21 @@ def test_all_strategies_reach_the_same_auc(clicks: Path) -> None:
     assert (clicks / "comparison" / "curves.svg").stat().st_size > 1000
 
 
-def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+def test_wrong_arguments_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run(tmp_path, SCRIPT, "nowhere")
+    assert done.returncode == 2, done.stderr
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.chdir(tmp_path)
     for words, said in (
-        (("nowhere",), "nowhere"),
         (("nowhere", "--strategies", "towers"), "'towers'"),
         (("nowhere", "--batch-size", "7", "-np", "2"), "7 cannot be divided among 2"),
         (("nowhere", "--framework", "torch", "--strategies", "tower"), "none of these strategies"),
     ):
-        done = run(tmp_path, SCRIPT, *words)
-        assert done.returncode == 2, done.stderr
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert said in capsys.readouterr().err

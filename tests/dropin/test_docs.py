@@ -1,59 +1,68 @@
-"""The Python blocks of README.md and docs/ run: all of them in one job of two ranks."""
+"""The Python blocks of README.md and docs/, and scripts that pages show, run in one job of two ranks."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
-from doc_blocks import PAGES, ROOT, environment, put_files, script, skip_if_some_were_missing, title
+from doc_blocks import PAGES, blocks, difference, put_files, script, skip_if_some_were_missing, title
+from script_jobs import LIMIT, Outcome, Task
 
 torch = pytest.importorskip("torch")
 
 SCRIPTS = {page: text for page in PAGES if (text := script(page))}
-# Each page in its own directory and namespace; the job goes on to the next page when all ranks are done.
-DRIVER = """
-import os, sys
-from pathlib import Path
-import ringdance.torch as hvd
-hvd.init()
-import doc_blocks
-for page in sys.argv[2:]:
-    directory = Path(sys.argv[1], Path(page).stem)
-    os.chdir(directory)
-    code = compile(doc_blocks.script(Path(page)), page, "exec")
-    exec(code, {"__name__": "__main__"})
-    hvd.barrier()
-    (directory / f"done.{hvd.rank()}").touch()
-"""
+SHOWN = {
+    f"{title(page)}: {command}": (block, command, shown)
+    for page in PAGES for block in blocks(page) if "shared job" in block.marks
+    for command, shown in block.commands()
+}  # fmt: skip
+PREFIXES = {"ringdance run -np 2 ": "[{}] ", "horovodrun -np 2 -H localhost:2 ": "[{}]<stdout>:", "": ""}
+pytestmark = pytest.mark.limit(4 * LIMIT)
 
 
-@pytest.fixture(scope="module")
-def one_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The Python blocks of all pages, in one job of two ranks: its directory, and what it said."""
-    directory = tmp_path_factory.mktemp("pages")
-    for page in SCRIPTS:
-        put_files(page, directory / page.stem)
-    (directory / "driver.py").write_text(DRIVER)
-    words = ["run", "-np", "2", "python", "driver.py", str(directory), *map(str, SCRIPTS)]
-    environ = environment() | {"PYTHONPATH": str(ROOT / "tests"), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    done = subprocess.run(
-        [sys.executable, "-m", "ringdance", *words],
-        cwd=directory, env=environ, text=True, timeout=400,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    return directory, f"{done.stdout}\nexit code {done.returncode}"
+def parts(command: str) -> tuple[str, str, tuple[str, ...]]:
+    """Split a command into what starts it, the script, and its arguments."""
+    found = re.fullmatch(rf"({'|'.join(PREFIXES)})python (\S+\.py) ?(.*)", command)
+    assert found, f"no job of two ranks runs {command!r}"
+    return found[1], found[2], tuple(found[3].split())
 
 
-@pytest.mark.limit(500)
+def on_two_ranks(above: Path) -> dict[str, Task]:
+    """Make a directory for each page; blocks and scripts of a page run in it."""
+    places = {page: above / title(page).replace("/", "-") for page in PAGES}
+    for page in {*SCRIPTS, *(block.page for block, _, _ in SHOWN.values())}:
+        put_files(page, places[page])
+    tasks = {title(page): Task(str(page), (), places[page], text) for page, text in SCRIPTS.items()}
+    for number, (name, (block, command, _)) in enumerate(SHOWN.items()):
+        start, path, words = parts(command)
+        directory = above / f"shown.{number}"  # the runner's own files are named after it
+        directory.symlink_to(places[block.page])
+        tasks[name] = Task(str(directory / path), words, directory, alone=not start)
+    return tasks
+
+
 @pytest.mark.parametrize("page", SCRIPTS, ids=title)
-def test_the_python_blocks_of_a_page_run(page: Path, one_job: tuple[Path, str]) -> None:
-    directory, said = one_job
-    assert all((directory / page.stem / f"done.{rank}").exists() for rank in (0, 1)), said
+def test_the_python_blocks_of_a_page_run(page: Path, shared_job: dict[str, Outcome]) -> None:
+    done = shared_job[title(page)]
+    assert done.code == 0, done.out + done.err
     skip_if_some_were_missing(page)
 
 
-def test_the_job_of_all_pages_ends_well(one_job: tuple[Path, str]) -> None:
-    _, said = one_job
-    assert said.endswith("exit code 0"), said
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_script_prints_what_its_page_shows(name: str, shared_job: dict[str, Outcome]) -> None:
+    done = shared_job[name]
+    assert done.code == 0, done.out + done.err
+    block, command, shown = SHOWN[name]
+    wrong = difference(block, shown, said(done, PREFIXES[parts(command)[0]]))
+    assert wrong is None, wrong
+
+
+def said(done: Outcome, prefix: str) -> str:
+    """Return the lines of all ranks, as the launcher prints them."""
+    lines = [
+        prefix.format(rank) + line
+        for rank in range(done.size)
+        for line in Path(f"{done.directory}.{rank}.out").read_text().splitlines()
+    ]
+    return "\n".join(lines) + "\n"

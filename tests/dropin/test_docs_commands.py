@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +20,11 @@ from doc_blocks import (
     skip_if_some_were_missing,
     title,
 )
+from forked import run_forked
 
-pytest.importorskip("torch")
+from ringdance.cli import main
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs PyTorch")
 
 COMMANDS = [
     page for page in PAGES
@@ -26,6 +33,11 @@ COMMANDS = [
 
 
 LONG = [page for page in COMMANDS if any("slow" in block.marks for block in blocks(page))]
+# These start no ranks: they run in a fork of this process, which has imported them.
+FORKED = re.compile(
+    r"ringdance (?:data|plan|report|timeline|advise|explain|settings|recipes|slurm|k8s|sagemaker)\b"
+    r"[^|&;<>()$`~]*"
+)
 
 
 @pytest.mark.limit(500)
@@ -53,13 +65,27 @@ def run_all(chosen: list[Block], page: Path, directory: Path) -> None:
 def run(block: Block, command: str, shown: str, directory: Path) -> None:
     # What `make` would do is not done here, but its targets must exist.
     command = command.replace("make ", "make --dry-run ", 1) if command.startswith("make ") else command
+    start = in_a_fork if FORKED.fullmatch(command) else in_a_shell
+    code, said = start(command, directory, environment() | {"XDG_STATE_HOME": str(directory / "state")})
+    where = f"{block.place}: {command}"
+    assert code == int(block.marks.get("exit", 0)), f"{where}: {code}\n{said}"
+    if block.language == "console" and shown:
+        wrong = difference(block, shown, said)
+        assert wrong is None, f"{where}\n{wrong}"
+
+
+def in_a_shell(command: str, directory: Path, environ: dict[str, str]) -> tuple[int, str]:
+    """Run a command; return its exit code and its output."""
     done = subprocess.run(
         ["bash", "-c", command],
-        cwd=directory, env=environment() | {"XDG_STATE_HOME": str(directory / "state")}, text=True,
-        timeout=150, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=directory, env=environ, text=True, timeout=150, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    where = f"{block.place}: {command}"
-    assert done.returncode == int(block.marks.get("exit", 0)), f"{where}: {done.returncode}\n{done.stdout}"
-    if block.language == "console" and shown:
-        wrong = difference(block, shown, done.stdout)
-        assert wrong is None, f"{where}\n{wrong}"
+    return done.returncode, done.stdout
+
+
+def in_a_fork(command: str, directory: Path, environ: dict[str, str]) -> tuple[int, str]:
+    """Run a command of `ringdance` in a fork of this process; return its exit code and its output."""
+    program, *words = shlex.split(command)
+    path = str(Path(sys.executable).with_name(program))
+    done = run_forked(main, [path, *words], directory, environ, joined=True)
+    return done.returncode, done.stdout

@@ -1,13 +1,12 @@
 """Scripts in the ways people write them for Horovod, run alone, by horovodrun and by mpiexec.
 
-One job runs all scripts (script_runner.py); in test-all each script is also a job of its own.
+By horovodrun the scripts run in the job of conftest.py; in test-all each script is also a job of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from script_jobs import LIMIT, SCRIPTS, Outcome, every_way, run_all, run_each
+from script_jobs import LIMIT, SCRIPTS, Outcome, Task, every_way, run_all, run_each
 
 pytestmark = pytest.mark.limit(10 * LIMIT)
 @dataclass(frozen=True)
@@ -67,33 +66,35 @@ def plan(size: int) -> dict[str, Run]:
 Start = Callable[..., Outcome]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the digits."""
-    directory = tmp_path_factory.mktemp("data")
-    lines = f"import digits; digits.digits({str(directory)!r}, train=True)"
-    subprocess.run([sys.executable, "-c", lines], cwd=SCRIPTS, check=True, timeout=LIMIT)
-    return directory
+def tasks(size: int, above: Path) -> dict[str, Task]:
+    """Make the directories and the data of the plan's scripts."""
+    data = above / "data"
+    sys.path.insert(0, str(SCRIPTS))
+    __import__("digits").digits(str(data), train=True)
+    found = {}
+    for name, run in plan(size).items():
+        path = SCRIPTS / f"{run.script}.py"
+        place = ("--data-dir", str(data)) if "--data-dir" in path.read_text() else ()
+        # The runner's own files of a run are named after its directory.
+        directory = above / name
+        directory.mkdir() if not run.after else directory.symlink_to(above / run.after)
+        found[name] = Task(str(path), (*run.words, *place), directory)
+    return found
+
+
+def on_two_ranks(above: Path) -> dict[str, Task]:
+    return tasks(2, above)
 
 
 @pytest.fixture(scope="module")
-def start(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
+def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Return the outcome of one run of the plan; all of a way are run when the first is asked for."""
 
     @functools.cache
     def outcomes(way: str, size: int) -> dict[str, Outcome]:
-        above = tmp_path_factory.mktemp(way.replace(" ", "-"))
-        lines, directories = [], []
-        runs = plan(size)
-        for name, run in runs.items():
-            path = SCRIPTS / f"{run.script}.py"
-            place = ["--data-dir", str(data)] if "--data-dir" in path.read_text() else []
-            lines.append([str(path), *run.words, *place])
-            # The runner's own files of a run are named after its directory.
-            directory = above / name
-            directory.mkdir() if not run.after else directory.symlink_to(above / run.after)
-            directories.append(directory)
-        return dict(zip(runs, run_all(way, size, lines, directories), strict=True))
+        if (way, size) == ("horovodrun", 2):
+            return request.getfixturevalue("shared_job")
+        return run_all(way, size, tasks(size, tmp_path_factory.mktemp(way.replace(" ", "-"))))
 
     def start(way: str, size: int, name: str, *, fine: bool = True) -> Outcome:
         outcome = outcomes(way, size)[name]

@@ -1,6 +1,6 @@
 """Scripts for TensorFlow and Keras as people write them for Horovod, run alone, by horovodrun and by mpiexec.
 
-One job runs all scripts (script_runner.py); in test-all each is also a job of its own.
+By horovodrun the scripts run in the job of conftest.py; in test-all each script is also a job of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from doc_blocks import blocks
-from script_jobs import LIMIT, ROOT, SCRIPTS, Outcome, run_all, run_each
+from script_jobs import LIMIT, ROOT, SCRIPTS, Outcome, Task, run_all, run_each
 
 pytestmark = [
     pytest.mark.limit(4 * LIMIT),
@@ -34,19 +34,24 @@ PAGE = ROOT / "docs" / "coming-from-horovod.md"
 Start = Callable[[str, int, str], Outcome]
 
 
+def on_two_ranks(above: Path) -> dict[str, Task]:
+    """Make the directories of the scripts, and the script of the page."""
+    (above / "session.py").write_text(next(one.text for one in blocks(PAGE) if one.file == "session.py"))
+    places = {name: SCRIPTS for name in NAMES[:-1]} | {NAMES[-1]: above}
+    for name in NAMES:
+        (above / name).mkdir()
+    return {name: Task(str(place / f"{name}.py"), (), above / name) for name, place in places.items()}
+
+
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Return the outcome of one script; all are run when the first is asked for."""
 
     @functools.cache
     def outcomes(way: str, size: int) -> dict[str, Outcome]:
-        above = tmp_path_factory.mktemp(way.replace(" ", "-"))
-        (above / "session.py").write_text(next(one.text for one in blocks(PAGE) if one.file == "session.py"))
-        lines = [[str(SCRIPTS / f"{name}.py")] for name in NAMES[:-1]] + [[str(above / "session.py")]]
-        directories = [above / name for name in NAMES]
-        for directory in directories:
-            directory.mkdir()
-        return dict(zip(NAMES, run_all(way, size, lines, directories), strict=True))
+        if (way, size) == ("horovodrun", 2):
+            return request.getfixturevalue("shared_job")
+        return run_all(way, size, on_two_ranks(tmp_path_factory.mktemp(way.replace(" ", "-"))))
 
     def start(way: str, size: int, name: str) -> Outcome:
         outcome = outcomes(way, size)[name]

@@ -45,31 +45,26 @@ DISJOINT = """
             (evaluate if hvd.rank() == 0 else train)(torch.ones(3))
         except hvd.HorovodInternalError as error:
             print(f"rank {hvd.rank()} got {type(error).__name__}: {error}", flush=True)
-""" + TOGETHER
-LATE = """
-    import time
-    import torch
-    import horovod.torch as hvd
-
-    hvd.init()
-    time.sleep(10 * hvd.rank())  # here the late ones are
-    hvd.allreduce(torch.ones(3), name="gradient")  # here rank 0 waits
-    print("went on")
-"""
-POLLED = """
-    import time
-    import torch
-    import horovod.torch as hvd
-
+    hvd.shutdown()
     hvd.init()
     handle = hvd.allreduce_async(torch.ones(3), name=f"of.rank.{hvd.rank()}")
     try:
         while not hvd.poll(handle):
-            time.sleep(0.01)  # here all are
+            time.sleep(0.01)  # here all poll
         hvd.synchronize(handle)
     except hvd.HorovodInternalError as error:
-        print(f"rank {hvd.rank()} got {type(error).__name__}: {error}", flush=True)
+        print(f"rank {hvd.rank()} polled: {type(error).__name__}: {error}", flush=True)
 """ + TOGETHER
+LATE = """
+    import time
+    import numpy as np
+    import ringdance.numpy as hvd
+
+    hvd.init()
+    time.sleep(10 * hvd.rank())  # here the late ones are
+    hvd.allreduce(np.ones(3), name="gradient")  # here rank 0 waits
+    print("went on")
+"""
 POOL = """
     import threading
     import time
@@ -94,7 +89,7 @@ def start(tmp_path: Path) -> Start:
     """Run a script on several ranks; returns exit code and output of all."""
     def start(way: str, size: int, script: str, **settings: str) -> tuple[int, str]:
         (tmp_path / "train.py").write_text(textwrap.dedent(script))
-        command, environ = launcher(size)
+        command, environ = launcher(Path(sys.executable), size)
         if way == "horovodrun":
             command = [str(BIN / "horovodrun"), "-np", str(size)]
         environ = {k: v for k, v in environ.items() if not k.startswith(("HOROVOD_", "RINGDANCE_"))}
@@ -132,7 +127,10 @@ def errors_in(output: str) -> dict[int, list[str]]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_disjoint_names(start: Start, size: int) -> None:
-    """First a warning with all that one needs to find it; then an error on every rank, at every call."""
+    """First a warning with all that one needs to find it; then an error on every rank, at every call.
+
+    After a restart no rank waits: all only poll.
+    """
     code, output = start("mpiexec", size, DISJOINT, **STALL)
     assert code != 0
     warning = warnings_in(output)[0]
@@ -156,6 +154,12 @@ def test_disjoint_names(start: Start, size: int) -> None:
             assert "Gave up after the stall shutdown time" in text
             assert "allreduce.training.loss" in text
             assert "allreduce.validation.loss" in text
+    warning = next(line for line in output.splitlines() if " s ago 'allreduce.of.rank." in line)
+    for rank in range(size):
+        assert f"rank {rank} on host {HOST}" in warning
+        assert f"'allreduce.of.rank.{rank}'" in warning
+    assert warning.count(line_with(DISJOINT, "here all poll")) == size
+    assert output.count(" polled: StallError") == size, output
 
 
 @pytest.mark.parametrize(
@@ -185,18 +189,7 @@ def test_late_ranks_that_nobody_watches(start: Start) -> None:
     assert not warnings_in(output)
 
 
-def test_polled_handles(start: Start) -> None:
-    """No rank waits, all only poll."""
-    code, output = start("mpiexec", 2, POLLED, **STALL)
-    assert code != 0
-    warning = next(line for line in output.splitlines() if " submitted " in line)
-    for rank in range(2):
-        assert f"rank {rank} on host {HOST}" in warning
-        assert f"'allreduce.of.rank.{rank}'" in warning
-    assert warning.count(line_with(POLLED, "here all are")) == 2
-    assert sorted(errors_in(output)) == [0, 1], output
-
-
+@pytest.mark.slow  # TensorFlow on two ranks; tests/ranks/test_tensorflow_threads.py has the sentence
 def test_programs_side_by_side_in_one_thread_of_tensorflow(start: Start) -> None:
     """Two threads, in another order on rank 1: none of TensorFlow's is left for what the other waits for."""
     code, output = start("mpiexec", 2, POOL, **STALL, RINGDANCE_DEADLOCK_TIME="2")

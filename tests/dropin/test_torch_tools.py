@@ -10,11 +10,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doc_blocks import ROOT, environment, put_files
-
-torch = pytest.importorskip("torch")
 
 PAGE = ROOT / "docs" / "howto" / "torch-tools.md"
 LIMIT = 240.0
@@ -27,8 +26,10 @@ def report(rank, size):
 """
 
 
-def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[str, torch.Tensor]]:
+def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[str, Any]]:
     """Run a script of the page; return the weights of its ranks, which see their rank and size."""
+    import torch
+
     out = directory / f"{launcher[1]}-{size}-{name}-"
     done = subprocess.run(
         [sys.executable, "-m", *launcher, f"{name}.py", str(out)],
@@ -43,13 +44,16 @@ def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[
     return [weights for _, _, weights in found]
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    import torch
+
     return all(torch.equal(one[name], other[name]) for name in one | other)
 
 
 @pytest.mark.limit(5 * LIMIT)
 @pytest.mark.parametrize("tool", ["accelerate", "transformers", "fabric", "lightning"])
 def test_the_weights_are_those_of_torchrun(tool: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
     pytest.importorskip("lightning" if tool == "fabric" else tool)
     put_files(PAGE, tmp_path)
     task = tmp_path / "task.py"

@@ -37,7 +37,8 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_colours_are_on_the_screen_only(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     ours, theirs = os.openpty()
-    words = [*LINE, "--output-filename", str(logs), "python", "-c", "print('word')"]
+    words = [sys.executable, "-m", "ringdance", "run", "-np", "3", "--output-filename", str(logs)]
+    words += ["python", "-c", "print('word')"]
     environ = {**os.environ, "TERM": "xterm"}
     environ.pop("NO_COLOR", None)
     subprocess.run(words, stdin=subprocess.DEVNULL, stdout=theirs, env=environ, check=True, timeout=50)

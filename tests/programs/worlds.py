@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from loopback import LoopbackTransport, LoopbackWorld
@@ -122,12 +123,12 @@ def try_seed(seed: int, mismatch: bool) -> str:
     )
 
 
-def try_seeds(seeds: range, mismatch: bool = False, processes: int = 1, stop_after: int = 3) -> list[str]:
+def try_seeds(
+    seeds: Sequence[int], mismatch: bool = False, processes: int = 1, stop_after: int = 3
+) -> list[str]:
     """Play many programs; return what is wrong with those that fail (no more are begun after some)."""
-    print(
-        f"random programs on loopback: seeds {seeds.start} to {seeds.stop - 1}, mismatch={mismatch}",
-        flush=True,
-    )
+    shown = ", ".join(map(str, seeds)) if len(seeds) < 100 else f"{seeds[0]} to {seeds[-1]}"
+    print(f"random programs on loopback: seeds {shown}, mismatch={mismatch}", flush=True)
     found: list[str] = []
     if processes == 1:
         for seed in seeds:

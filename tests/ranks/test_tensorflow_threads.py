@@ -45,3 +45,25 @@ def test_without_a_deadlock_time_kernels_wait_without_a_limit(monkeypatch: pytes
     limits: list[Any] = []
     kernels._wait_for(SimpleNamespace(wait=lambda limit=None: limits.append(limit)))  # type: ignore[arg-type]
     assert limits == [None]
+
+
+def test_kernels_that_use_up_all_threads_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two programs whose ranks wait for each other so are in tests/dropin/test_stall.py."""
+    engine = SimpleNamespace(settings=SimpleNamespace(deadlock_time=3.0))
+    monkeypatch.setattr(kernels.session, "engine", lambda: engine)
+    limits: list[Any] = []
+
+    def wait(limit: Any = None) -> None:
+        limits.append(limit)
+        if limit:
+            raise TimeoutError
+
+    for number, said in ((2, ""), (1, "all 1 threads in which TensorFlow runs operations wait")):
+        monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda n=number: n)
+        kernels._wait_for(SimpleNamespace(wait=wait, name="gradient"))  # type: ignore[arg-type]
+        assert said in caplog.text
+        assert bool(said) is ("set_inter_op_parallelism_threads(3)" in caplog.text)
+    assert limits == [1.5, None, 1.5, None]
+    assert not kernels._waiting

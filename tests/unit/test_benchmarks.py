@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forked import run_forked
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = (
@@ -126,8 +128,14 @@ def test_a_launcher_is_recognised_by_its_variables(load) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_explains_and_gives_an_example(script: str) -> None:
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    path = BENCHMARKS / f"{script}.py"
+
+    def main() -> None:
+        sys.path.insert(0, str(BENCHMARKS))
+        runpy.run_path(str(path), run_name="__main__")
+
+    done = run_forked(main, [str(path), "--help"])
+    assert done.returncode == 0, done.stderr
     assert f"example: python benchmarks/{script}.py" in done.stdout
     assert "Why:" in done.stdout
     assert "--module" in done.stdout

@@ -1,4 +1,4 @@
-"""The command line as a person types it: real processes, since exit codes and streams are what counts."""
+"""The command line as a person types it: in processes, since exit codes and streams are what counts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from forked import run_forked
 
 import ringdance
 from horovod.runner.options import parse_args
@@ -24,17 +25,13 @@ from ringdance.settings import SETTINGS
 
 def ringdance_command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("RINGDANCE_", "HOROVOD_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "ringdance", *words],
-        env=clean | environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_forked(main, ["ringdance", *words], environ=clean | environ)
 
 
 def test_version():
-    done = ringdance_command("--version")
+    done = subprocess.run(
+        [sys.executable, "-m", "ringdance", "--version"], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, f"ringdance {ringdance.__version__}\n")
 
 

@@ -6,18 +6,19 @@ import os
 
 import pytest
 from programs.worlds import try_seeds
+from sampled import drawn
 
 MANY = 10_000
 
 
 @pytest.mark.limit(200)
 def test_programs() -> None:
-    assert not try_seeds(range(40))
+    assert not try_seeds(drawn("programs", range(1000), 16))
 
 
 @pytest.mark.limit(120)
 def test_one_wrong_call_fails_on_all_members_and_nothing_else_does() -> None:
-    assert not try_seeds(range(20), mismatch=True)
+    assert not try_seeds(drawn("programs with a wrong call", range(1000), 8), mismatch=True)
 
 
 @pytest.mark.slow
@@ -26,4 +27,4 @@ def test_one_wrong_call_fails_on_all_members_and_nothing_else_does() -> None:
 def test_many_programs(mismatch: bool) -> None:
     count = MANY // 10 if mismatch else MANY
     processes = os.cpu_count() or 1
-    assert not try_seeds(range(1000, 1000 + count), mismatch, processes)
+    assert not try_seeds(range(count), mismatch, processes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from by_numpy import HALVES, OPERATIONS, Array, all_values, allowed, reduced, same
 from loopback import LoopbackTransport
 from loopback_job import job
+from sampled import sampled
 
 import ringdance.numpy as hvd
 from ringdance.core.engine import Engine
@@ -54,13 +56,14 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return sent
 
 
-@pytest.mark.parametrize(
-    ("hosts", "dtype"),
-    [(hosts, dtype) for hosts in LAYOUTS for dtype in ("float32", "bfloat16", "int32", "bool")]
-    + [(MANY, "float32"), (2 * MANY, "float32")],
-)
-def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, hosts: str, dtype: str) -> None:
+SENT = [(hosts, dtype) for hosts in LAYOUTS for dtype in ("float32", "bfloat16", "int32", "bool")]
+SENT += [(MANY, "float32"), (2 * MANY, "float32")]
+
+
+@pytest.mark.parametrize("case", sampled("bytes that leave a host", SENT, 8, SENT[-2:-1]), ids=str)
+def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, case: tuple[str, str]) -> None:
     """2·S·(n - 1)/n of S bytes between n hosts, for any type and numbers of ranks."""
+    hosts, dtype = case
     sent = count_bytes(monkeypatch)
     inputs = all_values(len(hosts), dtype, (1 << 18,))
 
@@ -75,7 +78,7 @@ def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, hosts: str, dt
         assert 0.9 * least < sent[host] < 1.1 * least, f"host {host}: {sent[host]} and not {least:.0f} bytes"
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS)
+@pytest.mark.parametrize("hosts", sampled("values across hosts", LAYOUTS, 3))
 def test_values(hosts: str) -> None:
     """Integers and comparisons exactly, sums of floats but for the order of rounding."""
     size = len(hosts)
@@ -100,10 +103,10 @@ def test_values(hosts: str) -> None:
     job(size, program, SMALL, hosts=tuple(hosts))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("hosts", LAYOUTS)
-def test_sums_in_16_bits_are_rounded_once_on_each_host_and_once_at_the_end(hosts: str, dtype: str) -> None:
+@pytest.mark.parametrize("case", sampled("sums in 16 bits", list(product(LAYOUTS, HALVES)), 4), ids=str)
+def test_sums_in_16_bits_are_rounded_once_on_each_host_and_once_at_the_end(case: tuple[str, str]) -> None:
     """The error is at most half a unit in the last place of each host's share and of the result."""
+    hosts, dtype = case
     size, unit = len(hosts), {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     inputs = all_values(size, dtype, (LENGTH,))
     exact = np.stack([part.astype(np.float64) for part in inputs])
@@ -136,7 +139,7 @@ def test_an_average_in_16_bits_does_not_overflow() -> None:
     job(len(hosts), program, SMALL, hosts=tuple(hosts))
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS)
+@pytest.mark.parametrize("hosts", sampled("bits of all ranks", LAYOUTS, 3))
 def test_all_ranks_have_the_same_bits(hosts: str) -> None:
     def program(engine: Engine) -> list[bytes]:
         return [

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from doc_blocks import ROOT, blocks, environment
+from forked import run_forked
 from kubernetes_api import KINDS, Api
+
+from ringdance.cli import main
 
 yaml = pytest.importorskip("yaml")
 
@@ -20,10 +22,7 @@ LAUNCHER = {"training.kubeflow.org/job-name": "resnet", "training.kubeflow.org/j
 
 
 def k8s(*words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ringdance", "k8s", *words],
-        input=stdin, env=os.environ | environ, capture_output=True, text=True, timeout=55,
-    )  # fmt: skip
+    return run_forked(main, ["ringdance", "k8s", *words], environ=os.environ | environ, stdin=stdin)
 
 
 @pytest.fixture

@@ -15,8 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked import run_forked
 from sagemaker_cases import BUCKET, CASES, COMMON, NAME, RECORDED, S3
+from sampled import sampled
 
+from ringdance.cli import main
 from ringdance.errors import ArgumentError, LaunchError
 from ringdance.submit.sagemaker import Estimator, Input, worker_channel
 from ringdance.submit.sagemaker import aws as client
@@ -62,7 +65,7 @@ def test_the_request_is_that_of_the_sdk(case: str, source: Path) -> None:
     assert ours.request({name: Input(**given) for name, given in inputs.items()}, NAME) == EXPECTED[case]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled("requests to SageMaker", list(CASES), 3))
 def test_the_service_accepts_it(case: str, aws: Any, source: Path) -> None:
     _, options, inputs = CASES[case]
     ours = Estimator(**{**COMMON, **options}, source_dir=str(source))
@@ -348,8 +351,7 @@ def test_names_of_jobs_are_what_the_service_takes() -> None:
 
 
 def sagemaker(*words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ringdance", "sagemaker", "submit", *words]
-    return subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=55)
+    return run_forked(main, ["ringdance", "sagemaker", "submit", *words])
 
 
 def test_the_command_line_s_dry_run_prints_the_request() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
 import tensorflow as tf
+from sampled import sampled
 
 from ringdance.tensorflow.data import sharding
 
@@ -27,16 +29,18 @@ def shares(monkeypatch: pytest.MonkeyPatch, count: int, known: bool, shuffled: b
     return found
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-@pytest.mark.parametrize("ends", ["pad", "drop", "join"])
-@pytest.mark.parametrize(
-    ("known", "layout", "shuffle"),
-    [(True, "strided", True), (True, "contiguous", True), (True, "contiguous", 5), (False, "strided", 5),
-     (True, "contiguous", False), (True, "strided", False), (False, "strided", False)],
-)  # fmt: skip
+PLANS = [
+    (True, "strided", True), (True, "contiguous", True), (True, "contiguous", 5), (False, "strided", 5),
+    (True, "contiguous", False), (True, "strided", False), (False, "strided", False),
+]  # fmt: skip
+SHARES = list(product(PLANS, ("pad", "drop", "join"), (False, True)))
+
+
+@pytest.mark.parametrize("case", sampled("shares of data sets", SHARES, 10), ids=str)
 def test_each_sample_once_in_each_epoch(
-    monkeypatch: pytest.MonkeyPatch, known: bool, layout: str, shuffle: Any, ends: str, interrupted: bool
+    monkeypatch: pytest.MonkeyPatch, case: tuple[tuple[bool, str, Any], str, bool]
 ) -> None:
+    (known, layout, shuffle), ends, interrupted = case
     for count in (11, 12, 4 if ends == "drop" else 2):
         every = shares(
             monkeypatch, count, known, not shuffle, ends=ends, shuffle=shuffle, seed=1, layout=layout

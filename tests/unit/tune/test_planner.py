@@ -137,15 +137,6 @@ def test_a_published_run_is_met(
     assert row in PAGE.read_text()
 
 
-def test_the_page_shows_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "--model resnet50 --images-per-second 5874 --of 8 --instance p3.16xlarge --np 8,64"
-    page = PAGE.read_text()
-    assert f"ringdance plan {command} --to-accuracy 75.9 --deadline 1h\n" in page
-    assert plan_cli.main([*command.split(), "--to-accuracy", "75.9", "--deadline", "1h"]) == 0
-    for line in capsys.readouterr().out.partition("╭")[0].splitlines():
-        assert line.strip() in page
-
-
 MEASURED: dict[str, Any] = {
     "model": "small", "framework": "torch", "gradient_dtype": "float32", "batch": 32,
     "sizes": [{
