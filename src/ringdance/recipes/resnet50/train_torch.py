@@ -25,7 +25,7 @@ and no image is used twice in an epoch. Only rank 0 reads and writes that direct
 What is printed, by rank 0: one line every --log-every steps with the mean loss and top-1 of the images that
 were trained on since the last one (as augmented and mixed), images per second of all ranks and of each, the
 share of the time in which training waited for images, the time so far with that of the runs before, the time
-left, and what it has cost, if --price-per-hour says what all machines together cost. After every
+left, and what it costs, if --price-per-hour says what all machines together cost. After every
 --evaluate-every epochs: top-1 and top-5 on the split `validation`, each image counted once; if the data has
 none, on the images that were trained on, which the line says. The model with the best top-1 on `validation`
 is kept in --checkpoints; --evaluate prints its figures again, and --export writes it for score.py.
