@@ -111,20 +111,19 @@ def evaluations(text: str) -> list[str]:
 
 def words_of(photos: Path) -> list[str]:
     """Return what a training and the evaluation of its checkpoints have in common."""
-    return f"--epochs 3 --checkpoints {photos / 'saved'} --ema 0.5 --evaluation-size 48".split()
+    return f"--epochs 3 --checkpoints {photos / 'saved'}".split()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Photos with a model that was trained on them, and exported; and what the training printed.
 
-    With mixed images and averaged weights; stopped and resumed.
+    Stopped and resumed.
     """
     photos, told = make_photos(tmp_path_factory.mktemp("trained")), io.StringIO()
-    mixed = ["--mixup", "0.2", "--cutmix", "1", "--erase", "0.5", "--trivial-augment"]
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(told):
-        run(monkeypatch, photos, *mixed, *words_of(photos), "--steps", "3")
-        run(monkeypatch, photos, *mixed, *words_of(photos), "--export", str(photos / "model"))
+        run(monkeypatch, photos, *words_of(photos), "--steps", "3")
+        run(monkeypatch, photos, *words_of(photos), "--export", str(photos / "model"))
     return photos, told.getvalue()
 
 
@@ -136,7 +135,7 @@ def test_evaluation_alone_is_that_of_the_training(
     same = words_of(photos)
     run(monkeypatch, photos, *same, "--evaluate")
     weights = str(photos / "model" / "weights.pt")
-    run(monkeypatch, photos, "--weights", weights, "--evaluate", "--evaluation-size", "48")
+    run(monkeypatch, photos, "--weights", weights, "--evaluate")
     again = capsys.readouterr().out
     scores = scored(monkeypatch, photos, "validation")
     if RANK == 0:
@@ -151,7 +150,7 @@ def test_evaluation_alone_is_that_of_the_training(
             for label, row in zip(score[:, 1], score[:, 2:], strict=True)
         )
         assert best.split()[1] == f"{right / IMAGES['validation']:.2%}"
-        assert json.loads((photos / "model" / "model.json").read_text())["image_size"] == 48
+        assert json.loads((photos / "model" / "model.json").read_text())["image_size"] == 40
     hvd.broadcast_object(None)
     with pytest.raises(SystemExit) as problem:
         run(monkeypatch, photos, *same, "--optimizer", "lars", "--width", "8")

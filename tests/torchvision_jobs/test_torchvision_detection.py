@@ -26,7 +26,6 @@ from torchvision import models
 
 import ringdance.recipes.detection
 import ringdance.torch as hvd
-from ringdance.cli import main
 
 DIRECTORY = Path(ringdance.recipes.detection.__file__).parent
 RESNET50 = DIRECTORY.with_name("resnet50")
@@ -316,15 +315,3 @@ def test_what_cannot_be_read_is_named(
     changed(photos, "lost", images=[{**images[0], "file_name": "9.jpg"}])
     with pytest.raises(ValueError, match=r"9.jpg cannot be used: .*No such file"):
         recipe.Coco(photos, "lost", False, True).load(0)
-
-
-def test_tars_of_other_annotations_are_refused(recipe: Any, photos: Path) -> None:
-    target = photos / "tars"
-    if hvd.rank() == 0:
-        assert main(["data", "prepare", "coco", str(photos), str(target), "--shards", "2"]) == 0
-    hvd.broadcast_object(None)
-    theirs = recipe.Coco(target, "train2017", False, True)
-    assert torch.equal(theirs.load(3)[0], recipe.Coco(photos, "train2017", False, True).load(3)[0])
-    changed(target, "train2017", images=theirs.table["images"][1:])
-    with pytest.raises(ValueError, match="its tars have 7 images, not 6"):
-        recipe.Coco(target, "train2017", False, True)

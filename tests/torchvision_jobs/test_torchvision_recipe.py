@@ -14,9 +14,7 @@ import pytest
 pytest.importorskip("torchvision")
 
 import torch
-from PIL import Image
 from torchvision import models
-from torchvision.transforms import InterpolationMode, autoaugment
 
 import ringdance.recipes.resnet50
 import ringdance.torch as hvd
@@ -24,7 +22,6 @@ from ringdance.data import Batch
 
 sys.path.insert(0, str(Path(ringdance.recipes.resnet50.__file__).parent))  # where a copy finds presets.py
 
-import augmentation
 import train_torch
 from presets import PRESETS
 from shared import begin_with
@@ -75,37 +72,8 @@ def test_a_model_has_the_normalization_of_its_weights() -> None:
     assert training_of("efficientnet_v2_l").mean.flatten().tolist() == pytest.approx([127.5] * 3)
 
 
-STRENGTHS = {
-    "Identity": 0.0, "ShearX": 0.99, "ShearY": 0.99, "TranslateX": 32.0, "TranslateY": 32.0, "Rotate": 135.0,
-    "Brightness": 0.99, "Color": 0.99, "Contrast": 0.99, "Sharpness": 0.99, "Posterize": 6, "Solarize": 255.0,
-    "AutoContrast": 0.0, "Equalize": 0.0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("level", [0, 7, 30])
-def test_operations_are_those_of_trivial_augment_wide(level: int, sign: int) -> None:
-    y, x = np.mgrid[0:64, 0:80]
-    image = np.stack([2 * x + y // 4, 255 - 3 * y, 40 + x + y], 2).astype(np.uint8)
-    for number, (name, most) in enumerate(STRENGTHS.items()):
-        numbers = iter((level, 0.0 if sign > 0 else 0.9, number))
-        found = augmentation.trivial_augment(image, lambda low=0.0, high=1.0: next(numbers))  # noqa: B023
-        strength = sign * most * level / 30
-        if name == "Posterize":
-            strength = 8 - round(most * level / 30)
-        elif name == "Solarize":
-            strength = most * (1 - level / 30)
-        if name.startswith("Translate"):
-            strength = -strength  # where it comes from, not where it goes: as likely
-        expected = autoaugment._apply_op(
-            Image.fromarray(image), name, strength, InterpolationMode.BILINEAR, None
-        )
-        away = np.abs(np.asarray(expected).astype(int) - found)
-        assert (away > 2).mean() < 0.03, f"{name}, level {level}: {(away > 2).mean():.1%} of the pixels"
-
-
 def test_what_does_not_fit_is_refused_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="resnet19 is no classifier of torchvision: did you mean resnet1"):
+    with pytest.raises(SystemExit, match=r"resnet19 is no classifier of torchvision: .*resnet18"):
         training_of("resnet19")
     with pytest.raises(SystemExit, match="inception_v3 takes no images of 40 pixels"):
         training_of("inception_v3", size=40)

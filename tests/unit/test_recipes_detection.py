@@ -62,7 +62,7 @@ def test_presets_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "show", "detection"]) == 0
     told = capsys.readouterr().out
     for name, one in presets.PRESETS.items():
-        assert f"{name}\n  batch      {one.batch_size * one.devices}" in told
+        assert f"{name}  (batch {one.batch_size * one.devices:,})\n" in told
         assert one.source, name
         assert one.expected, name
         assert all(0 < two < one.epochs for two in one.milestones), name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +16,7 @@ from criteo_lines import criteo_lines
 from ringdance.data import Table, planted
 from ringdance.data.prepare import criteo, shuffle
 from ringdance.data.prepare.cli import main
-from ringdance.data.tables.criteo import COLUMNS, mixed
-from ringdance.data.tables.rows import dtype
+from ringdance.data.tables.criteo import mixed
 
 pytest.importorskip("pyarrow")
 ROWS = 9000  # of two files of about 1 MB each
@@ -139,7 +137,7 @@ def test_errors(source, prepared, tmp_path, capsys):
         ((tmp_path / "none", tmp_path / "out"), "no such file"),
         ((tmp_path / "empty", tmp_path / "out"), "no click logs"),
         ((tmp_path / "text.txt", tmp_path / "out"), "text.txt"),
-        ((source, prepared, "--shards", 3), "--validation 0.0 instead of 0.1"),
+        ((source, prepared, "--shards", 3), "--validation none instead of 0.1"),
         ((source, prepared, "--shards", 3, *same), "Now: 4 instead of 5 files (--shards)"),
         ((prepared, tmp_path / "out", "--table-size", 100), "beyond the table"),
         ((source, tmp_path / "out", "--validation", "1.5"), "less than 1"),
@@ -275,19 +273,6 @@ def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path
     cut(out / "train-00001-of-00003.tfrecord")
     assert prepare(source / "day_10", out, *words) == 2
     assert "train-00001-of-00003.tfrecord is damaged: it has " in capsys.readouterr().err
-
-
-def test_a_disk_that_is_too_small_is_told_before_the_work(source, tmp_path, lines, monkeypatch, capsys):
-    path = tmp_path / "day_2.gz"
-    path.write_bytes(gzip.compress((",".join(COLUMNS) + "\n").encode() + b"".join(lines[:5000]), 1))
-    needed = 5000 * 2 * dtype(39).itemsize
-    for given in (source / "day_2", path):
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": needed * 0.9}))
-            assert prepare(given, tmp_path / "out") == 2
-        error = capsys.readouterr().err
-        assert re.search(r"about 3\.\d MB to write, half of it for the time of sorting, but only 2", error)
-        assert "Pass 1" not in error
 
 
 def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):

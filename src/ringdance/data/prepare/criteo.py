@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
@@ -17,7 +16,15 @@ from rich.filesize import decimal
 
 from ringdance.data.files import needed, write_whole
 from ringdance.data.prepare.chunks import PARQUET, SourceFile, plain
-from ringdance.data.prepare.plan import check_broken, finished, list_problems, listed, locked, state
+from ringdance.data.prepare.plan import (
+    check_broken,
+    differences,
+    finished,
+    list_problems,
+    listed,
+    locked,
+    state,
+)
 from ringdance.data.prepare.prepare import check_sizes
 from ringdance.data.prepare.progress import PrepareProgress, counted, say
 from ringdance.data.prepare.shuffle import ShufflePlan, gather, is_scattered, scatter, write_cuts
@@ -108,7 +115,7 @@ def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Name
         if Path(file.path).resolve().is_relative_to(destination.resolve()):
             raise ArgumentError(f"{file.path} is within DST, where files are replaced: choose another DST")
     state(destination).mkdir(parents=True, exist_ok=True)
-    plan, needs = _plan(files, given)
+    plan = _plan(files, given)
     with locked(destination):
         _begin_or_resume(destination, plan, given.overwrite)
         if (destination / "train.json").exists():
@@ -117,7 +124,6 @@ def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Name
                     check_sizes(destination, Table.open(destination, split).files)
             say("complete since an earlier run; --overwrite writes it again")
             return listed(destination / _PROBLEMS, b"\n")
-        _check_space(destination, needs)
         write_whole(state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
         say(f"Pass 1 of 2: parse and sort {len(files)} files")
         units = [one for one in plan.units() if not is_scattered(destination, one[2])]
@@ -135,8 +141,8 @@ def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Name
         return left_out
 
 
-def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> tuple[ShufflePlan, int]:
-    """Return the plan, and about how many bytes it needs on the disk."""
+def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> ShufflePlan:
+    """Return what is to be done, with the number of files by the beginnings of the source."""
     share = 0.0 if isinstance(given.validation, Path) else given.validation
     each = _rows_in_a_byte(files, given.table_size)
     own, other = (each * sum(one.size for one in files if one.group == group) for group in (1, 0))
@@ -148,10 +154,9 @@ def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> tuple[Shuff
         for split, count in counts.items() for shard in range(count)
     ]  # fmt: skip
     chunk = round(given.chunk * (1 << 20)) or _CHUNK * (1 + sum(one.size for one in files) // _LARGE)
-    plan = ShufflePlan(
+    return ShufflePlan(
         files, names, counts["validation"], given.format, given.table_size, share, given.max_broken, chunk
     )
-    return plan, round(2 * row * (held + kept))  # what is sorted, and the result
 
 
 def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
@@ -180,8 +185,8 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
     indexes = [path for split in SPLITS if (path := destination / f"{split}.json").exists()]
     if not overwrite and (former or indexes):
         raise ArgumentError(
-            f"{destination} has a data set that was begun otherwise{_differences(plan, former)}. Use the "
-            "same options and files to resume, another DST, or --overwrite to begin anew"
+            f"{destination} has a data set that was begun otherwise. Now: {_differences(plan, former)}. Use "
+            "the same options and files to resume, another DST, or --overwrite to begin anew"
         )
     own = {path.name.removesuffix(".json") for path in state(destination).glob("*-of-*.json")}
     own |= set(former.names if former else ())
@@ -200,27 +205,10 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
 
 
 def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
-    if former is None:
-        return ", not by this command"
-    found = [
-        f"--{name.replace('_', '-')} {getattr(plan, name)} instead of {getattr(former, name)}"
-        for name in ("format", "table_size", "validation") if getattr(plan, name) != getattr(former, name)
-    ]  # fmt: skip
-    if len(plan.names) != len(former.names):
+    found = differences(plan, former, "format", "table_size", "validation") if former else []
+    if former and len(plan.names) != len(former.names):
         found.append(f"{len(plan.names)} instead of {len(former.names)} files (--shards)")
-    return f". Now: {'; '.join(found) or 'other files, or changed ones'}"
-
-
-def _check_space(destination: Path, needs: int) -> None:
-    """Raise an ArgumentError if what is sorted and the result do not fit on the disk."""
-    there = [*state(destination).iterdir(), *destination.glob("*-*-of-*")]
-    left = max(0, needs - sum(path.stat().st_size for path in there))
-    free = shutil.disk_usage(destination).free
-    if left > free:
-        raise ArgumentError(
-            f"{destination}: about {decimal(left)} to write, half of it for the time of sorting, but only "
-            f"{decimal(free)} free. Free some space, or choose another DST"
-        )
+    return "; ".join(found) or "other files, or changed ones"
 
 
 def _remove_state(destination: Path, keep: str = "") -> None:

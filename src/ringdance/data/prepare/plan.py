@@ -88,11 +88,7 @@ class Plan:
 
     def differences(self, other: Plan) -> list[str]:
         """Return what a plan has otherwise, for people."""
-        found = [
-            f"{option} {getattr(self, name) or 'none'} instead of {getattr(other, name) or 'none'}"
-            for name, option in (("format", "--format"), ("shards", "--shards"), ("resize", "--resize"))
-            if getattr(self, name) != getattr(other, name)
-        ]
+        found = differences(self, other, "format", "shards", "resize")
         if self.fingerprint != other.fingerprint:
             number = f"{self.images} instead of {other.images}"
             found.append(f"other images ({number}, or other sizes, names or labels)")
@@ -115,6 +111,13 @@ class Plan:
         for path in state(destination).glob(f"{self.split}*"):
             if path.name != keep and path.name.startswith((f"{self.split}.", f"{self.split}-")):
                 path.unlink()
+
+
+def differences(plan: Any, former: Any, *options: str) -> list[str]:
+    """Return which options a plan has otherwise than a former one."""
+    values = ((name, getattr(plan, name) or "none", getattr(former, name) or "none") for name in options)
+    changed = (one for one in values if one[1] != one[2])
+    return [f"--{name.replace('_', '-')} {now} instead of {before}" for name, now, before in changed]
 
 
 def state(destination: Path) -> Path:

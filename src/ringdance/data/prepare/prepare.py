@@ -6,7 +6,6 @@ import argparse
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,8 +30,6 @@ from ringdance.errors import ArgumentError
 
 _FILE_SIZE = 128 << 20
 """Size of files where --shards is not given."""
-_OVERHEAD = {"tfrecord": 350, "webdataset": 1792}
-"""Bytes of a sample beside its image, about."""
 
 
 def prepare(source: Path, destination: Path, given: argparse.Namespace) -> int:
@@ -73,7 +70,6 @@ def prepare(source: Path, destination: Path, given: argparse.Namespace) -> int:
             check_sizes(destination, Dataset.open(destination, plan.split).files)
             left_out += listed(destination / f"{plan.split}.problems.tsv", b"left out\t")
             say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
-        _check_space(destination, [plan for _, plan, _ in todo])
         stored = [plans.store(plan, one, order, destination) for one, plan, order in todo]
         if stored:
             _write(destination, stored, given.num_proc)
@@ -132,27 +128,11 @@ def _check_same(destination: Path, plan: Plan) -> None:
         )
 
 
-def _check_space(destination: Path, todo: Sequence[Plan]) -> None:
-    """Raise an ArgumentError if what is to be written does not fit on the disk."""
-    left = 0
-    for plan in todo:
-        size = plan.size + plan.images * _OVERHEAD[plan.format]
-        finished = (plan.finished(destination, shard) for shard in range(plan.shards))
-        left += size - sum(report["file"]["size"] for report in finished if report)
-        say(
-            f"{plan.split}: {plan.images} images of {len(plan.classes)} classes, {decimal(plan.size)}, into "
-            f"{plan.shards} files"
-        )
-    free = shutil.disk_usage(destination).free
-    if left > free and not any(plan.resize for plan in todo):  # how small they will be is not known
-        raise ArgumentError(
-            f"{destination}: about {decimal(left)} to write, but only {decimal(free)} free. Free some space, "
-            "choose another DST, or make images smaller with --resize 256"
-        )
-
-
 def _write(destination: Path, stored: Sequence[Plan], processes: int) -> None:
     """Write the files that are missing."""
+    for plan in stored:
+        of_classes = f"of {len(plan.classes)} classes, {decimal(plan.size)}"
+        say(f"{plan.split}: {plan.images} images {of_classes}, into {plan.shards} files")
     left = [
         (plan, number) for plan in stored for number in range(plan.shards)
         if not plan.finished(destination, number)

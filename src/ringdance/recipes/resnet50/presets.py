@@ -32,13 +32,7 @@ class Preset:
         momentum: of SGD as in PyTorch, ``v = momentum * v + g; w = w - rate * v``; LARS' ``v`` has the rate.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
         image_size: of the crops, in pixels.
-        evaluation_size: of those of an evaluation; 0: the same.
         augment: random crops and flips.
-        trivial_augment: and one more operation on each image, by chance: TrivialAugmentWide.
-        mixup, cutmix: alpha of the Beta distribution by which pairs of images are mixed; 0: not at all. Where
-            both are given, each batch has one of them by chance.
-        erase: probability that a part of an image becomes grey.
-        ema: share of the averaged weights that a step keeps, after the warm-up; 0: none are averaged.
     """
 
     batch_size: int
@@ -58,45 +52,23 @@ class Preset:
     image_size: int = 224
     augment: bool = True
     warmup_start: float = 0.0
-    evaluation_size: int = 0
-    trivial_augment: bool = False
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    erase: float = 0.0
-    ema: float = 0.0
-
-    @property
-    def evaluated(self) -> int:
-        """Return the size of an evaluation's crops, in pixels."""
-        return self.evaluation_size or self.image_size
 
     def rate_for(self, batch: int) -> float:
         """Return the peak learning rate for another whole batch: linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
 
-    def overridden(self, given: argparse.Namespace, ranks: int = 0) -> Preset:
-        """Return the preset with what a command line sets, and what goes with that.
-
-        The rate goes with the batch size, milestones with the epochs. Averages of weights go as far back in
-        a training as those of the source: by the share of its steps. ``ranks``: 0 for the source's devices.
-        """
+    def overridden(self, given: argparse.Namespace) -> Preset:
+        """Return the preset with what a command line sets: rate goes with batch, milestones with epochs."""
         values = {name: one for name in _OVERRIDDEN if (one := getattr(given, name, None)) is not None}
         more = values.get("batch_size", self.batch_size) / self.batch_size
         longer = values.get("epochs", self.epochs) / self.epochs
-        steps = longer / (more * given.accumulate * (ranks or self.devices) / self.devices)
-        values.setdefault("ema", max(0.0, 1 - (1 - self.ema) / steps) if self.ema else 0.0)
         milestones = tuple(one * longer for one in self.milestones)
         return replace(self, rate=self.rate * more, milestones=milestones, **values)
 
 
 _OVERRIDDEN = (
-    "epochs", "warmup_epochs", "batch_size", "optimizer", "precision", "image_size", "evaluation_size",
-    "label_smoothing", "trivial_augment", "mixup", "cutmix", "erase", "ema",
+    "epochs", "warmup_epochs", "batch_size", "optimizer", "precision", "image_size", "label_smoothing",
 )  # fmt: skip
-_TORCHVISION = (
-    "pytorch.org/blog/how-to-train-state-of-the-art-models-using-torchvision-latest-primitives (ResNet50 "
-    "IMAGENET1K_V2)"
-)
 _GOYAL = "Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677"
 _NVIDIA = "NVIDIA DeepLearningExamples, PyTorch ResNet50 v1.5, DGX1_RN50_AMP_90E.sh and README"
 _MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, training_4.0.0/rcps_resnet.json"
@@ -143,15 +115,6 @@ PRESETS: dict[str, Preset] = {
     ),
     "32": _goyal(32, "the accuracy of a small batch: the paper reports no loss up to a batch of 8,192"),
     "256": _goyal(256, "76.3% top-1 in one hour on 256 P100; 90% scaling efficiency from 8 to 256"),
-    "torchvision-v2": Preset(
-        batch_size=128, devices=8, optimizer="sgd", rate=0.5, schedule="cosine", warmup_epochs=5, epochs=600,
-        warmup_start=0.005, weight_decay=2e-5, image_size=176, evaluation_size=224, trivial_augment=True,
-        mixup=0.2, cutmix=1.0, erase=0.1,
-        ema=0.999966,  # theirs: 1 - (1 - 0.99998) * 8 * 128 * 32 / 600 every 32 steps
-        source=_TORCHVISION,
-        expected="80.858% top-1, there also with repeated augmentation (each image four times in an epoch "
-        "of a quarter of them), and crops of an evaluation that are 224 of 232 pixels, here of 256",
-    ),
     "mlperf-1632": _mlperf(204, 8, 7.4, 2, 37, 5e-5, 35),
     "mlperf-3264": _mlperf(204, 16, 10.5, 2, 37, 5e-5, 35.2),
     "mlperf-4096": _mlperf(64, 64, 10.0, 5, 42, 2e-4, 40),

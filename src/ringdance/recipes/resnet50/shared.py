@@ -38,14 +38,7 @@ def parser(manual: str) -> Options:
     add("--rate", type=amount, metavar="R", help="peak learning rate of the whole batch, not scaled further")
     add("--precision", choices=("float32", "float16", "bfloat16"))
     add("--image-size", type=count, metavar="PIXELS")
-    add("--evaluation-size", type=count, metavar="PIXELS", help="default: that of the training")
-    text = "change each image by an operation by chance: TrivialAugmentWide"
-    add("--trivial-augment", action=argparse.BooleanOptionalAction, help=text)
     add("--label-smoothing", type=share, metavar="S", help="share of a target that all classes get")
-    add("--mixup", type=amount, metavar="ALPHA", help="mix pairs of images; 0: do not")
-    add("--cutmix", type=amount, metavar="ALPHA", help="put parts of images into others; 0: do not")
-    add("--erase", type=share, metavar="P", help="probability that a part of an image becomes grey")
-    add("--ema", type=share, metavar="D", help="evaluate averaged weights, of which a step keeps D: 0.9999")
     add("--threads", type=count, metavar="N", help="that decode images; default: the cores of each rank")
     add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and after the last (1); 0: never")
     text = "only evaluate: the best model of --checkpoints, else its newest, or --weights"
@@ -144,7 +137,7 @@ def train(
         framework: that is at work, to be shown.
     """
     same = {"model": given.model or f"ResNet-50 of width {given.width}", "classes": len(data.classes)}
-    same |= {"optimizer": preset.optimizer, "precision": preset.precision, "ema": bool(preset.ema)}
+    same |= {"optimizer": preset.optimizer, "precision": preset.precision}
     if model.framework == "keras":  # whose optimizer has other variables then
         same["accumulate"] = given.accumulate
     if not given.evaluate:
@@ -173,13 +166,12 @@ def train(
         schedule = schedule_of(preset, given, len(data), batch)
 
         def step(batch: Any, at: Position) -> float:
-            epoch = at.epoch + at.done / len(data)
-            rate = schedule(epoch)
-            model.step(batch, rate, at.step, epoch < preset.warmup_epochs)
+            rate = schedule(at.epoch + at.done / len(data))
+            model.step(batch, rate)
             return rate
 
         training.run(loader, step)
-    about = {"model": same["model"], "image_size": preset.evaluated, "classes": list(data.classes)}
+    about = {"model": same["model"], "image_size": preset.image_size, "classes": list(data.classes)}
     if model.framework == "keras":
         about["backend"] = os.environ["KERAS_BACKEND"]
     training.close(about)

@@ -22,9 +22,9 @@ of processes: model, optimizer, epoch and position in the epoch are read from th
 epoch still uses no image twice. Only rank 0 reads and writes that directory.
 
 What is printed, by rank 0: one line every --log-every steps with the mean loss (cross-entropy and, with SGD,
-the L2 term) and top-1 of the images that were trained on since the last one (as augmented and mixed), images
+the L2 term) and top-1 of the images that were trained on since the last one (as augmented), images
 per second of all ranks and of each, the share of the time in which training waited for images, the time so
-far with that of the runs before, the time left, and what it has cost, if --price-per-hour says what all
+far with that of the runs before, the time left, and what it costs, if --price-per-hour says what all
 machines together cost. After every --evaluate-every epochs: top-1 and top-5 on the split `validation`, each
 image counted once; if the data has none, on the images that were trained on, which the line says. The model
 with the best top-1 on `validation` is kept in --checkpoints; --evaluate prints its figures again, and
@@ -51,8 +51,7 @@ except ImportError as error:
     chosen = f"KERAS_BACKEND={os.environ['KERAS_BACKEND']}"
     raise SystemExit(f"{chosen}: {error}: install it, or choose tensorflow, torch or jax") from None
 import numpy as np
-from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
-from presets import PRESETS, Preset  # type: ignore[import-not-found]
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside it
 from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
 
 import ringdance.keras as hvd
@@ -66,7 +65,7 @@ Array = np.ndarray[Any, Any]
 # Model -----------------------------------------------------------------------------------------------
 
 
-def resnet50(classes: int, image_size: int | None, width: int = 64) -> Any:
+def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
     """Return ResNet-50 v1.5 (stride in the 3x3 convolutions), on pixels 0 to 255, channels last; logits."""
     layers = keras.layers
 
@@ -190,18 +189,12 @@ class Model:
 
     def __init__(self, given: argparse.Namespace, preset: Preset, classes: int, checks: Any = None) -> None:
         self.preset, self.classes, self.passes = preset, classes, given.accumulate
-        self.seed, self.checks, precision = given.seed, checks, preset.precision
+        self.checks, precision = checks, preset.precision
         keras.config.set_dtype_policy("float32" if precision == "float32" else f"mixed_{precision}")
-        size = preset.image_size if preset.evaluated == preset.image_size else None
-        if given.model and size is None:
-            raise SystemExit(
-                f"--model {given.model}: models of keras.applications have one size of images: give "
-                f"--evaluation-size {preset.image_size}"
-            )
         if given.model:
             self.model: Any = of_keras(given.model, classes, preset.image_size)
         else:
-            self.model = resnet50(classes, size, given.width)
+            self.model = resnet50(classes, preset.image_size, given.width)
         passes: dict[str, Any] = {"gradient_accumulation_steps": self.passes if self.passes > 1 else None}
         if preset.optimizer == "lars":
             optimizer: Any = LARS(preset.momentum, preset.weight_decay, **passes)
@@ -216,13 +209,9 @@ class Model:
         self.model.optimizer.build(self.model.trainable_variables)
         # All of them: with averages of gradients, loss scale and counters.
         self.variables = [*self.model.variables, *self.model.optimizer.variables]
-        self.floats = [one for one in self.model.weights if one.dtype.startswith("float")]
-        averaged = self.floats if preset.ema else []
-        copies = [keras.ops.copy(one.value) for one in averaged]  # JAX may delete an array that is trained
-        self.averages = [keras.Variable(one, trainable=False, dtype=one.dtype) for one in copies]
 
-    def step(self, batch: Batch, rate: float, number: int = 0, warming_up: bool = False) -> None:
-        """Update the model by one batch, in so many passes; ``number`` of the step: of random numbers.
+    def step(self, batch: Batch, rate: float) -> None:
+        """Update the model by one batch, in so many passes.
 
         With SGD the momentum is corrected where the rate changes, which makes it PyTorch's. LARS has none to
         correct: the rate of each step belongs to its velocity, as in the paper.
@@ -233,19 +222,12 @@ class Model:
         count, optimizer = len(batch.labels), self.model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         hvd.set_learning_rate(optimizer, rate, momentum_correction=not isinstance(inner, LARS))
-        draw = np.random.default_rng([self.seed, number, hvd.rank()])
-        images, other, share = mix(batch.images, self.preset, draw)
-        images = np.rint(images).astype(np.uint8) if images.dtype != np.uint8 else images
         targets = keras.utils.to_categorical(batch.labels, self.classes)
-        targets = share * targets + (1 - share) * targets[other]
         for rows in np.array_split(np.arange(count), self.passes):
             weight = batch.weight * self.passes * len(rows) / count
             rows = rows if len(rows) else np.arange(1)  # all take part in the exchange: one image, weight 0
             weights = np.full(len(rows), weight, np.float32)
-            self.last = self.model.train_on_batch(images[rows], targets[rows], sample_weight=weights)
-        keep = 0.0 if warming_up or not number else self.preset.ema  # weights of the beginning are forgotten
-        for mean, one in zip(self.averages, self.floats, strict=bool(self.averages)):
-            mean.assign(keep * mean.value + (1 - keep) * one.value)
+            self.last = self.model.train_on_batch(batch.images[rows], targets[rows], sample_weight=weights)
 
     def figures(self) -> dict[str, float]:
         """Return mean loss and share of right images of this rank since the last call."""
@@ -256,26 +238,16 @@ class Model:
     def evaluate(self) -> dict[str, float]:
         """Return "count", the images of all ranks, and "top1" and "top5", the shares that are right."""
         self.average_statistics()
-        self.exchange_averages()
         right = hvd.TopK(ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
             if batch.weight:  # else padding
                 right.add(self.model.predict_on_batch(batch.images), batch.labels)
-        self.exchange_averages()
         return right.result()
-
-    def exchange_averages(self) -> None:
-        """Exchange the model's weights with their averages, if there are any: twice, and all is as before."""
-        for mean, one in zip(self.averages, self.floats, strict=bool(self.averages)):
-            value = read_value(one)
-            one.assign(mean.value)
-            mean.assign(value)
 
     def average_statistics(self) -> None:
         """Average normalization's running means and variances, which each rank has of its own images."""
-        pairs = zip(self.floats, self.averages or self.floats, strict=True)
-        statistics = [one for weights, mean in pairs if "moving" in weights.path for one in (weights, mean)]
+        statistics = [one for one in self.model.weights if "moving" in one.path]
         values = [keras.ops.convert_to_numpy(one.value) for one in statistics]
         if values:
             for one, value in zip(statistics, numpy.allreduce(values, name="statistics"), strict=True):
@@ -283,15 +255,12 @@ class Model:
 
     def state(self) -> dict[str, Array]:
         """Return copies of all that a checkpoint needs."""
-        found = {f"v{number}": read_value(one) for number, one in enumerate(self.variables)}
-        return found | {f"a{number}": read_value(one) for number, one in enumerate(self.averages)}
+        return {f"v{number}": read_value(one) for number, one in enumerate(self.variables)}
 
     def restore(self, state: dict[str, Array]) -> None:
         """Take such values."""
         for number, one in enumerate(self.variables):
             one.assign(state[f"v{number}"])
-        for number, mean in enumerate(self.averages):
-            mean.assign(state[f"a{number}"])
 
     def load_weights(self, file: str) -> list[str]:
         """Load weights; return the names of the head's, if it is of other classes."""
@@ -316,16 +285,12 @@ class Model:
     def equal(self) -> None:
         """Give all ranks the model of rank 0."""
         hvd.broadcast_variables(self.variables, root_rank=0)
-        for mean, one in zip(self.averages, self.floats, strict=bool(self.averages)):
-            mean.assign(keras.ops.copy(one.value))
 
     def export(self, directory: Path) -> None:
         """Write model.weights.h5, for --weights, and model.keras, for score.py."""
-        self.exchange_averages()
         self.body().save_weights(directory / "model.weights.h5")
         shares = keras.layers.Softmax(dtype="float32")(self.model.output)
         keras.Model(self.model.input, shares).save(directory / "model.keras")
-        self.exchange_averages()
 
 
 def read_value(variable: Any) -> Array:
@@ -338,15 +303,15 @@ def main() -> None:
     given = read(parser(__doc__ or ""))
     hvd.init()
     use_own_gpu()
-    preset = PRESETS[given.preset].overridden(given, hvd.size())
+    preset = PRESETS[given.preset].overridden(given)
     keras.utils.set_random_seed(given.seed)
     data, check, split = datasets(given)
     same = {"threads": given.threads, "seed": given.seed}
     loader = hvd.image_loader(
         data, preset.batch_size * given.accumulate, image_size=preset.image_size, augment=preset.augment,
-        transform=trivial_augment if preset.trivial_augment else None, shuffle=True, drop_last=True, **same,
+        shuffle=True, drop_last=True, **same,
     )  # fmt: skip
-    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.evaluated, augment=False, **same)
+    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False, **same)
     model = Model(given, preset, len(data.classes), checks.loader)
     train(given, preset, model, data, loader.loader, split, f"Keras on {keras.backend.backend()}")
 

@@ -23,9 +23,9 @@ number of processes: model, optimizer, epoch and position in the epoch are read 
 and no image is used twice in an epoch. Only rank 0 reads and writes that directory.
 
 What is printed, by rank 0: one line every --log-every steps with the mean loss and top-1 of the images that
-were trained on since the last one (as augmented and mixed), images per second of all ranks and of each, the
+were trained on since the last one (as augmented), images per second of all ranks and of each, the
 share of the time in which training waited for images, the time so far with that of the runs before, the time
-left, and what it has cost, if --price-per-hour says what all machines together cost. After every
+left, and what it costs, if --price-per-hour says what all machines together cost. After every
 --evaluate-every epochs: top-1 and top-5 on the split `validation`, each image counted once; if the data has
 none, on the images that were trained on, which the line says. The model with the best top-1 on `validation`
 is kept in --checkpoints; --evaluate prints its figures again, and --export writes it for score.py.
@@ -44,12 +44,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
-from presets import PRESETS, Preset  # type: ignore[import-not-found]
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside it
 from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ringdance.torch as hvd
 from ringdance.data import Batch
@@ -110,7 +108,7 @@ def resnet50(classes: int, width: int) -> nn.Module:
     return model
 
 
-def of_torchvision(name: str, classes: int, size: int, evaluated: int) -> tuple[nn.Module, Any, Any]:
+def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, Any]:
     """Return a classifier of torchvision, and mean and deviation of the pixels 0 to 255 that it expects."""
     try:
         from torchvision import models  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -125,11 +123,9 @@ def of_torchvision(name: str, classes: int, size: int, evaluated: int) -> tuple[
     try:
         model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **special)
         with torch.no_grad():
-            for pixels in (size, evaluated):
-                model.eval()(torch.zeros(1, 3, pixels, pixels))
+            model.eval()(torch.zeros(1, 3, size, size))
     except (AssertionError, RuntimeError, ValueError) as error:
-        sizes = " and ".join(map(str, sorted({size, evaluated})))
-        raise SystemExit(f"--model {name} takes no images of {sizes} pixels: {error}") from None
+        raise SystemExit(f"--model {name} takes no images of {size} pixels: {error}") from None
     its = models.get_model_weights(name).DEFAULT.transforms()
     return model.train(), [255 * one for one in its.mean], [255 * one for one in its.std]
 
@@ -213,12 +209,10 @@ class Model:
         checks: Any = None,
     ) -> None:
         self.device, self.preset, self.passes, self.classes = device, preset, given.accumulate, classes
-        self.seed, self.checks = given.seed, checks
+        self.checks = checks
         model: Any
         if given.model:
-            model, mean, deviation = of_torchvision(
-                given.model, classes, preset.image_size, preset.evaluated
-            )
+            model, mean, deviation = of_torchvision(given.model, classes, preset.image_size)
         else:
             model, mean, deviation = resnet50(classes, given.width), MEAN, DEVIATION
         self.model: nn.Module = model.to(device, memory_format=torch.channels_last)
@@ -233,16 +227,12 @@ class Model:
             self.inner, self.model.named_parameters(), backward_passes_per_step=self.passes
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=preset.precision == "float16")
-        self.average = None
-        if preset.ema:
-            how: Any = get_ema_multi_avg_fn(preset.ema)  # type: ignore[no-untyped-call]
-            self.average = AveragedModel(self.model, multi_avg_fn=how, use_buffers=True)
         self.sums = torch.zeros(3, device=device)  # loss, right ones, images
 
-    def forward(self, images: Tensor, model: nn.Module | None = None) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Return the logits of images, pixels 0 to 255, shape (n, 3, size, size)."""
         with self.autocast():
-            logits: Tensor = (model or self.model)((images.float() - self.mean) / self.deviation)
+            logits: Tensor = self.model((images.float() - self.mean) / self.deviation)
         return logits
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -251,8 +241,8 @@ class Model:
         dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype, enabled=low)
 
-    def step(self, batch: Batch, rate: float, number: int = 0, warming_up: bool = False) -> None:
-        """Update the model by one batch, in so many passes; ``number`` of the step: of random numbers.
+    def step(self, batch: Batch, rate: float) -> None:
+        """Update the model by one batch, in so many passes.
 
         The gradients are averaged over the ranks. The weight of the batch makes that the mean over the images
         of the global batch, also if it is short, or if this rank has none of it.
@@ -262,27 +252,17 @@ class Model:
         count = len(batch.labels)
         passes = min(self.passes, count)
         self.optimizer.set_backward_passes_per_step(passes)
-        draw = np.random.default_rng([self.seed, number, hvd.rank()])
-        mixed, other, share = mix(batch.images.permute(0, 2, 3, 1), self.preset, draw)
-        others = batch.labels[other] if share < 1 else batch.labels
-        parts = (one.tensor_split(passes) for one in (mixed.permute(0, 3, 1, 2), batch.labels, others))
-        for images, labels, seconds in zip(*parts, strict=True):
+        parts = (one.tensor_split(passes) for one in (batch.images, batch.labels))
+        for images, labels in zip(*parts, strict=True):
             logits, smoothing = self.forward(images).float(), self.preset.label_smoothing
             loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-            if share < 1:
-                second = functional.cross_entropy(logits, seconds, label_smoothing=smoothing)
-                loss = share * loss + (1 - share) * second
-            right = (logits.detach().argmax(1) == (labels if share >= 0.5 else seconds)).sum()
+            right = (logits.detach().argmax(1) == labels).sum()
             self.sums += torch.stack([loss.detach() * len(labels), right, right.new_tensor(len(labels))])
             scaled: Any = self.scaler.scale(loss * (batch.weight * len(labels) / count))
             scaled.backward()
         self.scaler.step(self.optimizer)  # float16: if a rank's gradients overflow, all skip this step
         self.scaler.update()
         self.optimizer.zero_grad()
-        if self.average:
-            if warming_up:  # weights of the beginning are forgotten, as torchvision does
-                self.average.n_averaged.zero_()
-            self.average.update_parameters(self.model)
 
     def figures(self) -> dict[str, float]:
         """Return mean loss and share of right images of this rank since the last call; waits for the GPU."""
@@ -294,36 +274,27 @@ class Model:
     def evaluate(self) -> dict[str, float]:
         """Return the number of images of all ranks, "count", and the shares "top1" and "top5"."""
         self.average_statistics()
-        model, metric = self.best_model().eval(), hvd.TopK(ranks_of(self.classes))
+        model, metric = self.model.eval(), hvd.TopK(ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
             if batch.weight:  # else padding
-                metric.add(self.forward(batch.images, model).float().cpu(), batch.labels.cpu())
+                metric.add(self.forward(batch.images).float().cpu(), batch.labels.cpu())
         model.train()
         return metric.result()
 
-    def best_model(self) -> nn.Module:
-        """Return the averaged model, if there is one."""
-        return self.average.module if self.average else self.model
-
     def average_statistics(self) -> None:
         """Average normalization's running means and variances, which each rank has of its own images."""
-        models = (self.model, self.best_model()) if self.average else (self.model,)
-        statistics = [one for model in models for one in model.buffers() if one.is_floating_point()]
+        statistics = [one for one in self.model.buffers() if one.is_floating_point()]
         if statistics:
             hvd.grouped_allreduce_(statistics, name="statistics")
 
     def state(self) -> dict[str, Array]:
         """Return copies of all that a checkpoint needs."""
-        return arrays_of(self.inner, self.scaler, **self.modules())
+        return arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
         """Take such values."""
-        restore(state, self.inner, self.scaler, **self.modules())
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Return the model, and the averaged one, by their names in checkpoints."""
-        return {"model": self.model, "average": self.average} if self.average else {"model": self.model}
+        restore(state, self.inner, self.scaler, model=self.model)
 
     def load_weights(self, file: str) -> list[str]:
         """Load a state dict; return the names of the head's parameters, if it is of other classes."""
@@ -344,15 +315,13 @@ class Model:
     def equal(self) -> None:
         """Give all ranks the model of rank 0."""
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        if self.average:
-            self.average.module.load_state_dict(self.model.state_dict())
 
     def export(self, directory: Path) -> None:
         """Write weights.pt, for --weights, and program.pt2, a program for score.py without this file."""
-        best: Any = self.best_model()
-        model = best.to("cpu", memory_format=torch.contiguous_format).eval()
+        trained: Any = self.model
+        model = trained.to("cpu", memory_format=torch.contiguous_format).eval()
         torch.save(model.state_dict(), directory / "weights.pt")
-        size = self.preset.evaluated
+        size = self.preset.image_size
         example = torch.zeros(2, size, size, 3, dtype=torch.uint8)
         whole = Classifier(model, self.mean.cpu(), self.deviation.cpu()).eval()
         program = torch.export.export(whole, (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
@@ -363,11 +332,10 @@ def main() -> None:
     """Train as the command line says."""
     options = parser(__doc__ or "")
     given = read(options)
-    for name in ("image_size", "evaluation_size"):
-        if not given.model and (size := getattr(given, name)) is not None and size <= 32:
-            options.error(f"--{name.replace('_', '-')} {size}: give 33 or more: it is halved five times")
+    if not given.model and given.image_size is not None and given.image_size <= 32:
+        options.error(f"--image-size {given.image_size}: give 33 or more: it is halved five times")
     hvd.init()
-    preset = PRESETS[given.preset].overridden(given, hvd.size())
+    preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
@@ -378,9 +346,9 @@ def main() -> None:
     same = {"device": device, "threads": given.threads, "seed": given.seed}
     loader = hvd.image_loader(
         data, preset.batch_size * given.accumulate, image_size=preset.image_size, augment=preset.augment,
-        transform=trivial_augment if preset.trivial_augment else None, shuffle=True, drop_last=True, **same,
+        shuffle=True, drop_last=True, **same,
     )  # fmt: skip
-    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.evaluated, augment=False, **same)
+    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False, **same)
     model = Model(given, preset, len(data.classes), device, checks)
     train(given, preset, model, data, loader, split, f"PyTorch on {device.type}")
     hvd.shutdown()
