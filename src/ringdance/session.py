@@ -285,7 +285,8 @@ def _start(comm: Any, settings: Settings) -> Engine:
     if comm is None and len(transport.host_group) == transport.size:
         _check_hosts(transport.size)
     ring = _process.monitoring.ring(settings)
-    return Engine(transport, settings, threaded=threads, report=_log.warning, ring=ring)
+    threaded = threads and transport.several_threads
+    return Engine(transport, settings, threaded=threaded, report=_log.warning, ring=ring)
 
 
 def _check_hosts(size: int) -> None:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import script
+from processes import by_main, script
 from run import launcher
 
 PROGRAM = """
@@ -145,3 +145,19 @@ def test_a_process_that_a_rank_starts_is_not_the_rank(
         for rank in (0, 1):
             assert re.search(f"{kind} {rank} 2 {rank} 2 {who.format(rank)}", done.stdout), done.stdout
     assert done.stdout.count("inner 3") == 2 * bool(nested), done.stdout
+
+
+def test_mpi_without_support_for_threads_is_called_by_no_thread_of_the_engine(tmp_path: Path) -> None:
+    """MPI may then be called by the main thread only: the engine works while that waits."""
+    path = script(
+        tmp_path,
+        "import mpi4py, threading\n"
+        "mpi4py.rc.thread_level = 'single'\n"
+        "from mpi4py import MPI\n"
+        "import numpy as np, ringdance.numpy as hvd\n"
+        "hvd.init()\n"
+        "print(hvd.allreduce(np.ones(3), op=hvd.Sum, name='x'), [t.name for t in threading.enumerate()])\n",
+    )
+    done = by_main("run", "-np", "2", "--no-prefix", sys.executable, path)
+    assert done.stdout == "[2. 2. 2.] ['MainThread']\n" * 2, done.stderr
+    assert "initialised without support for several threads" in done.stderr

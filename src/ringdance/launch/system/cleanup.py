@@ -127,7 +127,9 @@ class Cleanup:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if self.backup:
-            linux.send_signal(self.backup, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # it was killed, and its number may be another's now
+                os.waitid(os.P_PID, self.backup, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                linux.send_signal(self.backup, signal.SIGKILL)
         return not left
 
     def note(self, pid: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -91,6 +92,21 @@ def test_what_a_killed_process_alone_had_mapped_is_removed(
     assert other.run(failed=True)
     assert not segment.exists()
     assert all(file.exists() for file in others)
+
+
+def test_another_process_that_now_has_the_number_of_a_killed_backup_stays() -> None:
+    shell = subprocess.run(["sh", "-c", "sleep 60 >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True)
+    other, mine = int(shell.stdout), subprocess.Popen(["sleep", "60"])
+    try:
+        for number in (other, mine.pid):
+            cleanup = Cleanup("no such job", (), time.time())
+            cleanup.backup = number
+            cleanup.run()
+        assert mine.wait(10) == -signal.SIGKILL
+        os.kill(other, 0)
+    finally:
+        os.kill(other, signal.SIGKILL)
+        mine.kill()
 
 
 def notes(directory: Path) -> list[str]:
