@@ -95,15 +95,16 @@ def test_what_a_killed_process_alone_had_mapped_is_removed(
 
 
 def test_another_process_that_now_has_the_number_of_a_killed_backup_stays() -> None:
-    shell = subprocess.run(["sh", "-c", "sleep 60 >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True)
-    other, mine = int(shell.stdout), subprocess.Popen(["sleep", "60"])
+    words = ["sh", "-c", "sleep 60 >&- & echo $!"]
+    other = int(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
+    mine = subprocess.Popen(["sleep", "60"])
     try:
         for number in (other, mine.pid):
             cleanup = Cleanup("no such job", (), time.time())
             cleanup.backup = number
             cleanup.run()
         assert mine.wait(10) == -signal.SIGKILL
-        os.kill(other, 0)
+        assert Path(f"/proc/{other}/cmdline").read_bytes(), "it has ended"
     finally:
         os.kill(other, signal.SIGKILL)
         mine.kill()
