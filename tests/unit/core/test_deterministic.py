@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from loopback_job import job
 from programs.sums import digest
+from sampled import drawn
 
 from ringdance.core.engine import Engine
 from ringdance.settings import Settings
@@ -23,11 +24,12 @@ HOSTS = {
 ])  # fmt: skip
 def test_two_runs_are_bit_equal_under_different_delays(hosts: tuple[str, ...]) -> None:
     settings = Settings(deterministic=True, chunk_bytes=16 << 10, small_bytes=2 << 10, cycle_time=0.5)
+    seeds = drawn(f"deterministic {hosts}", range(40), 3)
     runs = []
     for delays in (1, 2):
 
         def program(engine: Engine, delays: int = delays) -> list[str]:
-            return [digest(engine, seed, 100 * delays + seed, steps=1) for seed in range(10)]
+            return [digest(engine, seed, 100 * delays + seed, steps=1) for seed in seeds]
 
         runs.append(job(len(hosts), program, settings, hosts=hosts, seed=delays, delay=0.2))
     assert runs[0] == runs[1]

@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 from loopback_job import job
 from not_numbers import OPS, cases, check
+from sampled import sampled
 
 import ringdance.numpy as hvd
 from ringdance.core.engine import Engine
 from ringdance.settings import Settings
 
+WAYS = [("aaa", True), ("aabb", True), ("abb", True), ("aabb", False)]
 
-@pytest.mark.parametrize(("hosts", "window"), [("aaa", True), ("aabb", True), ("abb", True), ("aabb", False)])
-def test_max_min_and_sum(hosts: str, window: bool) -> None:
+
+@pytest.mark.parametrize("way", sampled("not numbers", WAYS, 2), ids=str)
+def test_max_min_and_sum(way: tuple[str, bool]) -> None:
+    hosts, window = way
     table = list(cases(len(hosts), (1, 2, 33, 1000, 5000, 30_000)))
 
     def program(engine: Engine) -> None:

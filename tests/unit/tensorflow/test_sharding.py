@@ -36,7 +36,7 @@ PLANS = [
 SHARES = list(product(PLANS, ("pad", "drop", "join"), (False, True)))
 
 
-@pytest.mark.parametrize("case", sampled("shares of data sets", SHARES, 10), ids=str)
+@pytest.mark.parametrize("case", sampled("shares of data sets", SHARES, 6), ids=str)
 def test_each_sample_once_in_each_epoch(
     monkeypatch: pytest.MonkeyPatch, case: tuple[tuple[bool, str, Any], str, bool]
 ) -> None:

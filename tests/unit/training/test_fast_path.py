@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from by_numpy import FLOATS, Array, dtype_of
 from loopback_job import job
+from sampled import sampled
 
 from ringdance.core.engine import Engine
 from ringdance.core.exchange.arithmetic import Reduction, reduction, two_stages
@@ -139,10 +141,13 @@ def outcome(dtype: str, step: int, others: list[Array], average: Average) -> boo
     return False
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, "int8"])
-@pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 13, 129, 1000])
-def test_every_rank_sees_that_one_is_behind(dtype: str, size: int) -> None:
+BEHIND = list(product([*FLOATS, "int8"], [2, 3, 5, 7, 8, 13, 129, 1000]))
+
+
+@pytest.mark.parametrize("case", sampled("a rank behind", BEHIND, 12), ids=str)
+def test_every_rank_sees_that_one_is_behind(case: tuple[str, int]) -> None:
     """However many have joined, adding zeros, and however the average is rounded."""
+    dtype, size = case
     nothing = np.zeros_like(tag_of(dtype, 0))
     for average in averages(nothing.dtype.name, size):
         for step in (0, 6, 7, STEPS - 1):
@@ -156,9 +161,12 @@ def test_every_rank_sees_that_one_is_behind(dtype: str, size: int) -> None:
             assert not outcome(dtype, step, [nothing] * (size - 1), average)
 
 
-@pytest.mark.parametrize("hosts", [None, "aabbb", "abababab"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_different_steps_raise_on_all_ranks(dtype: str, hosts: str | None) -> None:
+APART = list(product(["bfloat16", "float32"], [None, "aabbb", "abababab"]))
+
+
+@pytest.mark.parametrize("case", sampled("different steps", APART, 2), ids=str)
+def test_different_steps_raise_on_all_ranks(case: tuple[str, str | None]) -> None:
+    dtype, hosts = case
     size = len(hosts or "12345")
 
     def program(engine: Engine) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loopback_job import bind, job, world_for
+from sampled import sampled
 
 from ringdance import session
 from ringdance.core.engine import Engine
@@ -110,7 +111,7 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
     assert "10.0 ± 1.0% of a step's time won" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("hosts", sampled("a real search", HOSTS, 1), ids=str)
 def test_a_real_search_ends(hosts: tuple[str, ...] | None, capsys: Any) -> None:
     settings = Settings(autotune=True, chunk_bytes=32768, small_bytes=64, autotune_steps_per_sample=2)
     found = job(3, train(210), settings, hosts=hosts)
