@@ -59,10 +59,6 @@ def test_a_script_runs_without_a_copy_with_its_own_arguments():
     assert "deepfm/score" in wrong.stderr
 
 
-def test_a_recipe_without_presets_shows_its_manuals(capsys: pytest.CaptureFixture[str]):
-    assert main(["recipes", "show", "deepfm"]) == 0
-    assert "--split validation" in capsys.readouterr().out
-
 
 def test_presets_say_where_they_are_from_and_are_complete(capsys: pytest.CaptureFixture[str]):
     assert main(["recipes", "show", "resnet50"]) == 0

@@ -8,22 +8,17 @@ import importlib
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ringdance import subcommands
 from ringdance.launch.spec import CommandError
-from ringdance.recipes.detection import presets as detection
-from ringdance.recipes.resnet50 import presets as resnet50
 from ringdance.subcommands import Subcommand
 
-_DESCRIPTION = "List, show, copy and run training jobs that come with Ringdance."
+_DESCRIPTION = "List, copy and run training jobs that come with Ringdance."
 _EPILOG = """\
 examples:
   ringdance recipes list
-  ringdance recipes show resnet50                  its presets: hyper-parameters, sources, published results
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and what they share
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
   ringdance recipes run deepfm/score --help        a script of a recipe, without a copy
@@ -40,7 +35,6 @@ _RECIPES = {
     "detection": "ringdance run -np 2 python {}/train.py --help",
     "deepfm": "ringdance run -np 2 python {}/train_torch.py --help",
 }
-_PRESETS: dict[str, Any] = {"resnet50": resnet50.PRESETS, "detection": detection.PRESETS}
 _SCORED = ("resnet50", "deepfm")  # by one script
 
 
@@ -74,18 +68,6 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    if not (presets := _PRESETS.get(arguments.recipe)):
-        manuals = ((one, ast.get_docstring(ast.parse(one.read_text()))) for one in _files(arguments.recipe))
-        print("\n\n".join(f"{one.name}\n\n{textwrap.indent(text or '', '  ')}" for one, text in manuals))
-        return 0
-    for name, one in presets.items():
-        print(f"{name}  (batch {one.batch_size * one.devices:,})")
-        fields = ((name.replace("_", " "), value) for name, value in vars(one).items() if value)
-        print("".join(f"  {field:17}{value}\n" for field, value in fields))
-    return 0
-
-
 def _copy(arguments: argparse.Namespace) -> int:
     target = Path(arguments.directory or arguments.recipe)
     files = _files(arguments.recipe)
@@ -114,12 +96,8 @@ def _run(arguments: argparse.Namespace) -> int:
     os.execv(sys.executable, [sys.executable, str(scripts[wanted]), *arguments.arguments])
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", choices=_RECIPES, metavar="RECIPE", help=f"one of: {', '.join(_RECIPES)}")
-
-
 def _add_copy(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
+    parser.add_argument("recipe", choices=_RECIPES, metavar="RECIPE", help=f"one of: {', '.join(_RECIPES)}")
     parser.add_argument("directory", metavar="DIR", nargs="?", help="where to (default: ./RECIPE)")
     parser.add_argument("--force", action="store_true", help="overwrite files of these names")
 
@@ -132,7 +110,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 _SUBCOMMANDS = {
     "list": Subcommand(_list, "list the recipes and their files", lambda parser: None),
-    "show": Subcommand(_show, "show a recipe's presets, or its scripts' manuals", _add_recipe),
     "copy": Subcommand(_copy, "copy a recipe's files into a directory, to run and to change", _add_copy),
     "run": Subcommand(_run, "run a script of a recipe with this Python", _add_run, _RUN_EPILOG),
 }

@@ -11,7 +11,6 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.job_files import read_regular, whole_text
 
-VERSION = 1
 VALUES = {
     **dict.fromkeys(("fusion_threshold", "chunk_bytes", "wire_bytes"), (0, 1 << 40)), "cycle_time": (0, 1e6),
     "hierarchical": (0, 1), "overlap": (0, 1), "threads": (1, 1024),
@@ -49,7 +48,7 @@ def model_of(gradients: Mapping[str, tuple[tuple[int, ...], str, int]]) -> dict[
 
 def write(path: str, job: Mapping[str, Any], values: Mapping[str, float], won: str) -> None:
     """Write a result. Raises OSError."""
-    content = {"ringdance_tuned": VERSION, "job": job, "values": values, "won": won}
+    content = {"ringdance_tuned": 1, "job": job, "values": values, "won": won}
     with whole_text(Path(path)) as file:
         json.dump(content, file, indent=1)
         file.write("\n")
@@ -67,7 +66,7 @@ def read(path: str) -> dict[str, Any]:
         raise ValueError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("ringdance_tuned") != VERSION:
+    if not isinstance(found, dict) or "ringdance_tuned" not in found:
         raise ValueError(f"{path} was not written by `ringdance run --autotune --autotune-log-file`")
     values: Any = found.get("values")
     if (

@@ -54,7 +54,8 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
     if not set(threads).issubset(pending):
         time.sleep(_SAMPLE_S)
     # At once: what Python calls the caller of a frame that has ended was once another object.
-    stacks = {ident: _frames_of(frame) for ident, frame in sys._current_frames().items()}
+    walks = {ident: traceback.walk_stack(frame) for ident, frame in sys._current_frames().items()}
+    stacks = {ident: [frame for frame, _ in walk] for ident, walk in walks.items()}
     main = threading.main_thread().ident or 0
     found = []
     for ident in sorted(stacks, key=lambda ident: (ident not in pending, ident != main)):
@@ -65,10 +66,6 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
                 doing = _doing(stacks[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
             found.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
     return found[:_MOST_THREADS]
-
-
-def _frames_of(innermost: FrameType) -> list[FrameType]:
-    return [frame for frame, _ in traceback.walk_stack(innermost)]
 
 
 def _doing(frames: Sequence[FrameType], said: str) -> str:

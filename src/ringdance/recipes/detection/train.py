@@ -9,7 +9,7 @@
 --data DIR has COCO's layout: DIR/annotations/instances_train2017.json with the images in DIR/train2017, and
 the same for val2017.
 
-`ringdance recipes show detection` lists the presets: the hyper-parameters of published runs and their
+`presets.py` has the presets: the hyper-parameters of published runs and their
 results. Options override single values. The learning rate of a preset holds for its whole batch; with
 another number of processes it is scaled with the batch.
 

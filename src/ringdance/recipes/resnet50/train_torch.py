@@ -7,7 +7,7 @@ Try it on a laptop, without data; then with data, as `ringdance data prepare` wr
     ringdance run -np 8 python train_torch.py --preset 8xV100 --data /data/imagenet --checkpoints run1
     ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_torch.py --preset 32 --data /data/imagenet
 
-`ringdance recipes show resnet50` lists the presets: the hyper-parameters of published runs and their
+`presets.py` has the presets: the hyper-parameters of published runs and their
 results. Options override single values. The learning rate of a preset holds for its whole batch; with
 another number of processes it is scaled with the batch.
 
