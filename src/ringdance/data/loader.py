@@ -262,7 +262,7 @@ class SyntheticLoader(ImageBatches):
         super().__init__(plan, image_size)
         self.classes = classes
         shape = (batch_size, image_size, image_size, 3)
-        self._images = np.random.RandomState([seed, rank]).randint(0, 256, shape, np.uint8)
+        self._images = np.random.RandomState([seed, rank]).randint(0, 256, shape, dtype=np.uint8)
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of the rest of the epoch as NumPy arrays."""

@@ -92,7 +92,7 @@ def write(
     files = []
     for number, chosen in enumerate(np.array_split(np.arange(len(pairs)), shards)):
         target = directory / shard_name(split, number, shards, format)
-        files.append(write_shard(target, format, map(sample, chosen)))
+        files.append(write_shard(target, format, map(sample, chosen.tolist())))
     rows = joined(rows for _, rows in files)
     shard_files = [file for file, _ in files]
     Dataset(directory, split, format, classes, shard_files, rows).write()

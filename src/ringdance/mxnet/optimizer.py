@@ -52,7 +52,7 @@ class _Reduction:
         pairs = [self.compression.compress(one) for one in gradients]
         calls = []
         parts = np.array_split(np.arange(len(pairs)), min(self.groups, len(pairs)) or 1)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(one.tolist() for one in parts):
             name = f"{self.name}{suffix}" + (f".{number}" if len(parts) > 1 else "")
             labels.note(f"grouped_allreduce.{name}", self.name, "gradients", [names[one] for one in part])
             call = allreduce_call(name, None, Average, *self.scales, self.process_set, True)
