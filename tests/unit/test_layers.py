@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+from sampled import sampled
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet", "sklearn"}
 ENGINE = {"ringdance.training", "ringdance.session", "ringdance.core", "ringdance.transport"}
@@ -105,13 +106,12 @@ def test_data_brings_numpy_only():
     assert not parts_of(modules, FRAMEWORKS | BINDINGS | ENGINE | others)
 
 
-@pytest.mark.parametrize(
-    ("module", "own"),
-    [("ringdance.numpy", set()), ("ringdance.torch", {"torch"}), ("ringdance.jax", {"jax"})],
-)
-def test_a_binding_brings_its_framework_only(module, own):
+@pytest.mark.parametrize("name", sampled("bindings", ["numpy", "torch", "jax"], 1, ["numpy"]))
+def test_a_binding_brings_its_framework_only(name):
+    module, own = f"ringdance.{name}", {name} & FRAMEWORKS
     for framework in own:
-        pytest.importorskip(framework)
+        if importlib.util.find_spec(framework) is None:
+            pytest.skip(f"needs {framework}")
     modules = imported(module)
     assert not parts_of(modules, FRAMEWORKS - own)
     assert not parts_of(modules, {"ringdance.launch", "ringdance.cli", "mpi4py"})

@@ -60,10 +60,10 @@ def test_this_python_is_found() -> None:
 def test_a_row_that_has_passed_on_these_sources_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tree = matrix.digest()
-    assert tree == matrix.digest()
+    tree = matrix.digest(matrix.ROOT)
+    assert tree == matrix.digest(matrix.ROOT)
     monkeypatch.setattr(matrix, "DIRECTORY", tmp_path)
-    monkeypatch.setattr(matrix, "digest", lambda: tree)
+    monkeypatch.setattr(matrix, "digest", lambda root: tree)
     monkeypatch.setattr(matrix, "run_row", lambda row, tree, _: matrix.Result("FAILED (it was run)", tree))
     monkeypatch.setattr(sys, "argv", ["matrix.py", "--only", "newest-312"])
     passed = matrix.Result("passed", tree, {"python": "3.12.1"}, {"passed": 7}, 60.0)

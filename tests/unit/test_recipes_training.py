@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampled import seed_of_the_day
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError
@@ -197,7 +198,8 @@ def test_a_copy_with_any_other_byte_is_named_or_as_before(tmp_path: Path) -> Non
     path = tmp_path / "checkpoint-00000000"
     (tmp_path / f".{path.name}.json").unlink()
     content, read = path.read_bytes(), 0
-    for place in range(len(content)):
+    places = range(seed_of_the_day() % 4, len(content), 4)
+    for place in places:
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         run = begin(Model(), checkpoints=tmp_path)
         with contextlib.suppress(SystemExit):
@@ -205,7 +207,7 @@ def test_a_copy_with_any_other_byte_is_named_or_as_before(tmp_path: Path) -> Non
             assert run.model.weights.tolist() == [1, 2, 3]  # type: ignore[attr-defined]
             read += 1
         run.close({})
-    assert read < len(content) / 3
+    assert read < len(places) / 3
 
 
 def test_positions_of_another_version_are_named(tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ def free_port() -> int:
 
 def test_lines_have_the_counters_and_the_last_of_each_rank(tmp_path: Path) -> None:
     one, two = rings(2)
-    metrics = metrics_of([one, two], directory=str(tmp_path / "new"))
+    metrics = metrics_of([one, two], directory=str(tmp_path / "new"), interval=0.5)
     count(one, 3)
-    time.sleep(0.02)
+    time.sleep(0.6)
     metrics.write_if_due()
     metrics.write_if_due()  # too early
     count(one, 4)
