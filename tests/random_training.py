@@ -13,7 +13,7 @@ from sampled import sampled
 from ringdance.errors import RingdanceError
 from ringdance.training.objects import allgather_object
 
-COUNT, BLOCK = 201, 3
+COUNT, BLOCK = 201, 1
 FEATURES, ROWS_OF_TABLE = 5, 7
 
 Array = np.ndarray[Any, Any]
@@ -77,8 +77,8 @@ class Program:
 
 
 def blocks(name: str) -> list[Any]:
-    """Return the first seeds of all blocks of programs as parameters; one block is due on a day."""
-    return sampled(name, range(0, COUNT, BLOCK), 1)
+    """Return the first seeds of all blocks of programs as parameters; two blocks are due on a day."""
+    return sampled(name, range(0, COUNT, BLOCK), 2)
 
 
 def make(seed: int, size: int) -> Program:
