@@ -11,6 +11,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 from sampled import sampled
@@ -24,6 +25,7 @@ BINDINGS = {
 
 PROBE = """
 import json, os, signal, sys, threading, time
+{first}
 before = [signal.getsignal(n) for n in signal.valid_signals()], dict(os.environ), threading.active_count()
 start = time.perf_counter()
 import {names}
@@ -34,10 +36,11 @@ print(json.dumps({{"modules": sorted(sys.modules), "seconds": seconds,
 """
 
 
-def imported(module: str, whole: bool = True) -> set[str]:
+def imported(module: str, whole: bool = True, frameworks: Iterable[str] = ()) -> set[str]:
     """The modules loaded after importing `module`, with all its submodules if `whole`.
 
-    The import must change no signal handler, no environment variable and no thread.
+    The import must change no signal handler, no environment variable and no thread. What `frameworks` change
+    by themselves does not count.
     """
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
@@ -45,7 +48,7 @@ def imported(module: str, whole: bool = True) -> set[str]:
     if whole:
         directories = spec.submodule_search_locations or []
         names += [found.name for found in pkgutil.walk_packages(directories, module + ".")]
-    code = PROBE.format(names=", ".join(names))
+    code = PROBE.format(first="".join(f"import {name}\n" for name in frameworks), names=", ".join(names))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -112,7 +115,7 @@ def test_a_binding_brings_its_framework_only(name):
     for framework in own:
         if importlib.util.find_spec(framework) is None:
             pytest.skip(f"needs {framework}")
-    modules = imported(module)
+    modules = imported(module, frameworks=own)
     assert not parts_of(modules, FRAMEWORKS - own)
     assert not parts_of(modules, {"ringdance.launch", "ringdance.cli", "mpi4py"})
     assert not parts_of(modules, {"torch._dynamo"}), "it takes seconds, and is for torch.compile"

@@ -47,7 +47,7 @@ def searched(directory: Path, sampler: str, seed: int) -> float:
 def test_tpe_is_better_than_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the median of five seeds, 40 trials each, on Branin's function, whose minimum is 0.398."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    seeds = range(0, 5000, 1000)
+    seeds = range(0, 5000, 1000)  # the trials of a study take the seeds from its own on
     medians = {
         name: statistics.median(searched(tmp_path / f"{name}{seed}", name, seed) for seed in seeds)
         for name in ("tpe", "random")
@@ -110,8 +110,7 @@ def test_the_best_command_has_a_directory_without_the_trials_files(
     """A script that goes on with what it finds there would have nothing left to do."""
     study = Study(tmp_path, space())
     trial, own = study.trial(), tmp_path / "trials" / "0000"
-    command = ["train", "--out={dir}/run", "{params}", "{x}"]
-    trial.set_user_attr("command", fill(command, trial.params, own, slots="0"))
+    trial.set_user_attr("command", fill(["train", "--out={dir}/run", "{params}", "{x}"], trial.params, own))
     study.tell(trial, "COMPLETE", 1.0)
     study._lock.close()
     assert main(["search", "best", str(tmp_path)]) == 0
@@ -227,7 +226,7 @@ def test_a_full_disk_is_named(
     assert capsys.readouterr().err == "ringdance search: disk: No space left on device\n"
 
 
-def test_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import ringdance
 
     for name in ("RINGDANCE_RANK", "OMPI_COMM_WORLD_RANK"):
@@ -244,6 +243,9 @@ def test_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ringdance.report(1)
     assert len(path.read_text().splitlines()) == 2
     monkeypatch.setenv("RINGDANCE_RANK", "0")
+    monkeypatch.setenv(REPORT, "print:loss")
+    ringdance.report(0.25)
+    assert capsys.readouterr().out == "loss=0.25\n"
     monkeypatch.setenv(REPORT, str(tmp_path / "absent" / "report.jsonl"))
     with pytest.raises(FileNotFoundError, match="--study that all hosts share"):
         ringdance.report(1)
