@@ -76,7 +76,7 @@ def due(item: pytest.Item, name: str, values: Sequence[Any] = ()) -> bool:
 def due_in_tensorflow(item: pytest.Item, params: dict[str, Any]) -> bool:
     """Whether today a test of TensorFlow has its turn with its type, and at once or in a graph.
 
-    dropin/contract tries each collective with all types in both ways each day.
+    dropin/contract tries each collective with all types each day, some tests at once and some in a graph.
     """
     assert isinstance(item, pytest.Function)
     types = ("bfloat16", *drawn(item.originalname, ("float16", "float32"), 1))

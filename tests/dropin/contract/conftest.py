@@ -21,6 +21,21 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `contract_inputs`
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from sampled import case_of, drawn
+
+ON_CPU = ("cpu-eager", "cpu-graph")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to make test-all one of the two ways in which TensorFlow runs a test, each day the other one."""
+    for item in items:
+        way = item.callspec.params.get("way") if hasattr(item, "callspec") else None
+        if way in ON_CPU and way not in drawn(case_of(item, without="way"), ON_CPU, 1):
+            item.add_marker(pytest.mark.slow)
+
+
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from contract_inputs import MOVED, RANK, SIZE, gpu, several
+from sampled import sampled
 from test_torch_state import OPTIMIZERS, OPTIONS, optimizer_of
 from torch import Tensor, nn
 
@@ -79,7 +80,7 @@ def test_compression_fp16() -> None:
     assert hvd.allreduce(given, compression=hvd.Compression.fp16).tolist() == [(SIZE + 1) / 2] * 9
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sampled("optimizers with branches", list(OPTIMIZERS), 4))
 def test_every_optimizer_with_branches(name: str) -> None:
     for options in OPTIONS:
         net, reference = Net(), Net()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from contract_inputs import RANK, SIZE, several
+from sampled import sampled
 from torch import Tensor, nn
 
 import horovod.torch as hvd
@@ -87,7 +88,7 @@ def check(name: str, options: dict[str, Any], root: int, device: Any, own_steps:
 
 
 @several
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sampled("state of an optimizer", list(OPTIMIZERS), 4))
 def test_state_of_every_optimizer(name: str, device: Any) -> None:
     for number, options in enumerate(OPTIONS):
         for own_steps in (0, 3):
