@@ -8,11 +8,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
-<<<<<<< HEAD
-=======
-from contextlib import redirect_stdout
 from importlib.util import find_spec
->>>>>>> tranks
 from pathlib import Path
 from typing import Any
 
