@@ -51,7 +51,7 @@ def test_kernels_that_use_up_all_threads_say_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two programs whose ranks wait for each other so are in tests/dropin/test_stall.py."""
-    engine = SimpleNamespace(settings=SimpleNamespace(deadlock_time=3.0))
+    engine = SimpleNamespace(rank=hvd.rank(), settings=SimpleNamespace(deadlock_time=3.0))
     monkeypatch.setattr(kernels.session, "engine", lambda: engine)
     limits: list[Any] = []
 

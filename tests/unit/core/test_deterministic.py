@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from loopback_job import job
 from programs.sums import digest
-from sampled import drawn
+from sampled import part
 
 from ringdance.core.engine import Engine
 from ringdance.settings import Settings
@@ -24,7 +24,7 @@ HOSTS = {
 ])  # fmt: skip
 def test_two_runs_are_bit_equal_under_different_delays(hosts: tuple[str, ...]) -> None:
     settings = Settings(deterministic=True, chunk_bytes=16 << 10, small_bytes=2 << 10, cycle_time=0.5)
-    seeds = drawn(f"deterministic {hosts}", range(40), 3)
+    seeds = part(f"deterministic {hosts}", range(40), 3)
     runs = []
     for delays in (1, 2):
 

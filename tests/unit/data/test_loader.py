@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from sampled import drawn
+from sampled import part
 
 from ringdance.data import Dataset, Loader, SyntheticLoader, images, write
 from ringdance.data.boxes import centre_box, random_box
@@ -65,7 +65,7 @@ class Memory:
 def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
     """Go through part of an epoch with each number of ranks, go on with each other, and with a third."""
     cases = list(itertools.product((0, 7, 31), (1, 3), itertools.product(SIZES, repeat=3)))
-    for length, batch, (first, second, third) in drawn("resumed at any size", cases, 60):
+    for length, batch, (first, second, third) in part("resumed at any size", cases, 60):
         whole = Plan(length, batch, shuffle, 5, 0, 1)
         whole.set_epoch(2)
         order = [one for numbers, *_ in whole.batches() for one in numbers.tolist()]
