@@ -23,7 +23,7 @@ from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import run_everywhere
 from ringdance.launch.background import records
-from ringdance.launch.parser import Parser, as_program, number
+from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
 
@@ -95,8 +95,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("target", metavar="JOB|PID", nargs="?", default="", help=text)
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
     parser.add_argument("--json", action="store_true", help="what is known of the ranks as JSON")
-    text = "seconds for the answers of other hosts (default 20)"
-    parser.add_argument("--timeout", type=number, default=20.0, metavar="S", help=text)
     add_arguments(parser)
 
     def action() -> int:
@@ -171,7 +169,7 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
     words = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
     with closing(host_set(arguments)) as hosts:
         hosts.connect(arguments.connect_timeout)
-        results = run_everywhere(hosts, words, arguments.timeout)
+        results = run_everywhere(hosts, words, timeout=20.0)
     found: list[_Rank] = []
     for host, result in results.items():
         try:

@@ -57,7 +57,7 @@ def run_everywhere(hosts: HostSet, words: Sequence[str], timeout: float) -> dict
             elif _ended(hosts, host, message, results[host]) and host in running:
                 running.remove(host)
     for host in running:
-        results[host].problem = f"ended after {timeout:g} s (--timeout)"
+        results[host].problem = f"it has not answered in {timeout:g} s"
     _clean(hosts)
     return results
 

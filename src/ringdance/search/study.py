@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
@@ -140,7 +141,8 @@ class Study:
         # Random numbers of its own, so that a resumed search repeats none.
         options = dict(self.space.sampler)
         if options.get("seed") is not None:
-            options["seed"] += len(self.trials()) if number is None else number
+            place = len(self.trials()) if number is None else number
+            options["seed"] = random.Random(f"{options['seed']} {place}").getrandbits(32)
         self.study.sampler = self._made("sampler", options)
         if number is None:
             number = self.study.ask().number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ringdance.launch.mpi.mpirun import parse
 from ringdance.launch.remote.shell import add_host_options, ssh_words
 from ringdance.launch.spec import JobSpec
 from ringdance.observe import bench
-from ringdance.tune import bench_train, plan_cli, threads
+from ringdance.tune import bench_train, threads
 
 COMMANDS = (
     "run", "bench train", "bench input", "tune threads", "search", "doctor", "explain", "hosts copy",
@@ -98,23 +97,3 @@ def test_tune_threads_starts_its_trials_there(
         assert line.ssh == ["-o", "User=me"]
         assert [one for one in HOW[:3] if one not in line.options] == []
         assert mpirun_cli.cli.parser().parse_args([*line.options, "true"]).ssh_port == 2222
-
-
-def test_a_plan_is_for_these_hosts(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["--model", "resnet50", "--images-per-second", "395", "--instance", "p3.16xlarge", "--json"]
-
-    def ranks(*words: str) -> list[tuple[int, int]]:
-        assert plan_cli.main([*model, *words]) == 0
-        return [(row["ranks"], row["hosts"]) for row in json.loads(capsys.readouterr().out)["rows"]]
-
-    assert ranks("--hostfile", hostfile) == [(4, 1), (8, 2)]
-    assert ranks("-H", "h1:8,h2:8,h3:8", "-p", "2222") == [(8, 1), (16, 2), (24, 3)]
-    assert ranks("-H", "h1:8,h2:8", "-np", "16") == [(16, 2)]
-    assert plan_cli.main([*model, "-H", "h1:8,h2:8", "-np", "64"]) == 2
-    assert "--np 64: the hosts have 16 ranks" in capsys.readouterr().err
-    assert ranks("-H", "h1:8,h2:4", "--ranks-per-host", "4") == [(4, 1), (8, 2)]
-    assert plan_cli.main([*model, "-H", "h1:8,h2:4"]) == 2
-    assert "hosts with 4 to 8 slots" in capsys.readouterr().err
-    goal = ["--epochs", "90", "--deadline", "1h", "-H", "h1:8,h2:8"]
-    assert plan_cli.main([*model, *goal]) == 0
-    assert "No number of hosts up to 2 keeps 1 hour" in json.loads(capsys.readouterr().out)["verdict"]
