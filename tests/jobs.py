@@ -101,9 +101,11 @@ def all_jobs() -> list[Job]:
     jobs += [Job("ranks", f"numpy-{size}", numpy, size) for size in (1, 2, 3, 4)]
     for size in (1, 2, 3):  # what four ranks do otherwise than three is in the engine
         jobs += [
-            Job("ranks", f"torch-{size}", torch, size, only_slow=size != 2, needs=("torch",)),
-            # One job with Keras: to import TensorFlow takes a processor many seconds on each rank.
-            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py", "keras_jobs")[: size], size,
+            # Keras is in the jobs of two frameworks, whose imports take a processor seconds on each rank.
+            Job("ranks", f"torch-{size}", (*torch, "keras_jobs") if size > 1 else torch, size,
+                only_slow=size != 2, options=keras, environ={"KERAS_BACKEND": "torch"},
+                needs=("torch", "keras")),
+            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py", "keras_jobs")[:size], size,
                 only_slow=size != 2, options=keras, environ={"KERAS_BACKEND": "tensorflow"},
                 needs=("tensorflow", "keras")),
             Job("ranks", f"jax-{size}", ("ranks/test_jax_*.py",), size, only_slow=size != 2, **jax),
@@ -121,10 +123,8 @@ def all_jobs() -> list[Job]:
         later = size == 3
         jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, **jax)]
         jobs += [
-            Job("ranks", f"keras-{backend}-{size}", ("keras_jobs",), size, only_slow=later, options=keras,
-                environ={"KERAS_BACKEND": backend}, needs=("keras", backend),
-                fast_environ=xla if backend == "jax" else {})
-            for backend in ("torch", "jax")
+            Job("ranks", f"keras-jax-{size}", ("keras_jobs",), size, only_slow=later, options=keras,
+                environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla)
         ]  # fmt: skip
         jobs += [
             Job("ranks", f"keras2-{size}", ("keras2_jobs", "keras_jobs/test_keras_random.py"), size,

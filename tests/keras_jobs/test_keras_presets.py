@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from sampled import sampled_rows
 
 import ringdance.keras as hvd
 from ringdance import recipes
@@ -45,7 +46,9 @@ def as_torch(weights: list[Any]) -> list[Any]:
     return [np.transpose(one, axes[one.ndim]) for one in weights]
 
 
-@pytest.mark.parametrize(("name", "optimizer", "rate"), [("32", "sgd", 0.1), ("mlperf-4096", "lars", 0.5)])
+@pytest.mark.parametrize(("name", "optimizer", "rate"), sampled_rows("presets", [
+    ("32", "sgd", 0.1), ("mlperf-4096", "lars", 0.5),
+], 1))
 def test_200_steps_of_a_preset_are_those_of_pytorch(
     name: str, optimizer: str, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import keras
 import pytest
+from sampled import drawn
 from script_jobs import ROOT, SCRIPTS, check_shown_script, output_of
 
 import ringdance.keras as hvd
@@ -17,6 +18,7 @@ from ringdance.training.gradients.options import share_of_cores
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 BACKEND = keras.backend.backend()
+BACKENDS = ("tensorflow", "torch", "jax")
 
 
 @pytest.mark.every_backend(daily=True)
@@ -35,7 +37,7 @@ def test_a_rank_computes_with_its_share_of_the_cores() -> None:
         assert tf.config.threading.get_intra_op_parallelism_threads() == share_of_cores()
 
 
-@pytest.mark.every_backend
+@(pytest.mark.every_backend(daily=True) if BACKEND in drawn("page", BACKENDS, 1) else pytest.mark.slow)
 @pytest.mark.ranks(2)
 def test_the_page(tmp_path: Path) -> None:
     level = "TF_CPP_MIN_LOG_LEVEL=3 " if BACKEND == "tensorflow" else ""
