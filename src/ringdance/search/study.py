@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
@@ -141,8 +140,7 @@ class Study:
         # Random numbers of its own, so that a resumed search repeats none.
         options = dict(self.space.sampler)
         if options.get("seed") is not None:
-            place = len(self.trials()) if number is None else number
-            options["seed"] = random.Random(f"{options['seed']} {place}").getrandbits(32)
+            options["seed"] += len(self.trials()) if number is None else number
         self.study.sampler = self._made("sampler", options)
         if number is None:
             number = self.study.ask().number
