@@ -742,6 +742,8 @@ def test_operations_that_are_lost_at_the_end_are_told(program: Callable[[str], s
     path = program(
         "import numpy as np, ringdance.numpy as hvd\nhvd.init()\nhvd.barrier()\n"
         "for i in range(20 * (1 - rank)): hvd.allreduce(np.ones(3), name=f'm{i}', wait=False)\n"
+        "if rank == 0: open(__file__ + '.sent', 'w').close()\n"
+        "while not os.path.exists(__file__ + '.sent'): time.sleep(0.01)\n"
     )
     done = run("-np", "2", "python", path)
     assert done.returncode == 0
