@@ -43,7 +43,6 @@ def test_without_the_built_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = keras.Variable(np.ones(2, "float32"))
     optimizer.build([weight])
     assert _private.trainable_variables(optimizer) == [weight]
-    assert _private.trainable_variables(SimpleNamespace(inner_optimizer=optimizer)) == [weight]
     monkeypatch.delattr(optimizer, "_trainable_variables")
     with pytest.raises(ArgumentError, match="needs trainable_variables"):
         optimizer.apply([keras.ops.ones(2)])
