@@ -89,7 +89,7 @@ def start(tmp_path: Path) -> Start:
     """Run a script on several ranks; returns exit code and output of all."""
     def start(way: str, size: int, script: str, **settings: str) -> tuple[int, str]:
         (tmp_path / "train.py").write_text(textwrap.dedent(script))
-        command, environ = launcher(Path(sys.executable), size)
+        command, environ = launcher(size)
         if way == "horovodrun":
             command = [str(BIN / "horovodrun"), "-np", str(size)]
         environ = {k: v for k, v in environ.items() if not k.startswith(("HOROVOD_", "RINGDANCE_"))}

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import ringdance.recipes.detection
-from ringdance.cli import main
 from ringdance.recipes.detection import presets
 from ringdance.recipes.detection.batches import Part, Plan
 from ringdance.training.schedules import Schedule
@@ -58,11 +57,8 @@ def test_a_rank_without_images_takes_part_with_weight_0() -> None:
     assert all(len(part.numbers) == 1 for part in parts)
 
 
-def test_presets_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "show", "detection"]) == 0
-    told = capsys.readouterr().out
+def test_presets_are_complete() -> None:
     for name, one in presets.PRESETS.items():
-        assert f"{name}  (batch {one.batch_size * one.devices:,})\n" in told
         assert one.source, name
         assert one.expected, name
         assert all(0 < two < one.epochs for two in one.milestones), name
