@@ -23,7 +23,7 @@ IN_MAKE_TEST = {
     "test_harm[0-kill_agent-True]",
     "test_harm[0-unplug-False]",
     "test_ranks_have_time_to_save[True-3]",
-    "test_risks_are_named_in_one_line",
+    "test_a_host_without_shared_memory",
 }
 
 

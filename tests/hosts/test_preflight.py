@@ -63,16 +63,3 @@ def test_a_new_key_is_refused_where_ssh_is_set_so(run: Run, three_hosts: Hosts, 
         assert run("--no-check", "-H", "h1:1,h2:1", "true").returncode == 0
     finally:
         config.unlink()
-
-
-def test_risks_are_named_in_one_line(run: Run, three_hosts: Hosts) -> None:
-    # As Slurm's slurm.conf or a shell's profile may do for a login there.
-    three_hosts.run("h3", "mount", "-t", "tmpfs", "-o", "size=100k,nr_inodes=4", "small", "/run/tmp")
-    try:
-        done = run()
-    finally:
-        three_hosts.run("h3", "umount", "/run/tmp")
-    assert done.stdout.count(MARK) == 3, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "ringdance doctor" in line]
-    assert "temporary-space" in line
-    assert line.endswith("ringdance doctor --quick -H h1:1,h2:1,h3:1")
