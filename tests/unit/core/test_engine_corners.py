@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from loopback import LoopbackTransport, LoopbackWorld
 
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.agreement import PIGGYBACK_ENTRIES
+from ringdance.core.process_sets.pending import PendingRequests
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
@@ -210,3 +211,17 @@ def test_a_table_larger_than_the_number_of_what_rides_along() -> None:
         return [float(allreduce(engine, view, name).wait()[0][0]) for name in "abab" for _ in range(3)]
 
     assert on_ranks(2, program, cache_capacity=capacity) == [[3.0] * 12] * 2
+
+
+def test_reports_list_what_is_pending_while_other_threads_submit() -> None:
+    """Without a lock: a report must not end the engine."""
+    pending = PendingRequests(8)
+
+    class Queue(list[Work]):
+        def __iter__(self) -> Iterator[Work]:
+            pending.held[f"another {len(pending.held)}"] = []  # as a thread that submits
+            return super().__iter__()
+
+    pending.held = {"a": Queue(), "b": Queue()}
+    assert pending.in_flight() == []
+    assert len(pending.held) == 4

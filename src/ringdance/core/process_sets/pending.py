@@ -118,9 +118,9 @@ class PendingRequests:
                 del self.held[name]
 
     def in_flight(self) -> list[Work]:
-        """Return all that is pending here, but for that which tunes."""
-        held = [work for queue in self.held.values() for work in queue]
-        running = [work for work in self.running if not work.done()]
+        """Return all that is pending here, but for that which tunes. Other threads may submit more."""
+        held = [work for queue in list(self.held.values()) for work in queue]
+        running = [work for work in list(self.running) if not work.done()]
         join = [self.join] if self.join is not None else []
         named = [work for name, work in list(self.named.items()) if name != TUNE_NAME]
         return [*named, *running, *self.unnamed, *held, *join]
