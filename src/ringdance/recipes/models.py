@@ -29,7 +29,7 @@ def export(
         given: options of the recipe: ``export``.
         write: puts the model's files into a directory; called on rank 0.
         about: goes into model.json.
-        table: written beside it.
+        table: Written next to it.
 
     Raises:
         SystemExit: it could not be written; on all ranks.
@@ -120,7 +120,7 @@ def about_model(model: Path) -> dict[str, Any]:
         if about["framework"] and isinstance(about["checksums"], dict):
             return about
     except LaunchError as error:
-        raise ArgumentError(f"{model} is no exported model: {error}") from None
+        raise ArgumentError(f"{model} is not an exported model: {error}") from None
     except NO_FORMAT:
         pass
     raise ArgumentError(f"{file} is damaged, or not of an exported model")

@@ -144,7 +144,7 @@ def test_annotations_go_with_their_images_after_another_source(
     (target / "val").unlink()
     (target / "val").mkdir()
     assert main(["data", "prepare", "coco", str(first), str(target)]) == 2
-    assert "is no link, and may have other images" in capsys.readouterr().err
+    assert "is not a link and may have other images" in capsys.readouterr().err
     table = json.loads((target / "annotations" / "instances_val.json").read_text())
     assert [one["id"] for one in table["annotations"]] == [2], "refused, it is as it was"
 

@@ -77,7 +77,7 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
     check_broken(what, left_out, total, max_broken, listed)
     link, images, objects = destination / split, checked.table["images"], checked.table["annotations"]
     if link.exists() and not link.is_symlink():
-        raise ArgumentError(f"{link} is no link, and may have other images: remove it, or choose another DST")
+        raise ArgumentError(f"{link} is not a link and may have other images: remove it or change DST")
     for one in (destination / name, link):  # of an earlier call, perhaps with other images
         one.unlink(missing_ok=True)
     link.symlink_to((source / split).resolve(), target_is_directory=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rates  # type: ignore[import-not-found]  # beside this file
+import rates  # type: ignore[import-not-found]  # in this directory
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch

@@ -35,7 +35,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
 import keras
-import loop  # type: ignore[import-not-found]  # beside this file
+import loop  # type: ignore[import-not-found]  # in this directory
 import numpy as np
 import tensorflow as tf
 

@@ -31,7 +31,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import loop  # type: ignore[import-not-found]  # beside this file
+import loop  # type: ignore[import-not-found]  # in this directory
 import numpy as np
 import torch
 from torch import Tensor, nn

@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from batches import Part, Plan  # type: ignore[import-not-found]  # beside this file
+from batches import Part, Plan  # type: ignore[import-not-found]  # in this directory
 from presets import PRESETS, Preset  # type: ignore[import-not-found]
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # in this directory
 
 import ringdance.numpy as hvd
 from ringdance.data import Dataset, Synthetic

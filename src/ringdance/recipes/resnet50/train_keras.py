@@ -51,7 +51,7 @@ except ImportError as error:
     chosen = f"KERAS_BACKEND={os.environ['KERAS_BACKEND']}"
     raise SystemExit(f"{chosen}: {error}: install it, or choose tensorflow, torch or jax") from None
 import numpy as np
-from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside it
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # in this directory
 from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
 
 import ringdance.keras as hvd
@@ -102,7 +102,7 @@ def of_keras(name: str, classes: int, image_size: int) -> Any:
     """Return a classifier of keras.applications, on pixels 0 to 255; logits."""
     known = [one for one, found in vars(keras.applications).items() if callable(found)]
     if name not in known:
-        raise SystemExit(f"--model {name} is no classifier of keras.applications: {', '.join(known)}")
+        raise SystemExit(f"--model {name} is not a classifier of keras.applications: {', '.join(known)}")
     make = getattr(keras.applications, name)
     shape = (image_size, image_size, 3)
     try:

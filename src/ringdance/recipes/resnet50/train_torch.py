@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside it
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # in this directory
 from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional
@@ -116,7 +116,7 @@ def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, 
         raise SystemExit(f"--model {name} needs torchvision, of the same release as torch: {error}") from None
     names = models.list_models(module=models)
     if name not in names:
-        raise SystemExit(f"--model {name} is no classifier of torchvision: {', '.join(names)}")
+        raise SystemExit(f"--model {name} is not a classifier of torchvision: {', '.join(names)}")
     special: dict[str, Any] = {"image_size": size} if name.startswith("vit") else {}
     if name in ("googlenet", "inception_v3"):
         special = {"aux_logits": False, "init_weights": True, "transform_input": True}
