@@ -99,9 +99,29 @@ def test_a_model_stays_if_it_cannot_be_renamed(tmp_path: Path, monkeypatch: pyte
 
     run = begin(Model(), tmp_path / "model")
     monkeypatch.setattr(models.os, "replace", busy)
-    with pytest.raises(SystemExit, match=r"--export .*/model: Device or resource busy"):
+    busily = r"--export .*/model: Device or resource busy.*\. The model is in .*/\.model\.partial"
+    with pytest.raises(SystemExit, match=busily):
         run.close({})
     assert (tmp_path / ".model.partial" / "weights").exists()
+
+
+def test_what_is_written_there_while_it_is_trained_stays(tmp_path: Path) -> None:
+    run = begin(Model(), tmp_path / "model", board=str(tmp_path / "model" / "board"))
+    (tmp_path / "model" / "mine").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(SystemExit, match=r"something else, such as \w+\. The model is in .*/\.model\.part"):
+        run.close({})
+    assert (tmp_path / "model" / "mine").exists()
+    assert (tmp_path / ".model.partial" / "weights").exists()
+
+
+def test_the_model_before_is_back_after_a_kill_between_two_names(tmp_path: Path) -> None:
+    begin(Model(), tmp_path / "model").close({})
+    (tmp_path / "model").rename(tmp_path / ".model.old")
+    failing = Model()
+    failing.export = lambda directory: 1 / 0  # type: ignore[assignment,method-assign]
+    with pytest.raises(SystemExit, match="division by zero"):
+        begin(failing, tmp_path / "model").close({})
+    assert (tmp_path / "model" / "weights").exists()
 
 
 def test_the_best_model_is_exported_that_is_still_being_written(
@@ -312,7 +332,7 @@ def test_a_package_that_is_missing_is_named_before_the_training(monkeypatch: pyt
 def test_scoring_is_for_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begin(Model(), tmp_path / "model").close({})
+    monkeypatch.setattr(score, "whole_model", lambda model: {"classes": ["cat"]})
     monkeypatch.setattr(sys, "argv", ["score.py", str(tmp_path / "model"), "data"])
     left_out = iter((0, 7))
     monkeypatch.setattr(score, "score_images", lambda given, about: next(left_out))

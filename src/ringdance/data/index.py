@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import zlib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ringdance.data.files import ShardWriter, crc32c, file_crc32c, npy
+from ringdance.data.files import ShardWriter, file_crc32, npy
 from ringdance.errors import ArgumentError
 
 IMAGES, TABLE = "images", "table"
 """Kinds of data sets."""
 _OPENED_BY = {IMAGES: "images: ringdance.data.Dataset", TABLE: "a table: ringdance.data.Table"}
-_OWN_CHECKSUM, _NPY_CHECKSUM = "crc32c", "npy_crc32c"
+_OWN_CHECKSUM, _NPY_CHECKSUM = "crc32", "npy_crc32"
 _NO_INDEX = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
 
 
@@ -30,17 +31,17 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
     with ShardWriter(path) as index, ExitStack() as stack:
         if array is not None:
             other = stack.enter_context(ShardWriter(path.with_suffix(".npy")))
-            other.write(npy(array))
+            other.write(data := npy(array))
             other.sync()  # before one of them gets its name: both do, or none if the disk is full
-            about = about | {_NPY_CHECKSUM: other.crc32c}
+            about = about | {_NPY_CHECKSUM: zlib.crc32(data)}
         about = about | {_OWN_CHECKSUM: _checksum(about)}
         index.write(json.dumps(about, indent=1).encode() + b"\n")
         index.sync()
 
 
 def _checksum(about: dict[str, Any]) -> int:
-    """Return the CRC-32C of an index's JSON, however it is formatted."""
-    return crc32c(json.dumps(about, sort_keys=True).encode())
+    """Return the CRC-32 of an index's JSON, however it is formatted. Loaders need no package for it."""
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def read_json(path: Path, kind: str = "") -> dict[str, Any]:
@@ -85,7 +86,7 @@ def read_array(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
         ArgumentError: It is damaged, or belongs to another JSON file.
     """
     try:
-        if (crc := file_crc32c(path)) != about[_NPY_CHECKSUM]:
+        if (crc := file_crc32(path)) != about[_NPY_CHECKSUM]:
             raise damaged(path, f"checksum {crc:08x}, and {about[_NPY_CHECKSUM]:08x} by the .json")
     except FileNotFoundError:
         raise damaged(path.with_suffix(".json"), f"{path.name}, its other half, is missing") from None

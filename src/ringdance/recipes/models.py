@@ -38,11 +38,13 @@ def export(
     partial, old = (final.with_name(f".{final.name}.{word}") for word in ("partial", "old"))
 
     def begin() -> None:
-        for left in partial, old:  # by a killed process
+        if old.exists() and not final.exists():  # a process was killed between two names
+            os.replace(old, final)
+        for left in partial, old:
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
 
-    def complete() -> None:
+    def complete() -> str:
         try:
             write(partial)
             files = sorted(one for one in partial.rglob("*") if one.is_file())
@@ -51,10 +53,17 @@ def export(
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        problem = wrong_target(given)  # others may have written there while it was trained
+        try:
+            if final.exists() and not problem:
+                os.replace(final, old)
+            if not problem:
+                os.replace(partial, final)
+        except OSError as error:
+            problem = _not_written(given.export, error)
         if final.exists():
-            os.replace(final, old)
-        os.replace(partial, final)
-        shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+        return problem and f"{problem}. The model is in {partial}"
 
     _on_rank_0(given.export, begin)
     if table is not None:
@@ -65,14 +74,14 @@ def export(
     _on_rank_0(given.export, complete)
 
 
-def _on_rank_0(name: str, action: Callable[[], None]) -> None:
-    """Do something on rank 0; if that fails, end all ranks."""
+def _on_rank_0(name: str, action: Callable[[], str | None]) -> None:
+    """Do something on rank 0; if that fails, or it returns a problem, end all ranks."""
     problem = ""
     # What only one rank does takes seconds here. Marked, the waiting ranks do not warn.
     with hvd.pause_stall_check("export"):
         if hvd.rank() == 0:
             try:
-                action()
+                problem = action() or ""
             except Exception as error:  # of any framework
                 problem = _not_written(name, error)
         problem = hvd.broadcast_object(problem)
@@ -99,6 +108,8 @@ def wrong_target(given: argparse.Namespace) -> str:
             there -= {"model.json", *own}
         if there:
             return f"--export {given.export}: there is something else, such as {min(there)}"
+        if os.path.ismount(target):
+            return f"--export {given.export}: a file system is mounted there: name a directory in it"
         if not os.access(target.parent, os.W_OK):
             return f"--export {given.export}: {target.parent} cannot be written"
     except OSError as error:

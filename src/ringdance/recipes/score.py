@@ -181,6 +181,8 @@ def main() -> None:
         if hvd.size() > 1:
             raise ArgumentError(f"{sys.argv[0]} runs as one process: start it without `ringdance run`")
         about = whole_model(given.model)
+        if not {"table_size", "classes"} & about.keys():
+            raise ArgumentError(f"{given.model} is a model of another recipe")
         left_out = (score_rows if "table_size" in about else score_images)(given, about)
     except (ArgumentError, OSError) as error:
         parser.error(str(error))

@@ -267,6 +267,7 @@ class Training:
                 default after each ``given.evaluate_every`` epochs, and in the end; 0: never.
         """
         given, at = self.given, self.at
+        self._clear()
         last = at.step + given.steps if given.steps else None
         patience = 0 < self.patience <= at.worse
         over = at.epoch >= self.epochs or patience

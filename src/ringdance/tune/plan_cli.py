@@ -227,7 +227,7 @@ def assumptions(
     how = "MPI over TCP" if load.cores else "NCCL"
     cores = f"on {load.cores:g} cores, of {on.cores} in a machine" if load.cores else "on a GPU"
     found = [
-        f"Step: {load.source} {len(load.gradients)} gradients, {load.bytes / 1e6:,.1f} MB in float32.",
+        f"Step: {load.source} {len(load.gradients)} gradients, {load.bytes / 1e6:,.1f} MB.",
         f"Exchange: Ringdance's plans on simulated hosts, {options.wire} on the wire, default settings.",
         f"Machines: {per_host} ranks on each; {how} gets {base.bandwidth * 8e-9:.3g} of {on.gbits:g} Gbit/s "
         f"between them, latency {base.latency * 1e6:.0f} us; no other traffic, no congestion.",

@@ -228,6 +228,8 @@ def from_run(directory: Path, batch: int) -> Workload:
     step = 1 / run.steps_per_second
     compute = step * (1 - min(_MOST_WAITING, run.communication))
     size = int(last["bytes"] / last["steps"]) // _PARTS
+    if not size:
+        raise LaunchError(f"{directory} has no gradients: plans need a run on two ranks at least")
     shares = (FORWARD + (1 - FORWARD) * part / _PARTS for part in range(1, _PARTS + 1))
     gradients = [(size, compute * share) for share in shares]
     deviation = max(0.0, run.skew) * step / expected_largest(max(2, run.size))
@@ -236,8 +238,7 @@ def from_run(directory: Path, batch: int) -> Workload:
         f"{directory}: {run.size} rank{'s' * (run.size > 1)}, {step * 1e3:.4g} ms a step, of which even the "
         f"slowest waited {run.communication:.0%} for exchanges."
     )
-    others = max(run.taken(host) for host in run.hosts)
-    name = directory.resolve().name
+    others, name = max(run.taken(host) for host in run.hosts), f"run {directory}"
     return Workload(name, batch, compute, tuple(gradients), deviation, run.size, cores, source, others)
 
 

@@ -481,6 +481,38 @@ def test_half_an_index_is_no_circle(tmp_path, capfd):
     assert run("verify", tmp_path / "dst", "--decode") == 0
 
 
+def test_images_of_an_unfinished_run_are_not_those_of_click_logs(tmp_path, monkeypatch, capfd):
+    class_directories(tmp_path / "src")
+    monkeypatch.setattr("ringdance.data.prepare.plan.Plan.close", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(tmp_path / "src", tmp_path / "dst")
+    (tmp_path / "rows.txt").write_text("1\t" + "\t" * 38 + "\n")
+    before = {path for path in (tmp_path / "dst").rglob("*") if "train" in path.name}
+    for words in (), ("--overwrite",):
+        assert run("prepare", "criteo", tmp_path / "rows.txt", tmp_path / "dst", "-np", 1, *words) == 2
+        assert "which no index or unfinished run of this command names" in capfd.readouterr().err
+    assert {path for path in (tmp_path / "dst").rglob("*") if "train" in path.name} == before
+
+
+def test_generated_rows_replace_all_that_was_prepared(tmp_path, capfd):
+    (tmp_path / "rows.txt").write_text(("1\t" + "\t" * 38 + "\n") * 50)
+    words = ("prepare", "criteo", tmp_path / "rows.txt", tmp_path / "dst", "-np", 1, "--validation", 0.5)
+    assert run(*words) == 0
+    assert run("generate", "criteo", tmp_path / "dst", "--rows", 100, "--overwrite") == 0
+    assert run("verify", tmp_path / "dst") == 0
+    assert len(Table.open(tmp_path / "dst", "train")) == 100
+    assert run(*words) == 2
+    assert "begun otherwise" in capfd.readouterr().err
+
+
+def test_a_validation_without_rows_leaves_no_file(tmp_path, capfd):
+    (tmp_path / "rows.txt").write_text(("1\t" + "\t" * 38 + "\n") * 20)
+    words = ("prepare", "criteo", tmp_path / "rows.txt", tmp_path / "dst", "-np", 1, "--validation", 1e-6)
+    assert run(*words, "--shards", 1) == 0
+    assert not list((tmp_path / "dst").glob("validation*"))
+    assert run("verify", tmp_path / "dst") == 0
+
+
 def test_a_table_without_half_its_index_is_not_well(tmp_path, capfd):
     words = (tmp_path, "--rows", 100, "--validation", 0.5, "--overwrite")
     assert run("generate", "criteo", *words) == 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sampled import sampled
 
+from ringdance.errors import LaunchError
 from ringdance.tune import plan_cli
 from ringdance.tune.catalog import Instance, curves, instance, instances, models
 from ringdance.tune.planner import (
@@ -449,13 +450,19 @@ def write_run(directory: Path, exposed: list[float], gradients: int = 20_000_000
 
 def test_the_step_of_a_run(tmp_path: Path) -> None:
     load = from_run(write_run(tmp_path / "run", [0.2, 0.5, 0.5, 0.5]), 32)
-    assert (load.model, load.batch, load.ranks, load.cores) == ("run", 32, 4, 1.0)
+    assert (load.batch, load.ranks, load.cores) == (32, 4, 1.0)
+    assert load.model == f"run {tmp_path / 'run'}"  # of no known model, whatever its directory is called
     assert load.compute == pytest.approx(0.08)
     assert load.spread == pytest.approx(0.03 / expected_largest(4))
     assert load.bytes == pytest.approx(20_000_000, rel=1e-3)
     assert load.gradients[-1][1] == pytest.approx(load.compute)
     assert from_run(write_run(tmp_path / "gpu", [0.2] * 2, gpu_percent=97.0), 32).cores == 0
     assert from_run(write_run(tmp_path / "all", [1.0] * 2), 32).compute == pytest.approx(0.001)
+
+
+def test_a_run_without_gradients_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="no gradients: plans need a run on two ranks"):
+        from_run(write_run(tmp_path / "run", [0.0], gradients=0), 32)
 
 
 def test_more_hosts_than_a_run_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

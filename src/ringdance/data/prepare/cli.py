@@ -28,7 +28,7 @@ examples:
   ringdance data prepare imagenet /data/ILSVRC /fast/imagenet --format tfrecord --shards 1024
   ringdance data prepare criteo /data/train.txt /fast/criteo --validation 0.1
   ringdance data prepare coco /data/coco /fast/coco   boxes and masks: checked
-  ringdance data verify /fast/imagenet --decode       checksums, records, images
+  ringdance data verify /fast/imagenet --decode       checksums and images
   ringdance data info /fast/imagenet                  splits, classes, sizes
   ringdance data index /data/tfrecords                for TFRecords or tars made by others
   ringdance data generate criteo /fast/planted        click logs to try a training with
@@ -95,9 +95,8 @@ examples:
 
 exit code: 0; 3 if something broken was left out; 2 if it cannot be done"""
 _VERIFY = """\
-Compares sizes and CRC-32C of all files with the index, and the index with its own, and reads every record of
-TFRecords; --decode also decodes every image and compares labels with the records, or parses every row of
-click logs.
+Compares sizes and CRC-32C of all files with the index, and the index with its own checksum; --decode also
+decodes every image, or parses every row of click logs.
 
 example:
   ringdance data verify /fast/imagenet --decode

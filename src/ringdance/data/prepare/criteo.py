@@ -130,6 +130,8 @@ def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Name
         progress = PrepareProgress(sum(one.size for one in files), "rows")
         run_tasks(scatter, [(destination, *one) for one in units], given.num_proc, progress)
         runs, left_out = _runs(destination, plan)
+        if not runs:
+            raise ArgumentError(f"{files[0].path} has no rows, nor has another file of SRC")
         counts = write_cuts(destination, runs).tolist()
         left = [n for n, name in enumerate(plan.names) if not finished(destination, name)]
         rows = sum(counts[number] for number in left)
@@ -188,8 +190,9 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
             f"{destination} has a data set that was begun otherwise. Now: {_differences(plan, former)}. Use "
             "the same options and files to resume, another DST, or --overwrite to begin anew"
         )
-    own = {path.name.removesuffix(".json") for path in state(destination).glob("*-of-*.json")}
-    own |= set(former.names if former else ())
+    own = set(former.names if former else ())
+    if (state(destination) / "criteo.json").exists():  # not the images of another preparation
+        own |= {path.name.removesuffix(".json") for path in state(destination).glob("*-of-*.json")}
     for path in indexes:
         with suppress(ArgumentError):  # a damaged one
             own |= {one.name for one in Table.open(destination, path.stem).files}
@@ -243,6 +246,9 @@ def _close(destination: Path, plan: ShufflePlan) -> None:
                 raise ArgumentError(f"{name} disappeared from {destination}")
             written.append(Written(TableFile(**about["file"]), np.load(directory / f"{name}.offsets.npy")))
         if not sum(one.file.rows for one in written):
+            for one in written:
+                (destination / one.file.name).unlink()
+                say(f"warning: {split} got no rows by chance: there are too few for this --validation")
             continue
         fields, size = plan.files[0].fields, sum(one.file.size for one in written)
         table = write_index(destination, split, plan.format, fields, plan.table_size, written)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ringdance.data.prepare.plan import state
 from ringdance.data.tables import criteo
 from ringdance.data.tables.auc import auc
 from ringdance.data.tables.planted import planted
@@ -24,6 +25,9 @@ def generate(given: argparse.Namespace) -> int:
     destination.mkdir(parents=True, exist_ok=True)
     if (destination / "train.json").exists() and not given.overwrite:
         raise ArgumentError(f"{destination} has a data set (train.json). --overwrite replaces it")
+    if given.overwrite:
+        for one in (*destination.glob("*-[0-9]*-of-*"), *state(destination).glob("*")):
+            one.unlink()
     for split, start, count in ("train", 0, given.rows - held), ("validation", given.rows - held, held):
         (destination / f"{split}.json").unlink(missing_ok=True)
         if count:

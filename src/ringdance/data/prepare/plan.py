@@ -199,8 +199,8 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
     limit = max(1, total // 100) if most is None else most
     if count > limit:
         raise ArgumentError(
-            f"{what} are broken, listed in {path}: more than --max-broken {limit}, so there is no index. "
-            "With a larger one the same command goes on from here"
+            f"{what} are broken, listed in {path}: more than --max-broken {limit}, so the data set is not "
+            "written. Correct them, or give the same command a larger --max-broken"
         )
     if count:
         say(f"{what} are broken, listed in {path}, and left out")
