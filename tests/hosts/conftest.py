@@ -1,5 +1,7 @@
 """Three simulated hosts for all tests here, or the reason why there are none. Most tests here are slow."""
 
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hosts import Hosts, why_not
+from hosts import Hosts, remove_all, why_not
 
 IN_MAKE_TEST = {
     "test_ranks_are_where_the_plan_says",
@@ -25,6 +27,12 @@ IN_MAKE_TEST = {
     "test_ranks_have_time_to_save[True-3]",
     "test_a_host_without_shared_memory",
 }
+
+
+def pytest_configure() -> None:
+    """Remove the hosts when the run is ended by SIGTERM, and find programs of system administrators."""
+    signal.signal(signal.SIGTERM, remove_all)
+    os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

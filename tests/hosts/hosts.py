@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 _NET = "10.83.7"
 _SSHD = "/usr/sbin/sshd"
@@ -43,12 +44,23 @@ def why_not() -> str:
     """Why there can be no such hosts here, or ""."""
     if os.name != "posix" or not hasattr(os, "getuid") or os.getuid() != 0:
         return "needs root"
-    missing = [name for name in ("ip", "unshare", "nsenter", "ssh-keygen", _SSHD) if not shutil.which(name)]
+    needed = ("ip", "tc", "unshare", "nsenter", "ssh-keygen", _SSHD)
+    missing = [name for name in needed if not shutil.which(name)]
     if missing:
         return f"needs {', '.join(missing)} (Debian: openssh-server iproute2)"
     if subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], check=False).returncode:
         return "may not make namespaces"
     return ""
+
+
+_made: list[Hosts] = []
+
+
+def remove_all(number: int, frame: object) -> NoReturn:
+    """End this process by a signal, without the fixtures' ends, which wait for what runs on the hosts."""
+    for hosts in tuple(_made):
+        hosts.down()
+    os._exit(128 + number)
 
 
 class Hosts:
@@ -70,6 +82,7 @@ class Hosts:
         self._tag = "rd" + uuid.uuid4().hex[:5]
         self._switch = f"{self._tag}sw"
         self._outer: dict[str, subprocess.Popen[bytes]] = {}
+        _made.append(self)
         self._init: dict[str, int] = {}
         suffix = f".{domain}" if domain else ""
         self._net, self._bits = ("fd83:7::", 64) if ipv6 else (f"{_NET}.", 24)
@@ -231,6 +244,8 @@ class Hosts:
 
     def down(self) -> None:
         """Remove all."""
+        if self in _made:
+            _made.remove(self)
         for process in self._outer.values():
             process.kill()
             process.wait()
