@@ -39,4 +39,6 @@ class Passed:
             return
         self.lines[name] = line
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"sources": self._sources, "jobs": self.lines}, indent=1) + "\n")
+        draft = self._path.with_suffix(".new")
+        draft.write_text(json.dumps({"sources": self._sources, "jobs": self.lines}, indent=1) + "\n")
+        draft.replace(self._path)

@@ -32,7 +32,7 @@ def run(directory: Path, *words: str | Path, **more: str) -> subprocess.Complete
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> Path:
-    words = ("--rows", "10000", "--table-size", "5000", "--validation", "0.2", "--shards", "1")
+    words = ("--rows", "10000", "--table-size", "5000", "--validation", "0.2")
     made = run(tmp_path, "-m", "ringdance", *GENERATE, *words)
     assert made.returncode == 0, made.stderr
     return tmp_path

@@ -22,7 +22,7 @@ def test_strategies_on_two_hosts_reach_the_same_auc(three_hosts: Hosts, tmp_path
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
     clicks, output = str(tmp_path / "clicks"), tmp_path / "comparison"
-    words = ("--rows", "10000", "--table-size", "5000", "--validation", "0.2", "--shards", "1")
+    words = ("--rows", "10000", "--table-size", "5000", "--validation", "0.2")
     made = three_hosts.run("h1", *RINGDANCE, "data", "generate", "criteo", clicks, *words)
     assert made.returncode == 0, made.stderr
     for framework, names in STRATEGIES.items():

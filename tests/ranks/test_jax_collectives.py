@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -254,7 +255,7 @@ def test_complex_numbers(wrap: Wrap) -> None:
     near(wrap(lambda x: hvd.broadcast(x, 0))(x), every[0])
     near(wrap(hvd.alltoall)(x), np.concatenate([one[own] for one in every]))
     near(wrap(lambda x: hvd.reducescatter(x, op=hvd.Sum))(x), total[own])
-    for op in (hvd.Product, hvd.Adasum):
+    for op in (hvd.Product, hvd.Adasum) if SIZE > 1 else ():
         with pytest.raises((ArgumentError, jax.errors.JaxRuntimeError, ValueError), match="not by"):
             jax.block_until_ready(wrap(lambda x, op=op: hvd.allreduce(x, op=op))(x))
     loss = lambda x: (jnp.abs(hvd.allreduce(x, op=hvd.Sum)) ** 2).sum()  # noqa: E731
@@ -280,5 +281,5 @@ def test_complex_numbers_of_64_bits_each_and_training() -> None:
             for _ in range(12):
                 transformation.update(weight, state, weight)
 
-        with pytest.raises(MismatchError, match="models differ"):
+        with pytest.raises(MismatchError, match="models differ") if SIZE > 1 else nullcontext():
             train()

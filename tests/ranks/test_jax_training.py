@@ -198,6 +198,20 @@ def test_accumulation() -> None:
     assert same_on_all_ranks(state)
 
 
+def test_accumulation_passes_extra_arguments_on() -> None:
+    """MultiSteps takes them, though optax does not know it for what does."""
+    seen = []
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> Any:
+        seen.append(value)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = hvd.distributed(optax.MultiSteps(inner, 1))
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=jnp.float32(RANK))
+    assert seen[-1] is not None
+
+
 def test_options() -> None:
     total = train(hvd.distributed(optax.sgd(0.1 / SIZE), op=hvd.Sum), [RANK], beginning())
     rounded = train(hvd.distributed(optax.sgd(0.1), compression=hvd.Compression.fp16), [RANK], beginning())

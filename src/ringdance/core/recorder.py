@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ringdance.core.labels import label_of
 from ringdance.core.request import Collective, Work
-from ringdance.core.ring import Kind, Label, Ring, RingReader, Word, steps_text
+from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
 from ringdance.transport.base import Identity
 
 
@@ -58,9 +58,11 @@ _SMALL = 64  # batches held back at most
 # Quicker as numbers than as members of an Enum.
 _SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
 _WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
-_DETAIL, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
-    int(Word.DETAIL), int(Word.WAITED), int(Word.LAST_WAITED), int(Word.STEPS), int(Word.LAST_STEP)
+_DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
+    int(Word.DETAIL), int(Word.WRITTEN), int(Word.WAITED), int(Word.LAST_WAITED), int(Word.STEPS),
+    int(Word.LAST_STEP),
 )  # fmt: skip
+_U32 = 0xFFFFFFFF
 
 
 class Recorder:
@@ -135,9 +137,12 @@ class Recorder:
 
     def _write(self, what: BatchRecord, round_number: int, now: int, duration: int) -> None:
         set_id, collective, label, nbytes = what
-        self.ring.add(
-            _BATCH, label, set_id, round_number, duration, collective, nbytes, nbytes >> 32, when=now
-        )
+        number = next(self.ring.numbers)
+        RECORD.pack_into(  # as Ring.add does, in less time: for each batch
+            self.ring.slots, (number & MASK) * 40, now, label, _BATCH, set_id & 0xFFFF, round_number & _U32,
+            duration & _U32, collective, nbytes & _U32, nbytes >> 32 & _U32, number & _U32,
+        )  # fmt: skip
+        self.words[_WRITTEN] = number + 1
 
     def uncounted(self) -> None:
         """Do not count what this engine has exchanged until now."""

@@ -110,7 +110,7 @@ def distributed(
 
     operation = int(pick_operation(None, op))
     name = f"distributed.{next(_numbers)}"
-    inner = optax.with_extra_args_support(tx)
+    inner = tx if isinstance(tx, optax.MultiSteps) else optax.with_extra_args_support(tx)
 
     def reduced(gradients: Any) -> Any:
         paths, structure = jax.tree_util.tree_flatten_with_path(gradients)

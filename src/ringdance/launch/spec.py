@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
@@ -113,9 +115,11 @@ class JobSpec:
 def refuse_launcher(command: Sequence[str]) -> None:
     """Raise a LaunchError if each rank would start ranks of its own, in a job of their own."""
     words = list(command[1:] if command[:1] == ["--"] else command) or [""]
-    program, joins = os.path.basename(words[0]), any("nnodes" in word or "rdzv" in word for word in words)
+    program = os.path.basename(words[0])
+    options = " ".join(takewhile(lambda word: word != "-m" and not word.endswith(".py"), words))
     # One torchrun on each host is usual: they meet in one job.
-    if program in _LAUNCHERS and not (program == "torchrun" and joins):
+    joins = program == "torchrun" and re.search(r"--(nnodes[= ](?!1( |$))|rdzv.endpoint)", options)
+    if program in _LAUNCHERS and not joins:
         raise LaunchError(
             f"{program} starts ranks itself: each rank would run a job of its own. Leave {program} and its "
             "options out, and give what each rank runs, as in: -- python train.py"

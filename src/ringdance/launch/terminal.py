@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import stat
 import sys
+import termios
 
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
@@ -25,8 +26,8 @@ def run_in_terminal(prepared: PreparedJob) -> int:
     # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
     first = prepared.plan.hosts[0]
-    if stdin == 0 and not first.local and stat.S_ISREG(os.fstat(0).st_mode):
-        text = f"rank 0 is on {first.name} and reads no standard input: name the file, or this host first"
+    if stdin == 0 and not first.local and _waits(stdin):
+        text = f"rank 0 is on {first.name} and cannot read this standard input: name this host first"
         print(f"ringdance run: {text}", file=sys.stderr)
     smart = os.environ.get("TERM", "dumb") != "dumb"
     terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
@@ -41,3 +42,11 @@ def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) 
     text = render(outcome, prepared.plan.ranks, prepared.spec.output_directory)
     screen.of(1)(text.encode(errors="surrogateescape") + b"\n")
     return outcome.code
+
+
+def _waits(descriptor: int) -> bool:
+    """Return whether there are bytes to read: of a file, or that a pipe has by now."""
+    try:
+        return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except OSError:  # /dev/null
+        return False

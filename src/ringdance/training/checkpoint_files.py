@@ -33,7 +33,7 @@ TABLE = ".npy"
 tokens: set[str] = set()
 """Of the saves under way in this process, see Note [Manifests]."""
 _naming = threading.Lock()  # two of this process's writers may have the same directory and name
-_locks: dict[Path, IO[bytes]] = {}  # of directory and name, until this process ends
+_locks: dict[Path, IO[bytes]] = {}  # until this process ends
 
 
 class CheckpointError(RingdanceError):
@@ -228,8 +228,10 @@ class CheckpointFiles:
         with _naming:
             if self._claimed:
                 return
-            file = _locks.get(self._lock) or open(self._lock, "ab", opener=open_at_once)  # noqa: SIM115
-            _locks[self._lock], self._claimed = file, True
+            file = _locks.get(self._lock)
+            if file is None or not os.fstat(file.fileno()).st_nlink:  # the directory was removed meanwhile
+                file = _locks[self._lock] = open(self._lock, "ab", opener=open_at_once)  # noqa: SIM115
+            self._claimed = True
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process may have it already
             except (BlockingIOError, PermissionError):

@@ -143,7 +143,10 @@ def test_horovodrun_answers_too_and_keeps_its_own(capsys: pytest.CaptureFixture[
         assert f"; {hint}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("inner", ["mpirun -np 2", "/usr/bin/mpiexec -n 2", "srun", "torchrun"])
+@pytest.mark.parametrize("inner", [
+    "mpirun -np 2", "/usr/bin/mpiexec -n 2", "srun", "torchrun --nproc-per-node 2 x.py --out nnodes2",
+    "torchrun --nnodes=1", "torchrun --nnodes 1 --rdzv-backend=c10d",
+])  # fmt: skip
 @pytest.mark.parametrize("outer", ["run -np 2", "k8s manifest --image i"])
 def test_a_launcher_in_a_job_is_refused(
     outer: str, inner: str, capsys: pytest.CaptureFixture[str]
@@ -156,8 +159,10 @@ def test_a_launcher_in_a_job_is_refused(
 
 
 def test_a_launcher_that_joins_its_like_or_runs_alone_is_not_refused(tmp_path: Path) -> None:
-    for words in ("torchrun --nnodes=2 --rdzv-endpoint h1:1 train.py", "-- python mpirun.py", ""):
-        refuse_launcher(words.split())
+    joining = ("--nnodes=2 --master-addr h1", "--nnodes 1:4", "--nnodes=$NODES", "--rdzv_endpoint h1:1")
+    words = [f"torchrun {options} train.py" for options in joining]
+    for line in (*words, "-- python mpirun.py", ""):
+        refuse_launcher(line.split())
     # A trial of `ringdance search` that starts its ranks itself.
     (tmp_path / "mpirun").write_text("#!/bin/sh\n")
     (tmp_path / "mpirun").chmod(0o755)

@@ -57,6 +57,17 @@ def test_each_sample_once_in_each_epoch(
             assert ends == "pad" or set(times.values()) == {1}
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 4097])
+def test_rows_are_shuffled_without_a_buffer(count: int) -> None:
+    data = sharding.permuted(tf.data.Dataset.range(count), count, 3)
+    first, second = [[int(value) for value in data] for _ in range(2)]
+    assert sorted(first) == sorted(second) == list(range(count))
+    assert len(data) == count
+    assert first != second or count < 3
+    again = [int(value) for value in sharding.permuted(tf.data.Dataset.range(count), count, 3)]
+    assert again == first
+
+
 def test_elements_of_any_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "check_plan", lambda *_: (1, 2))
     rows = [[1, 2, 3], [4], []]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,6 +242,19 @@ def saving(directory: Path) -> tuple[subprocess.Popen[str], Path]:
     process = subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
+
+
+def test_a_directory_that_is_made_again_is_locked_again(tmp_path: Path) -> None:
+    """The lock on a file that was removed keeps no other writer away."""
+    for _ in range(2):
+        with contextlib.closing(hvd.Checkpoints(tmp_path / "one")) as saved:
+            saved.save(1, text("first"))
+        (lock,) = (tmp_path / "one").glob(".*.lock")
+        assert checkpoint_files._locks[lock].fileno() in [
+            int(name) for name in os.listdir("/proc/self/fd")
+            if Path(f"/proc/self/fd/{name}").exists() and lock.samefile(f"/proc/self/fd/{name}")
+        ]  # fmt: skip
+        shutil.rmtree(tmp_path / "one")
 
 
 def test_what_another_process_writes_stays_until_that_is_killed(

@@ -150,7 +150,7 @@ class ProcessSets:
                 f"A process set needs at least one rank, and each only once; got {list(wanted)}, "
                 f"and this job has the ranks 0 to {size - 1}."
             )
-        for set_id, known in self.registered.items():
+        for set_id, known in list(self.registered.items()):  # another thread may register one
             if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
                     f"A process set with the ranks {list(wanted)} exists already ({set_id}): all must differ."

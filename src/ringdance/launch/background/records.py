@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ringdance.errors import LaunchError
-from ringdance.job_files import NO_FORMAT, whole_text
+from ringdance.job_files import NO_FORMAT, typed, whole_text
 from ringdance.launch.system import linux
 from ringdance.launch.system.machine import identity, in_home
 
 _KEPT = 50  # records of jobs that have ended
+_OLD_S = 90 * 86400.0
+_SIZE = 4096  # a record is filled up with blanks: its end needs no more room on the disk than its beginning
 _SHORTEST = 4  # digits of a job's id that a user may give
 
 
@@ -101,15 +103,26 @@ class Record:
         return _load(self.directory) or self
 
     def write(self) -> None:
-        """Write it, atomically."""
-        with whole_text(self.directory / "job.json") as file:
-            json.dump(asdict(self), file)
+        """Write it, atomically. If the disk is full by now, overwrite the record that is there."""
+        path, text = self.directory / "job.json", json.dumps(asdict(self)).ljust(_SIZE)
+        try:
+            with whole_text(path) as file:
+                file.write(text)
+        except OSError:
+            if not path.exists():
+                raise
+            with open(path, "r+") as file:
+                file.write(text)
 
 
 def _load(directory: Path) -> Record | None:
-    """Read a record; None if there is none: it is being made or removed, or is damaged."""
-    with contextlib.suppress(OSError, *NO_FORMAT):
-        return Record(**json.loads((directory / "job.json").read_text(encoding="utf-8")))
+    """Read a record; None if there is none, it is being made or removed, damaged, or another directory's."""
+    with contextlib.suppress(OSError, LaunchError, *NO_FORMAT):
+        found = Record(**json.loads((directory / "job.json").read_text(encoding="utf-8")))
+        for name, kind in get_type_hints(Record).items():
+            typed(vars(found), name, kind)
+        if found.job == directory.name:
+            return found
     return None
 
 
@@ -135,7 +148,10 @@ def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 3
         _redirect(os.open(record.directory / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 1, 2)
     except OSError as error:
         raise LaunchError(f"cannot make {record.directory}: {error.strerror}") from None
-    for old in [known for known in load_all() if known.over][:-_KEPT]:
+    # A lost one may run on another machine of this name that shares the directory.
+    gone = time.time() - _OLD_S
+    done = [one for one in load_all() if one.ended or (one.began < gone and one.state != "running")]
+    for old in done[:-_KEPT]:
         shutil.rmtree(old.directory, ignore_errors=True)
     return record
 

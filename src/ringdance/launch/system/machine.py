@@ -5,6 +5,7 @@ Standard library only: agents run it without ``site``.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -49,8 +50,14 @@ def nearest(path: str) -> str:
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path by a home directory; / for a user unknown to the system, as in containers."""
+    """Replace ``~`` in a path by a home directory; / for a user unknown to the system, as in containers.
+
+    Raises:
+        FileNotFoundError: there is no user NAME of ``~NAME``.
+    """
     found = os.path.expanduser(path)
+    if found.startswith("~") and found[1:2] not in ("", "/"):
+        raise FileNotFoundError(errno.ENOENT, f"{os.uname().nodename} has no user of this name", path)
     return os.path.join("/", found[2:]) if found.startswith("~") else found
 
 

@@ -24,7 +24,7 @@ examples:
       --instance-type ml.p3.16xlarge --instance-count 2 \\
       --source-dir src --input train=s3://bucket/train train.py --epochs 90
   ringdance sagemaker submit ... --processes-per-host 4 \\
-      --input train=s3://bucket/clicks/{worker}/,distribution=s3shardbykey,input_mode=Pipe train.py
+      --input train=s3://bucket/clicks/,distribution=s3shardbykey,input_mode=FastFile train.py
   ringdance sagemaker submit --dry-run ...            print the request, send nothing
 
 The words after the script are its arguments: they are sent as hyperparameters, so they have the form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +12,8 @@ from ringdance.tensorflow.exchange import plain
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import Shard, check_plan, total_of
 
-Dataset = Any
+Dataset: Any = tf.data.Dataset
+_BLOCK = 4096  # numbers that are shuffled at once
 
 
 @plain
@@ -40,11 +42,31 @@ def shard(
         rows = {int(one.shape[0]) if one.shape.rank else -1 for one in tf.nest.flatten(tensors)}
         if len(rows) != 1 or -1 in rows:
             raise ArgumentError(f"shard(): give tensors with equally many rows. These have {sorted(rows)}.")
-        numbers = shard(
-            tf.data.Dataset.range(rows.pop()), ends=ends, shuffle=bool(shuffle), seed=seed, layout=layout,
-            process_set=process_set,
-        )
-        return numbers.map(lambda number: tf.nest.map_structure(lambda one: tf.gather(one, number), tensors))
+        numbers = tf.data.Dataset.range(rows.pop())
+        mine = _shard(numbers, ends, bool(shuffle), seed, layout, process_set, permuted)
+        return mine.map(lambda number: tf.nest.map_structure(lambda one: tf.gather(one, number), tensors))
+    return _shard(data, ends, shuffle, seed, layout, process_set, Dataset.shuffle)
+
+
+def permuted(numbers: Dataset, count: int, seed: int) -> Dataset:
+    """Return 0 to ``count`` - 1 in another order in each iteration. It takes no memory, as a buffer would."""
+    seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
+    blocks = tf.data.Dataset.range(0, count, _BLOCK)
+
+    def block(begin: Any, key: Any) -> Dataset:
+        rows = tf.range(begin, tf.minimum(begin + _BLOCK, count))
+        shuffled = tf.random.experimental.index_shuffle(rows, key, tf.cast(count - 1, tf.int64))
+        return tf.data.Dataset.from_tensor_slices(shuffled)
+
+    keys = seeds.batch(2, drop_remainder=True).take(1)
+    found = keys.flat_map(lambda key: blocks.flat_map(lambda begin: block(begin, key)))
+    return found.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _shard(
+    data: Dataset, ends: str, shuffle: bool | int, seed: int, layout: str, process_set: ProcessSet,
+    shuffled: Callable[[Dataset, int, int], Dataset],
+) -> Dataset:
     count = int(data.cardinality())
     known = count >= 0
     if not known and layout != "strided":
@@ -64,7 +86,7 @@ def shard(
     rank, size = check_plan(ends, same, process_set)
     first = data
     if shuffle:
-        data = data.shuffle(max(count, 1) if shuffle is True else shuffle, seed=seed)
+        data = shuffled(data, max(count, 1) if shuffle is True else shuffle, seed)
     if known:
         plan = Shard(count, ends=ends, seed=seed, layout=layout, rank=rank, size=size)
         result = _by_number(data, plan, first).apply(tf.data.experimental.assert_cardinality(len(plan)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 
 from ringdance.errors import LaunchError
 from ringdance.launch.background import commands, records
+from ringdance.launch.system.machine import in_home
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,13 @@ def test_the_state_of_a_job() -> None:
     assert replace(other, ended=None).state == "ended"
 
 
-@pytest.mark.parametrize("damage", ["", "null", '{"job": "1"}', "[" * 100_000])
+WRONG = json.dumps({
+    "job": "../../victim", "command": ["true"], "hosts": {"a": 1}, "cwd": "/", "began": "long ago", "pid": 1,
+    "pid_start": "1", "machine": "m", "launcher_host": "a",
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["", "null", '{"job": "1"}', "[" * 100_000, WRONG])
 def test_a_damaged_record_is_left_out(damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     kept, damaged = made("0000"), made("1111")
     (damaged.directory / "job.json").write_text(damage)
@@ -67,6 +75,34 @@ def test_a_damaged_record_is_left_out(damage: str, capsys: pytest.CaptureFixture
     assert kept.short in capsys.readouterr().out
     assert records.find("0000") == kept
     assert commands.attach(["1111"]) == 2
+
+
+def test_only_what_is_the_record_of_its_directory_is_removed(tmp_path: Path) -> None:
+    ended = made("0000", ended=1.0, code=0, began=1.0)
+    text = (ended.directory / "job.json").read_text()
+    victim = tmp_path / "state" / "victim"
+    victim.mkdir()
+    (ended.directory / "job.json").write_text(text.replace(ended.job, "../../victim"))
+    shutil.copytree(ended.directory, ended.directory.with_name("a copy"))
+    for number in range(1, 55):
+        made(f"{number:04x}", began=float(number + 1), ended=1.0, code=0)
+    assert victim.exists()
+    assert "0000" not in [one.short[:4] for one in records.load_all()]
+
+
+def test_the_end_is_written_where_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = made("0000")
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records, "whole_text", full)
+    before = (record.directory / "job.json").stat().st_size
+    replace(record, ended=5.0, code=3).write()
+    assert (record.directory / "job.json").stat().st_size == before
+    assert record.reload().code == 3
+    with pytest.raises(LaunchError, match="No space left"):
+        made("1111")
 
 
 def test_words_that_are_no_utf8_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +210,11 @@ from ringdance.launch.background import records
 from ringdance.launch.system.machine import in_home
 print(in_home("~"), in_home("~/data"), records.base())
 """
+
+
+def test_a_user_that_does_not_exist_has_no_home_directory() -> None:
+    with pytest.raises(FileNotFoundError, match="has no user of this name"):
+        in_home("~nobody-here/data")
 
 
 def test_without_a_home_directory_none_called_tilde_is_made(tmp_path: Path) -> None:
