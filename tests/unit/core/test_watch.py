@@ -187,6 +187,24 @@ def test_an_exchange_that_moves_is_no_stall() -> None:
     assert not Stall(answers={0: answer("grad", due=False)}, **known, moving=True).under_way(4.0)
 
 
+@pytest.mark.parametrize(
+    ("answers", "culprits"),
+    [
+        ({0: answer("grad"), 2: answer(), 3: answer("grad", due=False)}, [2]),
+        ({0: answer("grad"), 2: answer("grad"), 3: answer("grad", due=False)}, [3]),
+        ({0: answer("grad"), 3: answer("grad", due=False)}, [3]),  # rank 2 has not answered
+        ({0: answer("grad"), 3: answer("grad")}, [2]),
+        ({rank: answer("grad") for rank in (0, 2, 3)}, [0]),
+        ({rank: answer("loss") for rank in (0, 2, 3)}, [1]),  # this rank alone has submitted it
+        ({0: answer("loss"), 2: answer("loss"), 3: answer("metric")}, [0, 2, 3]),
+    ],
+)
+def test_the_ranks_that_others_wait_for(answers: dict[int, dict[str, Any]], culprits: list[int]) -> None:
+    known: Any = {"status": OWN, "seconds": 9.0, "waits": True, "name": "grad", "set_id": 0, "behind": [0]}
+    known |= {"unanswered": {2: "its process is gone"}, "others": [0, 2, 3], "answers": answers}
+    assert Stall(WHO, 1, **known).culprits == culprits
+
+
 def test_what_was_submitted_and_is_not_waited_for() -> None:
     said = message({0: answer(waiting=False)}, set_id=3, others=[0], waits=False)
     assert "rank 1 on host host0 (pid 101) submitted 12 s ago 'grad' in process set 3" in said

@@ -41,7 +41,7 @@ def dense(parts: list[tuple[Array, Array]], table: int, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
 def test_merging_sums_equal_keys(dtype: Any, shape: tuple[int, ...]) -> None:
-    for count in (0, 1, 2, 7, 40):
+    for count in (0, 1, 2, 7, 40, 400):  # the last has many ascending runs
         keys, values = some_rows(count, count, 9, shape, dtype)
         before = keys.copy(), values.copy()
         found, sums = merge(keys, values)
@@ -60,6 +60,9 @@ def test_narrow_floats_are_rounded_once() -> None:
     assert merge(keys, np.array([2048, 1, 1], np.float16))[1].tolist() == [2050]
     assert merge(keys, np.array([256, 1, 1], ml_dtypes.bfloat16))[1].astype(float).tolist() == [258]
     assert merge(keys, np.array([60000, 60000, 0], np.float16), 2)[1].tolist() == [60000]
+    many = np.full(201, 1, np.float16)
+    many[0] = 2048
+    assert merge(np.zeros(201, np.int64), many)[1].tolist() == [2248]
 
 
 def test_the_route_goes_by_density_and_size() -> None:
