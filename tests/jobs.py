@@ -68,7 +68,6 @@ def all_jobs() -> list[Job]:
         "harm": ("hosts/test_[fkgp]*.py",),
         "jobs": ("hosts/test_[!fkgp]*.py",),
     }
-    contract = {name: (f"dropin/contract/test_{name}_*.py",) for name in ("torch", "tensorflow")}
     # XLA takes a third less time for a test that compiles programs and runs them once.
     xla = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
     jax = {"needs": ("jax", "optax"), "fast_environ": xla}
@@ -127,14 +126,13 @@ def all_jobs() -> list[Job]:
                 environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla)
         ]  # fmt: skip
         jobs += [
-            Job("ranks", f"keras2-{size}", ("keras2_jobs", "keras_jobs/test_keras_random.py"), size,
-                only_slow=later, options=keras, environ={"TF_USE_LEGACY_KERAS": "1"},
-                needs=("tensorflow", "tf_keras"))
-        ]  # fmt: skip
-        jobs += [
-            Job("dropin", f"{name}-{size}", paths, size, options=quiet, needs=(name,),
-                only_slow=later if name == "tensorflow" else not later)
-            for name, paths in contract.items()
+            # With Horovod's contract for TensorFlow: importing that takes seconds on each rank.
+            Job("dropin", f"tensorflow-{size}",
+                ("keras2_jobs", "keras_jobs/test_keras_random.py", "dropin/contract/test_tensorflow_*.py"),
+                size, only_slow=later, options=keras, environ={"TF_USE_LEGACY_KERAS": "1"},
+                needs=("tensorflow", "tf_keras")),
+            Job("dropin", f"torch-{size}", ("dropin/contract/test_torch_*.py",), size, options=quiet,
+                needs=("torch",), only_slow=not later),
         ]  # fmt: skip
     mxnet = {"options": keras, "venv": ".venv-mxnet"}
     by_mxnet = ("dropin/contract/test_mxnet_*.py",)

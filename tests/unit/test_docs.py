@@ -163,12 +163,11 @@ def test_every_page_is_reached_and_builds_without_warnings(tmp_path: Path) -> No
     """Sphinx warns of a broken link, of a page in no table of contents, and of a docstring it cannot read."""
     for name in ("sphinx", "torch", "tensorflow", "keras", "jax", "optax"):  # it reads all docstrings
         pytest.importorskip(name)
-    # A theme whose pages do not all contain the whole tree is written in a part of the time.
-    words = ["-W", "--keep-going", "-q", "-b", "html", "-D", "html_theme=basic"]
-    words += ["-d", str(tmp_path / "doctrees")]
+    # Everything is read and resolved, and nothing written, which takes a third of the time.
+    words = ["-W", "--keep-going", "-q", "-b", "dummy", "-d", str(tmp_path / "doctrees")]
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *words, str(ROOT / "docs"), str(tmp_path / "html")],
+        [sys.executable, "-m", "sphinx", *words, str(ROOT / "docs"), str(tmp_path / "nothing")],
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "html" / "coming-from-horovod.html").exists()
+    assert (tmp_path / "doctrees" / "coming-from-horovod.doctree").exists()

@@ -63,7 +63,7 @@ class Callers:
 
     def waits_in(self, set_id: int) -> bool:
         """Return whether a thread waits for a Work of a process set that is not done."""
-        works = tuple(self.waiting.values())
+        works = list(self.waiting.values())  # Note [Copies of dictionaries]
         return any(work.request.set_id == set_id and not work.done() for work in works)
 
     def status(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Callers:
         """
         now, threads = time.monotonic(), self._threads()
         # The keys of the waits are kept, so that those of later waits differ.
-        state = threads and (threads, tuple(self.waiting), self.submitted)
+        state = threads and (threads, tuple(list(self.waiting)), self.submitted)
         if not state or state != self._state:
             self._state, self._since = state, now
         still, quiet = now - self._since, now - self.submitted

@@ -126,7 +126,7 @@ class EngineEnd:
         made = f"Rank {self._identity.rank} has made {self._recorder.steps_text()}."
         advice = f" {made} {UNEVEN_STEPS}" if self.departed else ""
         error = ShutDownError(f"{self._reason} while this operation was pending.{advice}")
-        registered = sorted(self._sets.registered.items(), reverse=True)
+        registered = sorted(self._sets.registered.copy().items(), reverse=True)
         states = [known.state for _, known in registered if known.state is not None]
         for state in states:
             self.unclean |= not state.no_waiter

@@ -319,7 +319,7 @@ class StallWatch:
             moving=inquiry.answers.keys() >= set(others)  # if both ranks wait for it
             if message
             else state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
-            pauses={rank: what for rank, (what, _) in list(self.pauses.items())},
+            pauses={rank: what for rank, (what, _) in self.pauses.copy().items()},
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:

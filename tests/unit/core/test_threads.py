@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
@@ -11,10 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace as Namespace
+from typing import Any, cast
 
 import pytest
 
+from ringdance.core.callers import Callers
+from ringdance.core.process_sets.pending import PendingRequests
+from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.reports import procfs, stacks
 from ringdance.core.reports.procfs import activity
 from ringdance.core.reports.stacks import place_of, thread_locations
@@ -104,3 +109,37 @@ def test_the_caller_is_always_named() -> None:
     other = ["a:1 in one", "a:9 in two"]
     assert place_of(["a:1 in one", "a:9 in two", "a:20 in f"], other).endswith("called from a:20 in f")
     assert place_of(["a:1 in one", "a:9 in two"], other) == "a:1 in one, called from a:9 in two"
+
+
+@pytest.mark.parametrize("what", ["waits", "status", "pending", "sets"])
+def test_what_another_thread_adds_while_garbage_is_collected(what: str) -> None:
+    """In Python 3.11 any allocation may collect garbage, whose end may let another thread run."""
+    callers, pending = Callers(), PendingRequests(8)
+    sets = Namespace(registered={})
+    looks: dict[str, tuple[dict[Any, Any], Callable[[], object]]] = {
+        "waits": (callers.waiting, lambda: callers.waits_in(1)),
+        "status": (callers.waiting, callers.status),
+        "pending": (cast("dict[Any, Any]", pending.named), pending.in_flight),
+        "sets": (sets.registered, lambda: ProcessSets.ranks(cast("ProcessSets", sets))),
+    }
+    changed, look = looks[what]
+    collected = 0
+
+    def add(phase: str, _: object) -> None:
+        nonlocal collected
+        collected += 1
+        changed[collected] = work
+
+    work = Namespace(request=Namespace(set_id=0), done=lambda: False, ranks=(0,))
+    before = gc.get_threshold()
+    for threshold in range(1, 40):
+        changed.clear()
+        changed.update({-number: work for number in range(1, 30)})
+        gc.callbacks.append(add)
+        gc.set_threshold(threshold, 1, 1)
+        try:
+            look()
+        finally:
+            gc.set_threshold(*before)
+            gc.callbacks.remove(add)
+    assert collected

@@ -118,11 +118,17 @@ class PendingRequests:
                 del self.held[name]
 
     def in_flight(self) -> list[Work]:
-        """Return all that is pending here, but for that which tunes. Other threads may submit more."""
+        """Return all that is pending here, but for that which tunes. Other threads may submit more.
+
+        Note [Copies of dictionaries]
+            In Python 3.11 garbage may be collected in any allocation of a container, and what is collected
+            may let another thread run. So ``tuple(found.values())`` and ``list(found.items())`` can fail with
+            "dictionary changed size during iteration"; ``list(found.values())`` and ``found.copy()`` cannot.
+        """
         held = [work for queue in list(self.held.values()) for work in queue]
         running = [work for work in list(self.running) if not work.done()]
         join = [self.join] if self.join is not None else []
-        named = [work for name, work in list(self.named.items()) if name != TUNE_NAME]
+        named = [work for name, work in self.named.copy().items() if name != TUNE_NAME]
         return [*named, *running, *self.unnamed, *held, *join]
 
     def drop_all(self) -> list[Work]:
@@ -183,5 +189,5 @@ class PendingRequests:
         """Look up all named requests again after the cache has changed."""
         self.ready = 0
         self.misses = {}
-        for name, work in list(self.named.items()):
+        for name, work in self.named.copy().items():
             self._add_named(name, work)

@@ -118,7 +118,7 @@ class ProcessSets:
 
     def ranks(self) -> dict[int, tuple[int, ...]]:
         """Return all registered sets: id -> ranks."""
-        return {set_id: known.ranks for set_id, known in sorted(self.registered.items())}
+        return {set_id: known.ranks for set_id, known in sorted(self.registered.copy().items())}
 
     def states(self) -> list[ProcessSetState]:
         """Return the state machines of the sets that this rank is in."""
@@ -150,7 +150,7 @@ class ProcessSets:
                 f"A process set needs at least one rank, and each only once; got {list(wanted)}, "
                 f"and this job has the ranks 0 to {size - 1}."
             )
-        for set_id, known in list(self.registered.items()):  # another thread may register one
+        for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
                     f"A process set with the ranks {list(wanted)} exists already ({set_id}): all must differ."

@@ -212,7 +212,7 @@ class ProcessSetState:
         """Return this rank's vector. The lock is held."""
         layout, pending = self._layout, self.pending
         vector = layout.neutral
-        for work in tuple(self._callers.waiting.values()):
+        for work in list(self._callers.waiting.values()):  # Note [Copies of dictionaries]
             if not work.complete and work.request.set_id == self.set_id:  # else its thread is about to go on
                 vector = layout.waiting
                 break
@@ -380,7 +380,7 @@ class ProcessSetState:
         if self.transport.rank == leader:
             with self._lock:
                 # Those announced longest ago, or never, come first.
-                chosen = sorted(pending.misses.items(), key=lambda item: item[1].announced)
+                chosen = sorted(pending.misses.copy().items(), key=lambda item: item[1].announced)
                 for name, work in chosen[: min(_MISSES_AT_ONCE, pending.cache.capacity)]:
                     work.announced = self.rounds
                     items.append((name, work.request.description))
