@@ -84,6 +84,8 @@ def on_loopback(program: Program, limit: float = LIMIT) -> list[str]:
         report = play(engine, program)
         if not engine.shutdown():
             report.wrong.append("shutdown was not agreed")
+        if engine.context.in_transit:  # it would poll where it can sleep
+            report.wrong.append(f"{engine.context.in_transit} exchanges are in transit at the end")
         return report
 
     before = {thread.ident for thread in threading.enumerate()}
