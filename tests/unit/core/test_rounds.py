@@ -55,6 +55,16 @@ def test_no_call_moves_more_than_a_round(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(size > MOST // 4 for size in calls) >= 2 * 4 * (LENGTH // MOST)  # and not much less
 
 
+@pytest.mark.limit(20)
+def test_who_waits_does_not_wait_for_the_cycle_time() -> None:
+    def program(engine: Engine) -> None:
+        for number in range(3):
+            same(hvd.allreduce(np.ones(3), op=hvd.Sum, name=f"named.{number}"), np.full(3, 2.0))
+            same(hvd.allgather(np.ones(1)), np.ones(2))
+
+    job(2, program, Settings(cycle_time=60_000.0))
+
+
 def test_long_copies_show_progress() -> None:
     context = Context()
     exchange = exchange_for(LoopbackWorld(1).transport(0), PIECE, 0, context)
