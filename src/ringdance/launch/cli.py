@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
-    text = "try other values of settings in the first 280 steps at most, and go on with the best"
+    text = "try other values of settings in up to 280 steps, and go on with the best"
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "write what autotune tried into FILE (CSV), and its result beside it (.json)"
     add("--autotune-log-file", default="", metavar="FILE", help=text)

@@ -134,7 +134,7 @@ class Settings:
 
     # Tuning
     autotune: bool = _switch(
-        False, "Try other sizes of batches and chunks in the first 280 steps at most, and go on with the best.",
+        False, "Try other sizes of batches and chunks in up to 280 steps, and go on with the best.",
         legacy="HOROVOD_AUTOTUNE",
     )
     autotune_log: str = _setting(
