@@ -30,7 +30,6 @@ from types import FrameType
 from typing import Any
 
 from ringdance.core.reports.procfs import task_ids, wakeable
-from ringdance.core.reports.stacks import no_switch
 from ringdance.core.request import Work
 from ringdance.core.transfers import Transfer
 
@@ -89,9 +88,8 @@ class Callers:
         """
         numbers = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
         # Negative: a thread of C code that calls Python, so that the kernel's number is not known.
-        with no_switch():
-            frames = {numbers.get(ident, -ident): frame for ident, frame in sys._current_frames().items()}
-            waiting = {number for number, frame in frames.items() if _waits(frame)}
+        frames = {numbers.get(ident, -ident): frame for ident, frame in sys._current_frames().items()}
+        waiting = {number for number, frame in frames.items() if _waits(frame)}
         callers = {number: _package(frame) for number, frame in frames.items() if number not in waiting}
         unknown, early = sum(number < 0 for number in waiting), _early_threads(os.getpid())
         in_c = unknown > 0 or not _LOCKS.issuperset(callers.values())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import os
 import re
@@ -11,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import Any
 
@@ -39,24 +37,6 @@ _BY_FILE = (
 )
 
 
-@contextlib.contextmanager
-def no_switch() -> Iterator[None]:
-    """Let no other thread run within the block, which takes milliseconds.
-
-    If a thread runs while its stack is walked, Python 3.11 can return another object as a frame's caller.
-    """
-    interval, collects = sys.getswitchinterval(), gc.isenabled()
-    sys.setswitchinterval(0.02)
-    time.sleep(1e-6)  # those that wait for their turn now wait for as long
-    gc.disable()
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-        if collects:
-            gc.enable()
-
-
 def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any]]:
     """List where the main thread and others are in the user's code.
 
@@ -73,9 +53,9 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
     before = {ident: sample_cpu(pid, thread.native_id or 0) for ident, thread in threads.items()}
     if not set(threads).issubset(pending):
         time.sleep(_SAMPLE_S)
-    with no_switch():
-        walks = {ident: traceback.walk_stack(frame) for ident, frame in sys._current_frames().items()}
-        stacks = {ident: [frame for frame, _ in walk] for ident, walk in walks.items()}
+    # At once: what Python calls the caller of a frame that has ended was once another object.
+    walks = {ident: traceback.walk_stack(frame) for ident, frame in sys._current_frames().items()}
+    stacks = {ident: [frame for frame, _ in walk] for ident, walk in walks.items()}
     main = threading.main_thread().ident or 0
     found = []
     for ident in sorted(stacks, key=lambda ident: (ident not in pending, ident != main)):
@@ -106,12 +86,10 @@ def all_stacks() -> str:
     """Return the stacks of all threads of this process, innermost frame last. Reads no source files."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
-    with no_switch():
-        walks = {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
-    for ident, walk in walks.items():
+    for ident, frame in sys._current_frames().items():
         lines.append(f"Thread '{names.get(ident, ident)}':")
         lines += [f'  File "{f.f_code.co_filename}", line {n}, in {f.f_code.co_name}'
-                  for f, n in reversed(walk)]  # fmt: skip
+                  for f, n in reversed(list(traceback.walk_stack(frame)))]  # fmt: skip
     return "\n".join([*lines, ""])
 
 
