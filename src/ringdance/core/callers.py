@@ -109,7 +109,7 @@ def _package(frame: FrameType) -> str:
 
 def _waits(frame: FrameType | None) -> bool:
     """Return whether a thread only waits for a Work, without a limit, or is an engine's own."""
-    while frame is not None and _package(frame) in _IN_WAITS:
+    while isinstance(frame, FrameType) and _package(frame) in _IN_WAITS:
         if frame.f_code is Work.wait.__code__:
             return frame.f_locals["timeout"] is None
         if frame.f_code.co_name == "_thread_main":

@@ -229,7 +229,7 @@ class CheckpointFiles:
             if self._claimed:
                 return
             file = _locks.get(self._lock)
-            if file is None or not os.fstat(file.fileno()).st_nlink:  # the directory was removed meanwhile
+            if file is None or not os.fstat(file.fileno()).st_nlink:  # it was removed
                 file = _locks[self._lock] = open(self._lock, "ab", opener=open_at_once)  # noqa: SIM115
             self._claimed = True
             try:

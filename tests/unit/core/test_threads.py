@@ -111,6 +111,13 @@ def test_the_caller_is_always_named() -> None:
     assert place_of(["a:1 in one", "a:9 in two"], other) == "a:1 in one, called from a:9 in two"
 
 
+def test_what_is_not_a_frame_ends_a_stack() -> None:
+    frames = stacks.callers_of(sys._getframe())
+    assert frames[0].f_code.co_name == "test_what_is_not_a_frame_ends_a_stack"
+    assert frames[-1].f_back is None
+    assert stacks.callers_of({}) == []
+
+
 @pytest.mark.parametrize("what", ["waits", "status", "pending", "sets"])
 def test_what_another_thread_adds_while_garbage_is_collected(what: str) -> None:
     """In Python 3.11 any allocation may collect garbage, whose end may let another thread run."""

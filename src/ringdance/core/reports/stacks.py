@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import Any
@@ -37,6 +36,18 @@ _BY_FILE = (
 )
 
 
+def callers_of(frame: object) -> list[FrameType]:
+    """Return a frame and those that have called it, innermost first.
+
+    While the frame's thread runs, Python 3.11 has returned a dictionary or a function as a caller.
+    """
+    found = []
+    while isinstance(frame, FrameType):
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
 def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any]]:
     """List where the main thread and others are in the user's code.
 
@@ -53,9 +64,7 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
     before = {ident: sample_cpu(pid, thread.native_id or 0) for ident, thread in threads.items()}
     if not set(threads).issubset(pending):
         time.sleep(_SAMPLE_S)
-    # At once: what Python calls the caller of a frame that has ended was once another object.
-    walks = {ident: traceback.walk_stack(frame) for ident, frame in sys._current_frames().items()}
-    stacks = {ident: [frame for frame, _ in walk] for ident, walk in walks.items()}
+    stacks = {ident: callers_of(frame) for ident, frame in sys._current_frames().items()}
     main = threading.main_thread().ident or 0
     found = []
     for ident in sorted(stacks, key=lambda ident: (ident not in pending, ident != main)):
@@ -88,8 +97,8 @@ def all_stacks() -> str:
     lines = []
     for ident, frame in sys._current_frames().items():
         lines.append(f"Thread '{names.get(ident, ident)}':")
-        lines += [f'  File "{f.f_code.co_filename}", line {n}, in {f.f_code.co_name}'
-                  for f, n in reversed(list(traceback.walk_stack(frame)))]  # fmt: skip
+        lines += [f'  File "{f.f_code.co_filename}", line {f.f_lineno}, in {f.f_code.co_name}'
+                  for f in reversed(callers_of(frame))]  # fmt: skip
     return "\n".join([*lines, ""])
 
 

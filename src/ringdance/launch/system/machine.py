@@ -53,7 +53,7 @@ def in_home(path: str) -> str:
     """Replace ``~`` in a path by a home directory; / for a user unknown to the system, as in containers.
 
     Raises:
-        FileNotFoundError: there is no user NAME of ``~NAME``.
+        FileNotFoundError: ``~NAME`` names an unknown user.
     """
     found = os.path.expanduser(path)
     if found.startswith("~") and found[1:2] not in ("", "/"):
