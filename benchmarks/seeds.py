@@ -1,6 +1,6 @@
 """Train a recipe with several seeds, and draw each one's loss and evaluations: are its defaults stable?
 
-    python benchmarks/seeds.py seeds.svg -- ringdance recipes run deepfm/train_torch clicks --epochs 6
+    python benchmarks/seeds.py seeds.svg -- python job/train_torch.py clicks --epochs 6
 
 `--seed N` is added to the command, from 0 on. Its table of losses and its evaluations are read from what it
 prints. Writes a plot. Prints the first and the last loss of each seed,

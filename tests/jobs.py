@@ -25,7 +25,9 @@ class Job:
         fast_environ: the same, unless slow tests run too.
         options: additional options of pytest.
         alone: run nothing beside it.
-        only_slow: runs with --slow only, and then all its tests.
+        only_slow: runs with --slow only. Another number of ranks, or another MPI, needs no whole sweeps: a
+            job with ranks runs what is due on the day, as in make test.
+        whole: it runs all its tests nevertheless.
         needs: packages without which there is nothing to run.
         venv: the environment that runs it, a directory of this repository; without one, this Python's.
     """
@@ -41,11 +43,17 @@ class Job:
     options: tuple[str, ...] = ()
     alone: bool = False
     only_slow: bool = False
+    whole: bool = False
     needs: tuple[str, ...] = ()
     venv: str = ""
 
     def __str__(self) -> str:
         return f"{self.part}/{self.name}"
+
+    @property
+    def runs_share(self) -> bool:
+        """Whether it leaves slow tests out, even where others run them."""
+        return self.only_slow and self.ranks > 0 and not self.whole
 
     def python(self) -> Path:
         """Return the interpreter that runs it."""
@@ -116,11 +124,11 @@ def all_jobs() -> list[Job]:
         Job("ranks", f"torch-gloo-{size}", by_gloo, size, only_slow=True, needs=("torch",),
             environ={"RINGDANCE_CPU_OPERATIONS": "gloo"}) for size in (2, 3)
     ]  # fmt: skip
-    vision = {"only_slow": True, "venv": ".venv-torchvision"}
+    vision = {"only_slow": True, "whole": True, "venv": ".venv-torchvision"}
     jobs += [Job("ranks", "torchvision-2", ("torchvision_jobs",), 2, **vision)]
     for size in (2, 3):
         later = size == 3
-        jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, **jax)]
+        jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, whole=True, **jax)]
         jobs += [
             Job("ranks", f"keras-jax-{size}", ("keras_jobs",), size, only_slow=later, options=keras,
                 environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla)

@@ -77,8 +77,8 @@ class Program:
 
 
 def blocks(name: str) -> list[Any]:
-    """Return the first seeds of all blocks of programs as parameters; two blocks are due on a day."""
-    return sampled(name, range(0, COUNT, BLOCK), 2)
+    """Return the first seeds of all blocks of programs as parameters; one is due on a day."""
+    return sampled(name, range(0, COUNT, BLOCK), 1)
 
 
 def make(seed: int, size: int) -> Program:

@@ -301,9 +301,10 @@ def run_jobs(
             while waiting or running:
                 while waiting and may_start(waiting[0], list(running.values())):
                     job = waiting.pop(0)
-                    marks = ["-m", which] if which and not job.only_slow else []
-                    if which == "not slow":
-                        job = replace(job, environ=job.environ | job.fast_environ)
+                    kind = "not slow" if job.runs_share else "" if job.only_slow else which
+                    marks = ["-m", kind] if kind else []
+                    if which == "not slow" or kind == "not slow":
+                        job = replace(job, environ=job.environ | job.fast_environ | {"TEST_WHOLE": ""})
                     running[pool.submit(run_job, job, [*marks, *options], limit, show)] = job
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     del running[done]

@@ -68,7 +68,8 @@ def test_the_first_commands_work_from_the_wheels_alone(clone: Path, tmp_path: Pa
         "ringdance run -np 2 python digits_torch.py --epochs 3"
     )
     run("ringdance data generate criteo clicks --rows 20000 --validation 0.1")
-    assert "AUC 0." in run("ringdance run -np 2 ringdance recipes run deepfm/train_torch clicks --epochs 1")
+    run("ringdance recipes copy deepfm job")
+    assert "AUC 0." in run("ringdance run -np 2 python job/train_torch.py clicks --epochs 1")
     (place / "old.py").write_text("import horovod.torch as hvd\nhvd.init()\nprint(hvd.rank(), hvd.size())\n")
     lines = sorted(run("horovodrun -np 2 python old.py").splitlines())
     assert lines == ["[0]<stdout>:0 2", "[1]<stdout>:1 2"]

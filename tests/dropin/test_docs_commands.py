@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import (
     PAGES,
+    ROOT,
     Block,
     blocks,
     difference,
@@ -21,6 +22,7 @@ from doc_blocks import (
     title,
 )
 from forked import run_forked
+from sampled import sampled
 
 from ringdance.cli import main
 
@@ -41,7 +43,7 @@ FORKED = re.compile(
 
 
 @pytest.mark.limit(500)
-@pytest.mark.parametrize("page", COMMANDS, ids=title)
+@pytest.mark.parametrize("page", sampled("pages", COMMANDS, 12, [ROOT / "README.md"]), ids=title)
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
     run_all([block for block in blocks(page) if "slow" not in block.marks], page, tmp_path)
 

@@ -49,17 +49,6 @@ def test_list_names_each_file_and_loads_no_framework():
         assert name in done.stdout
 
 
-def test_a_script_runs_without_a_copy_with_its_own_arguments():
-    run = [sys.executable, "-m", "ringdance", "recipes", "run"]
-    given = subprocess.run([*run, "deepfm/score", "--help"], capture_output=True, text=True, timeout=60)
-    assert given.returncode == 0, given.stderr
-    assert "--split" in given.stdout
-    wrong = subprocess.run([*run, "deepfm/scare"], capture_output=True, text=True, timeout=60)
-    assert wrong.returncode == 2
-    assert "deepfm/score" in wrong.stderr
-
-
-
 def test_presets_say_where_they_are_from_and_are_complete():
     for name, one in presets.PRESETS.items():
         assert one.source, name

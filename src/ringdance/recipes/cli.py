@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,19 +14,12 @@ from ringdance import subcommands
 from ringdance.launch.spec import CommandError
 from ringdance.subcommands import Subcommand
 
-_DESCRIPTION = "List, copy and run training jobs that come with Ringdance."
+_DESCRIPTION = "List and copy training jobs that come with Ringdance."
 _EPILOG = """\
 examples:
   ringdance recipes list
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and what they share
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
-  ringdance recipes run deepfm/score --help        a script of a recipe, without a copy
-"""
-_RUN_EPILOG = """\
-examples:
-  ringdance recipes run deepfm/score model /data/clicks --split validation --output scores.tsv
-  ringdance recipes run resnet50/train_torch --preset laptop --synthetic --steps 20
-  ringdance run -np 2 ringdance recipes run resnet50/train_torch --preset laptop --synthetic --steps 20
 """
 # Each recipe, and the command that tries a copy of it.
 _RECIPES = {
@@ -86,30 +78,13 @@ def _copy(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    files = [(name, one) for name in _RECIPES for one in _files(name)]
-    scripts = {f"{name}/{one.stem}": one for name, one in files if '"__main__"' in one.read_text()}
-    wanted = arguments.script.removesuffix(".py")
-    if wanted not in scripts:
-        raise CommandError(f"{arguments.script} is no script of a recipe: {', '.join(scripts)}.")
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(scripts[wanted]), *arguments.arguments])
-
-
 def _add_copy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", choices=_RECIPES, metavar="RECIPE", help=f"one of: {', '.join(_RECIPES)}")
     parser.add_argument("directory", metavar="DIR", nargs="?", help="where to (default: ./RECIPE)")
     parser.add_argument("--force", action="store_true", help="overwrite files of these names")
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", metavar="RECIPE/SCRIPT", help="such as deepfm/score; `list` shows them")
-    text = "of the script; --help shows them"
-    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help=text)
-
-
 _SUBCOMMANDS = {
     "list": Subcommand(_list, "list the recipes and their files", lambda parser: None),
     "copy": Subcommand(_copy, "copy a recipe's files into a directory, to run and to change", _add_copy),
-    "run": Subcommand(_run, "run a script of a recipe with this Python", _add_run, _RUN_EPILOG),
 }

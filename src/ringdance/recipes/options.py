@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Collection
 from typing import NoReturn
 
 import ringdance.numpy as hvd
@@ -35,6 +37,34 @@ class Options(Parser):
         text = "of all machines together: print what the time so far costs"
         add("--price-per-hour", type=amount, metavar="P", help=text)
         add("--tensorboard", metavar="DIR", help="write losses, rate, speed and evaluations there")
+
+    def add_images(self, presets: Collection[str], optimizers: Collection[str]) -> None:
+        """Add those of recipes that train on images."""
+        add = self.add_argument
+        names = f"default: 8xV100; {', '.join(presets)}"
+        add("--preset", default="8xV100", choices=presets, metavar="NAME", help=names)
+        add("--epochs", type=count, metavar="N", help="length of the schedule")
+        text = "images for each rank and pass; the rate changes in proportion"
+        add("--batch-size", type=count, metavar="N", help=text)
+        add("--optimizer", choices=optimizers)
+        text = "peak learning rate of the whole batch, not scaled further"
+        add("--rate", type=amount, metavar="R", help=text)
+        add("--precision", choices=("float32", "float16", "bfloat16"))
+        text = "that decode images; default: the cores of each rank"
+        add("--threads", type=count, metavar="N", help=text)
+        text = "and after the last (1); 0: never"
+        add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help=text)
+        text = "only evaluate: the best model of --checkpoints, else its newest, or --weights"
+        add("--evaluate", action="store_true", help=text)
+        add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
+        self.add_shared(keep=3, log_every=20)
+
+    def read(self) -> argparse.Namespace:
+        """Read the command line of such a recipe, which has ``--weights``."""
+        given = self.parse_args()
+        if given.evaluate and bool(given.checkpoints) == bool(given.weights):
+            self.error("--evaluate: give either --checkpoints DIR or --weights FILE")
+        return given
 
     def error(self, message: str) -> NoReturn:
         """End all ranks, which have the same options."""

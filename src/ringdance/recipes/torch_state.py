@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from ringdance.job_files import check_regular
+
 Array = np.ndarray[Any, Any]
+
+
+def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], bool]) -> list[str]:
+    """Load a state dict; return the names of a head's parameters that are of other classes, left as they are.
+
+    Args:
+        model: to load it into.
+        file: of torch.save(), with the state dict itself or as "model" or "state_dict".
+        is_head: whether a name is of a head.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is another model's, or of something else.
+    """
+    try:
+        check_regular(file)
+        saved, own = torch.load(file, map_location="cpu", weights_only=True), model.state_dict()
+        saved = next((saved[name] for name in ("model", "state_dict") if name in saved), saved)
+        fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
+    except OSError:
+        raise
+    except Exception:  # of other files torch raises many
+        raise ValueError("it is no file of torch.save(model.state_dict())") from None
+    fresh = [name for name in own if name not in fits]
+    left_out = "num_batches_tracked", "aux"  # auxiliary heads are not trained
+    odd = {one for one in (*fresh, *(saved.keys() - own)) if not is_head(one)}
+    if other := [one for one in odd if not any(word in one.lower() for word in left_out)]:
+        raise ValueError(f"{len(other)} of its entries are another model's, such as {min(other)}")
+    model.load_state_dict(fits, strict=False)
+    return [one for one in fresh if is_head(one)]
 
 
 def arrays_of(

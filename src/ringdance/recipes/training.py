@@ -254,6 +254,33 @@ class Training:
 
     # The loop ---------------------------------------------------------------------------------------------
 
+    def train_or_evaluate(
+        self, loader: Any, rate: Callable[[float], float], begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """Train from the newest checkpoint to the last epoch, or with ``--evaluate`` only evaluate.
+
+        Args:
+            loader: of the samples, for ``run``.
+            rate: the learning rate by epochs.
+            begin: called where there is no checkpoint.
+        """
+        given = self.given
+        if not self.resume(best=given.evaluate):
+            if given.evaluate and given.checkpoints:
+                raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
+            begin()
+        if given.evaluate:
+            self.best = None
+            self.evaluate()
+            return
+
+        def step(batch: Any, at: Position) -> float:
+            now = rate(at.epoch + at.done / self.samples)
+            self.model.step(batch, now)
+            return now
+
+        self.run(loader, step)
+
     def run(
         self, loader: Any, step: Callable[[Any, Position], float],
         due: Callable[[Position, bool, bool], bool] | None = None,

@@ -36,10 +36,10 @@ _POLL_S = 0.1  # then, and where the kernel does not report changes
 _OLD_S = 10.0  # a younger directory may not be locked yet
 _NOTES = "shared-memory"
 _OF_TORCH = re.compile(r"torch_(\d+)_")
-OF_RANKS = r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_|torch_\d+_"
-"""How the names of the files in /dev/shm begin that MPI libraries and PyTorch make."""
 # A file in /dev/shm with another name may be the user's own data, also if a process of the job has mapped it.
-_OF_LIBRARIES = re.compile(rf"{OF_RANKS}|psm_|sem\.|sem_")
+_OF_LIBRARIES = re.compile(
+    r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_|torch_\d+_|psm_|sem[._]"
+)
 
 
 def make_directories(directories: Iterable[str], job: str) -> None:

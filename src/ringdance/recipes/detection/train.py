@@ -50,9 +50,8 @@ import ringdance.torch as hvd
 from ringdance.data import Batch
 from ringdance.data.order import Draws
 from ringdance.errors import ArgumentError
-from ringdance.job_files import check_regular
+from ringdance.recipes import torch_state
 from ringdance.recipes.options import Options, amount, count, number
-from ringdance.recipes.torch_state import arrays_of, restore
 from ringdance.recipes.training import TRAINED_ON, Position, Training
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.schedules import Schedule
@@ -164,21 +163,11 @@ def load_weights(
         SystemExit: it cannot be read, or is another model's.
     """
     try:
-        check_regular(file)
-        saved = torch.load(file, map_location="cpu", weights_only=True)
-        saved, own = saved.get("model", saved), model.state_dict()
-        fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
-    except OSError as error:
-        raise SystemExit(f"{option} {file}: {error.strerror or error}") from None
-    except Exception:  # of other files torch raises many
-        raise SystemExit(f"{option} {file}: it is no file of torch.save(model.state_dict())") from None
-    fresh = [name for name in own if name not in fits]
-    odd = {*fresh, *(saved.keys() - own)}
-    if other := [one for one in odd if not is_head(one) and not one.endswith("num_batches_tracked")]:
-        hint = "; --norm frozen is for weights with batch normalization" if ".bn" in min(other) else ""
-        raise SystemExit(f"{option} {file}: {len(other)} entries are another model's, as {min(other)}{hint}")
-    model.load_state_dict(fits, strict=False)
-    return fresh
+        return torch_state.load_weights(model, file, is_head)
+    except (OSError, ValueError) as error:
+        hint = "; --norm frozen is for weights with batch normalization" if ".bn" in str(error) else ""
+        why = getattr(error, "strerror", None) or error
+        raise SystemExit(f"{option} {file}: {why}{hint}") from None
 
 
 class Model:
@@ -271,11 +260,11 @@ class Model:
 
     def state(self) -> dict[str, Array]:
         """Return copies of all that a checkpoint needs."""
-        return arrays_of(self.inner, self.scaler, model=self.model)
+        return torch_state.arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
         """Take such values."""
-        restore(state, self.inner, self.scaler, model=self.model)
+        torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def export(self, directory: Path) -> None:
         """Write weights.pt, for --weights."""
@@ -291,13 +280,11 @@ _TITLES = {
 # Training -------------------------------------------------------------------------------------------------
 
 
-def options() -> argparse.ArgumentParser:
+def options() -> Options:
     """Return the parser of the command line."""
     made = Options(description=__doc__)
     add = made.add_argument
-    names = f"default: 8xV100; {', '.join(PRESETS)}"
     add("--model", default="fasterrcnn", choices=("fasterrcnn", "maskrcnn"))
-    add("--preset", default="8xV100", choices=PRESETS, metavar="NAME", help=names)
     add("--data", type=Path, required=True, metavar="DIR", help="in COCO's layout, or prepared: see above")
     add("--split", default="train2017", help="to train on; default: train2017")
     text = "to evaluate; default: val2017, or --split if DIR has no val2017"
@@ -308,21 +295,11 @@ def options() -> argparse.ArgumentParser:
     text = "default: frozen with --backbone-weights, else group"
     add("--norm", choices=("frozen", "group"), help=text)
     add("--width", type=count, metavar="CHANNELS", help="of the pyramid and the heads")
-    add("--epochs", type=count, metavar="N", help="length of the schedule")
     add("--warmup-steps", type=number(int, 0), metavar="N", help="in which the rate rises")
-    add("--batch-size", type=count, metavar="N", help="images for each rank; the rate goes with it")
-    add("--optimizer", choices=("sgd", "adamw"))
-    add("--rate", type=amount, metavar="R", help="peak learning rate of the whole batch, not scaled further")
-    add("--precision", choices=("float32", "float16", "bfloat16"))
     add("--clip", type=amount, metavar="NORM", help="largest norm of the gradient; 0: any")
     add("--image-size", type=number(int, 32), metavar="PIXELS", help="of the shorter side")
     add("--longest", type=count, metavar="PIXELS", help="of the longer side; default: goes with the shorter")
-    text = "that decode images; default: the cores of each rank"
-    add("--threads", type=count, metavar="N", help=text)
-    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and after the last (1); 0: never")
-    add("--evaluate", action="store_true", help="only evaluate --weights, or the newest of --checkpoints")
-    add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
-    made.add_shared(keep=3, log_every=20)
+    made.add_images(PRESETS, ("sgd", "adamw"))
     return made
 
 
@@ -352,10 +329,7 @@ def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
 
 def main() -> None:
     """Train as the command line says."""
-    parser = options()
-    given = parser.parse_args()
-    if given.evaluate and bool(given.checkpoints) == bool(given.weights):
-        parser.error("--evaluate: give either --checkpoints DIR or --weights FILE")
+    given = options().read()
     hvd.init()
     given.threads = given.threads or max(1, own_cores())
     given.norm = given.norm or ("frozen" if given.backbone_weights else "group")
@@ -389,32 +363,17 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
     training = Training(
         given, model, same, "images", len(data), preset.epochs, split, f"{model.kinds[-1]} AP"
     )
-    found = training.resume()
-    if given.evaluate and given.checkpoints and not found:
-        raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
     training.print(
         f"{given.model} on {preset.backbone} by torchvision on {model.device.type}: {hvd.size()} ranks, "
         f"batch {batch:,}, {preset.optimizer}, {preset.precision}, {len(data):,} images, "
         f"{preset.epochs:g} epochs\n"
         f"preset {given.preset} ({preset.source}): {preset.expected}"
     )
-    if given.evaluate:
-        training.best = None
-        training.evaluate()
-    else:
-        peak = preset.rate_for(batch) if given.rate is None else given.rate
-        warmup = min(preset.warmup_steps * batch / len(data), preset.epochs)
-        kind = "step" if preset.milestones else "cosine"
-        rates = Schedule(
-            peak, preset.epochs, kind, warmup, peak * preset.warmup_start, preset.milestones
-        )  # fmt: skip
-
-        def step(batch: Batch, at: Position) -> float:
-            rate = rates(at.epoch + at.done / len(data))
-            model.step(batch, rate)
-            return rate
-
-        training.run(batches, step)
+    peak = preset.rate_for(batch) if given.rate is None else given.rate
+    warmup = min(preset.warmup_steps * batch / len(data), preset.epochs)
+    kind = "step" if preset.milestones else "cosine"
+    rates = Schedule(peak, preset.epochs, kind, warmup, peak * preset.warmup_start, preset.milestones)
+    training.train_or_evaluate(batches, rates)
     training.close({**same, "classes": data.table["categories"], "image_size": preset.image_size})
 
 

@@ -36,7 +36,6 @@ The last images of an epoch that are fewer than a whole batch are left out: othe
 from __future__ import annotations
 
 import argparse
-import pickle
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -51,7 +50,7 @@ from torch.nn import functional
 
 import ringdance.torch as hvd
 from ringdance.data import Batch
-from ringdance.recipes.torch_state import arrays_of, restore
+from ringdance.recipes import torch_state
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
 Array = np.ndarray[Any, Any]
@@ -290,27 +289,16 @@ class Model:
 
     def state(self) -> dict[str, Array]:
         """Return copies of all that a checkpoint needs."""
-        return arrays_of(self.inner, self.scaler, model=self.model)
+        return torch_state.arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
         """Take such values."""
-        restore(state, self.inner, self.scaler, model=self.model)
+        torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def load_weights(self, file: str) -> list[str]:
         """Load a state dict; return the names of the head's parameters, if it is of other classes."""
-        try:
-            saved, own = torch.load(file, map_location="cpu", weights_only=True), self.model.state_dict()
-        except (pickle.UnpicklingError, RuntimeError):
-            raise ValueError("it is no file of torch.save(model.state_dict())") from None
-        saved = next((saved[name] for name in ("model", "state_dict") if name in saved), saved)
-        fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
-        fresh = [name for name in own if name not in fits]
-        other = [name for name in fresh if name not in saved or own[name].shape[:1] != (self.classes,)]
-        other += [name for name in saved if name not in own and not name.lower().startswith("aux")]
-        if other:
-            raise ValueError(f"{len(other)} of its entries are other ones, such as {other[0]}")
-        self.model.load_state_dict(fits, strict=False)
-        return fresh
+        head = [*self.model.state_dict()][-1].rpartition(".")[0] + "."
+        return torch_state.load_weights(self.model, file, lambda name: name.startswith(head))
 
     def equal(self) -> None:
         """Give all ranks the model of rank 0."""
