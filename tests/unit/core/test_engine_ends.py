@@ -130,7 +130,7 @@ def test_a_flight_record_is_left_only_where_an_error_names_it(
     settings = Settings(stall_check_time=0.3, stall_shutdown_time=0.6)
     named = [path for found in job(3, program, settings, report=lambda text: None) for path in found]
     assert sorted(named) == sorted(map(str, tmp_path.glob("ringdance-flight-*")))
-    assert len(named) == (not leaves)
+    assert bool(named) == (not leaves)  # two ranks may find a stall at the same time
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
