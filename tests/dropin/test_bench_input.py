@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from doc_blocks import ROOT, blocks, environment, put_files
-from sampled import sampled
+from sampled import drawn, sampled
 
 PARENT = {"prepare": "data", "copy": "recipes"}
 SCRIPT = """
@@ -171,7 +171,7 @@ RIGHT = {  # words of the advice, of which one must be there
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("seconds", [0.008, 0.015, 0.03, 0.05, 0.08])
+@pytest.mark.parametrize("seconds", drawn("planted seconds", [0.008, 0.015, 0.03, 0.05, 0.08], 2))
 @pytest.mark.parametrize("cause", RIGHT)
 def test_a_planted_cause_is_named_or_nothing_is(cause: str, seconds: float, tmp_path: Path) -> None:
     """On a busy machine, or where the noise is large, it says that it does not know."""

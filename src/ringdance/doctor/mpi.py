@@ -10,9 +10,9 @@ from typing import Any
 
 from ringdance.doctor.check import ERROR, Check, Finding, Host, Usage, last_line, limit
 from ringdance.doctor.machine import MPI_LIBRARIES, MPI_PREFIXES
-from ringdance.errors import LaunchError, pip_install
+from ringdance.errors import LaunchError
 from ringdance.launch.hosts import Host as JobHost
-from ringdance.launch.mpi.library import find_mpi, mpi4py_variants, wheel_of
+from ringdance.launch.mpi.library import find_mpi, mpi4py_variants
 from ringdance.launch.mpi.options import MpiexecRequest, mpiexec_options
 from ringdance.launch.system import linux
 
@@ -24,17 +24,14 @@ _LIMIT_S = 60.0
 
 
 def mpi_facts(usage: Usage) -> dict[str, Any]:
-    """Library, its mpiexec and whether that starts; others in LD_LIBRARY_PATH."""
-    found: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": "", "version": None}
+    """Return the library and its mpiexec, and other libraries in LD_LIBRARY_PATH."""
+    found: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": ""}
     try:
         mpi = find_mpi()
         found |= {"family": mpi.family, "mpiexec": mpi.mpiexec, "source": mpi.source}
-        code, output, errors = linux.run([mpi.mpiexec, "--version"])
-        found["version"] = {"code": code, "output": last_line(errors or output) or "no output"}
     except LaunchError as error:
         found["error"] = str(error)
     found["prefix"] = prefix = os.path.dirname(os.path.dirname(found["mpiexec"]))
-    found["reinstall"] = pip_install("--force-reinstall", wheel_of(found["family"]))
     found["other_libraries"] = [
         library
         for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
@@ -108,13 +105,6 @@ CHECKS = (
     Check("mpi-library", "mpi", ERROR,
           "the MPI library that mpi4py loads, and the mpiexec that belongs to it",
           _library, ("mpi", "environment")),
-    Check("mpiexec-works", "mpi", ERROR,
-          "whether the mpiexec that belongs to the library can be started at all",
-          limit("{mpi[mpiexec]} works", lambda host: host["mpi"]["version"]["code"],
-                "{mpi[reinstall]}",
-                problem="{mpi[mpiexec]} --version ends with exit code {mpi[version][code]}: "
-                        "{mpi[version][output]}",
-                applies=lambda host: host["mpi"]["version"])),
     Check("second-mpi-loaded", "mpi", ERROR,
           "LD_LIBRARY_PATH with another MPI library, which programs load in place of the environment's",
           limit("LD_LIBRARY_PATH leads to no other MPI library",
