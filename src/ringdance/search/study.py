@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
@@ -137,10 +138,11 @@ class Study:
 
     def trial(self, number: int | None = None) -> Trial:
         """Return a trial that was begun, or begin one; parameters that it does not have yet are chosen."""
-        # Random numbers of its own, so that a resumed search repeats none.
+        # Random numbers of its own, so that a resumed search repeats none, nor does one of the next seed.
         options = dict(self.space.sampler)
         if options.get("seed") is not None:
-            options["seed"] += len(self.trials()) if number is None else number
+            own = f"{options['seed']} {len(self.trials()) if number is None else number}"
+            options["seed"] = random.Random(own).getrandbits(32)
         self.study.sampler = self._made("sampler", options)
         if number is None:
             number = self.study.ask().number

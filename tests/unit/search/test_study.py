@@ -47,9 +47,8 @@ def searched(directory: Path, sampler: str, seed: int) -> float:
 def test_tpe_is_better_than_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the median of five seeds, 40 trials each, on Branin's function, whose minimum is 0.398."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    seeds = range(0, 5000, 1000)  # the trials of a study take the seeds from its own on
     medians = {
-        name: statistics.median(searched(tmp_path / f"{name}{seed}", name, seed) for seed in seeds)
+        name: statistics.median(searched(tmp_path / f"{name}{seed}", name, seed) for seed in range(5))
         for name in ("tpe", "random")
     }
     print(medians)
