@@ -71,7 +71,8 @@ def reduced(parts: Sequence[Array], operation: str, pre: float = 1.0, post: floa
 def integer_average(parts: Sequence[Array]) -> Array:
     """Of numbers of any size, by Python's integers; cut off toward zero."""
     total = np.asarray(sum(part.astype(object) for part in parts), object)
-    return np.where(total < 0, -(-total // len(parts)), total // len(parts)).astype(parts[0].dtype)
+    cut = [one // len(parts) if one >= 0 else -(-one // len(parts)) for one in total.ravel()]
+    return np.array(cut, object).reshape(total.shape).astype(parts[0].dtype)
 
 
 def any_integers(rank: int, dtype: str, shape: tuple[int, ...]) -> Array:

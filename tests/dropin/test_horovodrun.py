@@ -326,7 +326,7 @@ def test_check_build():
     assert done.returncode == 0
     text, _, about = done.stdout.decode().partition("\nMPI: ")
     assert about
-    assert text == textwrap.dedent(
+    assert text.replace("[X] NCCL", "[ ] NCCL") == textwrap.dedent(  # of PyTorch's builds some have it
         f"""\
         Horovod v{horovod.__version__}:
 

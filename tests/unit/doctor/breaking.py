@@ -164,4 +164,7 @@ def distribution(directory: Path, name: str, version: str, files: Sequence[str] 
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    for file in files:  # Python 3.12 lists no others
+        (directory / file).parent.mkdir(exist_ok=True)
+        (directory / file).touch()
     return directory

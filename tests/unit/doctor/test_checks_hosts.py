@@ -249,7 +249,7 @@ def test_another_nccl(cluster: Cluster) -> None:
     assert cluster.wrong("same-nccl") == []
     cluster.odd("two", f'export PYTHONPATH={cluster.directory}/site; exec sh -c "$command"')
     (result,) = cluster.wrong("same-nccl")
-    assert "NCCL 0.1 on two, but" in result.text
+    assert re.search("NCCL 0.1.* on two, but", result.text)  # PyTorch may have brought one
 
 
 DIFFERENT = [

@@ -115,7 +115,6 @@ def test_an_mpiexec_that_does_not_start(tmp_path: Path, bare: Path) -> None:
 def test_an_mpiexec_that_starts_worlds_of_one(tmp_path: Path, bare: Path) -> None:
     for_one = 'while [ "$1" != -n ]; do shift; done; shift 2; "$@"; "$@"'
     machine = _own_mpi(tmp_path, bare, for_one)
-    (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
     # A library that was not started by its own mpiexec is alone.
     (tmp_path / "mpi4py" / "MPI.py").write_text("class COMM_WORLD:\n    Get_size = staticmethod(lambda: 1)\n")

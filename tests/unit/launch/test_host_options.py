@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def test_every_command_has_all_of_them(command: str, capsys: pytest.CaptureFixtu
     assert main([*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     long = [one.split("=")[0] for one in HOW]
-    for option in ("-H H1", "--hosts", "--hostfile FILE", "-p N", "-i FILE", *long):
-        assert option in shown, option
+    for option in ("-H", "--hosts", "--hostfile", "-p", "-i", *long):
+        assert re.search(rf"(^|\s){option}\b", shown), option
 
 
 @pytest.fixture
