@@ -163,6 +163,23 @@ def test_weights_that_differ_later_are_noticed(change: str, says: str) -> None:
     assert all(f"an element of '{says}' is" in text for text in texts)
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_parameter_that_takes_the_place_of_another_is_reduced(early: bool) -> None:
+    """As where a model grows; the number of parameters stays."""
+    points = nn.Parameter(torch.zeros(3))
+    inner = torch.optim.SGD([points], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(inner, [("points", points)], reduce_in_backward=early)
+    for grown in (False, True, True):
+        if grown:
+            points = nn.Parameter(torch.cat([points.detach(), torch.zeros(2)]))
+            optimizer.param_groups[0]["params"][0] = points
+        optimizer.zero_grad()
+        (points * (RANK + 1.0)).sum().backward()
+        optimizer.step()
+    mean = (SIZE + 1) / 2
+    assert points.tolist() == [-3 * mean] * 3 + [-2 * mean] * 2 + [-mean] * 2
+
+
 @several
 def test_weights_are_compared_though_ranks_join() -> None:
     """After different numbers of steps in an epoch, of optimizers of all ranks and of some."""

@@ -51,7 +51,7 @@ def world_facts(usage: Usage) -> dict[str, Any]:
     hosts = [JobHost("localhost", 2, (0, 1), local=True)]
     options, variables = mpiexec_options(MpiexecRequest(mpi, hosts, root=os.getuid() == 0))
     words = [mpi.mpiexec, *options, "-n", "2", sys.executable, "-P", "-c", _RANK]
-    code, output, errors = linux.run(words, _LIMIT_S, {**os.environ, **variables})
+    code, output, errors = linux.run(words, _LIMIT_S, {**variables, **os.environ})
     sizes = [int(line[5:]) for line in output.splitlines() if line.startswith("size=") and line[5:].isdigit()]
     return {"sizes": sizes, "code": code, "errors": last_line(errors), "line": shlex.join(words)}
 

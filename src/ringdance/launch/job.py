@@ -220,7 +220,8 @@ class Job:
             self._fail("\n  ".join([text, *folded(self._ranks.not_started())]))
         elif state is State.STOPPING and now < self._shutdown.kill_at and not self._ranks.idle:
             self._deadline, name = self._shutdown.kill_at, signal_name(self._shutdown.signal)
-            text = f"the ranks have {self._spec.grace:g} s to end; Ctrl-C (SIGINT) ends them now"
+            limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # in the background
+            text = f"the ranks have {limit} to end; Ctrl-C (SIGINT) ends them now"
             self._err(f"ringdance: {name}: {text}\n".encode())
         elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
             self._waited, self._deadline = True, now + _SEE_S

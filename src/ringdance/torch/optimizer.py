@@ -254,9 +254,9 @@ def DistributedOptimizer(
     check_passes(backward_passes_per_step)
     parameters = [parameter for _, parameter in pairs]
     scales_of(operation, gradient_predivide_factor)  # raises for arguments that do not go together
-    total = sum(len(group["params"]) for group in optimizer.param_groups)
+    seen = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     options = Options(
-        [name for name, _ in pairs], parameters, total, given, operation, compression, process_set,
+        [name for name, _ in pairs], parameters, seen, given, operation, compression, process_set,
         gradient_predivide_factor, _index_groups(num_groups, groups, parameters), sparse_as_dense,
         reduce_in_backward,
     )

@@ -31,7 +31,7 @@ class Options:
     Attributes:
         names: of the parameters, the same and in the same order on all ranks.
         parameters: those of the optimizer, in the order of ``names``.
-        total: how many parameters the optimizer's groups had together when ``parameters`` was made.
+        seen: ids of the parameters of the optimizer's groups when ``parameters`` was made.
         given: name and parameter by the parameter's id, also of those that the optimizer does not have yet.
         operation, predivide, groups, compression, sparse_as_dense, process_set, early: see
             ``DistributedOptimizer``; groups hold indices of parameters.
@@ -39,7 +39,7 @@ class Options:
 
     names: list[str]
     parameters: list[Tensor]
-    total: int
+    seen: list[int]
     given: dict[int, tuple[str, Tensor]]
     operation: ReduceOp
     compression: Any
@@ -98,10 +98,10 @@ class Wrapped:
     def _add_new(self) -> list[int]:
         """Add to the options what the groups have gained, also by the wrapped optimizer; return indices."""
         options, groups = self._options, self.param_groups  # type: ignore[attr-defined]
-        total = sum([len(group["params"]) for group in groups])
-        if total == options.total:
+        seen = [id(parameter) for group in groups for parameter in group["params"]]
+        if seen == options.seen:
             return []
-        options.total = total
+        options.seen = seen
         first = len(options.parameters)
         known = {id(parameter) for parameter in options.parameters}
         for i, group in enumerate(groups):

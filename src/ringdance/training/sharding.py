@@ -15,7 +15,7 @@ There is no default: the right one depends on the purpose, training or evaluatio
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -138,15 +138,23 @@ def shard(
     It is a sampler of PyTorch: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
 
     Args:
-        data: the number of samples, or anything with a length: an array, a list, a data set of PyTorch.
+        data: the number of samples, or what has them by number: an array, a list, a data set of PyTorch.
         ends: "pad", "drop" or "join".
         shuffle: in another order each epoch.
         seed: of the order.
         layout: "strided" or "contiguous".
         process_set: the ranks among which samples are divided.
+
+    Raises:
+        ArgumentError: ``data`` has no samples by number, or another argument is wrong.
     """
-    length = data if isinstance(data, int) else len(data)
-    return Shard(length, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
+    if not isinstance(data, int | np.integer):
+        numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        if not numbered or isinstance(data, str | bytes | tuple | Mapping):
+            kinds = "a data set, an array (of several in a tuple or dict: one), or the number of samples"
+            raise ArgumentError(f"shard(): a {type(data).__name__} has no samples by number: give {kinds}.")
+        data = len(data)
+    return Shard(data, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
 
 
 def total_of(length: int, size: int, ends: str) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ def test_an_mpiexec_that_does_not_start(tmp_path: Path, bare: Path) -> None:
         tmp_path, bare, "echo 'error while loading shared libraries: libprrte.so' >&2; exit 127"
     )
     assert "libprrte.so" in wrong("world", machine.facts(["world"]))[0].text
+
+
+@breaks("world")
+def test_ranks_start_with_the_variables_of_the_user(tmp_path: Path, bare: Path) -> None:
+    machine = _own_mpi(tmp_path, bare, 'echo "no component $OMPI_MCA_pml" >&2; exit 1')
+    machine = replace(machine, env={**machine.env, "OMPI_MCA_pml": "foo"})
+    assert "no component foo" in wrong("world", machine.facts(["world"]))[0].text
 
 
 @breaks("world")

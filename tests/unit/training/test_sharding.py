@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -128,6 +129,22 @@ def test_wrong_arguments(options: dict[str, object], message: str) -> None:
     given = {"length": 9, "ends": "pad", "rank": 0, "size": 2, **options}
     with pytest.raises(ArgumentError, match=message):
         Shard(**given)  # type: ignore[arg-type]
+
+
+class Stream:
+    """As a loader or a sampler: it has a length, and no samples by number."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+@pytest.mark.parametrize("data", [Stream(), (np.ones(9), np.ones(9)), {"x": np.ones(9)}, "train", iter([1])])
+def test_what_has_no_samples_by_number(data: object) -> None:
+    with pytest.raises(ArgumentError, match=f"a {type(data).__name__} has no samples by number"):
+        shard(data, ends="pad")
 
 
 def test_wrong_numbers_later() -> None:

@@ -27,8 +27,9 @@ def shard(
         data: a ``tf.data.Dataset`` with the same elements in the same order on all ranks; or
             tensors or arrays with equally many rows, in any structure.
         ends: "pad", "drop" or "join": what happens if the ranks cannot have equally many samples.
-        shuffle: each iteration in another order, the same on all ranks. True needs to know how many elements
-            a ``Dataset`` has; a number is the size of the buffer from which elements are drawn.
+        shuffle: each iteration in another order, the same on all ranks if all begin equally many: not one on
+            a single rank. True needs to know how many elements a ``Dataset`` has; a number is the size of the
+            buffer from which elements are drawn.
         seed: of the order, equal on all ranks.
         layout: "strided" or "contiguous" (only if the number of elements is known).
         process_set: the ranks among which samples are divided; all of them make this call.
