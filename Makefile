@@ -1,7 +1,7 @@
 # Everything a person does with a clone. Each target makes its environment by itself.
 #
 #   make demo         train on two processes (no other preparation than Python >= 3.11 and make)
-#   make test         lint, types, layers, and the tests that take 10 to 25 minutes together
+#   make test         lint, types, layers, and the tests that take 9 to 20 minutes together
 #   make test-all     also the slow tests, and those with ranks under MPICH and Intel MPI; run it again to resume
 #   make test-mxnet   the tests of MXNet, in an environment of its own (Python 3.11)
 #   make test-detection  the recipes with torchvision; test-all has it too
