@@ -35,9 +35,9 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
     except Exception:  # of other files torch raises many
         raise ValueError("it is no file of torch.save(model.state_dict())") from None
     fresh = [name for name in own if name not in fits]
-    left_out = "num_batches_tracked", "aux"  # auxiliary heads are not trained
-    odd = {one for one in (*fresh, *(saved.keys() - own)) if not is_head(one)}
-    if other := [one for one in odd if not any(word in one.lower() for word in left_out)]:
+    extra = {one for one in saved.keys() - own if not one.lower().startswith("aux")}  # heads without training
+    odd = {one for one in (*fresh, *extra) if not is_head(one)}
+    if other := [one for one in odd if not one.endswith("num_batches_tracked")]:
         raise ValueError(f"{len(other)} of its entries are another model's, such as {min(other)}")
     model.load_state_dict(fits, strict=False)
     return [one for one in fresh if is_head(one)]
