@@ -40,10 +40,9 @@ def directory_facts(path: str) -> dict[str, Any]:
     nearest = machine.nearest(wanted)
     found = {"exists": nearest == wanted, "nearest": nearest, "error": _write_error(nearest)}
     try:
-        room, flags = linux.room(nearest), os.statvfs(nearest).f_flag
+        return found | linux.room(nearest)
     except OSError:
         return found
-    return found | room | {"noexec": bool(flags & getattr(os, "ST_NOEXEC", 0))}
 
 
 def _write_error(directory: str) -> str:
@@ -101,11 +100,4 @@ CHECKS = (
                 "export TMPDIR=/tmp",
                 problem=f"TMPDIR has more than {_LONGEST} bytes, so MPI's sockets may not fit: "
                         "{disk[temporary][path]}")),
-    Check("temporary-programs", "disk", WARNING,
-          "TMPDIR mounted noexec: compiled kernels (Triton, XLA, torch.compile) cannot be loaded from there",
-          limit("programs can run from {disk[temporary][path]}",
-                lambda host: host["disk"]["temporary"].get("noexec"),
-                "export TMPDIR=$HOME/tmp && mkdir -p $TMPDIR",
-                problem="{disk[temporary][path]} is mounted noexec: what compilers put there cannot be "
-                        "loaded")),
 )  # fmt: skip

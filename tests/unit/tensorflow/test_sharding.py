@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 from sampled import sampled
 
+from ringdance.errors import ArgumentError
 from ringdance.tensorflow.data import sharding
+from ringdance.training.sharding import Shard
 
 SIZE = 3
 
@@ -59,13 +62,52 @@ def test_each_sample_once_in_each_epoch(
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4097])
 def test_rows_are_shuffled_without_a_buffer(count: int) -> None:
-    data = sharding.permuted(tf.data.Dataset.range(count), count, 3)
-    first, second = [[int(value) for value in data] for _ in range(2)]
-    assert sorted(first) == sorted(second) == list(range(count))
-    assert len(data) == count
-    assert first != second or count < 3
-    again = [int(value) for value in sharding.permuted(tf.data.Dataset.range(count), count, 3)]
-    assert again == first
+    first, second = [
+        [[int(value) for value in sharding.shuffled_rows(Shard(count, ends="join", rank=rank, size=2), 3)]
+         for rank in range(2)] for _ in range(2)
+    ]  # fmt: skip
+    assert sorted(first[0] + first[1]) == sorted(second[0] + second[1]) == list(range(count))
+    plan = Shard(count, ends="join", rank=0, size=1)
+    rows = sharding.shuffled_rows(plan, 3)
+    read = [[int(value) for value in rows] for _ in range(2)]
+    assert read[0] != read[1] or count < 3
+    assert [int(value) for value in sharding.shuffled_rows(plan, 3)] == read[0]
+    mixed = [int(value) for value in sharding.shuffled_rows(plan, 4)]
+    assert mixed != read[0] or count < 3
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_look_on_one_rank_alone_misses_nothing(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    every = shares(monkeypatch, 12, known, False, ends="drop", shuffle=5)
+    tensors = []
+    for rank in range(SIZE):
+        monkeypatch.setattr(sharding, "check_plan", lambda *_, rank=rank: (rank, SIZE))
+        tensors.append(sharding.shard(tf.range(12), ends="drop", shuffle=True))
+    for kind in (every, tensors):
+        orders = set()
+        for epoch in range(4):
+            next(iter(kind[epoch % SIZE]))
+            read = [[int(value) for value in one] for one in kind]
+            assert sorted(value for one in read for value in one) == list(range(12))
+            orders.add(str(read))
+        assert len(orders) > 1
+
+
+def test_an_order_that_each_rank_draws_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "part").touch()
+    files = str(tmp_path / "*")
+    numbers = tf.data.Dataset.range(9)
+    monkeypatch.setattr(sharding, "check_plan", lambda *_: (0, SIZE))
+    for data in (numbers.shuffle(9).batch(2), tf.data.Dataset.zip(numbers, numbers.shuffle(9)),
+                 tf.data.Dataset.list_files(files)):  # fmt: skip
+        with pytest.raises(ArgumentError, match="without a seed"):
+            sharding.shard(data, ends="pad")
+    for data in (numbers.shuffle(9, seed=1).batch(2), tf.data.Dataset.list_files(files, shuffle=False)):
+        sharding.shard(data, ends="pad")
+    monkeypatch.setattr(sharding, "check_plan", lambda *_: (0, 1))
+    sharding.shard(numbers.shuffle(9), ends="pad")
 
 
 def test_elements_of_any_structure(monkeypatch: pytest.MonkeyPatch) -> None:

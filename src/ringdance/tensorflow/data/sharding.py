@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +12,7 @@ from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import Shard, check_plan, total_of
 
 Dataset: Any = tf.data.Dataset
+index_shuffle = tf.random.experimental.index_shuffle
 _BLOCK = 4096  # numbers that are shuffled at once
 
 
@@ -27,9 +27,9 @@ def shard(
         data: a ``tf.data.Dataset`` with the same elements in the same order on all ranks; or
             tensors or arrays with equally many rows, in any structure.
         ends: "pad", "drop" or "join": what happens if the ranks cannot have equally many samples.
-        shuffle: each iteration in another order, the same on all ranks if all begin equally many: not one on
-            a single rank. True needs to know how many elements a ``Dataset`` has; a number is the size of the
-            buffer from which elements are drawn.
+        shuffle: True for another order in each iteration, which needs to know how many elements a ``Dataset``
+            has; or the size of the buffer from which elements are drawn. The elements are mixed once before
+            they are divided, so a rank keeps its share: see Note [Shuffled shares].
         seed: of the order, equal on all ranks.
         layout: "strided" or "contiguous" (only if the number of elements is known).
         process_set: the ranks among which samples are divided; all of them make this call.
@@ -43,66 +43,85 @@ def shard(
         rows = {int(one.shape[0]) if one.shape.rank else -1 for one in tf.nest.flatten(tensors)}
         if len(rows) != 1 or -1 in rows:
             raise ArgumentError(f"shard(): give tensors with equally many rows. These have {sorted(rows)}.")
-        numbers = tf.data.Dataset.range(rows.pop())
-        mine = _shard(numbers, ends, bool(shuffle), seed, layout, process_set, permuted)
+        mine = _shard(tf.data.Dataset.range(rows.pop()), ends, bool(shuffle), seed, layout, process_set, True)
         return mine.map(lambda number: tf.nest.map_structure(lambda one: tf.gather(one, number), tensors))
-    return _shard(data, ends, shuffle, seed, layout, process_set, Dataset.shuffle)
+    return _shard(data, ends, shuffle, seed, layout, process_set)
 
 
-def permuted(numbers: Dataset, count: int, seed: int) -> Dataset:
-    """Return 0 to ``count`` - 1 in another order in each iteration. It takes no memory, as a buffer would."""
+# Note [Shuffled shares]
+# tf.data counts the iterators of a data set, and draws another order for each. If the order of an epoch over
+# all ranks depended on that number, one rank that looks at its first batch, or calls adapt(), would have the
+# order of another epoch from then on: samples would be missed silently. So elements are divided in an order
+# that never changes, and each rank shuffles its own share in each iteration.
+
+
+def shuffled_rows(plan: Shard, seed: int) -> Dataset:
+    """Return the numbers of this rank's rows, in another order in each iteration, without a buffer."""
+    start, _, step = plan.span()
+    count, last = len(plan), tf.constant(plan.length - 1, tf.int64)
+    fixed = tf.constant(tf.compat.v1.get_seed(seed), tf.int64)
     seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
+    keys = seeds.batch(2, drop_remainder=True).take(1)
     blocks = tf.data.Dataset.range(0, count, _BLOCK)
 
     def block(begin: Any, key: Any) -> Dataset:
-        rows = tf.range(begin, tf.minimum(begin + _BLOCK, count))
-        shuffled = tf.random.experimental.index_shuffle(rows, key, tf.cast(count - 1, tf.int64))
-        return tf.data.Dataset.from_tensor_slices(shuffled)
+        places = tf.range(begin, tf.minimum(begin + _BLOCK, count))
+        own = index_shuffle(places, key, tf.constant(count - 1, tf.int64))
+        places = (start + step * own) % plan.length  # padding begins again at the start
+        return tf.data.Dataset.from_tensor_slices(index_shuffle(places, fixed, last))
 
-    keys = seeds.batch(2, drop_remainder=True).take(1)
-    found = keys.flat_map(lambda key: blocks.flat_map(lambda begin: block(begin, key)))
-    return found.apply(tf.data.experimental.assert_cardinality(count))
+    return keys.flat_map(lambda key: blocks.flat_map(lambda begin: block(begin, key)))
 
 
 def _shard(
     data: Dataset, ends: str, shuffle: bool | int, seed: int, layout: str, process_set: ProcessSet,
-    shuffled: Callable[[Dataset, int, int], Dataset],
+    rows: bool = False,
 ) -> Dataset:
     count = int(data.cardinality())
-    known = count >= 0
-    if not known and layout != "strided":
+    if count < 0 and (shuffle is True or layout != "strided"):
         raise ArgumentError(
-            f"layout={layout!r} needs to know how many elements there are: use 'strided', or apply "
-            "tf.data.experimental.assert_cardinality first."
+            "shuffle=True and layout='contiguous' need to know how many elements there are: give a buffer's "
+            "size as a number, use 'strided', or apply tf.data.experimental.assert_cardinality first."
         )
-    if shuffle is True and not known:
-        raise ArgumentError(
-            "shuffle=True needs to know how many elements there are: give a buffer's size as a number, or "
-            "apply tf.data.experimental.assert_cardinality first."
-        )
-    same = {"ends": ends, "layout": layout, "the number of elements": count, "shuffle": shuffle}
-    if shuffle:
-        # The global seed of tf.random.set_seed() counts too.
-        same["seed (with that of tf.random.set_seed)"] = tf.compat.v1.get_seed(seed)
+    same = {
+        "ends": ends, "layout": layout, "the number of elements": count, "shuffle": shuffle,
+        "seed (with that of tf.random.set_seed)": shuffle and tf.compat.v1.get_seed(seed),
+    }  # fmt: skip
     rank, size = check_plan(ends, same, process_set)
+    check_order(data, size)
     first = data
-    if shuffle:
-        data = shuffled(data, max(count, 1) if shuffle is True else shuffle, seed)
-    if known:
+    buffer = max(count, 1) if shuffle is True else int(shuffle)
+    if shuffle and not rows:  # see Note [Shuffled shares]
+        data = data.shuffle(buffer, seed, reshuffle_each_iteration=False)
+    if count >= 0:
         plan = Shard(count, ends=ends, seed=seed, layout=layout, rank=rank, size=size)
-        result = _by_number(data, plan, first).apply(tf.data.experimental.assert_cardinality(len(plan)))
+        result = shuffled_rows(plan, seed) if shuffle and rows else _by_number(data, plan, first)
+        result = result.apply(tf.data.experimental.assert_cardinality(len(plan)))
     elif count == tf.data.INFINITE_CARDINALITY or ends == "join":
         result = data.shard(size, rank)
     else:
         result = _in_rounds(data, ends, rank, size, first)
+    if shuffle and not rows:
+        result = result.shuffle(-(-buffer // size), seed)
     options = tf.data.Options()
     options.deterministic = True  # orders that differ between ranks would miss samples
     return result.with_options(options)
 
 
-# Note [Padding]: each iterator of a data set that was shuffled draws another order, and the next one depends
-# on how many were made. So padding must not make one on some ranks only, or only where an epoch is read to
-# its end.
+def check_order(data: Any, size: int) -> None:
+    """Raise ArgumentError if a step before draws an order without a seed: another one on each rank."""
+    if size > 1 and hasattr(data, "_seed") and tf.get_static_value(data._seed + data._seed2) == 0:
+        raise ArgumentError(
+            "shard(): the data set was shuffled without a seed, differently on each rank: samples would be "
+            "missed. Give a seed to its shuffle(), shuffle=False to its list_files(), or shard() first."
+        )
+    for source in data._inputs():
+        check_order(source, size)
+
+
+# Note [Padding]: a script may shuffle a data set before it is divided. Each iterator then draws another
+# order, and the next one depends on how many were made. So padding must not make one on some ranks only, or
+# only where an epoch is read to its end.
 
 
 def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
