@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -21,16 +22,15 @@ PREFIX = "ringdance WAIT "
 
 @pytest.mark.ranks(2, 3, 4)
 def test_waits_are_spans(tmp_path: Path) -> None:
+    directory = Path(hvd.broadcast_object(str(tmp_path), 0))
     net = Net()
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
     hvd.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        if RANK:
-            time.sleep(0.2)  # so that rank 0 waits
+        rank_0_waits_first(directory / "late")
         hvd.allreduce(torch.ones(3), name="late")
         hvd.allreduce(torch.ones(3))
-        if RANK:
-            time.sleep(1.0)
+        rank_0_waits_first(directory / "gradients")
         loss_of(net, 0, RANK).backward()
         optimizer.step()
     hvd.allreduce(torch.ones(3), name="later")
@@ -44,6 +44,22 @@ def test_waits_are_spans(tmp_path: Path) -> None:
         assert any(name.startswith(f"{PREFIX}gradients of ") for name in spans)
     rows = {one.key for one in profiler.key_averages()}
     assert set(spans) <= rows
+
+
+def rank_0_waits_first(mark: Path) -> None:
+    """Return on rank 0; on the others after rank 0 has waited for them for 0.2 s."""
+    if RANK == 0:
+        Thread(target=make_when_waiting, args=[mark]).start()
+        return
+    while not mark.exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+
+
+def make_when_waiting(mark: Path) -> None:
+    while not session.engine().callers.waiting:
+        time.sleep(0.01)
+    mark.touch()
 
 
 def test_without_the_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
