@@ -90,8 +90,8 @@ class Training:
     def __init__(self, job: Any, name: str) -> None:
         import torch
 
-        from ringdance import session
-        from ringdance.tune.torch_models import build
+        from ringdance.tools.plan.torch_models import build
+        from ringdance.training import session
 
         torch.manual_seed(0)
         self.job, self.engine = job, session.engine()
@@ -124,7 +124,7 @@ class Training:
 
     def now(self) -> Setting:
         """Return the present settings."""
-        from ringdance.tune.tunables import tunables
+        from ringdance.training.tuning.tunables import tunables
 
         present = {name: one.get() for name, one in sorted(tunables.items())}
         return Setting(self.state.values(), tuple((k, n) for k, n in present.items() if n is not None))
@@ -132,7 +132,7 @@ class Training:
     def apply(self, setting: Setting) -> None:
         """Go on with other settings, as the tuner does: by a request, executed with the next exchange."""
         from ringdance.core.request import TUNE_NAME, Collective, Description, Request
-        from ringdance.tune.tunables import tunables
+        from ringdance.training.tuning.tunables import tunables
 
         if setting == self.now():
             return
@@ -164,7 +164,7 @@ class Training:
         Returns:
             after how many steps it has ended (0 for not at all), with which settings, and seconds of all.
         """
-        from ringdance.tune import autotune
+        from ringdance.training.tuning import autotune
 
         self.apply(start)
         autotune._kept.clear()  # what this process found before
@@ -209,7 +209,7 @@ def grid(training: Training, quick: bool) -> list[Setting]:
 
 def _candidates(name: str, present: int) -> list[tuple[str, int]]:
     """Return what the grid has of one of PyTorch's values: on and off, or one thread and a rank's share."""
-    from ringdance.tune.tunables import tunables
+    from ringdance.training.tuning.tunables import tunables
 
     numbers = {0, 1} if name == "overlap" else {1, present, tunables[name].most()}
     return [(name, number) for number in sorted(numbers)]

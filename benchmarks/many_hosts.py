@@ -31,9 +31,9 @@ exec unshare --map-root-user --uts /bin/sh -c 'hostname "h$1"; cd /; eval "exec 
 """
 RUN = """\
 import sys
-from ringdance.cluster.hostfile import parse_hosts
-from ringdance.hosts.host_set import of_hosts
-from ringdance.hosts.run import run_everywhere
+from ringdance.host.schedulers.hostfile import parse_hosts
+from ringdance.tools.hosts.host_set import of_hosts
+from ringdance.tools.hosts.run import run_everywhere
 from ringdance.launch.remote.shell import RemoteShell
 hosts = of_hosts(parse_hosts(sys.argv[1]), RemoteShell())
 hosts.connect(300.0)
@@ -41,7 +41,7 @@ results = run_everywhere(hosts, ["sh", "-c", sys.argv[2]], 3000.0)
 hosts.close()
 sys.exit("; ".join(sorted({result.problem for result in results.values()} - {""})))
 """
-AGENT = b"launch.agent.main"
+AGENT = b"host.agent.main"
 
 
 def main() -> None:

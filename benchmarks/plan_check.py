@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ringdance.tune.catalog import Instance
-from ringdance.tune.planner import Options, from_bench, predict
+from ringdance.submit.instances import Instance
+from ringdance.tools.plan.planner import Options, from_bench, predict
 
 COLUMNS = {"ranks": 6, "hosts": 6, "predicted ms": 14, "measured ms": 13, "slower alone": 14, "ratio": 7}
 

@@ -33,10 +33,10 @@ from rich.table import Table
 from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.errors import LaunchError, SettingError
 from ringdance.launch.parser import Parser, as_program, counts, number, positive
-from ringdance.observe import svg
 from ringdance.settings import Settings, load
-from ringdance.tune.catalog import models
-from ringdance.tune.simulator import Machine, simulate
+from ringdance.tools.plan.models import models
+from ringdance.tools.plan.simulator import Machine, simulate
+from ringdance.tools.report import svg
 
 _WIRES = ("float32", "bfloat16", "float16")
 _NAMES = [field.name for field in fields(Machine) if field.name != "bandwidth"]

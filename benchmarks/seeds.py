@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ringdance.observe import svg
+from ringdance.tools.report import svg
 
 _EVALUATION = re.compile(r"\b(AUC|top-1|bbox AP)\s+(\d[\d.]*)(%?)")
 Points = list[tuple[float, float]]

@@ -1,4 +1,4 @@
-"""The exchange of gradients between hosts, measured beside what ``ringdance.tune.simulator`` predicts.
+"""The exchange of gradients between hosts, measured beside what ``ringdance.tools.plan.simulator`` predicts.
 
 What: this script makes hosts out of network namespaces on this machine (it needs root, ``ip`` and ``sshd``;
 see tests/hosts/hosts.py), their links limited to ``--rate``, and starts ``--slots`` ranks on each. They
@@ -111,7 +111,7 @@ def main() -> None:
     if under_launcher():
         rank(arguments.seconds)
         return
-    from ringdance.tune.simulator import Machine, simulate
+    from ringdance.tools.plan.simulator import Machine, simulate
 
     ranks = arguments.hosts * arguments.slots
     # All hosts are on this machine; what leaves one passes through its cores twice.

@@ -100,7 +100,7 @@ def by_route(case: Case, route: str) -> Callable[[], tuple[Any, Any]]:
     """Average by ``training.gradients.sparse``, with the setting at ``route``."""
     from dataclasses import replace
 
-    from ringdance import session
+    from ringdance.training import session
     from ringdance.training.gradients.sparse import Rows, SparseExchange
 
     engine = session.engine()

@@ -51,7 +51,7 @@ def switched(words: Any, detail: int, turn: Callable[[], list[float]]) -> Callab
 
 def compare(job: Any, report: Report, group: str, turn: Callable[[], list[float]], seconds: float) -> None:
     """Measure one kind of turn both ways, and print the ratio."""
-    from ringdance import session
+    from ringdance.training import session
 
     words = session.engine().recorder.words
     turns = {OFF: switched(words, 0, turn), ON: switched(words, 1, turn)}

@@ -109,7 +109,7 @@ def trainers(job: Any, workload: Workload) -> dict[str, tuple[Any, Callable[[int
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from ringdance.torch_backend import register
+    from ringdance.training.torch_entry_point import register
 
     register()
     torch.manual_seed(0)

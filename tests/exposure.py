@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from socket import AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY
 
-from ringdance.launch.agent.loopback import device_of, listening_sockets
+from ringdance.host.agent.loopback import device_of, listening_sockets
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/explanation/exposure.md"
 _NAMES = {"prterun": "mpiexec", "prted": "prted"}

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transport
-from ringdance.transport.window import Window, window_size
+from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, Transport
+from ringdance.core.transport.window import Window, window_size
 
 __all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled"]
 

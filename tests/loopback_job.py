@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from loopback import LoopbackTransport, LoopbackWorld
 
-from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
-from ringdance.ending import Process
 from ringdance.settings import Settings
+from ringdance.training import session
+from ringdance.training.ending import Process
 
 T = TypeVar("T")
 _thread = threading.local()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from ringdance import session
 from ringdance.core.recorder import Recorder
 from ringdance.core.ring import Word
+from ringdance.training import session
 from ringdance.training.gradients.exchange import GradientExchange
 
 

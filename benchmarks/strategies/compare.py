@@ -47,8 +47,8 @@ import numpy as np
 import strategies
 from comparison import Result, advice, curves, table
 
-from ringdance.cluster.hostfile import hosts_text
 from ringdance.errors import ArgumentError
+from ringdance.host.schedulers.hostfile import hosts_text
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.recipes.deepfm import rates
 from ringdance.recipes.models import text_file

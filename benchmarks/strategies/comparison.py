@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringdance.observe import svg
+from ringdance.tools.report import svg
 
 _EQUAL_AUC = 0.002  # closer ones count as equal, on so many rows of the validation part
 _EQUAL_ROWS = 30_000

@@ -25,8 +25,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from ringdance.cli import main
-from ringdance.doctor.examine import CHECKS
+from ringdance.tools.cli import main
+from ringdance.tools.doctor.examine import CHECKS
 from ringdance.settings import NO_EFFECT, SETTINGS, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringdance.launch.api import run
-    from ringdance.search import report
+    from ringdance.tools.search import report
 
 __version__ = "0.1.0.dev0"
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> object:
 
         return run
     if name == "report":
-        from ringdance.search import report
+        from ringdance.tools.search import report
 
         return report
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringdance import session
 from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
-from ringdance.training import collectives, handles
+from ringdance.training import collectives, handles, session
 from ringdance.training.collectives import Call, allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import *
 from ringdance.training.exports import __all__ as __all__

@@ -22,7 +22,7 @@ RANK = next((os.environ[name] for name in NAMES if name in os.environ), "0")
 
 def run(script: str, words: list[str], directory: str, text: str, alone: bool) -> int:
     """Run one script to its end; return what would be its exit code."""
-    from ringdance import session
+    from ringdance.training import session
 
     environ = dict(os.environ)
     for descriptor, ending in ((1, "out"), (2, "err")):

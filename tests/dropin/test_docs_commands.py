@@ -24,7 +24,7 @@ from doc_blocks import (
 from forked import run_forked
 from sampled import sampled
 
-from ringdance.cli import main
+from ringdance.tools.cli import main
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs PyTorch")
 

@@ -107,7 +107,7 @@ def test_settings_take_effect_in_the_processes(program):
     path = program(
         """
         import ringdance.numpy as hvd
-        from ringdance import session
+        from ringdance.training import session
         hvd.init()
         s = session.engine().settings
         print(s.fusion_threshold, s.stall_check_disable, s.log_level, s.log_hide_time)

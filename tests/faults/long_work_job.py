@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 import ringdance.numpy as hvd
-from ringdance import session
 from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.training import session
 
 SLEEP = "import time; time.sleep({:g}); print(1, flush=True)"
 

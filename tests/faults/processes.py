@@ -20,8 +20,8 @@ from unittest import mock
 import psutil
 import pytest
 
-from ringdance.cli import main
-from ringdance.launch.directories import host_name
+from ringdance.host.directories import host_name
+from ringdance.tools.cli import main
 
 MARKER = "FAULT_TEST"
 SHARED = Path("/dev/shm")
@@ -214,6 +214,6 @@ def monitors_have_ended(seconds: float = 20.0) -> bool:
 
     def none() -> bool:
         found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        return "ringdance.monitor.main" not in found
+        return "ringdance.core.monitor.main" not in found
 
     return wait_until(none, seconds) is not None

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from processes import MARKER, script, wait_until
 
-from ringdance.launch.directories import host_name
+from ringdance.host.directories import host_name
 from ringdance.launch.mpi import find_mpi
 
 pytestmark = [

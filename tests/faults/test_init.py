@@ -78,7 +78,7 @@ def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
         tmp_path,
         """
         import time
-        from ringdance.transport.missing_ranks import waiting_in_init
+        from ringdance.core.transport.missing_ranks import waiting_in_init
         with waiting_in_init(0.5):
             time.sleep(30)
         """,

@@ -83,14 +83,14 @@ def role(process: psutil.Process) -> str:
         return "proxy"
     parent = process.parent()
     above = parent.cmdline() if parent else []
-    if "launch.agent.main" in text:
+    if "host.agent.main" in text:
         return "watcher" if above == line else "agent"  # the job goes on without a watcher
-    if "launch.agent.rank" in text:
+    if "host.agent.rank" in text:
         return "supervisor" if above == line else "front"
     if "program.py" not in text:
         return "other"
     # mpiexec's own command line holds the wrapper's too.
-    return "rank" if "launch.agent.rank" in " ".join(above[:5]) else "worker"
+    return "rank" if "host.agent.rank" in " ".join(above[:5]) else "worker"
 
 
 def find(job: Job, wanted: str, seconds: float = 20.0) -> psutil.Process | None:

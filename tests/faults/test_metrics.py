@@ -27,7 +27,7 @@ def killed():
 LOOP = """
 import os, time
 import numpy as np, ringdance.numpy as hvd
-from ringdance import session
+from ringdance.training import session
 hvd.init()
 for step in range(1, 31):
     time.sleep(0.02)

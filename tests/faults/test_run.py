@@ -284,7 +284,7 @@ def test_the_environments_own_sitecustomize_is_imported(
     )
     done = run("-np", "1", "python", path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.stdout == f"[0] imported {tmp_path} {tmp_path / 'sitecustomize.py'}\n"
-    path = program("print('PYTHONPATH' in os.environ, any('launch/site' in entry for entry in sys.path))\n")
+    path = program("print('PYTHONPATH' in os.environ, any('host/site' in entry for entry in sys.path))\n")
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     assert run("-np", "1", "python", path, env=bare).stdout == "[0] False False\n"
 

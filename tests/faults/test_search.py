@@ -17,9 +17,9 @@ import pytest
 from doc_blocks import ROOT, blocks, environment, put_files
 from processes import wait_until
 
-from ringdance.cli import main
-from ringdance.search.searcher import MARK
-from ringdance.search.study import Study
+from ringdance.tools.cli import main
+from ringdance.tools.search.searcher import MARK
+from ringdance.tools.search.study import Study
 
 pytest.importorskip("optuna")
 SPACE = """\

@@ -74,7 +74,7 @@ def test_an_interrupted_copy_goes_on_where_it_was(four: Hosts, big: Path, tmp_pa
     outer.kill()
     outer.wait()
     for name in ("h2", "h3", "h4"):
-        gone = lambda name=name: "launch.agent.main" not in str(four.processes(name).values())  # noqa: E731
+        gone = lambda name=name: "host.agent.main" not in str(four.processes(name).values())  # noqa: E731
         assert wait_until(gone, 30.0) is not None
     kept = {name: partial(four, name) for name in ("h2", "h3", "h4")}
     before = sent(four, "h1")

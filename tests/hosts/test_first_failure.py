@@ -50,7 +50,7 @@ finally:
 IN_INIT = """
 import os
 import ringdance.numpy as rd
-from ringdance.transport.mpi import MpiTransport
+from ringdance.core.transport.mpi import MpiTransport
 hierarchy = MpiTransport.hierarchy
 def die_there(self):
     if self.rank == 2:

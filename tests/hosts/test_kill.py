@@ -66,7 +66,7 @@ class Job:
 def kill_rank(job: Job) -> str:
     victim = job.find("h2", "work.py")
     lines = job.hosts.processes("h2")
-    ranks = [pid for pid in job.find("h2", "work.py") if "launch.agent.rank" not in lines[pid]]
+    ranks = [pid for pid in job.find("h2", "work.py") if "host.agent.rank" not in lines[pid]]
     assert len(ranks) == 2, victim
     os.kill(ranks[0], signal.SIGKILL)
     return r"first failure: rank"
@@ -80,7 +80,7 @@ def kill_daemon(job: Job) -> str:
 
 
 def kill_agent(job: Job) -> str:
-    os.kill(min(job.find("h2", "launch.agent.main")), signal.SIGKILL)
+    os.kill(min(job.find("h2", "host.agent.main")), signal.SIGKILL)
     return "host h2 (ranks 2-3): connection closed"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts
 
-from ringdance.monitor.chrome import END
+from ringdance.core.monitor.chrome import END
 
 pytestmark = pytest.mark.limit(300)
 LOOP = """
@@ -32,7 +32,7 @@ for step in range(STEPS):
     time.sleep(0.05)
     hvd.barrier()
 if hvd.rank() == 1:
-    subprocess.run(["pkill", "-9", "-f", "ringdance.monitor.main", "-P", str(os.getpid())], check=True)
+    subprocess.run(["pkill", "-9", "-f", "ringdance.core.monitor.main", "-P", str(os.getpid())], check=True)
 hvd.barrier()
 """
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.core.request import Collective, ReduceOp
+from ringdance.training import session
 from ringdance.training.collectives import Call
 
 __all__ = ["digest"]

@@ -12,7 +12,6 @@ import pytest
 from by_numpy import same
 
 import ringdance.numpy as hvd
-from ringdance import session
 from ringdance.errors import (
     ArgumentError,
     CollectiveError,
@@ -21,6 +20,7 @@ from ringdance.errors import (
     NotInitializedError,
     ShutDownError,
 )
+from ringdance.training import session
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import ringdance.numpy as hvd
-from ringdance import session
 from ringdance.errors import ArgumentError
+from ringdance.training import session
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

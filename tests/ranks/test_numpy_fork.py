@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ringdance.numpy as hvd
-from ringdance import session
 from ringdance.core.ring import Word
+from ringdance.training import session
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

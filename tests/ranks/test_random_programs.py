@@ -11,7 +11,7 @@ from programs.play import Report, play
 from programs.worlds import problems, settings_of
 from sampled import sampled
 
-import ringdance.session as session
+import ringdance.training.session as session
 from ringdance.errors import RingdanceError
 
 session.init()

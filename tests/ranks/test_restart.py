@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import ringdance.numpy as hvd
-from ringdance import session
 from ringdance.errors import CollectiveError, EngineError
-from ringdance.training import elastic
+from ringdance.training import elastic, session
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import ringdance.tensorflow as hvd
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
 from ringdance.tensorflow import threads
 from ringdance.tensorflow.graph import kernels
 from ringdance.tensorflow.threads import computing_threads

@@ -28,11 +28,11 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import ringdance.torch as hvd
-from ringdance import session
 from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 from ringdance.torch import backend, works
-from ringdance.torch_backend import register
+from ringdance.training import session
+from ringdance.training.torch_entry_point import register
 
 register()
 if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun

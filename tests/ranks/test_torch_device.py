@@ -10,8 +10,8 @@ import torch
 from other_settings import other_settings
 
 import ringdance.torch as hvd
-from ringdance import session
 from ringdance.errors import MismatchError
+from ringdance.training import session
 
 BY_HOST = {"RINGDANCE_GPU_OPERATIONS": "mpi"}  # of tensors on a GPU, where benchmarks/gpu_check.py runs this
 BY_GLOO = {"RINGDANCE_CPU_OPERATIONS": "gloo", "RINGDANCE_OVERLAP": "on"}

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import ringdance.torch as hvd
-from ringdance import session
 from ringdance.errors import CollectiveError, EngineError, MismatchError
 from ringdance.torch.elastic import ElasticSampler, TorchState, run
-from ringdance.training import elastic
+from ringdance.training import elastic, session
 
 pytestmark = pytest.mark.limit(180)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_nets import assert_equal_weights
 
 import ringdance.torch as hvd
-from ringdance import session
+from ringdance.training import session
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch_nets import Net, loss_of, sgd
 
 import ringdance.torch as hvd
-from ringdance import session
+from ringdance.training import session
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

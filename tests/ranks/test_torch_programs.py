@@ -14,7 +14,7 @@ from sampled import sampled
 from torch_programs import GLOO_DTYPES, Interpreter, Step, differences, program
 
 import ringdance.torch as hvd
-from ringdance.torch_backend import register
+from ringdance.training.torch_entry_point import register
 
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")]
 

@@ -17,10 +17,10 @@ from forked import run_forked
 
 import ringdance
 from horovod.runner.options import parse_args
-from ringdance.cli import main
 from ringdance.errors import LaunchError, optional, pip_install
 from ringdance.launch.parser import as_program
 from ringdance.settings import SETTINGS
+from ringdance.tools.cli import main
 
 
 def ringdance_command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -152,8 +152,8 @@ def test_a_broken_package_is_not_called_missing(source, text, tmp_path, monkeypa
 
 
 def test_run_passes_everything_on_to_the_launcher(monkeypatch):
-    from ringdance import cli
     from ringdance.launch import cli as launch
+    from ringdance.tools import cli
 
     seen: list[list[str]] = []
     monkeypatch.setattr(launch, "main", lambda argv, look: seen.append(list(argv)) or 7)

@@ -9,12 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-from ringdance import limits
+from ringdance.core.monitor import core_use
+from ringdance.core.monitor.core_use import CoreUse
+from ringdance.core.monitor.sampler import Sampler
 from ringdance.core.ring import Ring, RingReader
 from ringdance.data.loader import Loader
-from ringdance.monitor import core_use
-from ringdance.monitor.core_use import CoreUse
-from ringdance.monitor.sampler import Sampler
+from ringdance.host import limits
 
 NODE = 64
 V1_SELF = "9:name=systemd:/x\n2:cpu,cpuacct:/kubepods/pod7\n"

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from doc_blocks import PAGES, PARSED, ROOT, RUN, Block, blocks, difference, script
 
-from ringdance.cli import main
 from ringdance.settings import Settings
+from ringdance.tools.cli import main
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 REASONS = ("needs a package index", "needs a network", "needs several machines", "needs Slurm", "needs a GPU")

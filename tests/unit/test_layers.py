@@ -17,7 +17,7 @@ import pytest
 from sampled import sampled
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet", "sklearn"}
-ENGINE = {"ringdance.training", "ringdance.session", "ringdance.core", "ringdance.transport"}
+ENGINE = {"ringdance.training", "ringdance.training.session", "ringdance.core", "ringdance.core.transport"}
 BINDINGS = {
     "ringdance.torch", "ringdance.numpy", "ringdance.tensorflow", "ringdance.jax", "ringdance.keras",
     "ringdance.mxnet",
@@ -71,9 +71,8 @@ def test_the_package_alone_brings_nothing():
 @pytest.mark.parametrize(
     "module",
     [
-        "ringdance.settings", "ringdance.errors", "ringdance.cli", "ringdance.launch", "ringdance.doctor",
-        "ringdance.hosts",
-        "ringdance.submit",
+        "ringdance.settings", "ringdance.errors", "ringdance.tools.cli", "ringdance.launch",
+        "ringdance.tools.doctor", "ringdance.tools.hosts", "ringdance.submit",
     ],
 )
 def test_the_shell_s_side_knows_nothing_of_training(module):
@@ -84,28 +83,29 @@ def test_the_shell_s_side_knows_nothing_of_training(module):
 @pytest.mark.parametrize(
     ("module", "above"),
     [
-        ("ringdance.transport", {"ringdance.core", "ringdance.session", "ringdance.training"}),
-        ("ringdance.core", {"ringdance.session", "ringdance.training"}),
-        ("ringdance.session", {"ringdance.training"}),
+        ("ringdance.core.transport", {"ringdance.core", "ringdance.training.session", "ringdance.training"}),
+        ("ringdance.core", {"ringdance.training.session", "ringdance.training"}),
+        ("ringdance.training.session", {"ringdance.training"}),
         ("ringdance.training", set()),
     ],
 )
 def test_a_layer_brings_only_layers_below(module, above):
     modules = imported(module)
-    assert not parts_of(modules, FRAMEWORKS | BINDINGS | above | {"ringdance.launch", "ringdance.cli"})
+    assert not parts_of(modules, FRAMEWORKS | BINDINGS | above | {"ringdance.launch", "ringdance.tools.cli"})
     assert not parts_of(modules, {"mpi4py"}), "MPI is imported by init(), and only under a launcher"
 
 
 @pytest.mark.parametrize("name", ["report", "timeline"])
 def test_what_a_run_has_left_is_read_without_the_launcher(name):
-    modules = imported(f"ringdance.observe.{name}", whole=False)
+    modules = imported(f"ringdance.tools.report.{name}", whole=False)
     launcher = {m for m in modules if m.startswith("ringdance.launch.")}
     assert launcher == {"ringdance.launch.parser", "ringdance.launch.foreign"}
 
 
 def test_data_brings_numpy_only():
     modules = imported("ringdance.data", whole=False)
-    others = {"ringdance.launch", "ringdance.cluster", "ringdance.cli", "mpi4py", "PIL", "simplejpeg", "rich"}
+    own = {"ringdance.launch", "ringdance.host.schedulers", "ringdance.tools"}
+    others = own | {"mpi4py", "PIL", "simplejpeg", "rich"}
     assert not parts_of(modules, FRAMEWORKS | BINDINGS | ENGINE | others)
 
 
@@ -117,5 +117,5 @@ def test_a_binding_brings_its_framework_only(name):
             pytest.skip(f"needs {framework}")
     modules = imported(module, frameworks=own)
     assert not parts_of(modules, FRAMEWORKS - own)
-    assert not parts_of(modules, {"ringdance.launch", "ringdance.cli", "mpi4py"})
+    assert not parts_of(modules, {"ringdance.launch", "ringdance.tools.cli", "mpi4py"})
     assert not parts_of(modules, {"torch._dynamo"}), "it takes seconds, and is for torch.compile"

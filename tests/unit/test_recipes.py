@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.cli import main
 from ringdance.errors import ArgumentError
 from ringdance.recipes.deepfm import rates
 from ringdance.recipes.models import about_model
 from ringdance.recipes.resnet50 import presets
+from ringdance.tools.cli import main
 
 
 def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -41,7 +41,7 @@ def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path, capsys: p
 
 
 def test_list_names_each_file_and_loads_no_framework():
-    code = "import sys; from ringdance.cli import main; main(['recipes', 'list']); " \
+    code = "import sys; from ringdance.tools.cli import main; main(['recipes', 'list']); " \
            "assert not {'torch', 'tensorflow', 'keras'} & set(sys.modules)"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

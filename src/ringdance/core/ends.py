@@ -35,6 +35,7 @@ from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.recorder import Recorder
 from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Work
+from ringdance.core.transport.base import Transport
 from ringdance.errors import (
     UNEVEN_STEPS,
     CollectiveError,
@@ -45,7 +46,6 @@ from ringdance.errors import (
     ShutDownError,
     StallError,
 )
-from ringdance.transport.base import Transport
 
 _OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # others are RankLostError to peers
 _FIGURES_S = 1.0  # all ranks send them at the same time

@@ -25,6 +25,7 @@ from ringdance.core.recorder import Profiler, Recorder
 from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.ring import Ring
+from ringdance.core.transport.base import Transport
 from ringdance.errors import (
     ArgumentError,
     CollectiveError,
@@ -35,7 +36,6 @@ from ringdance.errors import (
     StallError,
 )
 from ringdance.settings import Settings
-from ringdance.transport.base import Transport
 
 _REFUSED = (-2,)
 

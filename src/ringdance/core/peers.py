@@ -13,9 +13,9 @@ from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.recorder import Recorder
 from ringdance.core.reports.stacks import all_stacks
 from ringdance.core.stalls import StallWatch
+from ringdance.core.transport.base import Transport
 from ringdance.errors import StallError
 from ringdance.settings import Settings
-from ringdance.transport.base import Transport
 
 Note = dict[str, Any]
 

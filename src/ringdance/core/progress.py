@@ -28,7 +28,7 @@ from ringdance.core.exchange import Context
 from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Work
-from ringdance.transport.eventcount import yield_core
+from ringdance.core.transport.eventcount import yield_core
 
 _CHECK_EVERY = 0.1  # seconds between checks of the peers
 _CHECK_STEPS = 32  # steps that achieve something between checks, in an exchange too long for a sleep

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ringdance.core.labels import label_of
 from ringdance.core.request import Collective, Work
 from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
-from ringdance.transport.base import Identity
+from ringdance.core.transport.base import Identity
 
 
 class StepMark(enum.IntEnum):

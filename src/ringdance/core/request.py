@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import get_ident
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+# A state machine: each next() does what can be done without waiting.
+Steps = Generator[None, None, Any]
 TUNE_NAME = "ringdance.tune"
 """Name of the request by which the ranks exchange what they have measured; no thread waits for it."""
 

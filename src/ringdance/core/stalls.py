@@ -28,9 +28,9 @@ from ringdance.core.reports.stall_message import Stall, stall_message
 from ringdance.core.request import Work
 from ringdance.core.ring import Word
 from ringdance.core.transfers import Transfer
+from ringdance.core.transport.base import Transport
 from ringdance.errors import DeadlockError, StallError
 from ringdance.settings import Settings
-from ringdance.transport.base import Transport
 
 _DEADLOCK = (
     "All ranks wait, each for an operation that another has not submitted, and nothing was submitted for "

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.errors import ArgumentError, optional
-from ringdance.job_files import whole_file
+from ringdance.host.files import whole_file
 
 
 @cache

@@ -19,7 +19,7 @@ import numpy as np
 from ringdance.data.batches import Batches, Epoch, Wait
 from ringdance.data.order import Draws, Indices, Plan, check_positive
 from ringdance.errors import ArgumentError
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
 
 Array = np.ndarray[Any, Any]
 Transform = Callable[[Array, Draws], Array]

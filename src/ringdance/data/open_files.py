@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ringdance.errors import ArgumentError
-from ringdance.limits import raise_open_files
+from ringdance.host.limits import raise_open_files
 
 T = TypeVar("T")
 _SHARE, _MOST = 4, 4096  # of the limit, for each split; of files, however high the limit is

@@ -22,13 +22,13 @@ from jax.experimental import io_callback
 from jax.extend import core
 from jax.interpreters import mlir
 
-from ringdance import session
 from ringdance.core.recorder import Profiler
 from ringdance.errors import ArgumentError, CollectiveError, NotInitializedError, ShutDownError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
+from ringdance.training import session
 from ringdance.training.collectives import Call
 from ringdance.training.elastic import remember
 from ringdance.training.gradients import weights

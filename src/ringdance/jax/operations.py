@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringdance import session
 from ringdance.core import labels
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective
@@ -26,7 +25,7 @@ from ringdance.errors import ArgumentError
 from ringdance.jax.exchange import JaxCall, Shapes, compiled, eager, in_program, is_traced
 from ringdance.jax.memory import Compression, exact
 from ringdance.jax.programs import settle
-from ringdance.training import collectives
+from ringdance.training import collectives, session
 from ringdance.training.collectives import Call, Keep, allreduce_call, movement, reducescatter_call
 from ringdance.training.gradients import weights
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id

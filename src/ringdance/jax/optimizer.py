@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import compare_weights, grouped_allreduce, reduce_gradients
+from ringdance.training import session
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import pattern_of

@@ -24,9 +24,9 @@ import jax
 from jax.extend import core
 from jax.interpreters import mlir
 
-from ringdance import session
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
+from ringdance.training import session
 
 _log = logging.getLogger("ringdance")
 

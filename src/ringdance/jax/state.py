@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringdance import session
 from ringdance.jax.operations import grouped_broadcast
+from ringdance.training import session
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import ProcessSet, global_process_set
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ringdance import session
+from ringdance.training import session
 from ringdance.training.gradients.options import share_of_cores
 
 # Both are XLA's; the second is the older one.

@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringdance import session
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.keras.library import forms, keras, number
 from ringdance.keras.rates import set_learning_rate
 from ringdance.keras.values import broadcast_variables
 from ringdance.keras.variables import is_complete, optimizers_of, variables_with
 from ringdance.settings import level_of_caller
+from ringdance.training import session
 from ringdance.training.objects import allgather_json
 
 __all__ = [

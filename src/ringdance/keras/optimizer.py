@@ -14,13 +14,13 @@ import warnings
 import zipfile
 from typing import Any
 
-from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras import _private
 from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
 from ringdance.keras.reduction import OPTIONS_FILE, GradientReduction, binding, is_distributed
 from ringdance.settings import level_of_caller
+from ringdance.training import session
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes

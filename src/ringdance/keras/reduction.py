@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import Compression, forms, keras, ops, variables_of
+from ringdance.training import session
 from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 

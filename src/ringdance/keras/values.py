@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.keras.library import Compression, ops, read
 from ringdance.keras.reduction import binding
+from ringdance.training import session
 from ringdance.training.checks import is_gradient_sum, is_random_state, pick_operation
 from ringdance.training.collectives import movement
 from ringdance.training.exports import Average, Sum

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ringdance.host.messages import watch
 from ringdance.launch.cause import signal_name
-from ringdance.launch.messages import watch
 from ringdance.launch.remote.connect import Remote, close_all
 
 _PING_S = 0.5

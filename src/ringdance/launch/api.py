@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers.hostfile import parse_hosts
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.output.results import Results

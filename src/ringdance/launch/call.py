@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 
-from ringdance.launch.agent.rank import DIRECTORY
+from ringdance.host.agent.rank import DIRECTORY
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ringdance.cluster.hostfile import HostList, hosts_text
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers.hostfile import HostList, hosts_text
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 

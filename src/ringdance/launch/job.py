@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.agents import Agents, RankLink
-from ringdance.launch.cause import Cause, Ended, Verdict, signal_name, write_outcome
-from ringdance.launch.directories import (
+from ringdance.host.directories import (
     OUTPUT,
     OWN_DIRECTORY,
     TIMELINE,
@@ -25,6 +23,10 @@ from ringdance.launch.directories import (
     host_shared,
     usable,
 )
+from ringdance.host.system.cleanup import Cleanup
+from ringdance.host.system.signals import PASSED_ON, STOPPING, Signals
+from ringdance.launch.agents import Agents, RankLink
+from ringdance.launch.cause import Cause, Ended, Verdict, signal_name, write_outcome
 from ringdance.launch.hosts import Host, spans
 from ringdance.launch.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
@@ -36,8 +38,6 @@ from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, close_all, folded, start_local, together
 from ringdance.launch.shutdown import Shutdown
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, WELL, Event, State
-from ringdance.launch.system.cleanup import Cleanup
-from ringdance.launch.system.signals import PASSED_ON, STOPPING, Signals
 
 _SEE_S = 1.0  # after the first failure the other ranks may report what they see
 # (a rank that has reported a failure of its own gets as much again: its exit code becomes the job's;

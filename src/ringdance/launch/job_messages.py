@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from ringdance.launch.agent import paths
-from ringdance.launch.directories import METRICS_DIR, OUTPUT, OWN_DIRECTORY, SHARED, host_shared
+from ringdance.host.agent import paths
+from ringdance.host.directories import METRICS_DIR, OUTPUT, OWN_DIRECTORY, SHARED, host_shared
+from ringdance.host.system import linux, machine
 from ringdance.launch.mpi.options import session_environment
 from ringdance.launch.plan import Plan
-from ringdance.launch.system import linux, machine
 
 
 def local_environment(plan: Plan, job: str, directory: str) -> dict[str, str]:

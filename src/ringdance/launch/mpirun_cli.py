@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ringdance import __version__
-from ringdance.cluster.detect import detect
-from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
+from ringdance.host.limits import usable_cores
+from ringdance.host.schedulers.detect import detect
+from ringdance.host.schedulers.hostfile import HostList
 from ringdance.launch import cli
 from ringdance.launch.mpi.library import find_mpi
 from ringdance.launch.mpi.mpirun import MpirunLine, parse, slots_of
@@ -21,7 +22,6 @@ from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import as_program
 from ringdance.launch.prepare import Check
 from ringdance.launch.spec import CommandError
-from ringdance.limits import usable_cores
 
 _NAME = "ringdance mpirun"
 _HELP = """\
@@ -133,7 +133,7 @@ def install(directory: Path) -> list[Path]:
     if " " in sys.executable or len(begin) > 127:  # the same file for a shell and for Python
         begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -P \"$0\" \"$@\"\n' '''\n"
     program = f"sys.exit(main(['mpirun', *{words}, *sys.argv[1:]]))\n"
-    mpirun.write_text(f"{begin}# {_NAME}\nimport sys\nfrom ringdance.cli import main\n{program}")
+    mpirun.write_text(f"{begin}# {_NAME}\nimport sys\nfrom ringdance.tools.cli import main\n{program}")
     mpirun.chmod(0o755)
     return files
 

@@ -9,11 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ringdance.cluster.hostfile import HostList
-from ringdance.cluster.slurm import of_a_step
-from ringdance.cluster.this_machine import LOCAL_NAMES
 from ringdance.errors import LaunchError, pip_install
-from ringdance.launch.agent.paths import bare_command, rank_line
+from ringdance.host.agent.paths import bare_command, package_directory, rank_line
+from ringdance.host.schedulers.hostfile import HostList
+from ringdance.host.schedulers.slurm import of_a_step
+from ringdance.host.schedulers.this_machine import LOCAL_NAMES
+from ringdance.host.system.linux import MARKER
 from ringdance.launch.hosts import (
     Host,
     HostFacts,
@@ -28,7 +29,6 @@ from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
 from ringdance.launch.remote.environment import forwarded, shown
 from ringdance.launch.spec import JobSpec
-from ringdance.launch.system.linux import MARKER
 from ringdance.settings.names import STARTED_BY
 
 _OF_A_RANK = (
@@ -55,7 +55,7 @@ _OF_A_SCHEDULER = (
     "HYDRA_LAUNCHER",
     "HYDRA_RMK",
 )
-_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+_SITE = os.path.join(package_directory(), "host", "site")
 
 
 @dataclass(frozen=True)

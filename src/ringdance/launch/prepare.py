@@ -7,17 +7,17 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
-from ringdance.launch.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
+from ringdance.host.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
+from ringdance.host.limits import usable_cores
+from ringdance.host.schedulers.this_machine import local_names
+from ringdance.host.system import machine
 from ringdance.launch.hosts import assign_ranks, facts_from
 from ringdance.launch.mpi import find_mpi
 from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Style
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
-from ringdance.launch.system import machine
-from ringdance.limits import usable_cores
 
 _FOR_RANK = 4  # descriptors, on this host, in its agent: a connection and output
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringdance.errors import LaunchError
+from ringdance.host.system.signals import STOPPING
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
 from ringdance.launch.hosts import rank_numbers, spans
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Stream, make_streams
 from ringdance.launch.prepare import PreparedJob
-from ringdance.launch.system.signals import STOPPING
 
 
 @dataclass

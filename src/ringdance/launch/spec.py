@@ -10,13 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from ringdance.cluster.detect import detect
-from ringdance.cluster.hostfile import HostList
-from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers.detect import detect
+from ringdance.host.schedulers.hostfile import HostList
+from ringdance.host.schedulers.this_machine import local_names
+from ringdance.host.system import machine
 from ringdance.launch.output.stream import Style
 from ringdance.launch.remote.shell import RemoteShell
-from ringdance.launch.system import machine
 
 
 class CommandError(LaunchError):

@@ -8,11 +8,11 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from ringdance import session
 from ringdance.core.request import Work
 from ringdance.errors import ArgumentError
 from ringdance.mxnet.errors import as_mxnet
 from ringdance.mxnet.memory import Array, NDArray, array_of, empty, from_array, on_host, write
+from ringdance.training import session
 from ringdance.training.collectives import Call
 
 Tensors = Sequence[NDArray]

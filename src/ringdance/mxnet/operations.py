@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.mxnet.errors import as_mxnet
 from ringdance.mxnet.exchange import Tensors, run, run_in_place
 from ringdance.mxnet.memory import NDArray
-from ringdance.training import collectives
+from ringdance.training import collectives, session
 from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 

@@ -10,7 +10,6 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from ringdance import session
 from ringdance.core import labels
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
@@ -18,6 +17,7 @@ from ringdance.mxnet._private import Trainer
 from ringdance.mxnet.errors import as_mxnet
 from ringdance.mxnet.exchange import run_in_place
 from ringdance.mxnet.memory import Compression, NDArray, sample_of
+from ringdance.training import session
 from ringdance.training.collectives import allreduce_call
 from ringdance.training.exports import Average
 from ringdance.training.gradients import weights

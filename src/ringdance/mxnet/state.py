@@ -7,12 +7,12 @@ from typing import Any
 
 import mxnet as mx
 
-from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.mxnet._private import after_init
 from ringdance.mxnet.exchange import run_in_place
 from ringdance.mxnet.memory import NDArray
+from ringdance.training import session
 from ringdance.training.collectives import movement
 from ringdance.training.process_sets import global_process_set
 

@@ -16,7 +16,7 @@ import numpy as np
 import ringdance.numpy as hvd
 from ringdance.data.files import file_crc32, why_not
 from ringdance.errors import ArgumentError, LaunchError
-from ringdance.job_files import NO_FORMAT, check_regular, read_regular, whole_text
+from ringdance.host.files import NO_FORMAT, check_regular, read_regular, whole_text
 
 
 def export(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringdance.job_files import check_regular
+from ringdance.host.files import check_regular
 
 Array = np.ndarray[Any, Any]
 

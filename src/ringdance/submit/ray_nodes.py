@@ -18,16 +18,16 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.agent.paths import bare_command
+from ringdance.host.agent.paths import bare_command
+from ringdance.host.directories import bases, host_directory
+from ringdance.host.system import tcp
 from ringdance.launch.cause import Verdict, render
-from ringdance.launch.directories import bases, host_directory
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import write_all
 from ringdance.launch.prepare import prepare
 from ringdance.launch.remote.connect import Remote, adopt
 from ringdance.launch.spec import JobSpec
-from ringdance.launch.system import tcp
 from ringdance.submit.ray_rank import address
 
 _COMMAND = [sys.executable, "-m", "ringdance.submit.ray_rank"]

@@ -14,7 +14,7 @@ import traceback
 from multiprocessing.connection import Listener
 from typing import Any
 
-from ringdance.launch.agent.rank import DIRECTORY
+from ringdance.host.agent.rank import DIRECTORY
 
 
 def address(directory: str, rank: int | str) -> str:

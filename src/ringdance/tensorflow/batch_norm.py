@@ -6,10 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow._private import check_moments
 from ringdance.tensorflow.operations import allreduce
+from ringdance.training import session
 from ringdance.training.exports import Sum
 
 keras: Any = tf.keras  # Keras 3, or 2 with TF_USE_LEGACY_KERAS=1

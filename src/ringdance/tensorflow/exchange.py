@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from ringdance import session
 from ringdance.core.exchange import aligned_empty
 from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective
@@ -25,6 +24,7 @@ from ringdance.errors import ArgumentError
 from ringdance.tensorflow import _private
 from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.graph import kernels
+from ringdance.training import session
 from ringdance.training.collectives import Call, Keep
 
 Array = np.ndarray[Any, Any]

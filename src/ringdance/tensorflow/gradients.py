@@ -19,7 +19,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance import session
 from ringdance.core import labels
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, ReduceOp
@@ -37,6 +36,7 @@ from ringdance.tensorflow.exchange import (
     reduce_rows,
     unique_in_session,
 )
+from ringdance.training import session
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
 from ringdance.training.gradients import weights

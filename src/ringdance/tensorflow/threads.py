@@ -8,8 +8,8 @@ from functools import cache
 
 import tensorflow as tf
 
-from ringdance import session
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
+from ringdance.training import session
 from ringdance.training.gradients.options import share_of_cores
 
 

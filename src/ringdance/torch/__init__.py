@@ -15,10 +15,10 @@ from ringdance.torch.memory import Compression
 from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters, snapshot
-from ringdance.torch_backend import register
 from ringdance.training import basics, objects
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
+from ringdance.training.torch_entry_point import register
 
 register()
 HorovodInternalError = CollectiveError

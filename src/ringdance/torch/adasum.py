@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ringdance import session
 from ringdance.torch import _private
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.wrapped import Wrapped
+from ringdance.training import session
 from ringdance.training.exports import Adasum
 
 

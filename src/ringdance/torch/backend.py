@@ -2,7 +2,7 @@
 
 Collectives on CPU tensors go through the engine, so that DistributedDataParallel, FSDP and what is built on
 them exchange in shared memory and over MPI. Those on GPU tensors are left to NCCL. torch knows the backend by
-``ringdance.torch_backend``.
+``ringdance.training.torch_entry_point``.
 
 Results, orders and errors are those of torch's own backends: calls of a group match by their order, results
 replace output tensors, and a ``Work`` that has failed raises in ``wait()``.
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdance import session
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.core.transfers import Transfer
 from ringdance.errors import CollectiveError
@@ -30,6 +29,7 @@ from ringdance.torch.flat import Tensors, apart, bytes_note, check_dtypes, distr
 from ringdance.torch.groups import Group, of_this_attempt, process_set
 from ringdance.torch.memory import Array, array_of, from_array
 from ringdance.torch.works import Finish, GroupWork, starts_now, wait_at_end
+from ringdance.training import session
 from ringdance.training.collectives import Call, prepared
 
 _OPERATIONS = {

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
 from ringdance.torch._private import BatchNorm, compiler_disable
+from ringdance.training import session
 from ringdance.training.exports import Sum
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ringdance import session
 from ringdance.errors import RankLostError
+from ringdance.training import session
 
 dist: Any = torch.distributed  # whose stubs lack what is used here
 _FIRST_CALL = timedelta(minutes=5)  # for all ranks to connect

@@ -32,7 +32,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ringdance import session
 from ringdance.core.exchange.base import Context, Exchange, Steps
 from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.exchange.device import DeviceResults
@@ -41,6 +40,7 @@ from ringdance.errors import ArgumentError, RankLostError, ShutDownError
 from ringdance.torch import communicators
 from ringdance.torch._private import renamed
 from ringdance.torch.communicators import Streams, dist, mark, module_of
+from ringdance.training import session
 from ringdance.training.collectives import Call
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringdance import session
 from ringdance.core.exchange.device import DeviceResults
 from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective, Work
@@ -18,11 +17,11 @@ from ringdance.torch import device
 from ringdance.torch._private import compiler_disable, divided_by, has_run_backward, profiler_running
 from ringdance.torch.communicators import dist, supports_nccl
 from ringdance.torch.memory import Array, Compression, array_of, block_of, check_in_place, from_array
-from ringdance.training import handles
+from ringdance.training import handles, session
 from ringdance.training.checks import UnsupportedOperationError, know_dtypes
 from ringdance.training.collectives import Call, Keep
 from ringdance.training.gradients.options import own_cores
-from ringdance.tune.tunables import Tunable, tunables
+from ringdance.training.tuning.tunables import Tunable, tunables
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine

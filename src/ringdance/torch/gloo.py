@@ -25,12 +25,12 @@ import numpy as np
 import torch
 import torch.distributed
 
+from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
+from ringdance.core.transport.eventcount import NEEDS_FENCE, process_state
+from ringdance.core.transport.window import Window, window_size
+from ringdance.core.transport.world import check_common
 from ringdance.errors import RankLostError
 from ringdance.torch.communicators import connect, host_and, serve
-from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
-from ringdance.transport.eventcount import NEEDS_FENCE, process_state
-from ringdance.transport.window import Window, window_size
-from ringdance.transport.world import check_common
 
 dist: Any = torch.distributed  # whose stubs lack what is used here
 _OPERATIONS = {

@@ -16,12 +16,11 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError
 from ringdance.settings.names import LAUNCH_PREFIX
-from ringdance.training import basics
+from ringdance.training import basics, session
 
 _prefixed: Any = vars(dist)["PrefixStore"]
 _attempt = ""  # name of this process's part of the store

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdance import session
 from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable, sparse_entries
 from ringdance.torch.exchange import Tensors, run, run_in_place, start
 from ringdance.torch.memory import Compression, block_of, sample_of
-from ringdance.training import collectives
+from ringdance.training import collectives, session
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import Average

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch import _private
@@ -37,6 +36,7 @@ from ringdance.torch.wrapped import (
     warn_of_local_batch_norm,
     wrap,
 )
+from ringdance.training import session
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.exchange import GradientExchange

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.exchange import copy_back, submit
 from ringdance.torch.memory import block_of
+from ringdance.training import session
 from ringdance.training.collectives import movement
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import global_process_set

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
 from ringdance.core.transfers import Transfer
 from ringdance.torch import _private
 from ringdance.torch.memory import Array
+from ringdance.training import session
 from ringdance.training.gradients.options import wants_overlap
 
 Finish = Callable[[list[Array]], None]

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ringdance import session
 from ringdance.core.recorder import StepMark
 from ringdance.errors import ArgumentError, MismatchError
-from ringdance.session import is_initialized, shutdown
-from ringdance.training import handles
+from ringdance.training import handles, session
 from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, bind, ranks_of
+from ringdance.training.session import is_initialized, shutdown
 
 __all__ = [
     "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",

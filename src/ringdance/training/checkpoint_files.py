@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 from ringdance.data.files import file_crc32
 from ringdance.errors import RingdanceError
-from ringdance.job_files import open_at_once, sync_path
+from ringdance.host.files import open_at_once, sync_path
 
 _log = logging.getLogger("ringdance")
 _MOST_BYTES = 1 << 16  # of a manifest

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ringdance import session
 from ringdance.data.files import why_not
 from ringdance.errors import ArgumentError
+from ringdance.training import session
 from ringdance.training.checkpoint_files import (
     TABLE,
     CheckpointError,

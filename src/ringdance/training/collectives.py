@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
-from ringdance.training import checks
+from ringdance.training import checks, session
 from ringdance.training.process_sets import ProcessSet, set_id
 
 if TYPE_CHECKING:

@@ -31,9 +31,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringdance import session
 from ringdance.errors import ArgumentError, CollectiveError, HostsUpdatedInterrupt, NotInitializedError
-from ringdance.training import basics
+from ringdance.training import basics, session
 from ringdance.training.embedding import forget_lookups
 from ringdance.training.objects import broadcast_object
 

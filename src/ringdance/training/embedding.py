@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
+from ringdance.training import session
 from ringdance.training.collectives import Call
 from ringdance.training.gradients.sparse import Rows, SparseExchange, merge
 from ringdance.training.objects import broadcast_object

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.data.tables.auc import counted, standard_error, won_twice
 from ringdance.errors import ArgumentError
+from ringdance.training import session
 from ringdance.training.collectives import Call
 from ringdance.training.objects import allgather_json
 

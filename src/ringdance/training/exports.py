@@ -2,7 +2,6 @@
 
 from ringdance.core.request import ReduceOp as _ReduceOp
 from ringdance.errors import CollectiveError as CollectiveError
-from ringdance.session import metrics, pause_stall_check, start_timeline, stop_timeline
 from ringdance.training.basics import *
 from ringdance.training.checkpoints import *
 from ringdance.training.embedding import *
@@ -11,6 +10,7 @@ from ringdance.training.loaders.input_check import *
 from ringdance.training.objects import *
 from ringdance.training.process_sets import *
 from ringdance.training.schedules import *
+from ringdance.training.session import metrics, pause_stall_check, start_timeline, stop_timeline
 from ringdance.training.sharding import *
 
 __all__ = [

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from ringdance import session
 from ringdance.core.request import Work
 from ringdance.errors import ArgumentError
+from ringdance.training import session
 
 Finish = Callable[[Work], Any]
 

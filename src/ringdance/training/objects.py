@@ -13,9 +13,9 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.errors import CollectiveError
+from ringdance.training import session
 from ringdance.training.collectives import Call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 

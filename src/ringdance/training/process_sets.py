@@ -7,9 +7,9 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from ringdance import session
 from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError
+from ringdance.training import session
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 

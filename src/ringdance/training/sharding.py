@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance.data.order import SEEDS, Indices, block, permutation
 from ringdance.errors import ArgumentError, MismatchError
+from ringdance.training import session
 from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 

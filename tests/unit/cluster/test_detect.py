@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.cluster.allocation import Allocation
-from ringdance.cluster.detect import detect, left_idle
-from ringdance.cluster.slurm import counts, expand, of_a_step, step
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers.allocation import Allocation
+from ringdance.host.schedulers.detect import detect, left_idle
+from ringdance.host.schedulers.slurm import counts, expand, of_a_step, step
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
 

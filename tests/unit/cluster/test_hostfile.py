@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.cluster.hostfile import hosts_text, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers.hostfile import hosts_text, parse_hostfile, parse_hosts
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from loopback_job import job
 
-from ringdance import explain
 from ringdance.core import progress
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import FIRST_GROUP
@@ -21,6 +20,7 @@ from ringdance.core.ring import Word
 from ringdance.core.transfers import Transfer
 from ringdance.errors import ProcessSetRemovedError, ShutDownError, StallError
 from ringdance.settings import Settings
+from ringdance.tools import explain
 
 
 def submitted(engine: Engine, set_id: int) -> Work:

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from ringdance import session
 from ringdance.core import ring as ring_module
+from ringdance.core.monitor.processes import open_ring
 from ringdance.core.recorder import Recorder, StepMark
 from ringdance.core.ring import Kind, Ring, RingReader, Who, Word, records, shared_memory
-from ringdance.monitor.processes import open_ring
+from ringdance.training import session
 from ringdance.training.basics import mark_step
 
 CAPACITY = ring_module._CAPACITY

@@ -11,8 +11,8 @@ from ringdance.core import ends
 from ringdance.core.engine import Engine
 from ringdance.core.reports.summary import Figures, RunSummary, summary_lines
 from ringdance.core.ring import Ring, Word
+from ringdance.core.transport.base import Identity
 from ringdance.settings import Settings
-from ringdance.transport.base import Identity
 
 RANKS = [Identity(rank, f"h{rank // 2}", 100 + rank) for rank in range(4)]
 

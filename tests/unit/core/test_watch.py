@@ -24,10 +24,10 @@ from ringdance.core.reports.stall_message import Stall, stall_message
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.core.ring import Word
 from ringdance.core.stalls import StallWatch
+from ringdance.core.transport.base import Identity
+from ringdance.core.transport.single import SingleTransport
 from ringdance.settings import Settings
 from ringdance.training.collectives import Call, join
-from ringdance.transport.base import Identity
-from ringdance.transport.single import SingleTransport
 
 WHO = tuple(Identity(rank, f"host{rank // 2}", 100 + rank) for rank in range(4))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -16,8 +16,8 @@ import pytest
 from criteo_lines import criteo_lines
 
 from ringdance.data import Dataset, Table, planted, tfrecord
-from ringdance.data.prepare.cli import main
 from ringdance.data.tables.criteo import COLUMNS
+from ringdance.tools.data import main
 
 PIL = pytest.importorskip("PIL.Image")
 arrow = pytest.importorskip("pyarrow")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from criteo_lines import criteo_lines
 
-from ringdance import cli
 from ringdance.data import Table, planted
 from ringdance.data.tables.auc import auc
+from ringdance.tools import cli
 
 pytest.importorskip("pyarrow")
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from ringdance.data import Dataset, Table, tfrecord, write
-from ringdance.data.prepare.cli import main
 from ringdance.data.prepare.plan import Plan
 from ringdance.data.prepare.sources import find
 from ringdance.errors import ArgumentError
+from ringdance.tools.data import main
 
 PIL = pytest.importorskip("PIL.Image")
 CLASSES = ["n01440764", "n01443537", "n02119789"]

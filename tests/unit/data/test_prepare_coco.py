@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringdance.cli import main
 from ringdance.data.prepare.coco import run_lengths
+from ringdance.tools.cli import main
 
 Image = pytest.importorskip("PIL.Image")
 BOX = [2, 3, 10, 8]

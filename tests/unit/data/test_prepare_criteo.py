@@ -15,8 +15,8 @@ from criteo_lines import criteo_lines
 
 from ringdance.data import Table, planted
 from ringdance.data.prepare import criteo, shuffle
-from ringdance.data.prepare.cli import main
 from ringdance.data.tables.criteo import mixed
+from ringdance.tools.data import main
 
 pytest.importorskip("pyarrow")
 ROWS = 9000  # of two files of about 1 MB each
@@ -346,7 +346,7 @@ def test_several_processes_write_the_same_bytes(source, prepared, tmp_path):
 
 MEASURED = """
 import resource, sys
-from ringdance.data.prepare.cli import main
+from ringdance.tools.data import main
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
 code = main(["prepare", "criteo", *sys.argv[2:]])
 print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))

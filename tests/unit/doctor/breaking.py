@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ringdance.doctor.check import Facts, Result, Usage
-from ringdance.doctor.examine import CHECKS, examine
-from ringdance.doctor.probe import MARK
+from ringdance.tools.doctor.check import Facts, Result, Usage
+from ringdance.tools.doctor.examine import CHECKS, examine
+from ringdance.tools.doctor.probe import MARK
 
 T = TypeVar("T")
 HERE = "here"
@@ -71,7 +71,7 @@ class Machine:
 
     def facts(self, probes: Iterable[str], usage: Usage = NOTHING, seconds: float = 100.0) -> dict[str, Any]:
         """What the probes find there."""
-        words = [*self.prefix, self.python, "-m", "ringdance.doctor.probe"]
+        words = [*self.prefix, self.python, "-m", "ringdance.tools.doctor.probe"]
         if self.shell:
             flags = ("--mount", "--propagation", "private", *self.spaces)
             need_namespaces(*flags)

@@ -22,11 +22,11 @@ import pytest
 from breaking import OTHER, SOURCE, breaks, distribution, need_namespaces, program
 from test_checks_installed import SMI, SOUND
 
-from ringdance.doctor import examine as module
-from ringdance.doctor.check import Result, Usage
-from ringdance.doctor.examine import CHECKS, collect, examine
-from ringdance.hosts.host_set import HostSet
 from ringdance.launch.remote.shell import RemoteShell
+from ringdance.tools.doctor import examine as module
+from ringdance.tools.doctor.check import Result, Usage
+from ringdance.tools.doctor.examine import CHECKS, collect, examine
+from ringdance.tools.hosts.host_set import HostSet
 
 HOSTS = ("one", "two", "three")
 
@@ -120,7 +120,7 @@ def test_the_doctor_cannot_start_there(cluster: Cluster) -> None:
     cluster.odd("two", f'export PYTHONPATH={site}; exec sh -c "$command"')
     (result,) = cluster.wrong("reached")
     assert result.hosts == ("two",)
-    assert "No module named 'ringdance.doctor'" in result.text
+    assert "No module named 'ringdance.tools.doctor'" in result.text
 
 
 def test_probes_end_with_their_agent(cluster: Cluster) -> None:

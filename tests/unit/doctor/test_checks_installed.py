@@ -23,7 +23,7 @@ from breaking import (
     wrong,
 )  # fmt: skip
 
-from ringdance.doctor.check import Usage
+from ringdance.tools.doctor.check import Usage
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_interpreters_own_folders_shadow_nothing() -> None:
     # SageMaker's toolkit puts them all into PYTHONPATH.
     directories = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(directories)}
-    words = "from ringdance.doctor import python as p; print(p.python_facts(p.Usage(cwd='/'))['shadows'])"
+    words = "from ringdance.tools.doctor.python import *; print(python_facts(Usage(cwd='/'))['shadows'])"
     done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from breaking import Machine, breaks, wrong
 
-from ringdance.launch.system import linux
+from ringdance.host.system import linux
 
 
 @breaks("orphans")

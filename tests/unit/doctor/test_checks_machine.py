@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from breaking import HERE, NOTHING, Machine, breaks, expect, wrong
 
-from ringdance.doctor.check import Usage
-from ringdance.doctor.examine import examine
+from ringdance.tools.doctor.check import Usage
+from ringdance.tools.doctor.examine import examine
 
 
 def replaced(tmp_path: Path, file: str, text: str) -> str:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from breaking import breaks, need_namespaces, program
 
-from ringdance.doctor.check import Result, Usage
-from ringdance.doctor.examine import collect, examine
-from ringdance.hosts.host_set import HostSet
 from ringdance.launch.remote.shell import RemoteShell
+from ringdance.tools.doctor.check import Result, Usage
+from ringdance.tools.doctor.examine import collect, examine
+from ringdance.tools.hosts.host_set import HostSet
 
 HOSTS = ("10.99.0.1", "10.99.0.2")
 

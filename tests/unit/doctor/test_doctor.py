@@ -11,18 +11,18 @@ from types import SimpleNamespace
 import pytest
 from breaking import program
 
-from ringdance import cli
-from ringdance.doctor import cli as doctor_cli
-from ringdance.doctor import preflight as module
-from ringdance.doctor.check import AREAS, Result, Usage
-from ringdance.doctor.examine import CHECKS
-from ringdance.doctor.report import print_text
 from ringdance.errors import LaunchError
-from ringdance.hosts.host_set import HostSet
 from ringdance.launch.hosts import Host
 from ringdance.launch.remote.connect import Remote, connect
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
+from ringdance.tools import cli
+from ringdance.tools.doctor import cli as doctor_cli
+from ringdance.tools.doctor import preflight as module
+from ringdance.tools.doctor.check import AREAS, Result, Usage
+from ringdance.tools.doctor.examine import CHECKS
+from ringdance.tools.doctor.report import print_text
+from ringdance.tools.hosts.host_set import HostSet
 
 NOISY = {"OMP_NUM_THREADS": "9999"}
 

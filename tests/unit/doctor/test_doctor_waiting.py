@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.doctor import gpu
-from ringdance.doctor.check import Usage
+from ringdance.tools.doctor import gpu
+from ringdance.tools.doctor.check import Usage
 
 
 def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from breaking import Machine
 
-from ringdance.doctor import examine as module
-from ringdance.doctor.check import AREAS, SEVERITIES, Usage, outliers
-from ringdance.doctor.examine import CHECKS, examine
-from ringdance.doctor.probe import PROBES
 from ringdance.launch.remote.shell import RemoteShell
+from ringdance.tools.doctor import examine as module
+from ringdance.tools.doctor.check import AREAS, SEVERITIES, Usage, outliers
+from ringdance.tools.doctor.examine import CHECKS, examine
+from ringdance.tools.doctor.probe import PROBES
 
 
 def _broken() -> set[str]:

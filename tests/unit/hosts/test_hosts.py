@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import LaunchError
-from ringdance.hosts import files
-from ringdance.hosts.chain import addresses
-from ringdance.hosts.progress import CopyProgress
-from ringdance.launch.copy.received_file import DONE, ReceivedFile, partials_in
+from ringdance.host.copy.received_file import DONE, ReceivedFile, partials_in
+from ringdance.host.schedulers.hostfile import parse_hosts
+from ringdance.host.system import tcp
 from ringdance.launch.hosts import HostFacts
 from ringdance.launch.remote.shell import RemoteShell
-from ringdance.launch.system import tcp
+from ringdance.tools.hosts import files
+from ringdance.tools.hosts.chain import addresses
+from ringdance.tools.hosts.progress import CopyProgress
 
 # --- what is copied ----------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from ringdance.host.messages import Frames
 from ringdance.launch import agents as module
 from ringdance.launch.agents import Agents
-from ringdance.launch.messages import Frames
 from ringdance.launch.remote.connect import Remote, folded, start_local
 
 

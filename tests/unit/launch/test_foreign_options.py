@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from horovod.runner.options import parse_args
-from ringdance.cli import main
 from ringdance.launch.spec import refuse_launcher, resolve_command
+from ringdance.tools.cli import main
 
 HOSTS, ALL = "write -H h1:4,h2:4, the hosts and their slots", "write -np N, the number of ranks on all hosts"
 EACH, MPIRUN = "write -np N for all hosts together, or -H h1:4,h2:4", "write `ringdance mpirun`"

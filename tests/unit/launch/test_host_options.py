@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from ringdance.cli import main
-from ringdance.cluster.hostfile import hosts_text, parse_hosts
+from ringdance.host.schedulers.hostfile import hosts_text, parse_hosts
 from ringdance.launch import mpirun_cli
 from ringdance.launch.mpi.mpirun import parse
 from ringdance.launch.remote.shell import add_host_options, ssh_words
 from ringdance.launch.spec import JobSpec
-from ringdance.observe import bench
-from ringdance.tune import bench_train, threads
+from ringdance.tools.bench import cli as bench
+from ringdance.tools.bench import threads
+from ringdance.tools.bench import train as bench_train
+from ringdance.tools.cli import main
 
 COMMANDS = (
     "run", "bench train", "bench input", "tune threads", "search", "doctor", "explain", "hosts copy",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ringdance.cluster import this_machine
-from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers import this_machine
+from ringdance.host.schedulers.this_machine import local_names
 from ringdance.launch.hosts import HostFacts, assign_ranks, rank_numbers, shared_networks, spans
 
 

@@ -6,18 +6,18 @@ import os
 import sys
 from pathlib import Path
 
-from ringdance.launch.agent import paths
-from ringdance.launch.agent.paths import package_directory
+from ringdance.host.agent import paths
+from ringdance.host.agent.paths import package_directory
 
 THERE = {"python": "/far/env/bin/python", "prefix": "/far/env", "package": "/far/src/ringdance"}
 
 
 def test_paths_of_the_launchers_environment_become_those_of_this_one() -> None:
-    site = "/far/src/ringdance/launch/site"
+    site = "/far/src/ringdance/host/site"
     given = {"PATH": "/far/env/bin:/bin:/far/environment", "PYTHONPATH": site, "A": "/far/env"}
     assert paths.translated(given, THERE) == {
         "PATH": f"{sys.prefix}/bin:/bin:/far/environment",
-        "PYTHONPATH": f"{package_directory()}/launch/site",
+        "PYTHONPATH": f"{package_directory()}/host/site",
         "A": "/far/env",
     }
 

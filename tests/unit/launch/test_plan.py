@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 import pytest
 
 from ringdance.errors import LaunchError
+from ringdance.host.system import machine
 from ringdance.launch.hosts import HostFacts
 from ringdance.launch.mpi import Mpi, family_of
 from ringdance.launch.mpi.options import machine_file, session_environment
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
-from ringdance.launch.system import machine
 from ringdance.settings.names import STARTED_BY
 
 OPENMPI = Mpi("openmpi", "/env/bin/mpiexec", "test", 5)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.agent.paths import bare_command
-from ringdance.launch.agent.rank import reason_of
+from ringdance.host.agent.paths import bare_command
+from ringdance.host.agent.rank import reason_of
+from ringdance.host.directories import host_directory
+from ringdance.host.messages import Channel
+from ringdance.host.system import linux
 from ringdance.launch.cause import Ended, of_end
-from ringdance.launch.directories import host_directory
-from ringdance.launch.messages import Channel
-from ringdance.launch.system import linux
 
 
 def message(code: int, out_of_memory: bool = False) -> str:

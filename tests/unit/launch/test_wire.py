@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.launch.messages import Frames
+from ringdance.host.messages import Frames
 from ringdance.launch.remote.shell import RemoteShell
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from ringdance.core.monitor.chrome import END
+from ringdance.core.monitor.client import MonitorClient
 from ringdance.core.ring import Ring, Word, shared_memory
-from ringdance.monitor.chrome import END
-from ringdance.monitor.client import MonitorClient
-from ringdance.observe.summary import summarize
-from ringdance.observe.trace import load
+from ringdance.tools.report.summary import summarize
+from ringdance.tools.report.trace import load
 
 
 def test_hosts_whose_monitors_never_connect_are_named_in_the_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from ringdance.monitor.openmetrics import COUNTERS, GAUGES, HOST, RankCollector
+from ringdance.core.monitor.openmetrics import COUNTERS, GAUGES, HOST, RankCollector
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,14 +31,14 @@ def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_the_dashboard_is_that_of_its_script() -> None:
     written = runpy.run_path(str(ROOT / "docs" / "grafana" / "make.py"))["dashboard"]()
-    line = [sys.executable, "-m", "ringdance.monitor.dashboard"]
+    line = [sys.executable, "-m", "ringdance.core.monitor.dashboard"]
     shown = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
     assert shown == written, "run docs/grafana/make.py"
 
 
 def test_grafana_s_own_types_read_the_dashboard_back() -> None:
     register_default_plugins()
-    text = (ROOT / "src/ringdance/monitor/dashboard.json").read_text()
+    text = (ROOT / "src/ringdance/core/monitor/dashboard.json").read_text()
     read = Dashboard.from_json(json.loads(text))
     assert json.loads(json.dumps(read, cls=JSONEncoder)) == json.loads(text)
 
@@ -49,7 +49,7 @@ def test_every_query_is_of_metrics_that_the_endpoint_has() -> None:
     registry.register(RankCollector(lambda: [row]))
     families = text_string_to_metric_families(generate_latest(registry).decode())
     names = {sample.name for family in families for sample in family.samples}
-    dashboard = json.loads((ROOT / "src/ringdance/monitor/dashboard.json").read_text())
+    dashboard = json.loads((ROOT / "src/ringdance/core/monitor/dashboard.json").read_text())
     queries = [target["expr"] for panel in panels(dashboard) for target in panel.get("targets") or ()]
     queries += [one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
     used = {name for query in queries for name in re.findall(r"ringdance_\w+", query)}

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
+from ringdance.core.monitor.links import Clock, Follower, Sender
 from ringdance.core.ring import Kind, Ring, RingReader, Who, records
-from ringdance.launch.system import tcp
-from ringdance.monitor.links import Clock, Follower, Sender
+from ringdance.host.system import tcp
 
 TOKEN = bytes(range(32))
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from ringdance.core.monitor.metrics import Metrics
+from ringdance.core.monitor.sampler import Sampler
 from ringdance.core.ring import Ring, RingReader, Word
 from ringdance.launch import cli
-from ringdance.monitor.metrics import Metrics
-from ringdance.monitor.sampler import Sampler
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
@@ -137,7 +137,7 @@ def test_the_endpoint_speaks_openmetrics() -> None:
 
 
 def test_silent_clients_keep_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringdance.monitor import openmetrics
+    from ringdance.core.monitor import openmetrics
 
     before = threading.active_count()
     monkeypatch.setattr(openmetrics, "_SILENT_S", 0.5)
@@ -180,7 +180,7 @@ def test_a_package_that_is_missing_is_named(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = "prometheus_client"
-    monkeypatch.delitem(sys.modules, "ringdance.monitor.openmetrics", raising=False)
+    monkeypatch.delitem(sys.modules, "ringdance.core.monitor.openmetrics", raising=False)
     for name in [missing, *(name for name in sys.modules if name.startswith(f"{missing}."))]:
         monkeypatch.setitem(sys.modules, name, None)
     metrics = metrics_of(rings(1), address="0", directory=str(tmp_path))

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from ringdance.core.monitor import tracefile
+from ringdance.core.monitor.activities import activities, chunks_of
+from ringdance.core.monitor.chrome import ChromeWriter
+from ringdance.core.monitor.links import Clock
+from ringdance.core.monitor.timeline import COLLECTIVES, Timeline
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective
 from ringdance.core.ring import MASK, Kind, RingReader, Who
-from ringdance.monitor import tracefile
-from ringdance.monitor.activities import activities, chunks_of
-from ringdance.monitor.chrome import ChromeWriter
-from ringdance.monitor.links import Clock
-from ringdance.monitor.timeline import COLLECTIVES, Timeline
-from ringdance.observe import timeline
-from ringdance.observe.summary import summarize
-from ringdance.observe.trace import load
+from ringdance.tools.report import timeline
+from ringdance.tools.report.summary import summarize
+from ringdance.tools.report.trace import load
 
 MS = 1_000_000
 

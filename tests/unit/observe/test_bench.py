@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ringdance.observe import bench
-from ringdance.observe.bench import INPUT_MARK, Speed, judge, table
+from ringdance.tools.bench import cli as bench
+from ringdance.tools.bench.cli import INPUT_MARK, Speed, judge, table
 from ringdance.training.loaders import input_check
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ringdance import explain
-from ringdance.launch.system import linux
+from ringdance.host.system import linux
+from ringdance.tools import explain
 
 
 def test_operations_of_one_label_are_told_apart() -> None:

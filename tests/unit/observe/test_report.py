@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ringdance.monitor.chrome import ChromeWriter
-from ringdance.observe import report
-from ringdance.observe.figures import read_run
-from ringdance.observe.limits import judge
+from ringdance.core.monitor.chrome import ChromeWriter
+from ringdance.tools.report import cli as report
+from ringdance.tools.report.bottlenecks import judge
+from ringdance.tools.report.figures import read_run
 
 STEP_S = 0.1
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ringdance.observe import svg
+from ringdance.tools.report import svg
 
 PANELS: Any = {
     "Speed": {"ringdance": [(1, 10.0), (2, 19.0), (4, 36.0)], "bound": [(1, 10.0), (2, 20.0), (4, 40.0)]},

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ringdance.monitor.chrome import ChromeWriter
-from ringdance.observe import timeline
-from ringdance.observe.summary import Cover, summarize
-from ringdance.observe.trace import load
+from ringdance.core.monitor.chrome import ChromeWriter
+from ringdance.tools.report import timeline
+from ringdance.tools.report.summary import Cover, summarize
+from ringdance.tools.report.trace import load
 
 MS = 1_000_000
 BATCHES, CHUNKS, WAITS, STEPS = range(4)

@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.cli import main
 from ringdance.errors import LaunchError
-from ringdance.search.searcher import places
-from ringdance.search.space import Parameter, Reader, Space, check_command, fill, parse_space, read_space
-from ringdance.search.study import Study
+from ringdance.tools.cli import main
+from ringdance.tools.search.searcher import places
+from ringdance.tools.search.space import (
+    Parameter,
+    Reader,
+    Space,
+    check_command,
+    fill,
+    parse_space,
+    read_space,
+)
+from ringdance.tools.search.study import Study
 
 pytest.importorskip("optuna")
 GOOD = {"parameters": {"lr": {"low": 1e-4, "high": 1, "log": True}, "batch": [16, 32]}}

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.cli import main
 from ringdance.errors import LaunchError
-from ringdance.search import REPORT, STOP
-from ringdance.search.space import Space, fill, parse_space
-from ringdance.search.study import Study
+from ringdance.tools.cli import main
+from ringdance.tools.search import REPORT, STOP
+from ringdance.tools.search.space import Space, fill, parse_space
+from ringdance.tools.search.study import Study
 
 pytest.importorskip("optuna")
 BRANIN = {"x": {"low": -5.0, "high": 10.0}, "y": {"low": 0.0, "high": 15.0}}

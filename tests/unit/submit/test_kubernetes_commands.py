@@ -13,7 +13,7 @@ from doc_blocks import ROOT, blocks, environment
 from forked import run_forked
 from kubernetes_api import KINDS, Api
 
-from ringdance.cli import main
+from ringdance.tools.cli import main
 
 yaml = pytest.importorskip("yaml")
 

@@ -19,13 +19,13 @@ from forked import run_forked
 from sagemaker_cases import BUCKET, CASES, COMMON, NAME, RECORDED, S3
 from sampled import sampled
 
-from ringdance.cli import main
 from ringdance.errors import ArgumentError, LaunchError
 from ringdance.submit.sagemaker import Estimator, Input, worker_channel
 from ringdance.submit.sagemaker import aws as client
 from ringdance.submit.sagemaker.cli import hyperparameters
 from ringdance.submit.sagemaker.job import job_name
 from ringdance.submit.sagemaker.request import mpi_options
+from ringdance.tools.cli import main
 
 EXPECTED = json.loads(RECORDED.read_text())
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ringdance.data import Dataset
-from ringdance.data.prepare.cli import main
+from ringdance.tools.data import main
 
 tf = pytest.importorskip("tensorflow")
 PIL = pytest.importorskip("PIL.Image")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from loopback_job import job
 
-from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.errors import (
     ArgumentError,
@@ -21,7 +20,7 @@ from ringdance.errors import (
     NotInitializedError,
     ShutDownError,
 )
-from ringdance.training import elastic
+from ringdance.training import elastic, session
 from ringdance.training.elastic import ObjectState, State, run_fn
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import ringdance.exit_code
+import ringdance.host.exit_code
 
 PROGRAM = """
 import atexit, pickle, sys, threading
@@ -41,7 +41,7 @@ def ends():
     ],
 )  # fmt: skip
 def test_it_is_the_one_that_the_parent_gets(ending: str, code: int) -> None:
-    directory = str(Path(ringdance.exit_code.__file__).parent)
+    directory = str(Path(ringdance.host.exit_code.__file__).parent)
     line = [sys.executable, "-c", PROGRAM + ending, directory]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stdout) == (code, f"{code}\n"), done.stderr

@@ -23,7 +23,7 @@ from ringdance.training.gradients.exchange import STEPS, GradientExchange
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.source import DENSE
 from ringdance.training.process_sets import add_process_set
-from ringdance.tune.tunables import tunables
+from ringdance.training.tuning.tunables import tunables
 
 AVERAGE = ReduceOp.AVERAGE
 Average = Callable[[list[Array], Array], None]

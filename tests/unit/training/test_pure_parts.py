@@ -8,7 +8,7 @@ import pytest
 
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
 from ringdance.training import checks, handles
 from ringdance.training.gradients.options import check_groups, scales_of, share_of_cores
 

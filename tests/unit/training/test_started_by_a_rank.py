@@ -11,10 +11,9 @@ import numpy
 import pytest
 
 import ringdance.numpy
-from ringdance import session
 from ringdance.errors import NotInitializedError
 from ringdance.settings.names import STARTED_BY
-from ringdance.training import basics
+from ringdance.training import basics, session
 
 
 @pytest.fixture

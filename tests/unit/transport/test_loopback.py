@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from loopback import LoopbackTransport, LoopbackWorld, RankKilled
 
-from ringdance.transport.base import Pending, Transport
-from ringdance.transport.single import SingleTransport
+from ringdance.core.transport.base import Pending, Transport
+from ringdance.core.transport.single import SingleTransport
 
 
 def finish(pending: Pending) -> None:

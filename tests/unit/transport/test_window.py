@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from ringdance.transport.eventcount import EventCount, process_state
-from ringdance.transport.window import Window, window_size
+from ringdance.core.transport.eventcount import EventCount, process_state
+from ringdance.core.transport.window import Window, window_size
 
 
 def windows(members: int, vector: int = 40, buffer: int = 1000) -> list[Window]:

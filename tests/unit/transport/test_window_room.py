@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringdance.transport.window import window_size
-from ringdance.transport.world import window_fits
+from ringdance.core.transport.window import window_size
+from ringdance.core.transport.world import window_fits
 
 MIB = 1 << 20
 

@@ -16,14 +16,14 @@ import pytest
 from loopback_job import bind, job, world_for
 from sampled import sampled
 
-from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
 from ringdance.settings import Settings, load
-from ringdance.tune import autotune, dimensions, tuned
-from ringdance.tune.search import Dimension, Measured, Outcome, Point, Search, Trial
-from ringdance.tune.tunables import Tunable
+from ringdance.training import session
+from ringdance.training.tuning import autotune, dimensions, tuned
+from ringdance.training.tuning.search import Dimension, Measured, Outcome, Point, Search, Trial
+from ringdance.training.tuning.tunables import Tunable
 
 SIZES = (1, 9000, 7, 20_000, 3000)
 HOSTS = [None, ("a", "a", "b")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ringdance.tune.search import Dimension, Measured, Outcome, Point, Search
+from ringdance.training.tuning.search import Dimension, Measured, Outcome, Point, Search
 
 CHUNKS = tuple(1 << n for n in range(14, 23))
 GRID = (

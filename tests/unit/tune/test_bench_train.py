@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ringdance.judging import spread
-from ringdance.observe import bench
-from ringdance.tune import bench_train
-from ringdance.tune.bench_train import figures, sizes, table, text
-from ringdance.tune.measure import assumed
-from ringdance.tune.planner import from_bench
+from ringdance.core.reports.judging import spread
+from ringdance.tools.bench import cli as bench
+from ringdance.tools.bench import train as bench_train
+from ringdance.tools.bench.measure import assumed
+from ringdance.tools.bench.train import figures, sizes, table, text
+from ringdance.tools.plan.planner import from_bench
 
 KEYS = {
     "ranks", "hosts", "cores", "threads", "ranks_per_host", "gpus", "images_per_second", "noise",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.tune.catalog import models
-from ringdance.tune.simulator import Machine, simulate
+from ringdance.tools.plan.models import models
+from ringdance.tools.plan.simulator import Machine, simulate
 
 # Tensors and parameters of torchvision's models and of BertModel, as published; detectors: what is trained.
 KNOWN = {
@@ -34,7 +34,7 @@ def test_gradients_of_a_model(model):
 def test_the_table_has_what_the_modules_of_bench_train_have(model, side, others):
     """Elements and positions; a block of the recipe's ResNet has its stride in the second convolution."""
     torch = pytest.importorskip("torch")
-    from ringdance.tune.torch_models import build
+    from ringdance.tools.plan.torch_models import build
 
     positions = {}
 

@@ -12,9 +12,10 @@ import pytest
 from sampled import sampled
 
 from ringdance.errors import LaunchError
-from ringdance.tune import plan_cli
-from ringdance.tune.catalog import Instance, curves, instance, instances, models
-from ringdance.tune.planner import (
+from ringdance.submit.instances import Instance, instance, instances
+from ringdance.tools.plan import cli as plan_cli
+from ringdance.tools.plan.models import curves, models
+from ringdance.tools.plan.planner import (
     HOST_SPREAD,
     RANK_SPREAD,
     Options,
@@ -27,7 +28,7 @@ from ringdance.tune.planner import (
     machine,
     predict,
 )
-from ringdance.tune.simulator import expected_largest
+from ringdance.tools.plan.simulator import expected_largest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "plan.md"
 IMAGES = 1281167

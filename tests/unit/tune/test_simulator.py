@@ -17,8 +17,8 @@ from ringdance.core.exchange import Context, exchange_for
 from ringdance.core.exchange.arithmetic import reduction
 from ringdance.core.request import ReduceOp
 from ringdance.settings import Settings
-from ringdance.tune.network import allreduce_traffic
-from ringdance.tune.simulator import Machine, simulate
+from ringdance.tools.plan.network import allreduce_traffic
+from ringdance.tools.plan.simulator import Machine, simulate
 
 FREE = Machine(
     bandwidth=1e9, latency=1e-3, memory_bandwidth=inf,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.cli import main
 from ringdance.launch.mpi.mpirun import parse
-from ringdance.tune.threads import Result, Setting, Trials, search
+from ringdance.tools.bench.threads import Result, Setting, Trials, search
+from ringdance.tools.cli import main
 
 SPACE = {"ranks": [1, 2, 4], "intra": [1, 2, 4], "bind": [0, 1]}
 SCRIPT = """

@@ -10,7 +10,7 @@ from ringdance.core.exchange.base import Context, Exchange, Steps, aligned_empty
 from ringdance.core.exchange.hierarchical import HierarchicalExchange
 from ringdance.core.exchange.mpi import MpiExchange
 from ringdance.core.exchange.shared_memory import SharedMemoryExchange
-from ringdance.transport.base import Transport
+from ringdance.core.transport.base import Transport
 
 _MAX_CHUNK = 64 << 20  # bytes: what is reduced at a time stays far below the 2^31 of MPI's counts
 

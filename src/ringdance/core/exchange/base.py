@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import ctypes
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.chunks import segments
 from ringdance.core.recorder import Recorder
+from ringdance.core.request import Steps as Steps
 
 if TYPE_CHECKING:
     from ringdance.core.exchange.device import DeviceExchange
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 _char = ctypes.c_char
 _COPY_BYTES = 16 << 20
-# A state machine: each next() does what can be done without waiting.
-Steps = Generator[None, None, Any]
 
 
 class Context:

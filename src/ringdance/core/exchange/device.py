@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ringdance.core.exchange.base import Steps
-from ringdance.core.request import Description, Request
+from ringdance.core.request import Description, Request, Steps
 
 
 class DeviceResults(list[Any]):

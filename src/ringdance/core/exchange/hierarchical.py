@@ -11,8 +11,8 @@ from ringdance.core.exchange.base import Array, Context, Steps
 from ringdance.core.exchange.chunks import chunks
 from ringdance.core.exchange.mpi import ChunkPipeline, MpiExchange, sends_to_few, wire_bytes
 from ringdance.core.exchange.shared_memory import MIN_BLOCK_BYTES, SharedMemoryExchange
-from ringdance.transport.base import Hierarchy, Transport
-from ringdance.transport.window import Window, window_size
+from ringdance.core.transport.base import Hierarchy, Transport
+from ringdance.core.transport.window import Window, window_size
 
 
 class HierarchicalExchange(MpiExchange):

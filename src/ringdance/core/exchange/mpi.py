@@ -11,7 +11,7 @@ import numpy as np
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Context, Exchange, Steps, as_bytes, copy_range
 from ringdance.core.exchange.chunks import chunks, even_rows
-from ringdance.transport.base import Pending, Transport
+from ringdance.core.transport.base import Pending, Transport
 
 _IN_FLIGHT = 4  # chunks: enough that packing, the network and unpacking overlap
 _AHEAD = 2  # of them are sent before the first is reduced, to keep the network busy

@@ -19,7 +19,7 @@ import numpy as np
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Context, Exchange, Steps, copy_range
 from ringdance.core.exchange.chunks import Segment, chunks
-from ringdance.transport.window import Window
+from ringdance.core.transport.window import Window
 
 MIN_BLOCK_BYTES = 256  # of a chunk for each member: 16 elements of any dtype
 # Of an all-reduce's chunk for each member, at most. Two members are 7% faster with chunks of 384 KiB than of

@@ -22,8 +22,8 @@ from ringdance.core.process_sets.pending import PendingRequests
 from ringdance.core.recorder import BatchRecord, Recorder
 from ringdance.core.reports.mismatch import mismatch_message
 from ringdance.core.request import Collective, ReduceOp
+from ringdance.core.transport.base import Transport
 from ringdance.errors import MismatchError, StallError
-from ringdance.transport.base import Transport
 
 _MAX_PLANS = 256
 _CHANGES = (Collective.ADD_SET, Collective.REMOVE_SET, Collective.TUNE)

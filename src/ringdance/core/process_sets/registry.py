@@ -19,10 +19,10 @@ from ringdance.core.process_sets.pending import PendingRequests
 from ringdance.core.process_sets.state import EngineValues, ProcessSetState
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective, Description
+from ringdance.core.transport.base import Transport
+from ringdance.core.transport.eventcount import EventCount
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
-from ringdance.transport.base import Transport
-from ringdance.transport.eventcount import EventCount
 
 FIRST_GROUP = 1 << 15  # numbers of sets that only their members know; records have 16 bits for them
 TUNED_CHUNK_BYTES = 2 << 20  # the largest chunk that may be chosen while the job runs

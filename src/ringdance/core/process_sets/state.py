@@ -36,7 +36,7 @@ from ringdance.core.process_sets.executor import Executor
 from ringdance.core.recorder import BatchRecord
 from ringdance.core.request import Collective, Description, ReduceOp, Work
 from ringdance.core.ring import Kind
-from ringdance.transport.window import PIGGYBACK_BYTES, Window
+from ringdance.core.transport.window import PIGGYBACK_BYTES, Window
 
 _MISSES_AT_ONCE = 256
 _MAX_BACKOFF = 0.010

@@ -8,8 +8,8 @@ from typing import Any
 
 from ringdance.core.labels import quoted, tensors_of
 from ringdance.core.request import Collective, Description
+from ringdance.core.transport.base import Identity
 from ringdance.errors import UNEVEN_STEPS
-from ringdance.transport.base import Identity
 
 
 def _shape(description: Description) -> str:

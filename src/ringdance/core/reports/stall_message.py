@@ -9,8 +9,8 @@ from typing import Any
 
 from ringdance.core.labels import quoted
 from ringdance.core.reports.stacks import place_of
+from ringdance.core.transport.base import Identity
 from ringdance.errors import UNEVEN_STEPS
-from ringdance.transport.base import Identity
 
 _MOST_NAMES = 6
 _MOST_THREADS = 3

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ringdance.core.reports.judging import LITTLE, waiting
 from ringdance.core.ring import Word
-from ringdance.judging import LITTLE, waiting
-from ringdance.transport.base import Identity
+from ringdance.core.transport.base import Identity
 
 _UNKNOWN = (
     "exposed communication, slowest rank: unknown: the script polled for results, or never waited "

@@ -15,7 +15,7 @@ from ringdance.data.files import write_whole
 from ringdance.data.prepare.plan import check_broken, list_problems
 from ringdance.data.prepare.progress import PrepareProgress, say
 from ringdance.errors import ArgumentError
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
 
 Fields = dict[str, Any]
 

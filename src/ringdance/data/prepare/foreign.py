@@ -23,7 +23,7 @@ from ringdance.data.prepare.plan import list_problems
 from ringdance.data.prepare.progress import counted, say
 from ringdance.data.prepare.sources import open_tar
 from ringdance.errors import ArgumentError
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
 
 # Of equal names the first ending is taken: others are often masks or previews.
 _ENDINGS = ("image", "jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")

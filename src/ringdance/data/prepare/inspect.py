@@ -18,7 +18,7 @@ from ringdance.data.index import TABLE, is_index, read_json
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
 
 _ROWS = 1 << 14  # that are parsed at once
 

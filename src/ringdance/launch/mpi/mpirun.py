@@ -13,8 +13,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ringdance.cluster.hostfile import HostList, merge, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers.hostfile import HostList, merge, parse_hostfile, parse_hosts
 from ringdance.launch.remote.environment import shown_text
 
 _SPELLINGS = {

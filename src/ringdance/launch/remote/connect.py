@@ -19,13 +19,13 @@ from subprocess import PIPE
 from typing import IO, Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.agent.paths import bare_command, module_line, package_directory
+from ringdance.host.agent.paths import bare_command, module_line, package_directory
+from ringdance.host.limits import raise_open_files
+from ringdance.host.messages import AGENT_SPEAKS, Frames
+from ringdance.host.system import machine
+from ringdance.host.system.signals import STOPPING
 from ringdance.launch.hosts import HostFacts, facts_from, several
-from ringdance.launch.messages import AGENT_SPEAKS, Frames
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
-from ringdance.launch.system import machine
-from ringdance.launch.system.signals import STOPPING
-from ringdance.limits import raise_open_files
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
 _TOLD_S = 5.0

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ringdance.cluster import slurm
-from ringdance.cluster.hostfile import NAME, HostList, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
-from ringdance.launch.system import linux
+from ringdance.host.schedulers import slurm
+from ringdance.host.schedulers.hostfile import NAME, HostList, parse_hostfile, parse_hosts
+from ringdance.host.system import linux
 
 # No prompts; the first -o of a name holds, so the user's come before.
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")

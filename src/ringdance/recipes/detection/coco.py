@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringdance.data.images import decode
 from ringdance.errors import ArgumentError
-from ringdance.job_files import check_regular
+from ringdance.host.files import check_regular
 
 Array = np.ndarray[Any, Any]
 AHEAD = 2  # batches that are decoded while one is trained on

@@ -6,9 +6,9 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from ringdance import subcommands
 from ringdance.errors import LaunchError, optional
-from ringdance.subcommands import Subcommand
+from ringdance.launch import subcommands
+from ringdance.launch.subcommands import Subcommand
 from ringdance.submit.kubernetes.job import JobRequest
 from ringdance.submit.kubernetes.manifest import manifest
 from ringdance.submit.options import add_options, from_arguments

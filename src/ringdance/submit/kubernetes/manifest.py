@@ -18,7 +18,7 @@ SSH_DIRECTORY = "/home/mpiuser/.ssh"
 GPU = "nvidia.com/gpu"
 _KEPT_S = 7 * 86400  # for which the ended job and its log stay
 _GRACE_S = 60  # more than the launcher's --grace: it cleans up after that
-_WAIT = "while grep -qs launch.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
+_WAIT = "while grep -qs host.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
 UNTIL_RANKS_END = ["/bin/sh", "-c", _WAIT]
 """In a worker that is deleted, before SIGTERM: ``sshd`` ends at once then, and all processes with it."""
 

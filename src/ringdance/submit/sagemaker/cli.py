@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ringdance import subcommands
 from ringdance.errors import LaunchError
+from ringdance.launch import subcommands
 from ringdance.launch.remote.environment import is_secret, shown, shown_text
 from ringdance.launch.spec import parse_exports
 from ringdance.submit.options import add_options, from_arguments, pairs

@@ -26,10 +26,10 @@ from typing import Any
 
 from ringdance.errors import ArgumentError, LaunchError
 from ringdance.launch.remote.environment import is_secret, shown_text
+from ringdance.submit.instances import gpus_of
 from ringdance.submit.sagemaker import aws
 from ringdance.submit.sagemaker.job import TrainingJob, account_of, job_name
 from ringdance.submit.sagemaker.request import Inputs, create_request, mpi_options
-from ringdance.tune.catalog import gpus_of
 
 KEPT_IN_CLEAR = (
     "holds what looks like a secret, and the service shows it to all who may describe the job. Keep it in "

@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Work
-from ringdance.limits import usable_cores
+from ringdance.host.limits import usable_cores
 from ringdance.tensorflow.graph import capi, in_flight
 from ringdance.tensorflow.graph.capi import Context, Slot, drop
 from ringdance.tensorflow.threads import computing_threads
-from ringdance.training import basics, collectives
+from ringdance.training import basics, collectives, session
 from ringdance.training.collectives import Call
 from ringdance.training.gradients import weights
 from ringdance.training.gradients.options import wants_overlap

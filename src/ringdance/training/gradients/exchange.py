@@ -58,10 +58,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import MismatchError
+from ringdance.training import session
 from ringdance.training.collectives import Call, on_join, prepared
 from ringdance.training.gradients import weights
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
@@ -69,7 +69,7 @@ from ringdance.training.gradients.options import check_passes, parts_of, scales_
 from ringdance.training.gradients.source import AS_DENSE, DENSE, Bucket, GradientSource, State
 from ringdance.training.gradients.sparse import SparseExchange
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
-from ringdance.tune.tunables import Tunable, tunables
+from ringdance.training.tuning.tunables import Tunable, tunables
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.limits import shared_cores
+from ringdance.host.limits import shared_cores
+from ringdance.training import session
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
+from ringdance.training import session
 from ringdance.training.collectives import Call, on_join
 
 if TYPE_CHECKING:

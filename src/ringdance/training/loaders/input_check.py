@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ringdance import session
 from ringdance import settings as settings_module
+from ringdance.core.monitor.core_use import CoreUse
+from ringdance.core.monitor.sampler import ProcessUse
 from ringdance.errors import ArgumentError
-from ringdance.monitor.core_use import CoreUse
-from ringdance.monitor.sampler import ProcessUse
+from ringdance.training import session
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.objects import allgather_json
 

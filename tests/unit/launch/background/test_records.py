@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from ringdance.errors import LaunchError
+from ringdance.host.system.machine import in_home
 from ringdance.launch.background import commands, records
-from ringdance.launch.system.machine import in_home
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +207,7 @@ def test_the_log_is_shown_as_it_comes() -> None:
 OTHER_USER = ("unshare", "--user", "--map-user=4194999")
 HOMELESS = """
 from ringdance.launch.background import records
-from ringdance.launch.system.machine import in_home
+from ringdance.host.system.machine import in_home
 print(in_home("~"), in_home("~/data"), records.base())
 """
 

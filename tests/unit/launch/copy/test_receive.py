@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from ringdance.launch.copy.receive import Receiver
-from ringdance.launch.messages import Frames
+from ringdance.host.copy.receive import Receiver
+from ringdance.host.messages import Frames
 
 
 @pytest.mark.parametrize("ends", ["launcher", "next host"])

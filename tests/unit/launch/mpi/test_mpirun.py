@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ringdance import cli
 from ringdance.errors import LaunchError
 from ringdance.launch import cli as launch
 from ringdance.launch import mpirun_cli
 from ringdance.launch.mpi import Mpi, family_of
 from ringdance.launch.mpi.mpirun import _VALUES, MpirunLine, parse, slots_of
 from ringdance.launch.mpirun_cli import changes, install
+from ringdance.tools import cli
 
 SAGEMAKER = """
 --host algo-1:2,algo-2:2 -np 4 --allow-run-as-root --display-map --tag-output -mca btl_tcp_if_include eth0

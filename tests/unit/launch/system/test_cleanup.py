@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.system import linux
-from ringdance.launch.system.cleanup import Cleanup
+from ringdance.host.system import linux
+from ringdance.host.system.cleanup import Cleanup
 
 pytestmark = pytest.mark.skipif(not linux.LINUX, reason="/dev/shm is Linux's")
 SHARED = Path("/dev/shm")

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringdance.launch.copy.received_file import ReceivedFile
-from ringdance.launch.directories import host_directory
-from ringdance.launch.system.cleanup import abandoned, make_directories
+from ringdance.host.copy.received_file import ReceivedFile
+from ringdance.host.directories import host_directory
+from ringdance.host.system.cleanup import abandoned, make_directories
 
 GUARD = """
 import sys
@@ -87,7 +87,7 @@ def test_a_rank_asks_no_other_users_socket(links: bool) -> None:
         listener.bind(str(made / "s"))
         listener.listen()
         listener.settimeout(0.0)
-        text = "import sys; from ringdance.launch.agent.rank import main; main(sys.argv[1:])"
+        text = "import sys; from ringdance.host.agent.rank import main; main(sys.argv[1:])"
         line = [sys.executable, "-c", text, place, "a" * 32, "true"]
         environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
         assert subprocess.run(line, env=environ, timeout=20, check=False).returncode == 1

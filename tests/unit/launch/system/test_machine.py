@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from ringdance.launch.agent.paths import package_directory
-from ringdance.limits import usable_cores
+from ringdance.host.agent.paths import package_directory
+from ringdance.host.limits import usable_cores
 
 
 def test_an_agent_counts_cores_as_all_others_do() -> None:

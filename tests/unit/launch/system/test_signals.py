@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringdance.launch.system.signals import Signals
+from ringdance.host.system.signals import Signals
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ringdance import session
-from ringdance.training import basics, exports
+from ringdance.training import basics, exports, session
 
 __all__ = ["HorovodBasics"]
 

@@ -8,12 +8,12 @@ import sys
 from horovod.runner.build import check_build
 from horovod.runner.options import parse_args
 from horovod.runner.request import order_of, tell
-from ringdance.cli import open_standard_streams
 from ringdance.launch.cli import refuse_within_a_rank
 from ringdance.launch.parser import as_program
 from ringdance.launch.prepare import prepare
 from ringdance.launch.spec import CommandError, refuse_launcher, resolve_command
 from ringdance.launch.terminal import run_in_terminal
+from ringdance.tools.cli import open_standard_streams
 
 __all__ = ["check_build", "parse_args", "run_commandline"]
 
@@ -42,7 +42,7 @@ def _run(args: argparse.Namespace) -> int:
     ready = prepare(order, _say)
     tell(args, ready.spec, _say)
     if ready.plan.multi_host:
-        from ringdance.doctor.preflight import check_hosts
+        from ringdance.tools.doctor.preflight import check_hosts
 
         # Warnings only: Horovod starts whatever it can reach, and has no option for going on all the same.
         check_hosts(ready, _say, required=False)

@@ -12,9 +12,9 @@ import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from horovod.runner.common.util import config_parser
-from ringdance.cluster.hostfile import HostList, parse_hostfile, parse_hosts
-from ringdance.cluster.this_machine import local_names
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers.hostfile import HostList, parse_hostfile, parse_hosts
+from ringdance.host.schedulers.this_machine import local_names
 from ringdance.launch.output.stream import Style
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec

@@ -25,9 +25,8 @@ import tensorflow as tf
 
 from horovod.tensorflow.data import registry
 from horovod.tensorflow.data.registry import ComputeClient, own_address
-from ringdance import session
 from ringdance.errors import ArgumentError
-from ringdance.training import collectives
+from ringdance.training import collectives, session
 
 __all__ = ["TfDataServiceConfig", "send_to_data_service", "tf_data_service"]
 

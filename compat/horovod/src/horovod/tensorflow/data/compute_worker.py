@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horovod.tensorflow.data.compute_service import SIDES, TfDataServiceConfig, start_dispatcher, start_worker
-from ringdance import session
 from ringdance.errors import ArgumentError
-from ringdance.training import basics, collectives
+from ringdance.training import basics, collectives, session
 from ringdance.training.objects import broadcast_object
 
 __all__ = ["main", "run_worker"]

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from ringdance.launch.agent.rank import rank_and_size
+from ringdance.host.agent.rank import rank_and_size
 
 __all__ = ["IGNORE_REGEXES", "LOG_LEVEL_STR", "RUNTIME_PATHS", "get_env_rank_and_size", "is_exportable"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ringdance.cluster import hostfile
 from ringdance.errors import LaunchError
+from ringdance.host.schedulers import hostfile
 from ringdance.launch.hosts import assign_ranks, rank_numbers
 
 __all__ = ["HostInfo", "SlotInfo", "get_host_assignments", "parse_host_files", "parse_hosts"]

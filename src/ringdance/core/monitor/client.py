@@ -1,0 +1,105 @@
+"""Start the monitor of a host, and ask it for a timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.core.monitor.main import main;main()"
+_WRITING_S = 60.0  # a file of the largest size takes five
+_OTHERS_S = 2.0
+
+
+class MonitorClient:
+    """The monitor of this host, started by this rank.
+
+    Args:
+        pids: processes of the host's ranks.
+        metrics: ``metrics`` will be called, and needs this process's stderr for a while.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, pids: Sequence[int], metrics: bool) -> None:
+        self._limit = _OTHERS_S
+        root = str(Path(__file__).resolve().parents[3])
+        # A session of its own: Ctrl-C and the end of this process are no reason to end before all is written.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if metrics else subprocess.DEVNULL,
+            start_new_session=True, bufsize=0,
+        )  # fmt: skip
+
+    def start(self, file: str, detail: int | None, anew: bool = True) -> None:
+        """Start writing a timeline.
+
+        Args:
+            file: its path.
+            detail: see ``Recorder.detail``; None: ranks set it themselves.
+            anew: from now on, not from the beginning of the job.
+
+        Raises:
+            OSError: the file cannot be written, or the monitor has ended.
+        """
+        self._limit = _WRITING_S
+        self._ask(do="start", file=os.path.abspath(file), detail=detail, anew=anew)
+
+    def stop(self) -> None:
+        """Complete the timeline's file. Raises OSError if there is no monitor."""
+        self._ask(do="stop")
+
+    def metrics(self, **options: object) -> None:
+        """Write and serve the ranks' figures. Does not wait: what cannot be done is said on stderr.
+
+        Args:
+            options: of ``metrics.Metrics``, without ``readers`` and ``path``.
+        """
+        with contextlib.suppress(OSError):  # it was killed: the training goes on
+            self._send(do="metrics", path=sys.path, **options)
+
+    def listen(self, others: int) -> dict[str, Any]:
+        """Listen for other hosts' monitors; return the arguments of their ``connect``. Raises OSError."""
+        return self._ask(do="listen", others=others)
+
+    def connect(self, addresses: Sequence[str], port: int, token: str) -> None:
+        """Send all records to another host's monitor. Does not wait until the connection is there."""
+        with contextlib.suppress(OSError):  # see ``metrics``
+            self._send(do="connect", addresses=list(addresses), port=port, token=token)
+
+    def _send(self, **command: object) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+
+    def _ask(self, **command: object) -> dict[str, Any]:
+        self._send(**command)
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise OSError("the monitor has ended")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer
+
+    def killed(self) -> str:
+        """Return in words how the monitor has ended, before :meth:`close`; "" while it runs."""
+        if (code := self._process.poll()) is None:
+            return ""
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"the monitor (pid {self._process.pid}) {how}"
+
+    def close(self) -> None:
+        """Wait until the monitor has written everything: this rank's ring is closed."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for other ranks
+            self._process.wait(self._limit)
+        self._process.stdout.close()

@@ -1,0 +1,66 @@
+"""How far the cores that the ranks of a host may use are in use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import psutil
+
+from ringdance.host.limits import affinity, quota, words_of
+
+
+class _Times(NamedTuple):
+    """Seconds: of a clock, in which cores were idle, in all of them, and that a cgroup has used."""
+
+    clock: float
+    idle: float
+    total: float
+    used: float
+
+
+class CoreUse:
+    """How far the cores that processes may use are in use, by whatever runs there.
+
+    Args:
+        pids: The processes; all have this one's quota.
+
+    Attributes:
+        cores: Number of cores: those in any of the affinity masks, or the quota if it is lower.
+    """
+
+    def __init__(self, pids: Iterable[int] = ()) -> None:
+        self._cores = set[int]().union(*map(affinity, pids)) or affinity()
+        self._quota, self._cgroup = quota()
+        self.cores = min(float(len(self._cores)), self._quota)
+        self._last = self._times()
+
+    def share(self) -> float:
+        """Return the share in use since the last call, 0 to 1: what is neither idle nor left of the quota."""
+        now = self._times()
+        clock, idle, total, used = (after - before for after, before in zip(now, self._last, strict=True))
+        if total <= 0 or clock <= 0:
+            return 0.0
+        self._last = now
+        free = min(len(self._cores) * idle / total, self._quota - used / clock)
+        return min(1.0, max(0.0, 1 - free / self.cores))
+
+    def _times(self) -> _Times:
+        each = psutil.cpu_times(percpu=True)
+        if max(self._cores) < len(each):  # otherwise a container shows its own ones only
+            each = [each[core] for core in self._cores]
+        idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in each)
+        # Linux counts the time of guests as user time too.
+        total = sum(sum(one) - getattr(one, "guest", 0.0) - getattr(one, "guest_nice", 0.0) for one in each)
+        return _Times(time.monotonic(), idle, total, self._used() if self._cgroup else 0.0)
+
+    def _used(self) -> float:
+        """Return the seconds that the cgroup with the quota has used; 0 if they are not to be had."""
+        words = words_of(f"{self._cgroup}/cpu.stat")  # of v1, it has no use
+        if "usage_usec" in words:
+            return int(words[words.index("usage_usec") + 1]) / 1e6
+        # A controller of its own, where it is not mounted with the quota's.
+        other = self._cgroup.replace("/cgroup/cpu", "/cgroup/cpuacct", 1)
+        words = words_of(f"{self._cgroup}/cpuacct.usage") or words_of(f"{other}/cpuacct.usage") or ["0"]
+        return int(words[0]) / 1e9

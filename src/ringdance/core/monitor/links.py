@@ -1,0 +1,209 @@
+"""Links between the monitors of several hosts: records go to the one that writes the file.
+
+The monitor on rank 0's host listens; those of the other hosts connect with a token that came through MPI.
+Clocks are compared by round trips, see ``Clock``.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ringdance.core.ring import Label, RingReader, Who
+from ringdance.host.messages import Frames
+from ringdance.host.system import tcp
+
+_FIRST_ROUNDS = 8
+_REPEAT_S = 1.0
+_TRIPS = 30
+_RATES = 1e-4  # by which two clocks may differ
+
+
+class Clock:
+    """How far another host's monotonic clock is ahead of this one's, and its rate, by round trips.
+
+    The other clock was read after the question was sent and before the answer came, which bounds ``ahead``,
+    however uneven the ways there and back are; and two trips bound the rate. ``ahead`` is in the middle
+    between the bounds of the last half minute: in that time the rate hardly changes with the temperature.
+
+    Attributes:
+        uncertainty: of ``ahead`` in nanoseconds, until the next round trip.
+        known: whether there have been enough round trips.
+    """
+
+    def __init__(self) -> None:
+        self.uncertainty = 0
+        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # their time, least, most ahead
+        self._line = 0, 0.0, 0.0  # their time, ahead then, rate
+        self._rounds = 0
+        self._next = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._rounds >= _FIRST_ROUNDS and bool(self._trips)
+
+    def due(self) -> bool:
+        """Return whether it is time for a round trip."""
+        return time.monotonic() >= self._next
+
+    def ask(self) -> dict[str, Any]:
+        """Return the question to send now."""
+        self._rounds += 1
+        self._next = time.monotonic() + (0.0 if self._rounds < _FIRST_ROUNDS else _REPEAT_S)
+        return {"do": "clock", "sent": time.monotonic_ns()}
+
+    def answer(self, sent: int, theirs: int, now: int = 0) -> None:
+        """Take an answer in, which came ``now``; bound the rate, and by it ``ahead``."""
+        now = now or time.monotonic_ns()
+        trips = self._trips
+        trips.append((theirs, theirs - now, theirs - sent))
+        origin, base, top = min(trips, key=lambda trip: trip[2] - trip[1])
+        others = ((at - origin, least, most) for at, least, most in trips if at != origin)
+        rates = [sorted(((least - top) / span, (most - base) / span)) for span, least, most in others]
+        slow, fast = max([-_RATES, *(pair[0] for pair in rates)]), min([_RATES, *(pair[1] for pair in rates)])
+        low = max(least + slow * (theirs - at) for at, least, _ in trips)
+        high = min(most + fast * (theirs - at) for at, _, most in trips)
+        if slow > fast or low > high:  # the rate has changed, or that host was suspended
+            trips.clear()
+            return self.answer(sent, theirs, now)
+        self._line = theirs, (low + high) / 2, (slow + fast) / 2
+        self.uncertainty = round((high - low + (fast - slow) * _REPEAT_S * 1e9) / 2)
+
+    def ahead(self, theirs: int) -> float:
+        """Return in nanoseconds how far that clock is ahead when it says ``theirs``."""
+        at, ahead, rate = self._line
+        return ahead + rate * (theirs - at)
+
+
+class RemoteRing:
+    """What has come of another host's ring.
+
+    Attributes:
+        taken: what ``RingReader.take`` returned there, and ``RingReader.lost``.
+    """
+
+    def __init__(self, who: Who) -> None:
+        self.who = who
+        self.labels: list[Label] = []
+        self.taken: list[tuple[int, bytes, int]] = []
+
+    def name(self, number: int) -> Label:
+        """Return a label."""
+        return self.labels[number] if number < len(self.labels) else ""
+
+
+class Follower:
+    """The link to another host's monitor, at the one that writes the file.
+
+    Args:
+        sock: an authenticated connection.
+
+    Attributes:
+        stopped: no more records will come, for now or, with the link, for ever.
+        ended: all records have come.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.frames = Frames(sock.fileno(), sock.fileno())
+        self.clock = Clock()
+        self.rings: dict[int, RemoteRing] = {}
+        self.stopped = self.ended = False
+
+    def lacks(self) -> str:
+        """Return why not all of its records are in the file, or ""."""
+        if self.ended and self.clock.known:
+            return ""
+        if self.ended:
+            return "the offset of its clock is not known"
+        if self.frames.open:
+            return "it has not come in time"
+        return "its monitor was killed, or cannot be reached"
+
+    def receive(self) -> bool:
+        """Take in what has come; close the link at the end, and return False."""
+        messages, alive = self.frames.receive()
+        for message, data in messages:
+            if "sent" in message:
+                self.clock.answer(message["sent"], message["theirs"])
+            elif "rank" in message:
+                rank = message["rank"]
+                if rank not in self.rings:
+                    self.rings[rank] = RemoteRing(Who(rank, message["host"], message["pid"]))
+                ring = self.rings[rank]
+                ring.labels += [one if isinstance(one, str) else tuple(one) for one in message["labels"]]
+                ring.taken.append((message["first"], data, message["lost"]))
+            elif "stopped" in message:
+                self.stopped = True
+            elif "ended" in message:
+                self.ended = True  # it still answers for the clock, and closes after this side
+        if alive and not (self.ended and self.clock.known):
+            return True
+        self.stopped, self.frames.open = True, False
+        self.sock.close()
+        return False
+
+    def names(self) -> str:
+        """Return the ranks of that host, and its name, as far as they are known."""
+        ranks = ", ".join(map(str, sorted(self.rings)))
+        host = next((ring.who.host for ring in self.rings.values()), "another host")
+        return f"rank {ranks} on {host}" if ranks else host
+
+    def check_clock(self) -> None:
+        """Send a question about the clock if one is due."""
+        if self.clock.due():
+            self.frames.send(self.clock.ask())
+
+
+class Sender:
+    """The link to the monitor that writes the file.
+
+    Args:
+        addresses, port, token: where that listens.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+
+    def __init__(self, addresses: Sequence[str], port: int, token: str) -> None:
+        self.sock = tcp.connect(addresses, port, bytes.fromhex(token))
+        self.frames = Frames(self.sock.fileno(), self.sock.fileno())
+        self._sent_labels: dict[int, int] = {}
+
+    def commands(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the commands that have come, and whether the link is open; answer for the clock."""
+        messages, alive = self.frames.receive()
+        now = time.monotonic_ns()
+        found = []
+        for message, _ in messages:
+            if message["do"] == "clock":
+                self.frames.send({"sent": message["sent"], "theirs": now})
+            else:
+                found.append(message)
+        return found, alive
+
+    def send(self, reader: RingReader) -> None:
+        """Send the records and labels that are new."""
+        first, data = reader.take()
+        if not data:
+            return
+        who = reader.who
+        reader.load_labels()
+        sent = self._sent_labels.get(who.rank, 0)
+        self._sent_labels[who.rank] = len(reader.labels)
+        message = {**who._asdict(), "labels": reader.labels[sent:], "first": first, "lost": reader.lost}
+        self.frames.send(message, data)
+
+    def finish(self, seconds: float) -> None:
+        """Send what is left, and answer for the clock until the other side closes, for so long at most."""
+        # Not the first to close: while a question about the clock is unread, that would be a reset, and the
+        # other side would lose the records that it has not read.
+        until = time.monotonic() + seconds
+        self.frames.send({"ended": True})
+        while self.commands()[1] and time.monotonic() < until:
+            self.frames.flush()
+            time.sleep(0.005)
+        self.sock.close()

@@ -1,0 +1,153 @@
+"""Sample the figures of a host's ranks: counters of their rings' headers, use of cores, memory and GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import psutil
+
+from ringdance.core.monitor.core_use import CoreUse
+from ringdance.core.ring import RingReader, Word
+
+Row = dict[str, Any]
+
+_FRESH_S = 0.5  # CPU use between two samples means nothing for less
+
+
+def counters(words: Sequence[int]) -> Row:
+    """Return the counters of a ring's header, since the start of the rank."""
+    return {
+        "steps": words[Word.STEPS],
+        "batches": words[Word.BATCHES],
+        "tensors": words[Word.TENSORS],
+        "bytes": words[Word.BYTES],
+        "exposed_seconds": round(words[Word.WAITED] / 1e9, 6),
+    }
+
+
+class Sampler:
+    """Takes samples; may be asked by several threads.
+
+    Args:
+        readers: of the rings of this host's ranks, in the order of their local ranks.
+    """
+
+    def __init__(self, readers: Sequence[RingReader]) -> None:
+        pids = [reader.who.pid for reader in readers]
+        self._ranks = {pid: (reader, ProcessUse(pid)) for pid, reader in zip(pids, readers, strict=True)}
+        self._gpus = _Gpus(pids)
+        self._lock = threading.Lock()
+        self._shared: Row = {}
+        self._used: dict[int, Row] = {}
+        self._taken = time.monotonic()
+        self._use = CoreUse(pids)
+
+    def rows(self) -> list[Row]:
+        """Return a row for each rank that has not left."""
+        with self._lock:
+            if time.monotonic() - self._taken > _FRESH_S or not self._shared:
+                cpu, memory = round(100 * self._use.share(), 1), psutil.virtual_memory().percent
+                self._shared = {"host_cpu_percent": cpu, "host_memory_percent": memory}
+                self._shared["host_cores"] = self._use.cores
+                self._used = self._gpus.sample()
+                self._taken = time.monotonic()
+            rows = []
+            for pid, (reader, process) in self._ranks.items():
+                words, who = reader.words, reader.who
+                row = {"time": round(time.time(), 3), **who._asdict(), "size": words[Word.SIZE]}
+                if words[Word.STEPS]:
+                    row["last_step_time"] = round((words[Word.LAST_STEP] + words[Word.EPOCH_OFFSET]) / 1e9, 3)
+                rows.append(row | counters(words) | process.sample() | self._shared | self._used.get(pid, {}))
+            return rows
+
+    def leave(self, pids: Iterable[int]) -> None:
+        """Leave processes out from now on."""
+        with self._lock:
+            for pid in pids:
+                self._ranks.pop(pid, None)
+
+
+class ProcessUse:
+    """The CPU time and memory of a rank's process; CPU time with its children, which may decode."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._last: Row = {"cpu_seconds": 0.0, "rss_bytes": 0}
+        with contextlib.suppress(psutil.Error):
+            self._process = psutil.Process(pid)
+        self.sample()
+
+    def sample(self) -> Row:
+        """Return its CPU time and memory; of one that has ended what was known last."""
+        with contextlib.suppress(psutil.Error, AttributeError):
+            seconds = sum(self._process.cpu_times()[:4])
+            rss = self._process.memory_info().rss
+            for child in _descendants(self._pid):
+                with contextlib.suppress(psutil.Error):
+                    seconds += sum(psutil.Process(child).cpu_times()[:4])
+            # A child that ends is missing until its parent has reaped it.
+            seconds = max(round(seconds, 2), self._last["cpu_seconds"])
+            self._last = {"cpu_seconds": seconds, "rss_bytes": rss or self._last["rss_bytes"]}
+        return self._last
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield the processes that a process has started, as far as the kernel lists them."""
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
+                for child in map(int, file.read().split()):
+                    if child != os.getpid():  # a rank has started this process
+                        yield child
+                        yield from _descendants(child)
+
+
+class _Gpus:
+    """The GPUs that ranks use, by NVML where it is.
+
+    Args:
+        pids: of the ranks.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._nvml: Any = None
+        self._devices: list[Any] = []
+        with contextlib.suppress(Exception):  # not installed, no driver, not allowed
+            import pynvml as nvml
+
+            nvml.nvmlInit()
+            self._devices = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            self._nvml = nvml
+
+    def sample(self) -> dict[int, Row]:
+        """Return use and memory by process; empty without GPUs."""
+        found: dict[int, Row] = {}
+        if not self._devices:
+            return found
+        with contextlib.suppress(self._nvml.NVMLError):
+            used = [self._read(device) for device in self._devices]
+            for number, pid in enumerate(self._pids):
+                own = [device for device in used if pid in device[2]]
+                # In a container NVML may show no process, or other numbers: by convention the local rank's.
+                own = own or [used[number % len(used)]]
+                found[pid] = {
+                    "gpu_percent": sum(percent for percent, _, _ in own) / len(own),
+                    "gpu_memory_bytes": sum(pids.get(pid) or memory for _, memory, pids in own),
+                }
+        return found
+
+    def _read(self, device: Any) -> tuple[int, int, dict[int, int | None]]:
+        """Return use in percent, memory in bytes, and memory by process."""
+        nvml = self._nvml
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        return (
+            nvml.nvmlDeviceGetUtilizationRates(device).gpu,
+            nvml.nvmlDeviceGetMemoryInfo(device).used,
+            {process.pid: process.usedGpuMemory for process in processes},
+        )

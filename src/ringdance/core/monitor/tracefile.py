@@ -1,0 +1,89 @@
+"""A timeline's file: records wait for their conversion, which must not take time from the ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from ringdance.core.monitor.chrome import END, ChromeWriter
+from ringdance.core.monitor.links import Clock, RemoteRing
+from ringdance.core.monitor.timeline import Timeline
+from ringdance.core.ring import RECORD, RingReader, records
+
+_SLICE = 500  # records converted at once
+_RECORDS = 1 << 19  # at most: about 200 MB of JSON, which viewers still open
+# Converting takes longer than the ranks take to write, and they may need all cores: while they run it gets so
+# much time, and then this part of one core. What is left is converted at the end.
+_FIRST_S, _SHARE = 0.3, 0.005
+_BEFORE_S = 60.0  # time 0 is so much earlier: Perfetto leaves out what happened before it
+
+
+Source = RingReader | RemoteRing
+
+
+class TraceFile:
+    """The file of a timeline.
+
+    Args:
+        path: of it.
+        anew: whether the file begins later than the job.
+
+    Attributes:
+        path: as given.
+        full: whether it has its largest size; what comes later is left out.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, anew: bool = False) -> None:
+        self.path = path
+        start = time.monotonic_ns() - int(_BEFORE_S * 1e9)
+        self._timeline = Timeline(ChromeWriter(path, start, time.time() - _BEFORE_S))
+        self._taken: deque[tuple[Source, int, bytes, int, int, int]] = deque()
+        self._anew = anew
+        self._lost: dict[Source, int] = {}
+        self._room = _RECORDS
+        self._spent, self._began = -_FIRST_S, time.monotonic()
+
+    @property
+    def full(self) -> bool:
+        return self._room <= 0
+
+    def add(self, source: Source, first: int, data: bytes, lost: int, clock: Clock | None = None) -> None:
+        """Add what ``RingReader.take`` has returned, with ``RingReader.lost``; ``clock``: of another host."""
+        if self.full or not data:
+            return
+        offset = -round(clock.ahead(RECORD.unpack_from(data)[0])) if clock else 0
+        uncertainty = clock.uncertainty if clock else 0
+        gap = lost - self._lost.setdefault(source, lost if self._anew else 0)
+        self._lost[source] = lost
+        size = _SLICE * RECORD.size
+        for at in range(0, len(data), size):
+            part = data[at : at + size]
+            begin = first + at // RECORD.size
+            self._taken.append((source, begin, part, offset, uncertainty, 0 if at else gap))
+        self._room -= len(data) // RECORD.size
+
+    def convert(self, everything: bool = False) -> None:
+        """Write what was added, as far as there is time for it or everything; the file is valid after it."""
+        if not self._taken:
+            return
+        began = time.monotonic()
+        allowed = math.inf if everything else _SHARE * (began - self._began) - self._spent
+        now = began
+        while self._taken and now - began < allowed:
+            source, first, data, *how = self._taken.popleft()
+            self._timeline.add(source.who, source.name, records(first, data), *how)
+            now = time.monotonic()
+        self._timeline.writer.flush()
+        self._spent += time.monotonic() - began
+
+    def close(self, lacks: Sequence[str] = ()) -> None:
+        """Write everything, and close the file, which says what it lacks."""
+        self.convert(everything=True)
+        for text in [*lacks, *["what came after its largest size"] * self.full] or ["complete"]:
+            self._timeline.writer.instant(0, 0, f"{END}{text}", time.monotonic_ns())
+        self._timeline.writer.close()

@@ -1,0 +1,142 @@
+"""Report which ranks have not called ``init()``, before MPI can carry messages.
+
+A rank that waits in ``init()`` names one of its threads ``_MARK``, which all processes of its host can read,
+as they can the environment in which the launcher started it. So nothing has to be set up or removed, and a
+rank that has ended or was never started is missed as well. Linux only; elsewhere, and of other hosts, the
+report names no ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import socket
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from ringdance.core.transport.eventcount import process_state
+from ringdance.settings.names import RANK_NAMES, SIZE_NAMES
+
+_log = logging.getLogger("ringdance")
+
+_MARK = "ringdance init"  # 15 characters at most
+_OWN_RANK = "RINGDANCE_RANK"  # set by our own launcher for the rank itself, not for its wrapper
+
+
+@dataclass
+class _Ranks:
+    """Ranks of this host: ``present`` ones wait in init(), ``late`` ones (rank -> pid) do not."""
+
+    present: set[int] = field(default_factory=set)
+    late: dict[int, int] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def waiting_in_init(timeout: float, ranks: Collection[int] = ()) -> Iterator[None]:
+    """Mark this rank as waiting; warn which ranks are missing after ``timeout`` seconds.
+
+    Args:
+        timeout: seconds; the warning is repeated after twice, four times that.
+        ranks: those that are expected; empty for all.
+    """
+    done = threading.Event()
+    thread = threading.Thread(target=_watch, args=(done, timeout, ranks), name=_MARK, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _watch(done: threading.Event, timeout: float, ranks: Collection[int]) -> None:
+    with contextlib.suppress(OSError):
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
+            file.write(_MARK)
+    waited = timeout
+    while not done.wait(timeout):
+        name, found = _scan()
+        # The lowest rank of the host that waits reports for all.
+        if not found.present or int(os.environ[name]) == min(found.present):
+            _log.warning("ringdance: %s", _report(found, ranks, waited))
+        timeout, waited = waited, 2 * waited
+
+
+def missing_rank_report(ranks: Collection[int], waited: float) -> str:
+    """Return which ranks of this host wait, and which are missing.
+
+    Args:
+        ranks: those that are expected; empty for all.
+        waited: seconds for which this rank has waited.
+    """
+    return _report(_scan()[1], ranks, waited)
+
+
+def _scan() -> tuple[str, _Ranks]:
+    """Return the launcher's variable for ranks, and the ranks that it started on this host."""
+    import psutil  # here, since it takes 30 ms
+
+    name = next((name for name in RANK_NAMES if name in os.environ), "")
+    found = _Ranks()
+    if not name or not os.path.isdir("/proc"):
+        return name, found
+    processes = {
+        process.pid: (process.info["ppid"], process.info["environ"])
+        for process in psutil.process_iter(["ppid", "environ"])
+        if process.info["environ"] is not None
+    }
+
+    def launcher(pid: int) -> int:
+        """Return the nearest ancestor that is not a rank: the launcher's process on this host."""
+        while pid in processes and name in processes[pid][1]:
+            pid = processes[pid][0]
+        return pid
+
+    own = launcher(os.getpid())
+    for pid, (_, environ) in sorted(processes.items()):
+        if not environ.get(name, "").isdigit() or launcher(pid) != own:
+            continue
+        rank = int(environ[name])
+        if _is_marked(pid):
+            found.present.add(rank)
+        elif rank not in found.late or _OWN_RANK in environ:
+            found.late[rank] = pid
+    found.late = {rank: pid for rank, pid in found.late.items() if rank not in found.present}
+    return name, found
+
+
+def _is_marked(pid: int) -> bool:
+    for path in glob.iglob(f"/proc/{pid}/task/*/comm"):
+        with contextlib.suppress(OSError), open(path) as file:
+            if file.read().strip() == _MARK:
+                return True
+    return False
+
+
+def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
+    head = f"init() on host {socket.gethostname()} has waited {waited:g} s for other ranks to call init()"
+    if not found.present:
+        return f"{head}. Look for a rank that ended or hangs before its call."
+    size = next((os.environ[n] for n in SIZE_NAMES if os.environ.get(n, "").isdigit()), "0")
+    expected = set(ranks) or set(range(int(size))) | found.present | set(found.late)
+    late = [
+        f"rank {rank} (pid {pid}{', stopped' if process_state(pid) == 'stopped' else ''})"
+        for rank, pid in sorted(found.late.items())
+        if rank in expected
+    ]
+    absent = expected - found.present - set(found.late)
+    parts = []
+    if late:
+        parts.append(f"Not there yet: {', '.join(late)}: see what they do before init().")
+    if absent:
+        where = "ended before init() (see their output), or on another host"
+        parts.append(f"Not on this host: {_listed(absent)}: {where}.")
+    if not parts:
+        parts.append("All have called it: MPI cannot connect them (network interface, firewall?).")
+    return f"{head}. Waiting: {_listed(found.present)}. {' '.join(parts)}"
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,427 @@
+"""MPI through mpi4py: Open MPI, MPICH or Intel MPI, whichever library mpi4py loads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
+from ringdance.core.transport.eventcount import process_state
+from ringdance.core.transport.library import library_version
+from ringdance.core.transport.window import Window, window_size
+from ringdance.errors import ArgumentError, RankLostError
+
+_log = logging.getLogger("ringdance")
+_FAILED_S = 0.3
+_MOST_BYTES = (1 << 31) - 1  # of a message between two ranks: MPI's counts end there
+_FIRST_TAG = 2  # of messages between two ranks; the engine's notes have tag 1
+
+
+class _MpiPending:
+    __slots__ = ("_keep", "_request")
+
+    def __init__(self, request: Any, *keep: Any) -> None:
+        self._request = request
+        self._keep = keep
+        _in_flight.add(self)
+
+    def test(self) -> bool:
+        if self._request.Test():
+            _in_flight.discard(self)
+            return True
+        return False
+
+
+class _MpiTransfer(_MpiPending):
+    """A message between two ranks; ``status``: an object for MPI's results."""
+
+    __slots__ = ("_status", "source")
+
+    def __init__(self, request: Any, status: Any, buffer: Array) -> None:
+        super().__init__(request, buffer)
+        self._status, self.source = status, -1
+
+    def test(self) -> bool:
+        if self in _in_flight and self._request.Test(self._status):
+            self.source = self._status.Get_source()
+            _in_flight.discard(self)
+        return self not in _in_flight
+
+
+class _Incoming:
+    """A receive that is posted when its message is there, and its size is known.
+
+    Open MPI copies all of a message between two processes of a host, also into memory behind a buffer that is
+    too small, before it raises an error.
+
+    Args:
+        transport: The receiver's.
+        buffer: Where the message goes.
+        source: A rank, or ``MPI.ANY_SOURCE``.
+        tag: Tag of the message.
+    """
+
+    def __init__(self, transport: MpiTransport, buffer: Array, source: int, tag: int) -> None:
+        self.comm, self._mpi, self._buffer = transport._notes, transport._mpi, buffer
+        self._source, self._tag, self._request, self._error = source, tag, None, ""
+        _unmatched.append(self)
+
+    def match(self) -> None:
+        """Post the first receive that a message of this one's source and tag is for, if it is there.
+
+        The caller holds ``_matching``. A message that arrives now may be for one that was asked before.
+        """
+        status = self._mpi.Status()
+        if self.comm.Iprobe(source=self._source, tag=self._tag, status=status):
+            sender, anyone = status.Get_source(), self._mpi.ANY_SOURCE
+            first = next(
+                one for one in _unmatched
+                if one.comm is self.comm and one._tag == self._tag and one._source in (sender, anyone)
+            )  # fmt: skip
+            first._post(sender)
+            _unmatched.remove(first)
+
+    def _post(self, sender: int) -> None:
+        status = self._mpi.Status()
+        message = self.comm.Improbe(source=sender, tag=self._tag, status=status)
+        sent, room = status.Get_count(self._mpi.BYTE), self._buffer.size
+        if sent > room:
+            self._error = f"rank {sender} has sent {sent} bytes, and the buffer has {room}"
+            self._buffer = np.empty(sent, np.uint8)
+        self._request = message.Irecv([self._buffer, self._mpi.BYTE])
+
+    def Test(self, status: Any) -> bool:
+        _match_incoming()
+        if self._request is None or not self._request.Test(status):
+            return False
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+
+_unmatched: list[_Incoming] = []  # in the order of their calls, by which MPI matches messages
+_matching = threading.Lock()
+
+
+def _match_incoming() -> None:
+    """Post the receives whose messages have arrived; of all communicators, unless another thread does so."""
+    if _unmatched and _matching.acquire(blocking=False):
+        try:
+            for one in list(_unmatched):
+                if one in _unmatched:  # not posted in this pass
+                    one.match()
+        finally:
+            _matching.release()
+
+
+_in_flight: set[_MpiPending] = set()
+"""What is posted and not complete, with its buffers, of all engines of this process.
+
+MPI cannot take a collective back: it may write into the buffers also when the engine that posted it has
+failed, and nothing else refers to them.
+"""
+
+
+class MpiTransport(Transport):
+    """One MPI communicator, owned by this object."""
+
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        ranks: Sequence[int],
+        window_bytes: int,
+        vector_bytes: int,
+        parent: MpiTransport | None = None,
+    ) -> None:
+        self._mpi = mpi
+        self._intel = library_version().startswith("Intel")
+        self._comm = comm
+        self._notes = comm.Dup()
+        self._sent: list[Any] = []
+        self.several_threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        own = Identity(ranks[self.rank], socket.gethostname(), os.getpid())
+        self.identities = tuple(Identity(*who) for who in gather(comm, [own.rank, own.host, own.pid]))
+        self._node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.host_group = tuple(gather(self._node, self.rank))
+        self._vector_bytes = vector_bytes
+        self._memory: Any = None
+        self._cross: MpiTransport | None = None
+        if window_bytes and self._node.Get_size() > 1:
+            self._make_window(window_bytes, vector_bytes, parent)
+
+    def _make_window(self, window_bytes: int, vector_bytes: int, parent: MpiTransport | None) -> None:
+        node = self._node
+        count = node.Get_size()
+        size = window_size(count, vector_bytes, window_bytes)
+        # A full /dev/shm is a bus error when a page is touched, so check first; all of a host decide alike.
+        if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
+            if node.Get_rank() == 0:
+                _log.warning(
+                    "ringdance: /dev/shm on %s has no room for %d MiB; ranks of this host exchange by MPI "
+                    "messages, which is slower. Enlarge it (containers: --shm-size).",
+                    socket.gethostname(),
+                    -(-2 * size >> 20),
+                )
+            return
+        self._memory = self._mpi.Win.Allocate_shared(size if node.Get_rank() == 0 else 0, 1, comm=node)
+        memory = np.frombuffer(self._memory.Shared_query(0)[0], np.uint8)
+        if node.Get_rank() == 0:
+            memory[:] = 0
+        node.Barrier()
+        shared = self.shared_events(parent)
+        self._own_events = shared is None
+        self.window = Window(
+            memory, node.Get_rank(), count, vector_bytes, window_bytes, self._memory.Sync, shared
+        )
+        self.window.touch()
+        self.event_count = self.window.event_count
+        node.Barrier()
+
+    def ranks_of(self, comm: Any) -> tuple[int, ...]:
+        mpi = self._mpi
+        if comm == mpi.COMM_NULL:
+            raise ArgumentError("MPI.COMM_NULL has no ranks: leave it out on ranks that are not members.")
+        ranks = translated(comm.Get_group(), self._comm)
+        if mpi.UNDEFINED in ranks:
+            raise ArgumentError(f"{comm!r} has members that are not among the {self.size} ranks of this job.")
+        return tuple(sorted(ranks))
+
+    def _operation(self, name: str) -> Any:
+        mpi = self._mpi
+        return {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD, "and": mpi.BAND}[name]
+
+    def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
+        op = self._operation(operation)
+        if receive is None:
+            return _MpiPending(self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=op), buffer)
+        return _MpiPending(self._comm.Iallreduce(buffer, receive, op=op), buffer, receive)
+
+    def broadcast(self, buffer: Array, root: int) -> Pending:
+        return _MpiPending(self._comm.Ibcast([buffer, self._mpi.BYTE], root=root), buffer)
+
+    def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
+        byte = self._mpi.BYTE
+        if 0 in counts and self._intel:
+            # Intel MPI (2021.18) never completes an Iallgatherv of some KB to which a rank adds nothing.
+            same = ([send.nbytes] * self.size, [0] * self.size)
+            request = self._comm.Ialltoallv([send, same, byte], [receive, (list(counts), None), byte])
+        else:
+            request = self._comm.Iallgatherv([send, byte], [receive, (list(counts), None), byte])
+        return _MpiPending(request, send, receive)
+
+    def alltoall(
+        self, send: Array, send_counts: Sequence[int], receive: Array, receive_counts: Sequence[int]
+    ) -> Pending:
+        byte = self._mpi.BYTE
+        request = self._comm.Ialltoallv(
+            [send, (list(send_counts), None), byte], [receive, (list(receive_counts), None), byte]
+        )
+        return _MpiPending(request, send, receive)
+
+    def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
+        mpi = self._mpi
+        inside = self.rank in members
+        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
+        return self._of(comm, members, window_bytes) if inside else None
+
+    def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
+        everyone = self._comm.Get_group()
+        group = everyone.Incl(sorted(members))
+        comm = self._comm.Create_group(group)
+        group.Free()
+        everyone.Free()
+        return self._of(comm, members, window_bytes)
+
+    def _of(self, comm: Any, members: Sequence[int], window_bytes: int) -> Transport:
+        ranks = [self.identities[rank].rank for rank in sorted(members)]
+        return MpiTransport(self._mpi, comm, ranks, window_bytes, self._vector_bytes, self)
+
+    def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
+        _check_length(buffer)
+        request = self._notes.Isend([buffer, self._mpi.BYTE], dest=rank, tag=tag + _FIRST_TAG)
+        return _MpiTransfer(request, self._mpi.Status(), buffer)
+
+    def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
+        _check_length(buffer)
+        source = self._mpi.ANY_SOURCE if rank is None else rank
+        return _MpiTransfer(_Incoming(self, buffer, source, tag + _FIRST_TAG), self._mpi.Status(), buffer)
+
+    def hierarchy(self) -> Hierarchy | None:
+        with lost_in_start(self._comm):
+            return self._hierarchy()
+
+    def _hierarchy(self) -> Hierarchy | None:
+        own = self.host_group[0]
+        buffer_bytes = 0 if self.window is None else self.window.buffer_bytes
+        everyone = gather(self._comm, [own, len(self.host_group), buffer_bytes])
+        lowest = sorted({first for first, _, _ in everyone})
+        sizes = tuple(everyone[first][1] for first in lowest)
+        buffers = [nbytes for _, size, nbytes in everyone if size > 1]
+        if len(sizes) == 1 or max(sizes) == 1 or not all(buffers):
+            return None
+        index = self.host_group.index(self.rank)
+        inside = index < min(sizes)
+        comm = self._comm.Split(index if inside else self._mpi.UNDEFINED, lowest.index(own))
+        if inside:
+            ranks = [self.identities[rank].rank for rank in gather(comm, self.rank)]
+            self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
+        return Hierarchy(sizes, min(buffers), self._cross)
+
+    def post(self, rank: int, message: bytes) -> None:
+        self._sent = [pair for pair in self._sent if not self._is_sent(pair[0])]
+        data = np.frombuffer(message, np.uint8)
+        self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=rank, tag=1), data))
+
+    def _is_sent(self, request: Any) -> bool:
+        """Return whether a note is sent, or never will be as its receiver has died."""
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception as error:
+            if self.lost(error) is None:
+                raise
+            return True
+
+    def messages(self) -> list[tuple[int, bytes]]:
+        notes: list[tuple[int, bytes]] = []
+        status = self._mpi.Status()
+        while True:
+            try:
+                _match_incoming()  # a sender may wait for it while this rank waits for something else
+                message = self._notes.Improbe(tag=1, status=status)
+            except self._mpi.Exception as error:
+                if self.lost(error) is None:
+                    raise
+                return notes  # what had arrived was found before the loss of a rank is reported
+            if message is None:
+                return notes
+            data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+            message.Recv([data, self._mpi.BYTE])
+            notes.append((status.Get_source(), data.tobytes()))
+
+    def lost(self, error: BaseException) -> list[int] | None:
+        mpi = self._mpi
+        if not isinstance(error, mpi.Exception) or len(self.host_group) == self.size:
+            return None
+        lost = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        certain = error.Get_error_class() in lost
+        until = time.monotonic() + _FAILED_S
+        while True:  # a send can fail before the library reports the end of its receiver
+            ranks = self._failed()
+            if ranks or certain or time.monotonic() > until:
+                return ranks if ranks or certain else None
+            time.sleep(1e-3)
+
+    def _failed(self) -> list[int]:
+        """Return the ranks of members that the library knows to have died."""
+        try:
+            self._notes.Iprobe(tag=1)  # lets the library notice it
+        except self._mpi.Exception:
+            pass
+        return _failed(self._comm)
+
+    def state(self, rank: int) -> str:
+        if rank not in self.host_group:
+            return "unknown"
+        return process_state(self.identities[rank].pid)
+
+    def close(self, agreed: bool) -> None:
+        if not agreed:
+            return  # a posted collective cannot be taken back: leave everything as it is
+        if self._cross is not None:
+            self._cross.close(True)
+        if self._memory is not None:
+            # Views of the window may outlive it; from here on they must not be used.
+            if self.event_count is not None and self._own_events:
+                self.event_count.close()
+            self.window = self.event_count = None
+            self._memory.Free()
+        self.messages()
+        with _matching:
+            for one in [one for one in _unmatched if one.comm is self._notes]:
+                _unmatched.remove(one)
+        for comm in (self._node, self._notes, self._comm):
+            comm.Free()
+
+
+def gather(comm: Any, value: Any) -> list[Any]:
+    """Return every rank's value, by rank; collective over ``comm``.
+
+    Args:
+        comm: an mpi4py communicator. (Its own ``allgather`` would unpickle what the others send.)
+        value: what JSON can hold; tuples come back as lists.
+    """
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    counts = np.empty(comm.Get_size(), np.int64)
+    comm.Allgather(np.array([own.size]), counts)
+    everyone = np.empty(int(counts.sum()), np.uint8)
+    comm.Allgatherv(own, [everyone, (counts.tolist(), None)])
+    ends = np.cumsum(counts)
+    return [
+        json.loads(everyone[end - count : end].tobytes()) for count, end in zip(counts, ends, strict=True)
+    ]
+
+
+def _check_length(buffer: Array) -> None:
+    """Raise ArgumentError if a message is too large for MPI."""
+    if buffer.size > _MOST_BYTES:
+        raise ArgumentError(
+            f"A message between two ranks has at most {_MOST_BYTES} bytes, and this one has {buffer.size}. "
+            "Send it in parts."
+        )
+
+
+def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> bool:
+    """Return whether so many free bytes are enough for the window of ``count`` ranks, and the library."""
+    return free > 2 * window_size(count, vector_bytes, window_bytes)
+
+
+def free_shared_memory() -> int:
+    """Return the free bytes of this host's /dev/shm."""
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return 1 << 62  # not there: the library keeps shared memory elsewhere
+    return room.f_bavail * room.f_frsize
+
+
+@contextlib.contextmanager
+def lost_in_start(comm: Any) -> Iterator[None]:
+    """Raise RankLostError for the errors of blocking calls if a peer has died."""
+    try:
+        yield
+    except Exception as error:
+        lost = _failed(comm)
+        if not lost:
+            raise
+        who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+        raise RankLostError(f"{who} died while the job was starting. Look for its last output.") from error
+
+
+def _failed(comm: Any) -> list[int]:
+    """Return the ranks in ``comm`` that the library knows to have died."""
+    try:
+        failed = comm.Get_failed()
+    except NotImplementedError:  # by an MPI library without fault tolerance
+        return []
+    return translated(failed, comm)
+
+
+def translated(group: Any, comm: Any) -> list[int]:
+    """Return the ranks in ``comm`` of the members of an MPI group, and free the group."""
+    own = comm.Get_group()
+    ranks = list(group.Translate_ranks(list(range(group.Get_size())), own))
+    group.Free()
+    own.Free()
+    return ranks

@@ -1,0 +1,45 @@
+"""Transports without peers: of a job of one process, and of a process outside a job."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from ringdance.core.transport.base import Identity, Transport
+
+
+def _refuse(*arguments: Any) -> Any:
+    raise NotImplementedError("A process without peers exchanges nothing.")
+
+
+_no_peers: Any = _refuse
+
+
+class SingleTransport(Transport):
+    """The communicator of one process: an engine without peers starts no exchange."""
+
+    rank, size = 0, 1
+    host_group: tuple[int, ...] = (0,)
+    allreduce = broadcast = allgather = alltoall = split = hierarchy = post = messages = state = _no_peers
+
+    def __init__(self) -> None:
+        self.identities = (Identity(0, socket.gethostname(), os.getpid()),)
+
+    def close(self, agreed: bool) -> None:
+        pass
+
+
+class OutsideTransport(SingleTransport):
+    """What a process that is not a rank knows of a job: one of the ranks, and how many there are.
+
+    Args:
+        rank, size: of that rank's communicator.
+        pid: of that rank, which is on this host.
+    """
+
+    def __init__(self, rank: int, size: int, pid: int) -> None:
+        super().__init__()
+        self.rank, self.size, self.host_group = rank, size, tuple(range(size))
+        host = socket.gethostname()
+        self.identities = tuple(Identity(one, host, pid if one == rank else 0) for one in range(size))

@@ -1,0 +1,158 @@
+"""Start a job with MPI: wait for all ranks, compare their settings, make the transport; start it again."""
+
+from __future__ import annotations
+
+import operator
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ringdance.core.transport.base import Identity
+from ringdance.core.transport.eventcount import process_state
+from ringdance.core.transport.library import load_mpi
+from ringdance.core.transport.missing_ranks import missing_rank_report, waiting_in_init
+from ringdance.core.transport.mpi import (
+    MpiTransport,
+    free_shared_memory,
+    gather,
+    has_room,
+    lost_in_start,
+    translated,
+)
+from ringdance.errors import ArgumentError, RankLostError, SettingError
+
+
+def world_transport(
+    comm: Any = None,
+    *,
+    window_bytes: int,
+    vector_bytes: int,
+    common: dict[str, Any],
+    least_bytes: int = 0,
+    timeout: float = 30.0,
+    threads: bool = True,
+) -> MpiTransport:
+    """Start MPI if need be and return the transport of the whole job.
+
+    Args:
+        comm: None for all processes, a list of ranks of all processes, or an mpi4py communicator.
+        window_bytes: size of each rank's buffers in the window of a host, 0 for no window.
+        vector_bytes: longest agreement vector.
+        common: what must be equal on all ranks, by name.
+        least_bytes: taken as ``window_bytes`` by all ranks if a host has no room for those.
+        timeout: seconds after which a warning says which ranks are missing.
+        threads: ask MPI for support of several threads.
+
+    Raises:
+        ArgumentError: ``comm`` is neither, or does not contain this process.
+        LaunchError: MPI cannot be loaded.
+        SettingError: something of ``common`` differs; raised on all ranks.
+    """
+    with waiting_in_init(timeout, _expected(comm)):
+        mpi = load_mpi("multiple" if threads else "single")
+        chosen = _choose(mpi, comm)
+        with lost_in_start(chosen):
+            everyone = gather(chosen, [socket.gethostname(), common, free_shared_memory()])
+            check_common([(host, values) for host, values, _ in everyone])
+            if not window_fits([(host, free) for host, _, free in everyone], vector_bytes, window_bytes):
+                window_bytes = least_bytes or window_bytes
+            return MpiTransport(mpi, chosen, range(1 << 30), window_bytes, vector_bytes)
+
+
+def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit: float) -> None:
+    """Wait until all ranks of a job that has ended are here, to start it again.
+
+    Args:
+        comm: as for ``world_transport``; for a list of ranks there is no wait.
+        peers: the ranks of the ended job.
+        timeout: seconds after which a warning says which ranks are missing.
+        limit: seconds after which this fails.
+
+    Raises:
+        RankLostError: a process on this host has ended, or not all were ready in time.
+    """
+    from mpi4py import MPI
+
+    where = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(where, MPI.Comm):
+        return
+    here, ranks = socket.gethostname(), _expected(comm)
+    with waiting_in_init(timeout, ranks):
+        arrived = where.Ibarrier()
+        began = checked = time.monotonic()
+        backoff = 1e-4
+        while not arrived.Test():
+            now = time.monotonic()
+            if now > checked + 0.1:
+                checked = now
+                gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
+                if gone:
+                    raise RankLostError(f"The job cannot start again: {gone[0]} has ended.")
+            if now > began + limit:
+                raise RankLostError(
+                    f"The job cannot start again: not all {len(peers)} ranks were ready within {limit:g} s "
+                    f"(setting elastic_timeout). {missing_rank_report(ranks, limit)}"
+                )
+            time.sleep(backoff)
+            backoff = min(2 * backoff, 0.02)
+
+
+def _expected(comm: Any) -> list[int]:
+    """Return which of the launcher's ranks form the job; empty for all."""
+    if comm is None:
+        return []
+    if not hasattr(comm, "Get_group"):
+        return rank_list(comm)
+    from mpi4py import MPI
+
+    return translated(comm.Get_group(), MPI.COMM_WORLD)
+
+
+def check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raise SettingError if something differs between ranks; ``everyone``: the host and values of each."""
+    host, first = everyone[0]
+    for rank, (other_host, other) in enumerate(everyone):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise SettingError(
+                    f"{name} must be the same on all ranks: it is {value!r} on rank 0 (host {host}) and "
+                    f"{other.get(name)!r} on rank {rank} (host {other_host}). Compare `ringdance settings "
+                    "--changed` and `ringdance --version` on both hosts, and give all ranks one environment."
+                )
+
+
+def window_fits(everyone: Sequence[tuple[str, int]], vector_bytes: int, window_bytes: int) -> bool:
+    """Return whether all hosts have room for their windows; ``everyone``: each rank's host, free bytes."""
+    counts = Counter(host for host, _ in everyone)
+    return all(has_room(free, counts[host], vector_bytes, window_bytes) for host, free in everyone)
+
+
+def rank_list(comm: Any) -> list[int]:
+    """Return ``comm`` as a list of ranks. Raises ArgumentError if it is not one."""
+    try:
+        return [operator.index(rank) for rank in comm]
+    except TypeError:
+        raise ArgumentError(
+            f"init(comm=…): expected a list of ranks or an mpi4py communicator, got {comm!r}."
+        ) from None
+
+
+def _choose(mpi: Any, comm: Any) -> Any:
+    world = mpi.COMM_WORLD
+    if comm is None:
+        return world.Dup()
+    if isinstance(comm, mpi.Comm):
+        return comm.Dup()
+    ranks = rank_list(comm)
+    if not ranks:
+        return world.Dup()
+    if world.Get_rank() not in ranks:
+        raise ArgumentError(
+            f"init(comm={ranks}): this process is rank {world.Get_rank()} of {world.Get_size()} and not in "
+            "the list. Call init() only on the ranks that form the job."
+        )
+    if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world.Get_size():
+        raise ArgumentError(f"init(comm={ranks}): ranks must be distinct and below {world.Get_size()}.")
+    return world.Create_group(world.Get_group().Incl(ranks))

@@ -1,0 +1,105 @@
+"""Command lines of our processes, also on hosts with other paths than the launcher's.
+
+mpiexec starts one command line on all hosts. Where they differ, that is a shell's line with variables, which
+each host's agent sets. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+
+BOOT = "import sys;sys.path.append(sys.argv[1]);from host.{0} import main;main(sys.argv[2:])"
+
+
+def package_directory() -> str:
+    """Return the directory of this package."""
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def bare_command(module: str, *arguments: str) -> list[str]:
+    """Return a command line for ``host.<module>.main`` without ``site``, the package or PYTHON* settings.
+
+    Starts in some 20 ms instead of the time that all imports of the package and its ``.pth`` files take.
+    """
+    return [sys.executable, "-I", "-S", "-c", BOOT.format(module), package_directory(), *arguments]
+
+
+_FIND = (
+    "import sys;from importlib.util import find_spec;s=find_spec('ringdance')"
+    ";s or sys.exit('ModuleNotFoundError: ringdance');sys.path.append(s.submodule_search_locations[0])"
+    ";from host.{0} import main;main(sys.argv[1:])"
+)
+_PYTHON, _PACKAGE, _CWD, _REPLACED = (
+    f"RINGDANCE_JOB_{name}" for name in ("PYTHON", "PACKAGE", "CWD", "REPLACED")
+)
+_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+
+
+def module_line(python: str, module: str) -> list[str]:
+    """Return a command line that runs ``host.<module>.main`` by another host's `python`."""
+    return [python, "-I", "-c", _FIND.format(module)]
+
+
+def rank_line(bases: str, job: str) -> list[str]:
+    """Return the command line of a rank's wrapper, for all hosts; see :func:`bare_command`."""
+    line = f'exec "${_PYTHON}" -I -S -c "$0" "${_PACKAGE}" "$@"'
+    return ["/bin/sh", "-c", line, BOOT.format("agent.rank"), bases, job]
+
+
+def launcher_paths() -> dict[str, str]:
+    """Return where the launcher's interpreter, environment and package are, for the agents."""
+    return {"python": sys.executable, "prefix": sys.prefix, "package": package_directory()}
+
+
+def variables(cwd: str, launcher: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return variables for the wrappers of this host's ranks.
+
+    Args:
+        cwd: the ranks' directory here.
+        launcher: :func:`launcher_paths` of another host, whose interpreter stands in the command.
+    """
+    found = {_PYTHON: sys.executable, _PACKAGE: package_directory(), _CWD: cwd}
+    return found | ({_REPLACED: launcher["python"]} if launcher else {})
+
+
+def translated(environ: Mapping[str, str], launcher: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the launcher's, with paths of this host's environment in those that hold such paths."""
+    found = dict(environ)
+    for name in found.keys() & set(_PATHS):
+        parts = found[name].split(os.pathsep)
+        found[name] = os.pathsep.join(_moved(part, launcher) for part in parts)
+    return found
+
+
+def _moved(path: str, launcher: Mapping[str, str]) -> str:
+    for old, new in ((launcher["package"], package_directory()), (launcher["prefix"], sys.prefix)):
+        if path == old or path.startswith(old + os.sep):
+            return new + path[len(old) :]
+    return path
+
+
+def translated_command(command: str, launcher: Mapping[str, str]) -> str:
+    """A line of mpiexec's that starts its daemon, with that of this host's environment if there is one."""
+    pattern = re.compile(re.escape(launcher["prefix"]) + r"(/[^\s\"':;=]+)")
+
+    def own(found: re.Match[str]) -> str:
+        path = sys.prefix + found[1]
+        return path if os.path.exists(path) else found[0]
+
+    return pattern.sub(own, command)
+
+
+def enter(environ: MutableMapping[str, str], command: list[str]) -> list[str]:
+    """In a rank's wrapper: go to its directory; its command with this host's interpreter.
+
+    Raises:
+        OSError: there is no such directory.
+    """
+    python, cwd = environ.pop(_PYTHON, ""), environ.pop(_CWD, "")
+    environ.pop(_PACKAGE, None)
+    if cwd:
+        os.chdir(cwd)
+    return [python, *command[1:]] if command[0] == environ.pop(_REPLACED, "") else command

@@ -1,0 +1,77 @@
+"""Tasks of an agent other than a job: receive and pass on files, run the doctor's probes.
+
+Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
+those of ``"copy"`` belong to receive.py. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+from typing import Any
+
+from ..copy.receive import Receiver
+from ..messages import Frames, watch
+from ..system import linux
+
+
+class Tasks:
+    """Do what messages ask for.
+
+    Args:
+        launcher: where answers go.
+        selector: the agent's loop.
+    """
+
+    def __init__(self, launcher: Frames, selector: selectors.BaseSelector) -> None:
+        self._launcher = launcher
+        self._selector = selector
+        self._receiver = Receiver(launcher, selector)
+        self._probes: list[subprocess.Popen[bytes]] = []
+
+    def take(self, message: dict[str, Any], payload: bytes) -> None:
+        """Do a task."""
+        if message["task"] == "copy":
+            self._receiver.take(message, payload)
+            return
+        try:
+            self._probe(message["request"])
+        except OSError as error:
+            self._launcher.send({"answer": "probe", "problem": f"{type(error).__name__}: {error}"})
+
+    def _probe(self, request: dict[str, Any]) -> None:
+        """Start the doctor's probes and answer with their output. They end with this process."""
+        process = subprocess.Popen(
+            # -P: a random.py in the working directory must not be imported.
+            [sys.executable, "-P", "-m", "ringdance.tools.doctor.probe"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=linux.die_with_parent,
+        )
+        given, printed = process.stdin, process.stdout
+        assert given
+        assert printed
+        descriptor, output = printed.fileno(), bytearray()
+
+        def read() -> None:
+            data = os.read(descriptor, 65536)
+            output.extend(data)
+            # A thread in a system call that does not return may keep the process, and with it the pipe.
+            if not data or (output.endswith(b"}\n") and b"::ringdance-doctor::" in output):
+                watch(self._selector, descriptor, 0, None)
+                process.kill()
+                given.close()
+                printed.close()
+                text = output.decode(errors="replace") or "no answer: the process has ended"
+                self._launcher.send({"answer": "probe", "problem": "", "output": text})
+
+        watch(self._selector, descriptor, selectors.EVENT_READ, read)
+        self._probes.append(process)  # with its standard input, which stays open
+        with contextlib.suppress(BrokenPipeError):  # it has failed; its output says why
+            given.write(json.dumps(request).encode() + b"\n")
+            given.flush()

@@ -1,0 +1,56 @@
+"""Hosts of an MPIJob or TrainJob on Kubernetes, read in its launcher pod."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+
+from ringdance.errors import LaunchError
+from ringdance.host.schedulers.allocation import CONTAINERS_START_S, Allocation
+from ringdance.host.schedulers.hostfile import parse_hostfile
+
+_HOST_FILES = (
+    "OMPI_MCA_orte_default_hostfile",
+    "PRTE_MCA_prte_default_hostfile",
+    "I_MPI_HYDRA_HOST_FILE",
+    "HYDRA_HOST_FILE",
+)
+_AGENT = "OMPI_MCA_plm_rsh_agent"
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Read the host file of the workers that the operator has put into the pod."""
+    slots = environ.get("OMPI_MCA_orte_set_default_slots") or environ.get("I_MPI_PERHOST") or "1"
+    files = [(name, environ[name]) for name in _HOST_FILES if environ.get(name)]
+    if environ.get("K_MPI_JOB_ROLE") == "launcher":
+        files.append(("the MPIJob", "/etc/mpi/hostfile"))
+    in_pod = environ.get("K_MPI_JOB_ROLE") == "launcher" or "KUBERNETES_SERVICE_HOST" in environ
+    for name, path in files:
+        if os.path.exists(path):
+            hosts = parse_hostfile(path, name, int(slots) if slots.isdigit() else 1)
+            arguments = [*_ssh_arguments(environ), *_words(environ, "OMPI_MCA_plm_rsh_args")]
+            where = f"{path} (from {name})"
+            return Allocation(
+                hosts, where, "ssh", arguments, CONTAINERS_START_S, unattended=in_pod, maybe_outside=in_pod
+            )
+    return None
+
+
+def _words(environ: Mapping[str, str], name: str) -> list[str]:
+    try:
+        return shlex.split(environ.get(name, ""))
+    except ValueError as error:
+        raise LaunchError(f"{name}={environ[name]}: {error}") from None
+
+
+def _ssh_arguments(environ: Mapping[str, str]) -> list[str]:
+    """Return the arguments that the operator gives the remote shell, which must be ssh."""
+    program, *arguments = _words(environ, _AGENT) or ["ssh"]
+    if os.path.basename(program) not in ("ssh", "rsh"):
+        raise LaunchError(
+            f"{_AGENT}={environ[_AGENT]}: this job reaches its workers by that program, as MPIJobs older "
+            "than v2beta1 do. Ringdance uses ssh: change the manifest as docs/howto/kubernetes.md shows "
+            "(An old MPIJob)"
+        )
+    return arguments

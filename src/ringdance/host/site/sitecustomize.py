@@ -1,0 +1,110 @@
+"""Python imports this when a rank starts: a script that fails must not wait for peers in MPI_Finalize.
+
+mpi4py finalizes MPI when the interpreter ends, also after an uncaught exception or ``sys.exit(1)``; the
+peers wait for the rank that failed, and it waits for them. Here the process ends without finalizing, so that
+mpiexec ends the job. Only in the rank itself, not in its children. A ``sitecustomize`` of the user's is
+imported too. Scripts that use the engine are not concerned: it stops the job by itself.
+"""
+
+import atexit
+import importlib.util
+import json
+import os
+import stat
+import sys
+import time
+import types
+
+_FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet", "ringdance.numpy")
+# What joins ranks in another way, or may: then nothing is said.
+_OTHERS = (
+    "mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray", "torch.distributed.run",
+)
+
+
+def _import_the_next() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    kept = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != here]
+    os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+    if not any(kept):
+        del os.environ["PYTHONPATH"]
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+    own = sys.modules.pop(__name__)
+    try:
+        importlib.import_module(__name__)
+    except ImportError as error:
+        if error.name != __name__:
+            raise
+    sys.modules.setdefault(__name__, own)  # the importer of this module looks for it
+
+
+def _has_joined_otherwise() -> bool:
+    """Return whether this process has joined others by its framework; what is set then stays to the end."""
+    torch = sys.modules.get("torch.distributed.distributed_c10d")
+    jax = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    tensorflow = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
+    return (
+        any(name in sys.modules for name in _OTHERS)
+        or ("horovod" in sys.modules and "ringdance" not in sys.modules)
+        or "TF_CONFIG" in os.environ
+        or getattr(torch, "_backend", None) is not None
+        or getattr(jax, "coordinator_address", None) is not None
+        or getattr(tensorflow, "_server_def", None) is not None
+        or getattr(tensorflow, "_collective_ops_server_def", None) is not None
+    )
+
+
+def _tell_of_training_alone() -> None:
+    """Tell the launcher that this rank has used a framework, without ``init()`` or anything like it."""
+    used = [name for name in _FRAMEWORKS if name in sys.modules]
+    number = int(os.environ["RINGDANCE_RANK"])
+    joined = os.path.exists(f"{os.environ['RINGDANCE_JOB_DIRECTORY']}/joined.{number}")  # by session.init
+    first = os.getpgrp() == os.getpid()  # else a shell has started it, which may start one that joins
+    reads = stat.S_ISFIFO(os.fstat(2).st_mode)  # the launcher
+    if used and first and reads and not joined and not _has_joined_otherwise():
+        found = {"rank": number, "kind": "alone", "message": used[0]}
+        line = json.dumps({**found, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
+        os.write(2, f"::ringdance-cause:: {line}\n".encode())
+
+
+def _exit_code_module() -> types.ModuleType:
+    """Load it by its path: which ``ringdance`` the script imports, and whether, is its own affair."""
+    name = "ringdance.host.exit_code"
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "exit_code.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+def _watch() -> None:
+    former, pid, failed, codes = sys.excepthook, os.getpid(), [], _exit_code_module()
+    codes.watch()
+
+    def note(*caught) -> None:  # type: ignore[no-untyped-def]
+        failed.append(caught)
+        former(*caught)
+
+    def leave() -> None:
+        mpi = sys.modules.get("mpi4py.MPI")
+        try:
+            if os.getpid() == pid and not failed:
+                _tell_of_training_alone()
+        except Exception:  # whatever the script has made of its modules
+            pass
+        code = 1 if failed else codes.exit_code()
+        if not code or os.getpid() != pid or mpi is None:
+            return
+        if mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+
+    sys.excepthook = note
+    atexit.register(leave)  # the first that is registered is the last that is called
+
+
+_import_the_next()
+_watch()

@@ -1,0 +1,1 @@
+"""``ringdance bench`` and ``ringdance tune``: measure what limits a script, and find the best settings on CPUs."""

@@ -1,0 +1,121 @@
+"""The command ``ringdance doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from ringdance.errors import LaunchError
+from ringdance.host.schedulers.detect import detect
+from ringdance.launch.hosts import several
+from ringdance.launch.parser import Parser, as_program
+from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
+from ringdance.tools.doctor import report
+from ringdance.tools.doctor.check import SEVERITIES, Usage
+from ringdance.tools.doctor.examine import CHECKS, inspect
+from ringdance.tools.doctor.probe import PROBES, QUICK
+from ringdance.tools.hosts.host_set import of_hosts
+
+_CONNECT_S, _PROBES_S = 20.0, 120.0
+_EPILOG = """\
+examples:
+  ringdance doctor                              check this machine
+  ringdance doctor -H node1:4,node2:4           check these hosts, over ssh, and compare them
+  ringdance doctor --folder logs --slots 8      is this machine ready for 8 ranks that write there?
+  ringdance doctor --check shm-size             one check only
+  ringdance doctor --list                       all checks
+
+exit code: 0 if nothing is wrong (notes do not count), 1 if something is, 2 if the command line is wrong.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = Parser(
+        prog="ringdance doctor",
+        description="Find what makes training fail or hang, and show the fix.",
+        epilog=_EPILOG,
+    )
+    add_host_options(made)
+    add = made.add_argument
+    add("--slots", type=int, default=0, metavar="N", help="ranks planned on each host")
+    add(
+        "--folder", dest="directories", action="append", default=[], metavar="DIR",
+        help="for logs or checkpoints; repeatable",
+    )  # fmt: skip
+    add("--check", action="append", default=[], metavar="NAME", help="this check or area only; repeatable")
+    add("--quick", action="store_true", help="import no framework, start no ranks")
+    add("--json", action="store_true", help="as JSON")
+    add("--verbose", action="store_true", help="show also what is in order")
+    add("--list", action="store_true", help="print all checks and exit")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``ringdance doctor``; `argv` is without the program and ``doctor``. Return the exit code."""
+    return as_program("ringdance doctor", lambda: _main(parser().parse_args(list(argv))))
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        report.print_checks()
+        return 0
+    names = {given: [one.name for one in CHECKS.values() if given in (one.name, one.area)]
+             for given in arguments.check}  # fmt: skip
+    if unknown := [name for name, checks in names.items() if not checks]:
+        raise LaunchError(f"there is no check {unknown[0]!r}; all names: ringdance doctor --list")
+    arguments.check = [*itertools.chain(*names.values())]
+    hosts = of_hosts(_slots(arguments), remote_shell_of(arguments))
+    slots = hosts.slots
+    usage = Usage(
+        slots={host: count for host, count in slots.items() if count},
+        directories=tuple(map(os.path.abspath, arguments.directories)),
+        hosts=tuple(slots) if arguments.hosts or arguments.hostfile else (),
+        cwd=os.getcwd(),
+    )
+    probes = _probes(arguments.check, arguments.quick)
+    with Progress(
+        TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:  # fmt: skip
+        slow = ", importing frameworks" if "frameworks" in probes else ""
+        line = progress.add_task("connecting", total=None)
+        with closing(hosts):
+            hosts.connect(_CONNECT_S, lambda text: progress.update(line, description=text))
+            progress.update(line, description=f"checking {several(hosts.names, 4)}{slow}")
+            facts, results = inspect(hosts, usage, probes, _PROBES_S, arguments.check or None)
+    if arguments.json:
+        print(json.dumps({"results": [asdict(result) for result in results], "facts": facts}, indent=2))
+    else:
+        report.print_text(list(facts), results, verbose=arguments.verbose or bool(arguments.check))
+    return int(any(result.severity in SEVERITIES[:2] for result in results))
+
+
+def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
+    """Return the named hosts, or this machine, with their slots (0: not known).
+
+    Raises:
+        LaunchError: a name or a file is not valid.
+    """
+    hosts = hosts_of(arguments, arguments.slots) or [(os.uname().nodename, arguments.slots)]
+    if not (arguments.hosts or arguments.hostfile) and (given := detect(os.environ)) and len(given.hosts) > 1:
+        names = ",".join(name for name, _ in given.hosts)
+        print(f"ringdance doctor: this host alone; all of {given.source}: -H {names}", file=sys.stderr)
+    return hosts
+
+
+def _probes(names: Sequence[str], quick: bool) -> list[str]:
+    """Return the probes that the named checks (or all) need."""
+    if not names:
+        return list(QUICK if quick else PROBES)
+    needed = {probe for name in names for probe in CHECKS[name].needs}
+    return [probe for probe in PROBES if probe in needed]

@@ -1,0 +1,199 @@
+"""A host's system, environment, cores, memory and limits. Sizes in bytes; standard library only."""
+
+from __future__ import annotations
+
+import glob
+import os
+import resource
+from typing import Any
+
+from ringdance.host.limits import cgroups, usable_cores
+from ringdance.host.system import linux
+from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, Host, Usage, equal, limit, size
+from ringdance.tools.doctor.disk import directory_facts
+
+_MB, _GB = 1 << 20, 1 << 30
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+INTERFACES = (
+    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include",
+    "PRTE_MCA_prte_if_include", "HOROVOD_GLOO_IFACE",
+)  # fmt: skip
+MPI_PREFIXES = ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")
+MPI_LIBRARIES = ("MPI4PY_LIBMPI", "MPI4PY_MPIABI")
+# All others are kept to the host: they may be secrets.
+_VARIABLES = (*_THREADS, *INTERFACES, *MPI_PREFIXES, *MPI_LIBRARIES, "CUDA_VISIBLE_DEVICES")
+_LARGER = {
+    "kubernetes": "mount a volume `emptyDir: {medium: Memory}` at /dev/shm",
+    "docker": "start the container with --shm-size=8g (or --ipc=host)",
+    "podman": "start the container with --shm-size=8g (or --ipc=host)",
+    "apptainer": "bind the host's: --bind /dev/shm",
+    "": "sudo mount -o remount,size=50% /dev/shm",
+}
+_FULL = "see what lies there, and remove what no process uses: ls -lhS /dev/shm"
+_MOUNT = "sudo mount -t tmpfs -o size=50%,mode=1777 tmpfs /dev/shm"
+_FOR_A_RANK = _GB
+_WINDOW = 64 * _MB  # what the engine's window, MPI and a data loader take at least
+
+# --- facts -----------------------------------------------------------------------------------------
+
+
+def machine_facts(usage: Usage) -> dict[str, Any]:
+    """Operating system, container, the command's directory."""
+    system = os.uname()
+    return {
+        "system": f"{system.sysname} {system.release}",
+        "architecture": system.machine,
+        "container": container(),
+        "cwd": {"path": usage.cwd, "exists": not usage.cwd or os.path.isdir(usage.cwd)},
+    }
+
+
+def container() -> str:
+    """Return "kubernetes", "docker", "podman", "apptainer" or ""."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    if os.path.exists("/run/.containerenv"):
+        return "podman"
+    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
+        return "apptainer"
+    return "docker" if os.path.exists("/.dockerenv") else ""
+
+
+def environment_facts(usage: Usage) -> dict[str, str]:
+    """Variables of a list, as a script started from this shell would have them."""
+    return {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+
+
+def cpu_facts(usage: Usage) -> dict[str, Any]:
+    """Cores that may be used, by the affinity mask and the cgroup's quota."""
+    return {"usable": usable_cores()}
+
+
+def memory_facts(usage: Usage) -> dict[str, Any]:
+    """Total memory, the lowest limit of this process's cgroups (None for none), /dev/shm."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    texts = [linux.text(f"{path}/{name}") for path in cgroups("memory") for name in names]
+    # Neither "max" nor v1's number for "no limit".
+    limits = [int(text) for text in texts if text.isdigit() and int(text) < 1 << 60]
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"total": total, "limit": min(limits, default=None), "shm": directory_facts("/dev/shm")}
+
+
+def limits_facts(usage: Usage) -> dict[str, Any]:
+    """Soft limits of a process (None for none), and whether there is InfiniBand, which locks memory."""
+    found: dict[str, Any] = {"infiniband": bool(glob.glob("/sys/class/infiniband/*"))}
+    for name, constant in (("memlock", resource.RLIMIT_MEMLOCK), ("address", resource.RLIMIT_AS)):
+        soft = resource.getrlimit(constant)[0]
+        found[name] = None if soft == resource.RLIM_INFINITY else soft
+    return found
+
+
+# --- checks ----------------------------------------------------------------------------------------
+
+
+def _threads(host: Host) -> Finding:
+    usable, ranks = host["cpu"]["usable"], max(1, host.slots)
+    for name in _THREADS:
+        text = host.variable(name).partition(",")[0]
+        if text.isdigit() and int(text) * ranks > usable:
+            return Finding(
+                f"{name}={text} with {ranks} {'rank' if ranks == 1 else 'ranks'} makes "
+                f"{int(text) * ranks} computing threads on {usable} cores",
+                f"unset {name} (`ringdance run` sets each rank's share), or: "
+                f"export {name}={max(1, usable // ranks)}",
+            )
+    given = host.variable("OMP_NUM_THREADS")
+    return Finding(f"OMP_NUM_THREADS={given or '(not set; `ringdance run` sets it)'}")
+
+
+def _memory_limit(host: Host) -> Finding:
+    found = host["memory"]
+    if found["limit"] is None or found["limit"] >= found["total"]:
+        return Finding("no memory limit below the machine's memory")
+    text = (
+        f"this shell may use {size(found['limit'])} of the machine's {size(found['total'])} memory; "
+        "beyond that ranks are killed"
+    )
+    if found["limit"] >= max(_FOR_A_RANK * max(1, host.slots), found["total"] // 2):
+        return Finding(text)
+    request = "sbatch --mem=0 (Slurm), docker run --memory, resources.limits.memory (Kubernetes)"
+    return Finding(text, f"request more: {request}")
+
+
+def _shm_there(host: Host) -> Finding | None:
+    found = host["memory"]["shm"]
+    if not host["machine"]["system"].startswith("Linux"):
+        return None
+    if not found["exists"]:
+        return Finding("there is no /dev/shm: ranks of one host cannot share memory", _MOUNT)
+    if found["error"]:
+        return Finding(f"/dev/shm cannot be written: {found['error']}", _MOUNT if found["free"] else _FULL)
+    return Finding("/dev/shm can be written")
+
+
+def _shm_size(host: Host) -> Finding | None:
+    found = host["memory"]["shm"]
+    if not found["exists"]:
+        return None
+    need = max(256 * _MB, _WINDOW * host.slots)
+    text = f"/dev/shm has {size(found['total'])}"
+    if found["total"] >= need:
+        return Finding(text)
+    return Finding(f"{text}; {size(need)} or more are needed", _LARGER[host["machine"]["container"]])
+
+
+def _shm_used(host: Host) -> bool:
+    found = host["memory"]["shm"]
+    need = max(_WINDOW, min(_WINDOW * max(1, host.slots), found["total"]) // 2)
+    return bool(found["free"] < need)
+
+
+CHECKS = (
+    Check("reached", "hosts", ERROR,
+          "whether ssh reaches the hosts without a prompt, and finds this Python and ringdance there, on a "
+          "machine of its own",
+          limit("reached", lambda host: host["reach"]["error"], "{reach[fix]}", problem="{reach[error]}",
+                applies=lambda host: not host["reach"].get("local")), ("reach",)),
+    Check("working-folder", "hosts", ERROR,
+          "whether the directory in which the command will run exists on all hosts",
+          limit("{machine[cwd][path]} exists",
+                lambda host: not host["machine"]["cwd"]["exists"],
+                "put the directory on a shared disk, or copy it to the same path there",
+                problem="there is no {machine[cwd][path]}",
+                applies=lambda host: host["machine"]["cwd"]["path"]), ("machine",)),
+    Check("same-system", "hosts", ERROR, "processor architecture of the hosts",
+          equal(lambda host: {"architecture": host["machine"]["architecture"]},
+                "start the job on hosts of one architecture"), ("machine",), compares=True),
+    Check("ranks-per-core", "cpu", WARNING,
+          "more ranks on a host than cores: they take turns, and every exchange waits for the last",
+          limit("{slots} ranks on {cpu[usable]} cores",
+                lambda host: host.slots > host["cpu"]["usable"],
+                "start {cpu[usable]} ranks or fewer on this host",
+                applies=lambda host: host.slots)),
+    Check("threads", "cpu", WARNING,
+          "OMP_NUM_THREADS times ranks, compared with the cores", _threads, ("cpu", "environment")),
+    Check("memory-limit", "memory", WARNING,
+          "a cgroup's memory limit below the machine's memory: the kernel kills ranks at it", _memory_limit),
+    Check("shm-there", "memory", ERROR,
+          "whether /dev/shm exists and can be written", _shm_there, ("memory", "machine")),
+    Check("shm-size", "memory", ERROR,
+          "size of /dev/shm: containers often have 64 MiB, a data loader then dies with 'Bus error'",
+          _shm_size, ("memory", "machine")),
+    Check("shm-free", "memory", ERROR,
+          "free space of /dev/shm: a full one ends ranks with 'Bus error' (SIGBUS)",
+          limit("{memory[shm][free]!b} of {memory[shm][total]!b} of /dev/shm are free", _shm_used, _FULL,
+                applies=lambda host: host["memory"]["shm"]["exists"])),
+    Check("limit-locked-memory", "limits", ERROR,
+          "locked memory: InfiniBand and NCCL must pin buffers; 'Cannot allocate memory' in MPI_Init",
+          limit("locked memory: {limits[memlock]!b}",
+                lambda host: host["limits"]["memlock"] is not None and host["limits"]["memlock"] < _GB,
+                "ulimit -l unlimited, and permanently in /etc/security/limits.conf (or DefaultLimitMEMLOCK "
+                "of systemd, for slurmd and dockerd)",
+                problem="a process may lock {limits[memlock]!b} only, and this host has InfiniBand",
+                applies=lambda host: host["limits"]["infiniband"])),
+    Check("limit-address-space", "limits", ERROR,
+          "address space: CUDA and shared memory reserve far more than they use",
+          limit("address space: {limits[address]!b}", lambda host: host["limits"]["address"] is not None,
+                "ulimit -v unlimited",
+                problem="address space: {limits[address]!b} only; frameworks reserve more than they use")),
+)  # fmt: skip

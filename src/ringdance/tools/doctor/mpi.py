@@ -1,0 +1,120 @@
+"""The MPI library that mpi4py loads, its mpiexec, and two ranks started by it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+import sys
+from typing import Any
+
+from ringdance.errors import LaunchError
+from ringdance.host.system import linux
+from ringdance.launch.hosts import Host as JobHost
+from ringdance.launch.mpi.library import find_mpi, mpi4py_variants
+from ringdance.launch.mpi.options import MpiexecRequest, mpiexec_options
+from ringdance.tools.doctor.check import ERROR, Check, Finding, Host, Usage, last_line, limit
+from ringdance.tools.doctor.machine import MPI_LIBRARIES, MPI_PREFIXES
+
+# One write for each rank: two ranks' lines must not mix.
+_RANK = "import os; from mpi4py import MPI; os.write(1, f'size={MPI.COMM_WORLD.Get_size()}\\n'.encode())"
+_LIMIT_S = 60.0
+
+# --- facts -----------------------------------------------------------------------------------------
+
+
+def mpi_facts(usage: Usage) -> dict[str, Any]:
+    """Return the library and its mpiexec, and other libraries in LD_LIBRARY_PATH."""
+    found: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": ""}
+    try:
+        mpi = find_mpi()
+        found |= {"family": mpi.family, "mpiexec": mpi.mpiexec, "source": mpi.source}
+    except LaunchError as error:
+        found["error"] = str(error)
+    found["prefix"] = prefix = os.path.dirname(os.path.dirname(found["mpiexec"]))
+    found["other_libraries"] = [
+        library
+        for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+        for library in sorted(glob.glob(f"{glob.escape(directory)}/libmpi.so*"))
+        if not prefix or not library.startswith(f"{prefix}/")
+    ]
+    found["mpi4py"] = mpi4py_variants()
+    return found
+
+
+def world_facts(usage: Usage) -> dict[str, Any]:
+    """Sizes of the world as two ranks see it; exit code and errors; the command line."""
+    try:
+        mpi = find_mpi()
+    except LaunchError as error:
+        return {"failed": str(error)}
+    hosts = [JobHost("localhost", 2, (0, 1), local=True)]
+    options, variables = mpiexec_options(MpiexecRequest(mpi, hosts, root=os.getuid() == 0))
+    words = [mpi.mpiexec, *options, "-n", "2", sys.executable, "-P", "-c", _RANK]
+    code, output, errors = linux.run(words, _LIMIT_S, {**variables, **os.environ})
+    sizes = [int(line[5:]) for line in output.splitlines() if line.startswith("size=") and line[5:].isdigit()]
+    return {"sizes": sizes, "code": code, "errors": last_line(errors), "line": shlex.join(words)}
+
+
+# --- checks ----------------------------------------------------------------------------------------
+
+
+def _library(host: Host) -> Finding:
+    found = host["mpi"]
+    overrides = [name for name in MPI_LIBRARIES if host.variable(name)]
+    if not found["error"]:
+        return Finding(f"{found['family']} ({found['source']}), {found['mpiexec']}")
+    text, _, fix = found["error"].partition(". Install an MPI library into this environment: ")
+    if overrides:
+        words = ", ".join(f"{name}={host.variable(name)}" for name in overrides)
+        return Finding(f"{text}, as {words} requires", "unset " + " ".join(overrides))
+    if found["mpi4py"] == ["own"]:
+        return Finding(
+            f"{text}: it was compiled for an MPI library that is not installed here",
+            "pip install --force-reinstall --no-cache-dir --only-binary=:all: mpi4py",
+        )
+    return Finding(text, fix)
+
+
+def _prefix(host: Host) -> Finding | None:
+    prefix = host["mpi"]["prefix"]
+    odd = [name for name in MPI_PREFIXES if host.variable(name).rstrip("/") not in ("", prefix)]
+    if host["mpi"]["family"] != "openmpi" or not odd:
+        return None
+    text = f"{odd[0]}={host.variable(odd[0])}, but Open MPI is in {prefix}"
+    return Finding(text, "unset " + " ".join(odd))
+
+
+def _world(host: Host) -> Finding:
+    found = host["world"]
+    if found["sizes"] == [2, 2]:
+        return Finding("two ranks started by mpiexec are one world")
+    if found["sizes"] and set(found["sizes"]) == {1}:
+        return Finding(
+            "two ranks started by mpiexec are two worlds of size 1: mpiexec and the library do not "
+            "belong together",
+            "ringdance doctor --check mpi-library --check second-mpi-loaded",
+        )
+    return Finding(
+        f"two ranks could not be started: {found['errors'] or 'exit code ' + str(found['code'])}",
+        f"see its whole output: {found['line']}",
+    )
+
+
+CHECKS = (
+    Check("mpi-library", "mpi", ERROR,
+          "the MPI library that mpi4py loads, and the mpiexec that belongs to it",
+          _library, ("mpi", "environment")),
+    Check("second-mpi-loaded", "mpi", ERROR,
+          "LD_LIBRARY_PATH with another MPI library, which programs load in place of the environment's",
+          limit("LD_LIBRARY_PATH leads to no other MPI library",
+                lambda host: host["mpi"]["other_libraries"],
+                "unset LD_LIBRARY_PATH (or `module unload` what set it)",
+                problem="LD_LIBRARY_PATH leads to another MPI library: {mpi[other_libraries]!l}")),
+    Check("mpi-prefix", "mpi", ERROR,
+          "OPAL_PREFIX and its like, which make Open MPI look for its files in another directory",
+          _prefix, ("mpi", "environment")),
+    Check("world", "mpi", ERROR,
+          "two ranks that are really started: whether they are one world of two, or two worlds of one",
+          _world, ("world",)),
+)  # fmt: skip

@@ -1,0 +1,160 @@
+"""Names, addresses and interfaces of hosts."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import psutil
+
+from ringdance.launch.hosts import several
+from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, Host, Hosts, Usage, limit, outliers
+from ringdance.tools.doctor.machine import INTERFACES
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+# Bridges and ends of tunnels that have the same address on every host.
+_VIRTUAL = (
+    "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "lxd", "podman", "tunl", "vmnet", "kube-",
+)  # fmt: skip
+
+# --- facts -----------------------------------------------------------------------------------------
+
+
+def network_facts(usage: Usage) -> dict[str, Any]:
+    """Own name and its addresses; interfaces; the other hosts' addresses as this host resolves them."""
+    name = socket.gethostname()
+    own = resolve(name)
+    interfaces = _interfaces()
+    here = {address for entry in interfaces for address, _ in entry["addresses"]}
+    return {
+        "hostname": name,
+        "own": own,
+        "own_is_here": any(address in here or _is_loopback(address) for address in own),
+        "localhost": resolve("localhost"),
+        "localhost_is_loopback": any(map(_is_loopback, resolve("localhost"))),
+        "hosts": {host: resolve(host) for host in usage.hosts},
+        "interfaces": interfaces,
+    }
+
+
+def resolve(name: str) -> list[str]:
+    """Return the addresses of a name; none if it does not resolve."""
+    try:
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except (OSError, UnicodeError):
+        return []
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _interfaces() -> list[dict[str, Any]]:
+    """Describe interfaces: addresses and MTU."""
+    addresses = psutil.net_if_addrs()
+    return [
+        {
+            "name": name,
+            "virtual": name.startswith(_VIRTUAL),
+            "addresses": _addresses(addresses.get(name, ())) if state.isup else [],
+            "mtu": state.mtu,
+        }
+        for name, state in psutil.net_if_stats().items()
+    ]
+
+
+def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
+    """Return [address, prefix length] of those that may lead to other hosts."""
+    return [
+        [entry.address, int(ipaddress.ip_address(entry.netmask)).bit_count()]
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask
+        if not _is_loopback(entry.address) and "%" not in entry.address  # %eth0: link-local
+    ]
+
+
+# --- checks ----------------------------------------------------------------------------------------
+
+
+def _own_name(host: Host) -> Finding:
+    found = host["network"]
+    name, addresses = found["hostname"], several(found["own"])
+    if not addresses:
+        return Finding(
+            f"the host's name {name} does not resolve", f"echo 127.0.1.1 {name} | sudo tee -a /etc/hosts"
+        )
+    if not found["own_is_here"]:
+        fix = f"correct {name} in /etc/hosts or in the name server"
+        return Finding(f"the host's name {name} is {addresses}, which is another machine", fix)
+    return Finding(f"{name} is {addresses}")
+
+
+def _interface_named(host: Host) -> Iterator[Finding]:
+    names = {entry["name"] for entry in host["network"]["interfaces"]}
+    for variable in INTERFACES:
+        value = host.variable(variable)
+        words = [word.strip() for word in value.lstrip("=").split(",") if word.strip() and "/" not in word]
+        if not words or value.startswith("^"):
+            continue
+        prefix = variable.startswith("NCCL")  # NCCL takes a word as the beginning of names
+        if not any(name == word or (prefix and name.startswith(word)) for word in words for name in names):
+            yield Finding(
+                f"{variable}={value}, but the interfaces here are {several(sorted(names))}",
+                f"unset {variable}, or name an interface of this host",
+            )
+
+
+def _names_agree(hosts: Hosts) -> Iterator[Finding]:
+    for name in next(iter(hosts.values())).usage.hosts:
+        asked = {viewer: host["network"]["hosts"] for viewer, host in hosts.items()}
+        seen = {viewer: found[name] for viewer, found in asked.items() if name in found}
+        blind = tuple(viewer for viewer, addresses in seen.items() if not addresses)
+        # A host may know itself as 127.0.1.1.
+        others = {v: f"{name} is {several(found)}" for v, found in seen.items() if v != name}
+        if blind:
+            fix = f"add {name} to the name server, or to /etc/hosts there"
+            yield Finding(f"the name {name} does not resolve on {several(blind)}", fix, hosts=blind)
+        elif len(set(others.values())) > 1:
+            yield from outliers(others, f"correct {name} in /etc/hosts, so that it is the same everywhere")
+
+
+def _networks(host: Host) -> dict[Network, int]:
+    """Return the MTU by network of the interfaces that may lead to other hosts."""
+    return {
+        ipaddress.ip_interface(f"{address}/{bits}").network: entry["mtu"]
+        for entry in host["network"]["interfaces"]
+        if not entry["virtual"]
+        for address, bits in entry["addresses"]
+    }
+
+
+def _same_mtu(hosts: Hosts) -> Iterator[Finding]:
+    networks = {name: _networks(host) for name, host in hosts.items()}
+    common: set[Any] = set.intersection(*map(set, networks.values()))
+    for network in sorted(common, key=str):
+        sizes = {name: found[network] for name, found in networks.items()}
+        fix = f"sudo ip link set INTERFACE mtu {min(sizes.values())} on all hosts"
+        yield from outliers({name: f"MTU {mtu}" for name, mtu in sizes.items()}, fix, f"{network}:")
+
+
+CHECKS = (
+    Check("own-name", "network", ERROR,
+          "whether the host's own name resolves to one of its addresses: MPI and gRPC look it up", _own_name),
+    Check("localhost", "network", ERROR, "whether localhost resolves to the loopback address",
+          limit("localhost is {network[localhost]!l}",
+                lambda host: not host["network"]["localhost_is_loopback"],
+                "echo 127.0.0.1 localhost | sudo tee -a /etc/hosts",
+                problem="localhost is {network[localhost]!l}, not the loopback address")),
+    Check("interface-named", "network", ERROR,
+          "whether the interfaces that variables of NCCL, Gloo or Open MPI name exist",
+          _interface_named, ("network", "environment")),
+    Check("names-agree", "network", ERROR,
+          "whether hosts resolve each other's names to the same address; each host is asked for the 16 hosts "
+          "after it in the list",
+          _names_agree, compares=True),
+    Check("same-mtu", "network", WARNING,
+          "MTU of the interfaces in a common network: small packets pass, large ones vanish, and jobs hang "
+          "in the first all-reduce", _same_mtu, compares=True),
+)  # fmt: skip

@@ -1,0 +1,161 @@
+"""The interpreter and what is installed, here and on the other hosts; standard library only."""
+
+from __future__ import annotations
+
+import glob
+import importlib.machinery
+import importlib.metadata
+import os
+import platform
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from typing import Any
+
+import ringdance
+from ringdance.tools.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host, Usage, equal, limit
+
+_REQUIRED = ("numpy", "ml_dtypes", "cloudpickle", "mpi4py", "psutil", "rich")
+_COMPARED = ("numpy", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "jaxlib")
+_NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_DISTRIBUTIONS = dict.fromkeys((*_REQUIRED, *_COMPARED, *_NCCL, "horovod", "ringdance-horovod"))
+_MODULES = ("numpy", "mpi4py", "torch", "tensorflow", "keras", "jax", "horovod", "ringdance")
+_EASILY_SHADOWED = (
+    "random", "types", "queue", "select", "signal", "socket", "logging", "copy", "json", "string", "code",
+    "profile", "test", "platform", "operator", "calendar", "secrets", "statistics", "tokenize", "inspect",
+)  # fmt: skip
+_COMPAT = "in a clone of Ringdance: pip install ./compat/horovod"
+_SAME_EVERYWHERE = (
+    "install the same environment under the same path on all hosts (uv, conda-pack, a shared disk, one image)"
+)
+
+# --- facts -----------------------------------------------------------------------------------------
+
+
+def python_facts(usage: Usage) -> dict[str, Any]:
+    """Version and location of the interpreter; versions of distributions; what shadows them."""
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {
+        "version": platform.python_version(),
+        "executable": sys.executable,
+        "ringdance": ringdance.__version__,
+        "versions": {name: found for name in _DISTRIBUTIONS if (found := _version(name))},
+        "shadows": _shadows([usage.cwd or os.getcwd(), *path]),
+        "user_site": _user_site(),
+    }
+
+
+def _version(name: str) -> str:
+    """Return the version of an installed distribution, "" if there is none."""
+    try:
+        return importlib.metadata.version(name) or "unknown"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _shadows(directories: list[str]) -> list[str]:
+    """Return files in `directories` that would be imported in place of a library or a standard module."""
+    found = []
+    for directory in dict.fromkeys(map(os.path.realpath, directories)):
+        for name in (*_MODULES, *_EASILY_SHADOWED):
+            for path in (f"{directory}/{name}.py", f"{directory}/{name}/__init__.py"):
+                if os.path.isfile(path) and not _is_own(directory, name):
+                    found.append(path)
+    return found
+
+
+def _is_own(directory: str, name: str) -> bool:
+    """Return whether `directory` is one of the interpreter's, or for packages and holds that one."""
+    own = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    own.append(os.path.dirname(ringdance.__path__[0]))
+    packaged = glob.glob(f"{glob.escape(directory)}/{name}*-info")
+    return directory in map(os.path.realpath, own) or bool(packaged)
+
+
+def _user_site() -> list[str]:
+    """Return libraries in the user's own site directory that hide the environment's."""
+    directory = site.getusersitepackages()
+    if not site.ENABLE_USER_SITE:
+        return []
+    finder = importlib.machinery.PathFinder()
+    found = []
+    for name in _MODULES:
+        spec = finder.find_spec(name)
+        hides = spec is not None and (spec.origin or "").startswith(directory + os.sep)
+        if hides and finder.find_spec(name, [entry for entry in sys.path if entry != directory]):
+            found.append(name)
+    return found
+
+
+# --- checks ----------------------------------------------------------------------------------------
+
+
+def _requirements(host: Host) -> Finding:
+    found = host["python"]
+    python, versions = found["executable"], found["versions"]
+    missing = [name for name in _REQUIRED if name not in versions]
+    if missing:
+        fix = f"{python} -m pip install {' '.join(missing)}"
+        return Finding(f"{', '.join(missing)} not installed for {python}", fix)
+    return Finding(
+        f"Python {found['version']} ({python}), ringdance {found['ringdance']}, "
+        f"mpi4py {versions['mpi4py']}, numpy {versions['numpy']}"
+    )
+
+
+def _horovod(host: Host) -> Finding | None:
+    found = host["python"]["versions"]
+    if "horovod" not in found:
+        return None
+    if "ringdance-horovod" in found:
+        return Finding(
+            f"horovod {found['horovod']} and ringdance-horovod are both installed and overwrite each "
+            "other's files",
+            f"pip uninstall -y horovod ringdance-horovod, then {_COMPAT}",
+        )
+    return Finding(
+        f"horovod {found['horovod']} is installed: `import horovod` is not Ringdance's",
+        f"pip uninstall -y horovod, then {_COMPAT}",
+        NOTE,
+    )
+
+
+def _shadowed(host: Host) -> Iterator[Finding]:
+    for path in host["python"]["shadows"]:
+        name = path.removesuffix("/__init__.py").removesuffix(".py").rpartition("/")[2]
+        yield Finding(
+            f"{path} is imported in place of the module {name}",
+            "give it another name, or take its directory out of PYTHONPATH",
+        )
+
+
+def _mpi(host: Host) -> dict[str, str]:
+    mpi4py = host["python"]["versions"].get("mpi4py", "missing")
+    return {"mpi4py": f"{mpi4py} with {host['mpi']['source'] or 'no MPI library'}"}
+
+
+def _frameworks(host: Host) -> dict[str, str]:
+    found = host["python"]["versions"]
+    return {name: found[name] for name in _COMPARED if name in found}
+
+
+CHECKS = (
+    Check("requirements", "python", ERROR, "the libraries that Ringdance itself needs", _requirements),
+    Check("horovod-beside", "python", ERROR,
+          "the distributions horovod and ringdance-horovod side by side: both own the directory horovod/",
+          _horovod),
+    Check("shadowed-modules", "python", ERROR,
+          "files of the working directory or of PYTHONPATH that are imported in place of libraries: "
+          "torch.py, random.py", _shadowed),
+    Check("user-site", "python", WARNING, "libraries in ~/.local that hide the environment's",
+          limit("nothing in ~/.local comes before the environment's libraries",
+                lambda host: host["python"]["user_site"],
+                "export PYTHONNOUSERSITE=1",
+                problem="{python[user_site]!l} in ~/.local come before those of the environment")),
+    Check("same-mpi", "python", ERROR, "the same mpi4py and MPI library on all hosts",
+          equal(_mpi, _SAME_EVERYWHERE), ("python", "mpi"), compares=True),
+    Check("same-frameworks", "python", WARNING,
+          "the same framework versions on all hosts: other versions compute other numbers, or have other "
+          "names of weights", equal(_frameworks, _SAME_EVERYWHERE), compares=True),
+)  # fmt: skip

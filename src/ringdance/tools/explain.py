@@ -1,0 +1,272 @@
+"""``ringdance explain``: what each rank of a job does, and which rank holds it up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+
+import psutil
+
+from ringdance.core.monitor.processes import open_ring
+from ringdance.core.reports.dump import main_frames, own_lines, stacks_of, worker_lines
+from ringdance.core.reports.procfs import activity, sample_cpu
+from ringdance.core.reports.stacks import doing_in, place_of
+from ringdance.core.ring import RingReader, Word, steps_text
+from ringdance.errors import LaunchError
+from ringdance.host.system import linux
+from ringdance.launch.background import records
+from ringdance.launch.parser import Parser, as_program
+from ringdance.tools.hosts.host_set import add_arguments, host_set
+from ringdance.tools.hosts.run import run_everywhere
+
+_EPILOG = """\
+examples:
+  ringdance explain                  the job that runs on this machine
+  ringdance explain 3f2a91c0         one of several; also a process: of a rank, or of mpiexec
+  ringdance explain --stacks         with the stacks of all threads
+  ringdance explain -H node1,node2   a job on several hosts
+
+The last line names the rank that the others wait for. Without -H it looks at the ranks of
+this machine. The job may be another launcher's.
+
+exit code: 0; 2 if there is no such job
+"""
+_SAMPLE_S = 0.2
+_MOST_WORKERS = 2
+_BEFORE = " without init()"  # what a rank's progress ends with until then
+_WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
+
+
+@dataclass
+class _Rank:
+    """A rank that runs."""
+
+    number: int
+    host: str
+    pid: int
+    size: int
+    job: str
+    progress: str
+    waits_for: str = ""
+    seconds: float = 0.0
+    doing: str = ""
+    stacks: str = ""
+    operation: str = ""  # the whole name of what it waits for
+    workers: list[str] = field(default_factory=list)  # what processes forked from it do
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.number} on host {self.host} (pid {self.pid})"
+
+    @property
+    def frames(self) -> list[str]:
+        """Frames of the user's code in its main thread, innermost first."""
+        return own_lines(main_frames(self.stacks))
+
+    @property
+    def place(self) -> str:
+        """Where its main thread is."""
+        return f", at {place_of(self.frames)}" if self.frames else ""
+
+    @property
+    def action(self) -> str:
+        """What its main thread does and where, and its worker processes."""
+        more = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
+        own = f"its main thread {self.doing or 'runs'}{self.place}"
+        return "; ".join([own, *self.workers[:_MOST_WORKERS], *more])
+
+
+def main(argv: Sequence[str]) -> int:
+    """``ringdance explain``: `argv` without the program and ``explain``; returns the exit code."""
+    parser = Parser(
+        prog="ringdance explain",
+        description="Show what each rank of a job does, and name the one that the others wait for.",
+        epilog=_EPILOG,
+    )
+    text = "default: the only job here"
+    parser.add_argument("target", metavar="JOB|PID", nargs="?", default="", help=text)
+    parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
+    parser.add_argument("--json", action="store_true", help="what is known of the ranks as JSON")
+    add_arguments(parser)
+
+    def action() -> int:
+        arguments = parser.parse_args(list(argv))
+        if arguments.hosts or arguments.hostfile:
+            ranks = _look_elsewhere(arguments)
+        else:
+            ranks = _look(_ranks_here(arguments.target))
+        if arguments.json:
+            print(json.dumps([vars(rank) for rank in ranks]))
+        else:
+            print("\n".join(_explain_job(_only_job(ranks, arguments.target), arguments.stacks)))
+        return 0
+
+    return as_program("ringdance explain", action)
+
+
+def _ranks_here(target: str) -> list[_Rank]:
+    """Return the ranks on this host of the jobs that may be meant."""
+    jobs: dict[str, list[_Rank]] = {}
+    known = set()
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
+        reader = open_ring(int(pid))
+        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # else it is in init()
+            if (rank := _rank_of(reader)) is None:
+                continue
+            known.add((rank.job, rank.number))
+            if not reader.words[Word.CLOSED]:
+                jobs.setdefault(rank.job, []).append(rank)
+    for process, environ in records.rank_processes():
+        job, number, size = (environ[name] for name in (linux.MARKER, "RINGDANCE_RANK", "RINGDANCE_SIZE"))
+        if (job, int(number)) not in known:
+            try:
+                below, age = (process, *process.children(recursive=True)), time.time() - process.create_time()
+            except psutil.Error:  # it has just ended
+                continue
+            state = ", now in init()" if any(open_ring(one.pid) for one in below) else _BEFORE
+            progress = f"{age:.0f} s{state}"
+            rank = _Rank(int(number), os.uname().nodename, process.pid, int(size), job, progress)
+            jobs.setdefault(job, []).append(rank)
+    found: list[_Rank] = []
+    for job, ranks in jobs.items():
+        of_process = target.isdigit() and any(_is_below(rank.pid, int(target)) for rank in ranks)
+        if job.startswith(target) or of_process:
+            found += ranks
+    return found
+
+
+def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
+    """Return the ranks in order if they are of one job. Raises LaunchError."""
+    jobs = {rank.job for rank in ranks}
+    if len(jobs) == 1:
+        return sorted(ranks, key=lambda rank: rank.number)
+    if jobs:
+        known = [one for one in [*records.load_all(), *records.without_record()] if one.job in jobs]
+        others = [f"{job}: of another launcher" for job in sorted(jobs - {one.job for one in known})]
+        lines = "\n  ".join([*(one.about for one in known), *others])
+        raise LaunchError(f"several jobs run here; name one:\n  {lines}")
+    here = f"on {os.uname().nodename}"
+    if not target:
+        raise LaunchError(f"no ranks of yours run {here}")
+    record = records.find(target)
+    state = {"ended": "has ended", "lost": "is lost: its launcher was killed"}.get(
+        record.state, f"runs on {', '.join(record.hosts)}: name other hosts with -H"
+    )
+    advice = f"`ringdance attach {record.short}` shows its output"
+    raise LaunchError(f"job {record.short} has no ranks {here}: it {state}; {advice}")
+
+
+def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
+    """Return the ranks on the hosts that the arguments name; say which hosts cannot be looked at."""
+    words = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
+    with closing(host_set(arguments)) as hosts:
+        hosts.connect(arguments.connect_timeout)
+        results = run_everywhere(hosts, words, timeout=20.0)
+    found: list[_Rank] = []
+    for host, result in results.items():
+        try:
+            for one in json.loads(result.output.splitlines()[-1]):
+                found.append(_Rank(**one))
+                if found[-1].job.isdigit():  # its mpiexec's or daemon's process on that host
+                    found[-1].job = "of another launcher"
+        except (ValueError, IndexError, TypeError):
+            problem = result.problem or bytes(result.output).decode(errors="replace").strip() or "no answer"
+            print(f"ringdance explain: {host}: {problem}", file=sys.stderr)
+    return found
+
+
+def _rank_of(reader: RingReader) -> _Rank | None:
+    """Return the rank whose records these are; None if its process has just ended."""
+    number, host, pid = reader.who
+    try:
+        process = psutil.Process(pid)
+        job = process.environ().get(linux.MARKER) or str(process.ppid())  # of mpiexec, or its daemon
+    except psutil.Error:
+        return None
+    waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
+    seconds = (time.monotonic_ns() - since) / 1e9 if since else 0.0
+    size, progress = reader.words[Word.SIZE], steps_text(reader.words)
+    name = reader.pending_name
+    return _Rank(number, host, pid, size, job, progress, str(waits_for), seconds, operation=name)
+
+
+def _is_below(pid: int, other: int) -> bool:
+    """Return whether a process is another one, or that is above it."""
+    try:
+        return other == pid or any(parent.pid == other for parent in psutil.Process(pid).parents())
+    except psutil.Error:  # it has just ended
+        return False
+
+
+def _look(ranks: list[_Rank]) -> list[_Rank]:
+    """Add what each rank, of this host, does now."""
+    samples = {rank.pid: sample_cpu(rank.pid) for rank in ranks}
+    time.sleep(_SAMPLE_S if ranks else 0.0)
+    for rank in ranks:
+        rank.stacks = stacks_of(rank.pid)
+        frames = main_frames(rank.stacks)
+        inside = frames[: frames.index(rank.frames[0])] if frames else []
+        rank.doing = doing_in(inside, activity(rank.pid, before=samples[rank.pid]))
+        if rank.stacks and not _WAITS.search(rank.stacks):
+            rank.waits_for = ""
+        if not rank.waits_for and rank.doing.startswith("waits"):
+            _look_at_workers(rank)
+    return ranks
+
+
+def _look_at_workers(rank: _Rank) -> None:
+    """Add what processes that were forked from a rank do in the user's code, such as a data loader's."""
+    with suppress(psutil.Error):  # it has just ended
+        for child in psutil.Process(rank.pid).children():
+            stacks = stacks_of(child.pid)
+            if lines := worker_lines(main_frames(stacks)):
+                doing = activity(child.pid) or "runs"
+                rank.workers.append(f"its worker process {child.pid} {doing}, at {place_of(lines)}")
+                rank.stacks += f"Worker process {child.pid}:\n{stacks.partition(chr(10))[2]}"
+
+
+def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
+    for rank in ranks:
+        doing = f"has waited {rank.seconds:.0f} s for '{rank.waits_for}'" if rank.waits_for else rank.action
+        yield f"{rank.who}: {doing} (after {rank.progress})"
+        yield from (rank.stacks.splitlines() if stacks else [f"    {frame}" for frame in rank.frames])
+    missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
+    if missing:
+        numbers = ", ".join(map(str, missing))
+        yield f"Not seen: ranks {numbers}. They have ended, or are on hosts that -H does not name."
+    yield _culprit(ranks, missing)
+
+
+def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
+    waiting = [rank for rank in ranks if rank.waits_for]
+    late = [rank for rank in ranks if not rank.waits_for]
+    early = [str(rank.number) for rank in ranks if rank.progress.endswith(_BEFORE)]
+    if not waiting and early:
+        return f"All ranks have to call init(): ranks {', '.join(early)} have not done so yet."
+    if not waiting:
+        return "No rank that was seen waits for another." if missing else "No rank waits for another."
+    if late:
+        numbers = ", ".join(str(rank.number) for rank in waiting)
+        others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"
+        return f"{others} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
+    names = Counter((rank.operation, rank.waits_for) for rank in waiting)
+    alike = len({label for _, label in names}) < len(names)  # then their whole names tell them apart
+
+    def said(name: tuple[str, str]) -> str:
+        return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])
+
+    if len(names) == 1:
+        cause = "ranks that were not seen" if missing else "an exchange that is under way"
+        return f"All ranks here wait for '{waiting[0].waits_for}': for {cause}."
+    usual = names.most_common(1)[0][0]
+    odd = [rank for rank in waiting if (rank.operation, rank.waits_for) != usual]
+    parts = [f"{rank.who} for {said((rank.operation, rank.waits_for))}{rank.place}" for rank in odd]
+    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for {said(usual)}."

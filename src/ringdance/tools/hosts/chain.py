@@ -1,0 +1,62 @@
+"""Connect the hosts of a copy to a chain, in which each passes on to the next."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+from ringdance.launch.hosts import HostFacts, shared_networks
+from ringdance.tools.hosts.host_set import HostSet
+
+
+def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -> list[list[str]]:
+    """Connect each host to the next; return chains, to whose first hosts this machine sends.
+
+    Args:
+        hosts: connected.
+        names: those to chain, in this order.
+        warn: called with a message for each connection that cannot be made.
+    """
+    tokens = {host: secrets.token_hex(32) for host in names[1:]}
+    ports = hosts.ask(
+        {host: {"task": "copy", "do": "listen", "token": token} for host, token in tokens.items()}
+    )
+    reachable = addresses({host: hosts.agents[host].facts for host in names})
+    broken: dict[str, str] = {host: answer["problem"] for host, answer in ports.items() if answer["problem"]}
+    links = list(pairwise(names))
+    # Every other link first: a host that connects does not accept connections meanwhile.
+    for half in (links[::2], links[1::2]):
+        tried = {before: after for before, after in half if after not in broken}
+        found = hosts.ask(
+            {
+                before: {
+                    "task": "copy", "do": "next", "token": tokens[after], "port": ports[after]["port"],
+                    "addresses": reachable[after],
+                }
+                for before, after in tried.items()
+            }
+        )  # fmt: skip
+        broken |= {tried[host]: answer["problem"] for host, answer in found.items() if answer["problem"]}
+    chains: list[list[str]] = [[names[0]]]
+    for before, after in links:
+        if after not in broken:
+            chains[-1].append(after)
+            continue
+        chains.append([after])
+        if before not in hosts.problems and after not in hosts.problems:
+            warn(f"{before} cannot connect to {after} ({broken[after]}); this machine sends to it instead")
+    return chains
+
+
+def addresses(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
+    """Return the addresses at which each host may be reached, those on networks that all share first."""
+    networks = shared_networks(facts)
+    found = {}
+    for host, known in facts.items():
+        shared = networks.interfaces.get(host, ())
+        ordered = sorted(known.networks, key=lambda network: network[0] not in shared)
+        # The last may be an IPv6 address that is in no known network.
+        all_addresses = [address for _, address, _ in ordered] + [known.reached]
+        found[host] = list(dict.fromkeys(filter(None, all_addresses))) or ["127.0.0.1"]
+    return found

@@ -1,0 +1,90 @@
+"""The command line of ``ringdance recipes``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringdance.launch import subcommands
+from ringdance.launch.spec import CommandError
+from ringdance.launch.subcommands import Subcommand
+
+_DESCRIPTION = "List and copy training jobs that come with Ringdance."
+_EPILOG = """\
+examples:
+  ringdance recipes list
+  ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and what they share
+  ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
+"""
+# Each recipe, and the command that tries a copy of it.
+_RECIPES = {
+    "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
+    "detection": "ringdance run -np 2 python {}/train.py --help",
+    "deepfm": "ringdance run -np 2 python {}/train_torch.py --help",
+}
+_SCORED = ("resnet50", "deepfm")  # by one script
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``ringdance recipes`` with the words after it; returns the exit code."""
+    return subcommands.run("ringdance recipes", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
+
+
+def _directory(name: str) -> Path:
+    package = importlib.import_module(f"ringdance.recipes.{name}")
+    return Path(str(package.__file__)).parent
+
+
+def _files(name: str) -> list[Path]:
+    """Return the files of a recipe, those to be run first."""
+    found = [one for one in _directory(name).glob("*.py") if one.name != "__init__.py"]
+    found += [_directory("score.py")] if name in _SCORED else []
+    return sorted(found, key=lambda one: (not one.name.startswith("train"), one.name))
+
+
+def _first_line(path: Path) -> str:
+    # Not by importing: that would load a framework.
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for name in _RECIPES:
+        print(f"{name}: {_first_line(_directory(name) / '__init__.py')}")
+        for path in _files(name):
+            print(f"  {path.name:16} {_first_line(path)}")
+    return 0
+
+
+def _copy(arguments: argparse.Namespace) -> int:
+    target = Path(arguments.directory or arguments.recipe)
+    files = _files(arguments.recipe)
+    there = [one.name for one in files if (target / one.name).exists()]
+    if there and not arguments.force:
+        raise CommandError(
+            f"{target} already has {', '.join(there)}: nothing was copied. Name another directory, or use "
+            "--force to overwrite."
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    for one in files:
+        (target / one.name).write_bytes(one.read_bytes())
+    for one in files:
+        print(target / one.name)
+    print(f"Try: {_RECIPES[arguments.recipe].format(shlex.quote(str(target)))}", file=sys.stderr)
+    return 0
+
+
+def _add_copy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", choices=_RECIPES, metavar="RECIPE", help=f"one of: {', '.join(_RECIPES)}")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="where to (default: ./RECIPE)")
+    parser.add_argument("--force", action="store_true", help="overwrite files of these names")
+
+
+_SUBCOMMANDS = {
+    "list": Subcommand(_list, "list the recipes and their files", lambda parser: None),
+    "copy": Subcommand(_copy, "copy a recipe's files into a directory, to run and to change", _add_copy),
+}

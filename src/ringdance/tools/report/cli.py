@@ -1,0 +1,92 @@
+"""``ringdance report``: a page about a run, with what limits it and what to try next."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ringdance.errors import LaunchError
+from ringdance.launch.parser import Parser, as_program
+from ringdance.tools.report.bottlenecks import Limit, judge
+from ringdance.tools.report.figures import Run, read_run
+from ringdance.tools.report.page import page, speed_of
+from ringdance.tools.report.summary import RankTimes, notes, ranks_of
+from ringdance.tools.report.trace import load
+
+_EPILOG = """\
+examples:
+  ringdance run -np 4 --output-filename logs python train.py           the run's figures are in logs
+  ringdance report logs -o report.html                                 what limits it, and the page
+  ringdance run -np 4 --output-filename logs --timeline logs/timeline.json python train.py
+  ringdance report logs                                                with a part of the timeline
+  ringdance report one two four --batch-size 32 -o scaling.html        speed against ranks
+  ringdance report logs --json                                         what limits it, for programs
+
+A run of a few seconds needs samples more often: RINGDANCE_METRICS_INTERVAL=1. The page is one file that loads
+nothing from elsewhere.
+"""
+_TIMELINES = ("timeline.json", "*timeline*.json")
+
+
+def main(argv: Sequence[str]) -> int:
+    """``ringdance report``: `argv` without the program and ``report``; returns the exit code."""
+    parser = Parser(
+        prog="ringdance report",
+        description="Write a page about a run: is it bound by input, computation, communication or skew?",
+        epilog=_EPILOG,
+    )
+    add = parser.add_argument
+    text = "of `ringdance run --output-filename`; the last one is described, all are compared"
+    add("directories", metavar="RUN_DIR", nargs="+", type=Path, help=text)
+    add("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the last RUN_DIR")
+    add("--timeline", type=Path, metavar="FILE", help="of the last run (default: one in RUN_DIR)")
+    add("--batch-size", type=int, default=0, metavar="N", help="samples of a rank and step: shows samples/s")
+    add("--json", action="store_true", help="print the result as JSON")
+
+    def action() -> int:
+        arguments = parser.parse_args(list(argv))
+        runs = [read_run(directory) for directory in arguments.directories]
+        trace = trace_of(runs[-1], arguments.timeline)
+        limit = judge(runs[-1], uneven_share(trace))
+        limit.evidence.extend(notes(trace))
+        target = arguments.output or runs[-1].directory / "report.html"
+        target.write_text(page(runs, limit, trace, arguments.batch_size), encoding="utf-8")
+        if arguments.json:
+            print(json.dumps({**asdict(limit), "page": str(target)}, indent=1))
+        else:
+            print(f"{_words(limit)}\n{speed_of(runs[-1], arguments.batch_size)}\nThe page is {target}")
+        return 0
+
+    return as_program("ringdance report", action)
+
+
+def trace_of(run: Run, file: Path | None) -> list[RankTimes]:
+    """Return a run's timeline, or that of a file; empty without one of its processes.
+
+    Raises:
+        LaunchError: the file is another run's.
+    """
+    processes = {(one.rank, one.host, one.rows[0]["pid"]) for one in run.ranks}
+    for path in [file] if file else [path for name in _TIMELINES for path in run.directory.glob(name)]:
+        ranks = ranks_of(load(path))
+        if own := [one for one in ranks if (one.rank, one.host, one.pid) in processes]:
+            return [one for one in own if one.steps.sum() > 0]
+        if file and ranks:
+            raise LaunchError(f"{file} is the timeline of another run: it has no process of {run.directory}")
+    return []
+
+
+def uneven_share(trace: Sequence[RankTimes]) -> float:
+    """Return the share of the time in which all ranks wait until others have submitted."""
+    return min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
+
+
+def _words(limit: Limit) -> str:
+    lines = [f"Bound by {limit.bound}. {limit.sentence}"]
+    for text in limit.evidence:
+        lines.append(textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    "))
+    lines.append(textwrap.fill(f"Try next: {limit.next_step}", 100))
+    return "\n".join(lines)

@@ -1,0 +1,213 @@
+"""Read the figures of a run: ``metrics-*.jsonl`` of its output directory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ringdance.core.reports.judging import Waiting, waiting
+from ringdance.errors import LaunchError
+from ringdance.host.files import NO_FORMAT, read_regular, typed
+
+Row = dict[str, Any]
+_GAUGES = ("last_step_time", "host_cpu_percent", "host_memory_percent", "host_cores", "gpu_percent")
+_FIELDS = {
+    "host": str, **dict.fromkeys(("rank", "pid", "size", "steps", "bytes", "rss_bytes"), int),
+    **dict.fromkeys(("time", "exposed_seconds", "cpu_seconds", *_GAUGES), float),
+}  # fmt: skip
+
+
+@dataclass
+class Rank:
+    """The figures of one rank.
+
+    Attributes:
+        rows: samples in their order.
+        steps: those that are judged by: from the first sample with a step to the last.
+        step_seconds: mean time of a step.
+        exposed: share of the time in which training waited for exchanges.
+        training: samples since the first step, of which nothing is counted, until the last one.
+        cores: CPU time by time, of the process with its children.
+        gpu: mean use in percent; None without one.
+    """
+
+    rank: int
+    host: str
+    rows: list[Row]
+    training: list[Row] = field(init=False)
+    steps: int = field(init=False)
+    step_seconds: float = field(init=False)
+    exposed: float = field(init=False)
+    cores: float = field(init=False)
+    gpu: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The first sample with all steps: saving and evaluating may follow.
+        last = next(row for row in self.rows if row["steps"] == self.rows[-1]["steps"])
+        stepped = [row for row in self.rows if row["steps"] and row["steps"] < last["steps"]]
+        # After the first step, which often compiles; a short run may have no sample since then.
+        first = stepped[0] if stepped else self.rows[0]
+        self.steps = last["steps"] - first["steps"]
+        seconds = last.get("last_step_time", 0) - first.get("last_step_time", first["time"])
+        if self.steps < 1 or seconds <= 0:
+            raise ValueError(f"rank {self.rank}")
+        self.step_seconds = seconds / self.steps
+        waited = last["exposed_seconds"] - first["exposed_seconds"]
+        self.exposed = min(1.0, max(0.0, waited / seconds))
+        self.cores = (last["cpu_seconds"] - first["cpu_seconds"]) / max(1e-3, last["time"] - first["time"])
+        self.training = self.rows[self.rows.index(first) + 1 : self.rows.index(last) + 1]
+        gpu = [row["gpu_percent"] for row in self.training if "gpu_percent" in row]
+        self.gpu = fmean(gpu) if gpu else None
+
+    def rates(self) -> list[tuple[float, float]]:
+        """Return steps per second at times since the epoch; short intervals, as at the end, join others."""
+        points = [(float(row.get("last_step_time") or row["time"]), row["steps"]) for row in self.rows]
+        lengths = [b - a for (a, _), (b, _) in itertools.pairwise(points) if b > a]
+        chosen = points[:1]
+        for point in points[1:]:
+            if point[0] - chosen[-1][0] >= median(lengths or [0.0]) / 2 > 0:
+                chosen.append(point)
+        chosen[1:] = chosen[1:-1] + [points[-1]] * (len(chosen) > 1)
+        return [(b, (done - before) / (b - a)) for (a, before), (b, done) in itertools.pairwise(chosen)]
+
+
+@dataclass
+class Run:
+    """A run: its directory and its ranks.
+
+    Attributes:
+        seconds: between the first and the last sample.
+        steps_per_second: of all ranks together, which take their steps together.
+        communication: share of the time that even the slowest rank waits.
+        skew: share of the time that the others wait for the slowest rank.
+    """
+
+    directory: Path
+    ranks: list[Rank]
+
+    @property
+    def size(self) -> int:
+        return int(self.ranks[0].rows[-1]["size"])
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(dict.fromkeys(one.host for one in self.ranks))
+
+    @property
+    def seconds(self) -> float:
+        times = [row["time"] for one in self.ranks for row in (one.rows[0], one.rows[-1])]
+        return float(max(times) - min(times))
+
+    @property
+    def steps_per_second(self) -> float:
+        return 1 / median([one.step_seconds for one in self.ranks])
+
+    @property
+    def waiting(self) -> Waiting:
+        return waiting([one.exposed for one in self.ranks])
+
+    @property
+    def slowest(self) -> Rank:
+        return self.ranks[self.waiting.slowest]
+
+    @property
+    def others(self) -> list[Rank]:
+        slowest = self.slowest
+        return [one for one in self.ranks if one is not slowest] or self.ranks
+
+    @property
+    def communication(self) -> float:
+        return self.waiting.communication
+
+    @property
+    def skew(self) -> float:
+        return self.waiting.skew
+
+    @property
+    def gpu(self) -> float | None:
+        """Mean use of the ranks' GPUs, 0 to 1; None without one."""
+        found = [one.gpu for one in self.ranks if one.gpu is not None]
+        return fmean(found) / 100 if found else None
+
+    def in_use(self, host: str = "") -> float:
+        """Return how far the cores that the run may use on a host, or on the busiest, are in use, 0 to 1."""
+        return max(self.mean("host_cpu_percent", one) for one in ([host] if host else self.hosts)) / 100
+
+    def taken(self, host: str) -> float:
+        """Return the part of it that other programs than the run's ranks use."""
+        cores = self.mean("host_cores", host)
+        used = sum(one.cores for one in self.ranks if one.host == host)
+        return self.in_use(host) - used / cores if cores else 0.0
+
+    def mean(self, key: str, host: str = "") -> float:
+        """Return the mean of a gauge over the samples of training, of a host or of all."""
+        rows = [row for one in self.ranks if host in ("", one.host) for row in one.training if key in row]
+        return fmean([row[key] for row in rows]) if rows else 0.0
+
+
+def _read(file: Path) -> Iterator[Row]:
+    """Yield the samples of a file; what is cut off, as by a full disk, is said on stderr."""
+    for number, line in enumerate(read_regular(file).splitlines(), 1):
+        try:
+            row = json.loads(line)
+            known = dict.fromkeys(_GAUGES, 0.0) | row  # gauges may be missing
+            for key, kind in _FIELDS.items():
+                typed(known, key, kind)
+            yield row
+            continue
+        except json.JSONDecodeError:
+            print(f"ringdance report: {file}, line {number} is cut off and left out", file=sys.stderr)
+            continue
+        except NO_FORMAT:
+            pass
+        raise LaunchError(
+            f"{file}, line {number} is no sample of `ringdance run --output-filename`, {line[:40]!r}: "
+            "remove that line, or take the samples anew"
+        )
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's figures. Raises LaunchError if there are none, or no steps."""
+    files = sorted(directory.glob("metrics-*.jsonl"))
+    if not files:
+        what = "has no metrics-*.jsonl" if directory.is_dir() else "is no directory"
+        advice = "start the job with `ringdance run --output-filename DIR`"
+        if any(directory.glob("rank.*")):  # it was started so
+            advice = "its ranks have not called hvd.init(), or ended within it"
+            said = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
+            if end := next((text.splitlines()[-1] for text in said if text), ""):
+                advice = f"a rank's stderr ends with {end[-300:]!r}. If that is not why, {advice}"
+        raise LaunchError(f"{directory} {what}: {advice}")
+    rows = sorted((row for file in files for row in _read(file)), key=itemgetter("time"))
+    processes: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
+    last: dict[int, list[Row]] = {}  # of each rank: its last process, after a restart maybe on another host
+    for row in rows:
+        last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
+        own.append(row)
+    ranks = []
+    # There may be files of more ranks: of hosts that have left, or of an earlier run.
+    for rank in sorted(rank for rank in last if rank < rows[-1]["size"]):
+        try:
+            ranks.append(Rank(rank, last[rank][0]["host"], last[rank]))
+        except ValueError:
+            continue
+    if not ranks:
+        if not any(row["steps"] for row in rows):
+            why = "has marked a step. DistributedOptimizer does, or hvd.mark_step() after each"
+        else:
+            seconds = rows[-1]["time"] - rows[0]["time"]
+            interval = min(1.0, max(0.01, seconds / 10))
+            why = (
+                f"has taken steps between two samples, as the run took {seconds:.1f} s only. Let it run for "
+                f"longer, or take samples more often: RINGDANCE_METRICS_INTERVAL={interval:.1g}"
+            )
+        raise LaunchError(f"{directory}: no rank {why}")
+    return Run(directory, ranks)

@@ -1,0 +1,126 @@
+"""``ringdance timeline``: where the time of a step goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ringdance.errors import LaunchError
+from ringdance.launch.parser import Parser, as_program
+from ringdance.tools.report.summary import PARTS, summarize
+from ringdance.tools.report.trace import load
+
+_EPILOG = """\
+examples:
+  ringdance run -np 4 --timeline t.json python train.py      write a timeline
+  ringdance timeline t.json                                  where the time of a step goes
+  ringdance timeline t.json --steps 50                       a row for each of the last 50 steps
+  ringdance timeline t.json --json | jq '.ranks[0]'          the slowest rank, in seconds
+
+Files are complete, or as a killed job has left them. Steps are those that optimizers
+or hvd.mark_step() have marked; without marks the summary is of the whole file.
+
+between: between exchanges, where the rank computes, loads or sleeps. exposed: training waited for results. It
+consists of negotiate, until all ranks had submitted; data, until the other ranks' parts had come; copying and
+reducing; and other, the rest of an exchange. hidden: exchanged while the rank computed.
+"""
+
+_COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (
+    "step", "compute", "exposed", *PARTS, "hidden",
+)} | {"compute": "between"}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """``ringdance timeline``: `argv` without the program and ``timeline``; returns the exit code."""
+    parser = Parser(
+        prog="ringdance timeline",
+        description="Show where the time of a step goes, which ranks are slow, and which tensors come late.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="of `ringdance run --timeline FILE`")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="the last N steps (default 10)")
+    parser.add_argument("--tensors", type=int, default=10, metavar="N", help="N tensors (default 10)")
+    parser.add_argument("--json", action="store_true", help="everything as JSON; times are in seconds")
+
+    def action() -> int:
+        arguments = parser.parse_args(list(argv))
+        if min(arguments.steps, arguments.tensors) < 0:
+            raise LaunchError(f"--steps {arguments.steps} --tensors {arguments.tensors}: 0 or more are shown")
+        summary = summarize(load(arguments.file))
+        if arguments.json:
+            print(json.dumps(summary, indent=1))
+        else:
+            _show(Console(), summary, arguments.steps, arguments.tensors)
+        return 0
+
+    return as_program("ringdance timeline", action)
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time with three digits, in ms."""
+    value = seconds * 1000
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def rank_table(ranks: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows of where the time goes on each rank, in ms."""
+    rows = [
+        [f"{row['rank']} {row['host']}", *(milliseconds(row[f"{key}_seconds"]) for key in _COLUMNS)]
+        for row in ranks
+    ]
+    return ["rank", *_COLUMNS.values()], rows
+
+
+def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -> None:
+    ranks, mean = summary["ranks"], summary["mean"]
+    if summary["sentence"]:
+        console.print(Text(summary["sentence"], "bold"), soft_wrap=True)
+    if ranks:
+        what = "Of a step" if summary["steps_marked"] else "Of the whole file (no steps are marked)"
+        columns, rows = rank_table([*ranks, {"rank": "mean", "host": "", **mean}])
+        total = mean["step_seconds"] or 1.0
+        rows.append(["", *(f"{mean[f'{key}_seconds'] / total:.0%}" for key in _COLUMNS)])
+        _table(console, f"{what}, ms; the slowest rank first", columns, rows)
+    if summary["steps"] and steps > 0:
+        _table(
+            console, f"Steps, ms; the last {min(steps, len(summary['steps']))} of {len(summary['steps'])}",
+            ["step", "time", "exposed", "slowest rank", "behind the others"],
+            [
+                [str(row["step"]), milliseconds(row["seconds"]), milliseconds(row["exposed_seconds"]),
+                 str(row["slowest_rank"]), milliseconds(row["slowest_seconds"])]
+                for row in summary["steps"][-steps:]
+            ],
+        )  # fmt: skip
+    if summary["tensors"] and tensors > 0:
+        _table(
+            console, "Late tensors, ms; those that ranks waited for longest first",
+            ["tensor", "times", "negotiation", "waits in all", "for rank", "last in"],
+            [
+                [row["tensor"], str(row["times"]), milliseconds(row["negotiate_seconds"]),
+                 milliseconds(row["late_seconds"]), str(row["late_rank"]), f"{row['late_share']:.0%}"]
+                for row in summary["tensors"][:tensors]
+            ],
+        )  # fmt: skip
+    for text in summary["notes"]:
+        console.print(Text(text), soft_wrap=True)
+    for row in summary["unfinished"]:
+        by, missing = (", ".join(map(str, row[key])) or "none" for key in ("submitted_by", "missing"))
+        text = f"At the end of the file {row['tensor']} waits: submitted by ranks {by}; missing: {missing}"
+        console.print(Text(text), soft_wrap=True)
+
+
+def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0)
+    for number, column in enumerate(columns):
+        width = max(map(len, column.split()))
+        table.add_column(column, justify="right" if number else "left", overflow="fold", min_width=width)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)

@@ -1,0 +1,113 @@
+"""Read a timeline's file, Chrome's JSON, also one that ends in the middle."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ringdance.errors import LaunchError
+from ringdance.host.files import NO_FORMAT, check_regular, typed
+
+Key = tuple[int, int]
+Span = tuple[str, float, float]
+"""Name, begin and end; times are in seconds."""
+
+_LINES = 20_000  # parsed at once
+
+
+class Trace:
+    """The events of a timeline.
+
+    Attributes:
+        processes: names by number.
+        threads: names by process and thread.
+        spans: of each thread, in the order of their ends.
+        instants: of each thread: name and time.
+        rounds: of each tensor's thread: process set and round of each negotiation, its begin and end.
+        uncertainties: of the clocks, by process.
+        open: of each thread: name and begin of spans that do not end in the file.
+    """
+
+    def __init__(self) -> None:
+        self.processes: dict[int, str] = {}
+        self.threads: dict[Key, str] = {}
+        self.spans: dict[Key, list[Span]] = defaultdict(list)
+        self.instants: dict[Key, list[tuple[str, float]]] = defaultdict(list)
+        self.rounds: dict[Key, list[tuple[tuple[int, int], float, float]]] = defaultdict(list)
+        self.uncertainties: dict[int, float] = defaultdict(float)
+        self.open: dict[Key, list[tuple[str, float]]] = defaultdict(list)
+
+
+def load(path: Path) -> Trace:
+    """Read a file. Raises OSError if it cannot be read, LaunchError if it is no timeline."""
+    trace, place = Trace(), ""
+    try:
+        for place, event in _events(path):  # noqa: B007 : used below
+            _add_event(trace, event)
+    except NO_FORMAT as error:
+        if isinstance(error, json.JSONDecodeError):
+            place = f", line {error.lineno}"
+        raise LaunchError(
+            f"{path}{place} is no timeline: it is not Chrome's JSON. Give a file that "
+            "`ringdance run --timeline FILE` has written"
+        ) from None
+    if not trace.processes:
+        raise LaunchError(f"{path} has no events (was the job ended before its first exchange?)")
+    return trace
+
+
+def _events(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and event: lines of a file as the monitor writes it, else of any file."""
+    check_regular(path)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        if file.readline().strip() != "[":
+            file.seek(0)
+            found = json.load(file)
+            found = found["traceEvents"] if isinstance(found, dict) else found
+            yield from ((f", event {number}", event) for number, event in enumerate(found, 1))
+            return
+        number = 2
+        while lines := list(islice(file, _LINES)):
+            lines = [line.rstrip(",\n") for line in lines]
+            if lines[-1] in ("]", ""):
+                lines.pop()
+            try:
+                found = json.loads("[" + ",\n".join(lines) + "]")
+            except json.JSONDecodeError as error:
+                if error.lineno < len(lines) or file.read(1):
+                    error.lineno += number - 1
+                    raise
+                found = json.loads(f"[{','.join(lines[:-1])}]")  # the last line is cut off
+            yield from ((f", line {at}", event) for at, event in enumerate(found, number))
+            number += len(lines)
+
+
+def _add_event(trace: Trace, event: dict[str, Any]) -> None:
+    phase, pid = event["ph"], event["pid"]
+    thread = (pid, event.get("tid", -1))
+    if phase == "X":
+        began = typed(event, "ts", float) / 1e6
+        ended = began + typed(event, "dur", float) / 1e6
+        trace.spans[thread].append((typed(event, "name", str), began, ended))
+    elif phase == "B":
+        trace.open[thread].append((typed(event, "name", str), typed(event, "ts", float) / 1e6))
+    elif phase == "E" and trace.open[thread]:
+        name, began = trace.open[thread].pop()
+        args, ended = event.get("args", {}), typed(event, "ts", float) / 1e6
+        if "round" in args:
+            number = typed(args, "process_set", int), typed(args, "round", int)
+            trace.rounds[thread].append((number, began, ended))
+        elif "lost" not in args:
+            trace.spans[thread].append((name, began, ended))
+    elif phase == "C":
+        trace.uncertainties[pid] = max(trace.uncertainties[pid], typed(event["args"], "value", float) / 1e6)
+    elif phase == "i" and "ts" in event:
+        trace.instants[thread].append((typed(event, "name", str), typed(event, "ts", float) / 1e6))
+    elif event["name"] == "process_name" and "name" in event["args"]:
+        trace.processes[pid] = typed(event["args"], "name", str)
+    elif event["name"] == "thread_name":
+        trace.threads[thread] = typed(event["args"], "name", str)

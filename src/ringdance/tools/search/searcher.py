@@ -1,0 +1,263 @@
+"""Run trials side by side until there are enough: their processes, and what is done when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.live import Live
+
+from ringdance.errors import LaunchError
+from ringdance.host.schedulers.hostfile import HostList, hosts_text
+from ringdance.host.system.signals import STOPPING
+from ringdance.launch.spec import resolve_command
+from ringdance.tools.search import REPORT, STOP
+from ringdance.tools.search.space import Reader, fill
+from ringdance.tools.search.study import Study, short, table
+
+_POLL_S = 0.1
+_STOP_S = 5.0  # at most, for a report to end a trial that is pruned
+_ALONE_S = 1.0  # for processes to end when the one that led them has
+MARK = "RINGDANCE_SEARCH_TRIAL"
+"""Variable that all processes of a trial inherit: its directory."""
+_KILLED = 128 + signal.SIGKILL
+# Writes the exit code down, so that also a trial that ends after its searcher has a result: 143 after a
+# signal, since a trial may then save what it has and end well. With a handler sh outlives signals.
+_SHELL = """trap signalled=143 TERM HUP INT
+"$@"; code=$?; echo "${signalled:-$code}" > "$0.new" && sync "$0.new" && mv "$0.new" "$0"; exit $code"""
+
+Place = Sequence[tuple[str, int]]
+"""Slots of a trial: host and number of the slot there."""
+
+
+def places(hosts: HostList, ranks: int) -> list[Place]:
+    """Share slots out to trials of `ranks` each: on one host where there is room.
+
+    Raises:
+        LaunchError: there are too few slots for a single trial.
+    """
+    slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
+    slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
+    if len(slots) < ranks:
+        fix = f"Give each trial fewer ranks, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
+        raise LaunchError(f"a trial needs {ranks} slots, and the hosts have {len(slots)}. {fix}")
+    return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
+
+
+class Attempt:
+    """An attempt at a trial, started by this searcher or by an earlier one.
+
+    Attributes:
+        trial: in Optuna.
+        directory: its own; of the files in it, `exit` has its exit code, and `stop` ends it when it reports.
+        reader: of what it reports.
+    """
+
+    def __init__(self, study: Study, number: int | None = None) -> None:
+        """Take up a trial that was begun, or begin one."""
+        self.trial, objective = study.trial(number), study.space.objective
+        self.directory = (study.directory / "trials" / f"{self.trial.number:04}").resolve()
+        self.exit, self.log = self.directory / "exit", self.directory / "log"
+        self.report = self.directory / "report.jsonl"
+        self.stop = Path(f"{self.report}{STOP}")
+        self.reader = Reader(objective, self.log if objective.line else self.report)
+        self._leader: subprocess.Popen[bytes] | None = None
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start it in its own session, with its output in ``log``."""
+        shutil.rmtree(self.directory, ignore_errors=True)  # of a start that was cut short
+        self.directory.mkdir(parents=True)
+        (self.directory / "params.json").write_text(json.dumps(self.trial.params) + "\n")
+        words, none = ["/bin/sh", "-c", _SHELL, str(self.exit), *command], subprocess.DEVNULL
+        environ = {**environ, REPORT: str(self.report), MARK: str(self.directory)}
+        with open(self.log, "wb") as log:
+            self._leader = subprocess.Popen(
+                words, stdin=none, stdout=log, stderr=log, env=environ, start_new_session=True
+            )
+
+    def code(self) -> int | None:
+        """Return the exit code, None while it runs; 128 + n for signal n, after which any code is one."""
+        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty: the host went down
+            return int(text)
+        return None if self._leader and self._leader.poll() is None else _KILLED
+
+    def processes(self) -> list[psutil.Process]:
+        """Return what runs of it on this host."""
+        found, mark = psutil.process_iter(["environ"]), str(self.directory)
+        return [one for one in found if (one.info["environ"] or {}).get(MARK) == mark]  # a zombie has none
+
+
+@dataclass
+class Searcher:
+    """Runs the trials of a study, from its main thread, with a thread for each place.
+
+    Attributes:
+        places: for one trial each.
+        command: of a trial, with placeholders.
+        launch: options of ``ringdance run``; None: the command itself is run, on this machine.
+        environ: variables of the trials.
+        grace: seconds that a trial has to end after SIGTERM.
+    """
+
+    study: Study
+    console: Console
+    places: Sequence[Place]
+    command: Sequence[str]
+    launch: Sequence[str] | None
+    environ: Mapping[str, str]
+    grace: float
+    _signals: int = 0
+    # The lock is held for all that concerns the study but a trial's reports, and for these.
+    _waiting: list[int] = field(default_factory=list)  # begun, and to be started
+    _failed: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self) -> int:
+        """Run until the study has its trials; return the exit code."""
+        for number in STOPPING:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._signal)
+        live = Live(get_renderable=lambda: table(self.study, "RUNNING"), console=self.console, transient=True)
+        with live, ThreadPoolExecutor(len(self.places)) as pool:
+            list(pool.map(self._take_up, [trial.number for trial in self.study.trials("RUNNING")]))
+            list(pool.map(self._work, self.places))
+        if self._signals:
+            self.console.print("Stopped; the same command goes on with the search.")
+            return 130
+        if given_up := self._failed >= self.study.space.failures:
+            text = f"{self._failed} trials have failed, and the search is given up (`failures:` in the file)"
+            self.console.print(text, soft_wrap=True)
+        return 1 if given_up or not self.study.best() else 0
+
+    def _signal(self, *_: object) -> None:
+        self._signals += 1
+
+    # --- in the pool's threads ---------------------------------------------------------------------
+
+    def _take_up(self, number: int) -> None:
+        """End what a searcher that was killed has left, and keep its result, or have it run again."""
+        with self._lock:
+            one = Attempt(self.study, number)
+        self._end(one)
+        with self._lock:
+            self._finish(one, left=True)
+
+    def _work(self, place: Place) -> None:
+        """Run one trial after another in a place."""
+        try:
+            while one := self._next():
+                self._run(one, place)
+        except BaseException:
+            self._signals += 1  # the other threads end too
+            raise
+
+    def _next(self) -> Attempt | None:
+        with self._lock:
+            if self._signals or self._failed >= self.study.space.failures:
+                return None
+            if self._waiting:
+                return Attempt(self.study, self._waiting.pop(0))
+            enough = self.study.exhausted or len(self.study.trials()) >= self.study.space.trials
+            return None if enough else Attempt(self.study)
+
+    def _run(self, one: Attempt, place: Place) -> None:
+        """Run a trial until it ends, is pruned, or a signal comes, after which it stays unfinished."""
+        slots = ",".join(str(number) for _, number in place)
+        filled = fill(self.command, one.trial.params, one.directory, slots)
+        launch = [] if self.launch is None else ["ringdance", "run", "-np", str(len(place)), *self.launch]
+        one.trial.set_user_attr("command", [*launch, *filled])
+        command = resolve_command(filled)
+        if launch:
+            hosts = hosts_text([(host, 1) for host, _ in place])
+            options = ["-H", hosts, "-x", "RINGDANCE_SUMMARY_TIME=0"]
+            command = [sys.executable, "-m", *launch, *options, "--", *command]
+        one.start(command, self.environ)
+        until = math.inf
+        try:
+            while one.code() is None and not self._signals and time.monotonic() < until:
+                time.sleep(_POLL_S)
+                if not one.stop.exists() and self._passed_on(one):
+                    one.stop.touch()
+                    until = time.monotonic() + min(_STOP_S, self.grace)
+        finally:
+            self._end(one)
+        if not self._signals:
+            with self._lock:
+                self._finish(one)
+
+    def _passed_on(self, one: Attempt, ended: bool = False) -> bool:
+        """Return whether a trial is to be pruned by what it has reported since the last call."""
+        pruned = False
+        for step, value in one.reader.new(ended):
+            if self.study.space.pruner["name"] != "nop":  # each is a synced record
+                one.trial.report(value, step)
+                pruned = one.trial.should_prune() or pruned
+        return pruned
+
+    def _end(self, one: Attempt) -> None:
+        """End its processes here, first by SIGTERM to the command; those elsewhere end with the launcher."""
+        shells, until = [], time.monotonic() + self.grace
+        for process in one.processes() if one.code() in (None, _KILLED) else []:
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getsid(process.pid) == process.pid and process.name() == "sh":
+                    os.killpg(process.pid, signal.SIGTERM)
+                    shells.append(process)
+        while shells and self._signals < 2 and time.monotonic() < until:
+            _, shells = psutil.wait_procs(shells, timeout=_POLL_S)
+        psutil.wait_procs(one.processes(), timeout=_ALONE_S if self._signals < 2 else 0.0)
+        while living := one.processes():
+            for process in living:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(living, timeout=0.2)
+
+    # --- what came of a trial ----------------------------------------------------------------------
+
+    def _finish(self, one: Attempt, left: bool = False) -> None:
+        """Keep how a trial ended; have one that was killed run again, once or if its searcher was too."""
+        code, trial = one.code() or 0, one.trial
+        self._passed_on(one, ended=True)
+        if one.stop.exists():
+            self.study.tell(trial, "PRUNED")
+            return self._say(one, f"pruned after {len(one.reader.values)} reports")
+        result, reason = one.reader.result()
+        reason = f"exit code {code}" if code else reason
+        if not reason:
+            self.study.tell(trial, "COMPLETE", result)
+            return self._say(one, f"{self.study.space.objective.name} {result:.6g}")
+        reason += f" ({self._set_aside(one) / 'log'})"
+        if 128 < code <= 128 + signal.SIGRTMAX and (left or not trial.user_attrs.get("killed")):
+            trial.set_user_attr("killed", not left)
+            self._waiting.append(trial.number)
+            return self._say(one, f"started again, as it was killed: {reason}")
+        self._failed += bool(code or not one.reader.values)  # no number is normal where lr is too high
+        trial.set_user_attr("reason", reason)
+        self.study.tell(trial, "FAIL")
+        self._say(one, f"failed: {reason}")
+
+    def _set_aside(self, one: Attempt) -> Path:
+        """Keep the directory of an attempt that failed; return where."""
+        failed, name = self.study.directory / "failed", one.directory.name
+        target = failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
+        failed.mkdir(exist_ok=True)
+        if one.directory.exists():
+            one.directory.rename(target)
+        return target
+
+    def _say(self, one: Attempt, text: str) -> None:
+        parameters = ", ".join(f"{name} {short(value)}" for name, value in one.trial.params.items())
+        self.console.print(f"trial {one.trial.number}: {text}; {parameters}", soft_wrap=True)

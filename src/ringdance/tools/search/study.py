@@ -1,0 +1,191 @@
+"""A study on the disk: which trials there are, what they gave, and what to try next; by Optuna."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shlex
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ringdance.errors import LaunchError, optional
+from ringdance.host.files import check_regular
+from ringdance.tools.search.space import Space, as_text, parse_space
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial, Trial
+
+_NAME = "ringdance"
+STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished"}
+
+
+class Study:
+    """Trials in a directory, for one searcher at a time.
+
+    ``journal.log`` has Optuna's records, ``trials/NUMBER`` what a trial wrote, and ``failed/NUMBER.ATTEMPT``
+    the same of attempts that failed.
+
+    Attributes:
+        study: Optuna's. Its user attributes are the space's definition and the command with placeholders,
+            those of trials are their commands.
+        space: as given, or by that definition.
+        exhausted: the sampler has no more to try.
+    """
+
+    def __init__(self, directory: Path, space: Space | None = None, command: Sequence[str] = ()) -> None:
+        """Open the study in `directory`; with a `space` for a searcher, which may make it, else to read.
+
+        Raises:
+            LaunchError: there is none, another searcher has it, or it is one of another space or command.
+        """
+        self._optuna = optuna = optional("optuna", LaunchError, "`ringdance search` needs Optuna")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        warnings.filterwarnings("ignore", module=r"optuna|ringdance\.search")
+        self.directory, journal = directory, directory / "journal.log"
+        check_regular(journal)
+        if space:
+            self._made("sampler", space.sampler)  # wrong options are refused before anything is written
+            self._made("pruner", space.pruner)
+            self._take(journal)
+        elif not journal.exists():
+            raise LaunchError(f"{directory} is no study: `ringdance search SPACE.yaml` makes one")
+        try:
+            backend = optuna.storages.journal.JournalFileBackend(str(journal))
+            self._storage = storage = optuna.storages.JournalStorage(backend)
+            if space:
+                aim = space.objective.goal
+                optuna.create_study(storage=storage, study_name=_NAME, direction=aim, load_if_exists=True)
+            self.study = optuna.load_study(storage=storage, study_name=_NAME)
+            if space and not self.study.user_attrs:
+                self.study.set_user_attr("definition", space.definition())
+            definition = self.study.user_attrs["definition"]
+            self.space = space or parse_space(definition)
+        except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
+            raise LaunchError(f"{journal} is damaged, or no file of `ringdance search`: {error}") from None
+        if (new := self.space.definition()) != definition:
+            text = f"{directory} is of another space: it was {definition}, and is {new}"
+            raise LaunchError(f"{text}; give --study DIRECTORY for a new study")
+        if space:
+            self._check(journal, list(command))
+        self.study.pruner = self._made("pruner", self.space.pruner)
+        self.study.stop = self._stop  # Optuna's own is for its loop only
+        self.exhausted = False
+
+    def _check(self, journal: Path, command: Sequence[str]) -> None:
+        """Refuse a journal that has lost trials, and a command other than that of results."""
+        known = len(self.trials())
+        names = (path.name for path in self.directory.glob("trials/*"))
+        if any(name.isdecimal() and int(name) >= known for name in names):
+            text = f"is damaged: it has {known} trials, and {self.directory / 'trials'} has later ones"
+            raise LaunchError(f"{journal} {text}; give --study DIRECTORY for a new study")
+        before = self.study.user_attrs.get("command")
+        if before and command and before != command and self.trials("COMPLETE", "PRUNED"):
+            text = f"is of another command: it was `{shlex.join(before)}`, and is `{shlex.join(command)}`"
+            raise LaunchError(f"{self.directory} {text}; give --study DIRECTORY for a new study")
+        if command and before != command:
+            self.study.set_user_attr("command", command)
+
+    def _stop(self) -> None:
+        self.exhausted = True
+
+    def _take(self, journal: Path) -> None:
+        """Keep other searchers out, and remove what one that was killed while it wrote has left."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock = self.directory / "ringdance-search.lock"
+        if not lock.exists() and any(self.directory.iterdir()):
+            text = "has other files, and is no study; give --study a directory that is empty or new"
+            raise LaunchError(f"{self.directory} {text}")
+        self._lock = open(lock, "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = "another `ringdance search` works on this study; wait for its end, or give another --study"
+            raise LaunchError(f"{self.directory}: {text}") from None
+        journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+        if journal.exists() and not (data := journal.read_bytes()).endswith(b"\n"):
+            os.truncate(journal, data.rfind(b"\n") + 1)
+
+    def _made(self, kind: str, options: Mapping[str, Any]) -> Any:
+        """Make one of Optuna's samplers or pruners: `tpe` is its TPESampler."""
+        module, options = getattr(self._optuna, f"{kind}s"), dict(options)
+        ends = kind.capitalize()
+        known = {name.removesuffix(ends).lower(): name for name in dir(module) if name.endswith(ends)}
+        name = options.pop("name")
+        if name not in known:
+            raise LaunchError(f"{kind}: there is no {name!r}, only {', '.join(known)}")
+        try:
+            return getattr(module, known[name])(**options)
+        except (TypeError, ValueError) as error:
+            raise LaunchError(f"{kind}: {name}: {error}") from None
+
+    # --- trials ------------------------------------------------------------------------------------
+
+    def trials(self, *states: str) -> list[FrozenTrial]:
+        """Return the trials in these states ("COMPLETE", "PRUNED", "FAIL", "RUNNING"; default: in any)."""
+        wanted = [self._optuna.trial.TrialState[state] for state in states]
+        return self.study.get_trials(deepcopy=False, states=wanted or None)
+
+    def best(self) -> FrozenTrial | None:
+        """Return the trial with the best value, if any has finished."""
+        return self.study.best_trial if self.trials("COMPLETE") else None
+
+    def trial(self, number: int | None = None) -> Trial:
+        """Return a trial that was begun, or begin one; parameters that it does not have yet are chosen."""
+        # Random numbers of its own, so that a resumed search repeats none, nor does one of the next seed.
+        options = dict(self.space.sampler)
+        if options.get("seed") is not None:
+            own = f"{options['seed']} {len(self.trials()) if number is None else number}"
+            options["seed"] = random.Random(own).getrandbits(32)
+        self.study.sampler = self._made("sampler", options)
+        if number is None:
+            number = self.study.ask().number
+        study = self._storage.get_study_id_from_name(_NAME)
+        known = self._storage.get_trial_id_from_study_id_trial_number(study, number)
+        trial = self._optuna.trial.Trial(self.study, known)
+        try:
+            for name, one in self.space.parameters.items():
+                getattr(trial, f"suggest_{one.kind}")(name, **one.options)
+        except ImportError as error:
+            raise LaunchError(f"sampler: {options['name']}: {error}") from None
+        return trial
+
+    def tell(self, trial: Trial, state: str, value: float | None = None) -> None:
+        """End a trial."""
+        self.study.tell(trial, value, state=self._optuna.trial.TrialState[state])
+
+
+def headline(study: Study) -> str:
+    """Return how far a study is, in one line."""
+    counts = [f"{number} {word}" for state, word in STATES.items() if (number := len(study.trials(state)))]
+    best, end = study.best(), ""
+    if best:
+        end = f"; best {study.space.objective.name} {best.value:.6g}, trial {best.number}"
+    return f"{len(study.trials())} trials: {', '.join(counts)}{end}"
+
+
+def table(study: Study, *states: str) -> Table:
+    """Return a table of the trials in these states; of those without a result, what the pruner saw last."""
+    made = Table(title=headline(study), title_justify="left", box=SIMPLE_HEAD)
+    names = list(study.space.parameters)
+    for name in ("trial", "state", study.space.objective.name, "seconds", *names):
+        made.add_column(name, justify="left" if name == "state" else "right")
+    for one in study.trials(*states):
+        reports, begun = one.intermediate_values, one.datetime_start or datetime.now()
+        value = reports.get(one.last_step or 0) if one.value is None else one.value
+        seconds = ((one.datetime_complete or datetime.now()) - begun).total_seconds()
+        parameters = [one.params.get(name, "") for name in names]
+        cells = one.number, STATES[one.state.name], "" if value is None else value, round(seconds)
+        made.add_row(*map(short, (*cells, *parameters)))
+    return made
+
+
+def short(value: Any) -> str:
+    """Return a value for people."""
+    return f"{value:.5g}" if isinstance(value, float) else as_text(value)

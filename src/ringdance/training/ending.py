@@ -1,0 +1,184 @@
+"""How the program of a rank ends: well, in an uncaught exception, or by ``sys.exit(1)``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ringdance.core.engine import Engine
+from ringdance.core.reports import dump
+from ringdance.core.transport.base import Transport
+from ringdance.errors import UNEVEN_STEPS
+from ringdance.host import exit_code
+from ringdance.training.monitoring import Monitoring
+
+if TYPE_CHECKING:
+    from ringdance.training.tuning.autotune import Autotuner
+
+_log = logging.getLogger("ringdance")
+
+# Begins a line on stderr with which a failing rank gives the launcher the reason; JSON follows.
+CAUSE_MARK = "::ringdance-cause::"
+# Seconds for the other ranks to see the message and raise their own error, before this process
+# ends and the MPI launcher kills them.
+_GRACE = 0.5
+
+# JAX begins an error with "Error dispatching computation: " once for each program that has led to it.
+_REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
+
+
+class Process:
+    """The engine of this process, and how it ended."""
+
+    engine: Engine | None = None
+    comm: Any = None  # the arguments of init()
+    transport: tuple[int, Callable[..., Transport]] | None = None
+    pid: int = 0  # 0 before the first init()
+    mpi: bool = False
+    monitoring = Monitoring()
+    clean: bool = True  # every engine so far has stopped by agreement
+    at_init: tuple[Callable[[], None], ...] = ()
+    tuner: Autotuner | None = None
+    failed: bool = False  # the program ends by an uncaught exception, or a code that is not 0
+    unseen: tuple[Engine | None, Exception] | None = None  # see ``session.note_unseen``
+    has_trained: Callable[[], bool] | None = None  # by itself; None: not known, reported, or it has reduced
+
+    def watch(self) -> None:
+        """Act when the program ends or fails from now on, or forks."""
+        dump.enable()
+        exit_code.watch(self._on_code)
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._after_fork)
+        previous = sys.excepthook
+        sys.excepthook = lambda kind, error, trace: self._on_exception(previous, kind, error, trace)
+
+    def _on_exception(
+        self, previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Report an uncaught exception as the cause, to the launcher and to the peers."""
+        found = self.engine
+        previous(kind, error, trace)
+        self.failed = True
+        if found is not None and self.pid == os.getpid():
+            text = _REPEATED.sub(r"\1", f"{kind.__name__}: {error}")
+            how = "lost" if found.end.broken is not None or found.closed else "exception"
+            traced = "".join(traceback.format_exception(kind, error, trace))
+            _fail(found, how, text, f"ended with {text}", traced)
+
+    def _on_code(self) -> None:
+        """Fail, if the program ends with a code that is not 0, before Python waits for threads."""
+        if exit_code.exit_code():
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        """Report once that this rank fails: by the error that nothing has read, or by its exit code."""
+        if self.unseen is not None and self.pid == os.getpid() and not self.failed:
+            self.engine, error = self.unseen
+            error.add_note("ringdance: this happened in a compiled program, and no result was read since.")
+            sys.excepthook(type(error), error.with_traceback(None), None)
+        code = 0 if self.failed or self.pid != os.getpid() else exit_code.exit_code()
+        if code:
+            self.failed = True
+            if (found := self.engine) is not None:
+                how = "lost" if found.end.broken is not None or found.end.unclean else "code"
+                _fail(found, how, f"exited with code {code}", f"ended with exit code {code}")
+
+    def _at_exit(self) -> None:
+        self._note_failure()
+        found, self.engine = self.engine, None
+        if self.pid != os.getpid():
+            return
+        if found is not None and not self.failed:
+            self._end_well(found)
+        if found is not None:
+            self.monitoring.end(found)
+        if self.mpi:
+            from ringdance.core.transport.library import finalize
+
+            finalize(self.clean and not self.failed)
+
+    def _end_well(self, found: Engine) -> None:
+        """Leave the job together with all ranks; a rank that waited is why the job fails."""
+        done = f" after {found.recorder.steps_text()}"
+        self.clean &= found.shutdown(f"has ended its program{done}", departing=True)
+        _warn_of_incomplete(found)
+        if found.end.unclean and found.end.stopped_first:
+            ended = f"{found.identity} ended its program{done}, while other ranks waited for it. "
+            ended += UNEVEN_STEPS
+            _cause(found, "exit", ended)
+            self.clean = False
+            time.sleep(_GRACE)
+        self.clean &= not found.end.unclean
+        self.show_summary(found)
+
+    def show_summary(self, found: Engine) -> None:
+        """Show the summary of a run that has ended well, by rank 0."""
+        if found.rank or not self.clean:
+            return
+        if self.tuner is not None:
+            self.tuner.leave()
+        with contextlib.suppress(Exception):  # stderr may be closed
+            for line in found.summary.lines(found.transport.identities):
+                print(f"ringdance: {line}", file=sys.stderr)
+            if found.size > 1 and self.has_trained and self.has_trained():
+                self.has_trained = None
+                _log.warning(
+                    "ringdance: rank 0 has run backward passes, but no allreduce in this job of %d ranks: no "
+                    "gradient was averaged. To train one model together, wrap its optimizer: optimizer = "
+                    "hvd.DistributedOptimizer(optimizer, ...). It is fine if each rank trains a model of its "
+                    "own, rank 0 alone trains, or something else averages.", found.size,
+                )  # fmt: skip
+
+    def _after_fork(self) -> None:
+        """In a forked child (a DataLoader worker): keep rank and size, refuse collectives."""
+        self.monitoring = Monitoring()
+        if self.engine is not None:
+            self.engine.disown()
+
+
+def _fail(found: Engine, kind: str, message: str, ended: str, trace: str = "") -> None:
+    """Report to the launcher that this rank fails, and end it for the others, if there are any."""
+    if found.size == 1:
+        return
+    _cause(found, kind, message, trace)
+    if not found.closed:
+        found.leave(f"{found.identity} {ended}")
+    if found.end.failed_here:
+        time.sleep(_GRACE)
+
+
+def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
+    """Report the reason to our launcher; without it, log what Python has not printed already."""
+    who = found.identity
+    if "RINGDANCE_JOB" not in os.environ:
+        if kind in ("exit", "code"):
+            _log.error("ringdance: %s", message if kind == "exit" else f"{who} {message}.")
+        return
+    cause = {"rank": who.rank, "host": who.host, "pid": who.pid, "time": time.time()}
+    line = json.dumps(cause | {"kind": kind, "message": message, "traceback": trace})
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{CAUSE_MARK} {line}\n")
+        sys.stderr.flush()
+
+
+def _warn_of_incomplete(found: Engine) -> None:
+    """Warn of asynchronous operations without a wait, which are lost now."""
+    names = found.end.incomplete
+    if names and not found.end.unclean:  # else the rank that waits gets an error
+        shown = ", ".join(f"'{name}'" for name in names[:6])
+        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+        _log.warning(
+            "ringdance: %s ended its program before %d of its operations were complete: %s%s. Call "
+            "synchronize() with each handle; what other ranks never submit does not complete.",
+            found.identity, len(names), shown, more,
+        )  # fmt: skip

@@ -1,0 +1,140 @@
+"""What this process shows of itself: its ring, and the monitor of its host, if this rank has started it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from ringdance.core.engine import Engine
+from ringdance.core.monitor.client import MonitorClient
+from ringdance.core.ring import Ring, Word, shared_memory
+from ringdance.errors import ArgumentError
+from ringdance.settings import Settings
+
+_log = logging.getLogger("ringdance")
+
+DYNAMIC = "DYNAMIC"
+"""Value of the setting ``timeline``: be ready for ``start_timeline``."""
+
+
+class Monitoring:
+    """The ring and the monitor, for one engine after the other."""
+
+    def __init__(self) -> None:
+        self._ring: Ring | None = None
+        self._client: MonitorClient | None = None
+        self._started = False  # for an engine before
+        self._killed = ""  # how the monitor was that wrote the timeline
+
+    def prepare(self) -> Ring:
+        """Make the ring before the ranks meet: a monitor that starts then finds those of all ranks."""
+        self._ring = self._ring or Ring(shared_memory())
+        return self._ring
+
+    def ring(self, settings: Settings) -> Ring:
+        """Return the ring for the next engine."""
+        ring = self.prepare()
+        ring.words[Word.CLOSED] = 0
+        if settings.timeline not in ("", DYNAMIC):  # from the first operation, whenever the monitor is ready
+            ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
+        return ring
+
+    def start(self, engine: Engine) -> None:
+        """Start the monitor of this host, if something is wanted that it does."""
+        settings = engine.settings
+        first_engine, self._started = not self._started, True
+        if settings.timeline_steps:
+            first, end = settings.timeline_steps
+            engine.recorder.window = first, end, _detail(settings)
+        if engine.local_rank or not (settings.timeline or _wants_metrics(settings)):
+            return
+        metrics = _wants_metrics(settings)
+        pids = [engine.transport.identities[rank].pid for rank in engine.transport.host_group]
+        try:
+            client = self._client = MonitorClient(pids, metrics)
+        except OSError as error:
+            _log.error("ringdance: no timeline and no metrics are written: %s", error)
+            return
+        if settings.timeline:
+            _start_timeline(engine, client)
+        if metrics:
+            client.metrics(
+                rank=engine.rank,
+                interval=settings.metrics_interval,
+                directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
+                anew=first_engine,
+                address=settings.metrics_port,
+            )
+        engine.on_check = lambda: self._check(engine)
+
+    def _check(self, engine: Engine) -> None:
+        """Warn if the monitor was killed."""
+        how = self._client.killed() if self._client else ""
+        if not how:
+            return
+        self._killed = how
+        self._client, engine.on_check = None, lambda: None
+        text = "ringdance: %s: %s; the timeline and the metrics lack what its ranks do from now on"
+        _log.warning(text, engine.identity.host, how)
+
+    def end(self, engine: Engine) -> None:
+        """Close the ring; wait until the monitor has written everything."""
+        self._check(engine)
+        engine.recorder.publish()
+        engine.recorder.words[Word.CLOSED] = 1
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def start_timeline(self, engine: Engine, path: str, mark_cycles: bool) -> None:
+        """Start a timeline; on ranks other than 0 nothing happens.
+
+        Raises:
+            ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
+        """
+        if not engine.settings.timeline:
+            raise ArgumentError(
+                "start_timeline() has to be prepared before init(): set RINGDANCE_TIMELINE=DYNAMIC "
+                "(or HOROVOD_TIMELINE)."
+            )
+        self._ask(engine, lambda client: client.start(path, 2 if mark_cycles else 1))
+        engine.recorder.read_detail()  # the next submission is to be in it, before any round
+
+    def stop_timeline(self, engine: Engine) -> None:
+        """Complete the timeline; on ranks other than 0 nothing happens."""
+        self._ask(engine, MonitorClient.stop)
+
+    def _ask(self, engine: Engine, ask: Callable[[MonitorClient], None]) -> None:
+        if self._killed and not engine.rank:
+            _log.error("ringdance: the timeline is not written: %s", self._killed)
+        elif self._client is not None and not engine.rank:
+            try:
+                ask(self._client)
+            except OSError as error:
+                _log.error("ringdance: the timeline is not written: %s", error)
+            engine.recorder.read_detail()
+
+
+def _wants_metrics(settings: Settings) -> bool:
+    return bool(settings.metrics_dir or settings.metrics_port)
+
+
+def _detail(settings: Settings) -> int:
+    return 2 if settings.timeline_mark_cycles else 1
+
+
+def _start_timeline(engine: Engine, client: MonitorClient) -> None:
+    """Let the monitors work together: rank 0's writes the timeline, the others connect."""
+    settings = engine.settings
+    if engine.rank:
+        engine.on_monitor = lambda note: client.connect(note["addresses"], note["port"], note["token"])
+        return
+    try:
+        if engine.local_size < engine.size:
+            engine.post_all({"kind": "monitor", **client.listen(others=engine.cross_size - 1)})
+        if settings.timeline != DYNAMIC:
+            detail = None if settings.timeline_steps else _detail(settings)
+            client.start(settings.timeline, detail, anew=False)
+    except OSError as error:
+        _log.error("ringdance: no timeline is written: %s", error)

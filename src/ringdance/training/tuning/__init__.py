@@ -1,0 +1,1 @@
+"""Tune a job while it trains: the settings that autotuning changes, and the search among them."""

@@ -1,0 +1,382 @@
+"""Tune a job while it trains: its first steps try other values, and the rest runs with the best.
+
+At the end of a step each rank submits what it has measured, as a request that no thread waits for (``TUNE``).
+It is executed with the next exchange of gradients, where all ranks advance the same ``Search`` by the same
+bytes and change their engines at one place of the agreed order: Note [Tuning] in
+``core.process_sets.registry``. What is not the engine's (``tunables``) changes when the step after it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import logging
+import os
+import sys
+from collections.abc import Generator, Mapping
+from statistics import fmean
+from time import monotonic, monotonic_ns
+from typing import Any
+
+import numpy as np
+
+from ringdance.core import labels
+from ringdance.core.engine import Engine
+from ringdance.core.process_sets.agreement import CacheEntry
+from ringdance.core.process_sets.batch import description_bytes
+from ringdance.core.process_sets.registry import TUNED_CHUNK_BYTES
+from ringdance.core.process_sets.state import EngineValues, ProcessSetState
+from ringdance.core.request import TUNE_NAME, Collective, Description, ReduceOp, Request, Work
+from ringdance.core.ring import Word
+from ringdance.errors import RingdanceError
+from ringdance.host.files import open_at_once
+from ringdance.host.limits import usable_cores
+from ringdance.training.tuning import tuned
+from ringdance.training.tuning.dimensions import dimensions_of
+from ringdance.training.tuning.search import Dimension, Measured, Outcome, Search, Trial
+from ringdance.training.tuning.tunables import tunables
+
+_log = logging.getLogger("ringdance")
+
+Values = dict[str, float]
+_LIMIT = 150  # steps after which the search ends, warm-up included; the comparison with the start follows
+_FEWEST = 6  # of them before anything changes: until then the ranks know all requests of a step
+_COLUMNS = (
+    "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
+    "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
+    "step_ms", "outcome",
+)  # fmt: skip
+_HALF = ("float16", "bfloat16")  # whether they overflow may depend on where they are added first
+
+_kept: list[dict[str, Any]] = []  # results of this process: a job that starts again takes them over
+
+
+def tuner_of(engine: Engine) -> Autotuner | None:
+    """Return the tuner of this rank's engine, at work; None where the settings want none."""
+    settings = engine.settings
+    if not (settings.autotune or settings.tuned):
+        return None
+    why = "in a job of one rank" if engine.size == 1 else "in deterministic mode" * settings.deterministic
+    if why:
+        if not engine.rank:
+            _log.warning("ringdance: autotune is off %s: the settings stay.", why)
+        return None
+    tuner = Autotuner(engine)
+    engine.on_step = tuner.on_step
+    return tuner
+
+
+class Autotuner:
+    """The tuner of one rank; all ranks have one, and submit to it the same number of times.
+
+    Args:
+        engine: of this rank.
+
+    Attributes:
+        values: what the ranks have agreed on last; what is missing is as the job has it.
+        done: whether nothing will be changed any more.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.settings = engine, engine.settings
+        state = engine.sets.registered[0].state
+        assert state is not None
+        self._state: ProcessSetState = state
+        self.values: Values = {}
+        self.done = False
+        self._job: dict[str, Any] = {}
+        self._file: Values = {}  # what came from --tuned
+        self._own: dict[str, int] = {}  # this rank's, of the tunables that are not the engine's
+        self._given: dict[str, int] = {}  # what they are now, as far as the tuner knows
+        self._written = False  # whether what is agreed on is a result, to be used again
+        self._search: Search | None = None
+        self._bytes: tuple[int, ...] = (0,)
+        self._run: Generator[Trial, Measured, Outcome] | None = None
+        settings = self.settings
+        warm_up = max(_FEWEST, settings.autotune_warmup_samples * settings.autotune_steps_per_sample)
+        self._warm_up = warm_up + 2  # the first step has no begin; one more until the ranks have agreed
+        self._trial = self._seen = Trial((), 0, warm_up)
+        self._skip, self._said = 0, ""
+        self._work: Work | None = None  # was submitted; complete without a new trial: withdrawn by join()
+        self._done: list[tuple[int, int, int]] = []  # ns, of them waited, and bytes of each measured step
+        self._steps, self._last, self._began = 0, (0, 0, 0), monotonic()
+        self._original = state.values()
+        engine.sets.on_tune = self._on_tune
+
+    # -- by the thread that ends a step --------------------------------------------------------
+
+    def on_step(self) -> None:
+        """Note that a step has ended; submit what was measured when the trial has enough of them."""
+        words = self.engine.recorder.words
+        if words[Word.STEPS] == self._steps:  # a mark that does not count
+            return
+        first, self._steps = not self._steps, words[Word.STEPS]
+        last, self._last = self._last, (monotonic_ns(), words[Word.WAITED], words[Word.BYTES])
+        again = self._work is not None and self._work.complete  # read before the trial, which ends it
+        trial = self._trial  # read once: another thread may execute the request
+        if trial is not self._seen or self.done:  # the exchange of this step had the new values already
+            self._seen, self._skip, self._done, self._work = trial, trial.skip, [], None
+            self._apply()
+        if self.done:
+            self._finish()
+        elif self._skip > 0:
+            self._skip -= 1
+        elif first:
+            self._began = monotonic()
+        elif len(self._done) < trial.steps:
+            now = self._last
+            self._done.append((now[0] - last[0], now[1] - last[1], now[2] - last[2]))
+        if len(self._done) >= trial.steps and not self.done and (again or self._work is None):
+            self._submit(self._measured() if self._run else self._hello())
+
+    def _apply(self) -> None:
+        self._give({name: int(self.values.get(name, own)) for name, own in self._own.items()})
+
+    def restore(self) -> None:
+        """Give back what is not the engine's: this rank leaves the job, whatever was being tried."""
+        self._give(self._own)
+
+    def _give(self, values: Mapping[str, int]) -> None:
+        for name, value in values.items():
+            if value != self._given[name]:
+                tunables[name].set(value)
+                self._given[name] = value
+
+    def _submit(self, what: dict[str, Any]) -> None:
+        payload = np.frombuffer(json.dumps(what).encode(), np.uint8)
+        request = Request(Description(Collective.TUNE), (payload,), name=TUNE_NAME)
+        with contextlib.suppress(RingdanceError):  # the job ends, or has failed: others say so
+            self._work = self.engine.submit(request, wake=False)
+
+    def _measured(self) -> dict[str, Any]:
+        times, waited, self._bytes = zip(*self._done, strict=True)
+        return {"times": times, "waited": sum(waited) / max(1, sum(times))}
+
+    def _hello(self) -> dict[str, Any]:
+        """Return what decides what can be tuned here, and results that are known.
+
+        What the ranks' settings decide, rank 0 decides for all: not everything is compared at the start.
+        """
+        now = {name: one.get() for name, one in tunables.items()}
+        self._own = {name: value for name, value in now.items() if value is not None}
+        self._given = dict(self._own)
+        found: dict[str, Any] = {
+            "cores": usable_cores(self.engine.local_pids), "known": _kept,
+            "eager": self._state.pending.eager_last > self._began,
+            "tunables": {name: [now[name], one.most()] for name, one in tunables.items()},
+        }  # fmt: skip
+        if self.engine.rank == 0:
+            # As in Horovod, whose variables fix what they set.
+            fixed = [n for n in ("fusion_threshold", "cycle_time") if "HOROVOD_" in self.settings.origin(n)]
+            dtypes = {d for entry in self._entries() for d in entry.description.dtypes}
+            if not dtypes.isdisjoint(_HALF):
+                fixed.append("hierarchical")
+            found |= {
+                "fixed": fixed, "steps": self.settings.autotune_steps_per_sample, "warm_up": self._warm_up,
+                "values": self._original._asdict(), "model": tuned.model_of(self._gradients()),
+            }  # fmt: skip
+            if self.settings.tuned:
+                try:
+                    found["file"] = tuned.read(self.settings.tuned)
+                except ValueError as error:
+                    found["refused"] = str(error)
+        return found
+
+    def _entries(self) -> list[CacheEntry]:
+        found = [entry for entry in list(self._state.pending.cache.entries) if entry is not None]
+        return [entry for entry in found if entry.description.kind is Collective.ALLREDUCE]
+
+    def _gradients(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
+        """Return the tensors averaged so far: those known as gradients, if there are any."""
+        found: dict[bool, dict[str, tuple[tuple[int, ...], str, int]]] = {True: {}, False: {}}
+        for entry in self._entries():
+            d = entry.description
+            if d.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM) or d.detail:
+                continue
+            names = labels.tensors_of(entry.name)
+            known = bool(names) and labels.label_of(entry.name).startswith("gradients of ")
+            chosen = names if known else [f"{entry.name}.{i}" for i in range(len(d.shapes))]
+            for name, shape, dtype in zip(chosen, d.shapes, d.dtypes, strict=False):
+                nbytes = description_bytes(Description(d.kind, (dtype,), (shape,)))
+                found[known][name] = (shape, dtype, nbytes)
+        return found[True] or found[False]
+
+    # -- in a step of the engine, on all ranks alike -------------------------------------------
+
+    def _on_tune(self, payloads: list[bytes]) -> EngineValues | None:
+        if self.done:
+            return None
+        if not all(payloads):
+            if self._search is not None:
+                self._take(self._search.start)
+            self._stop("a rank has joined, which ends the search: the settings stay")
+        else:
+            answers = [json.loads(payload) for payload in payloads]
+            if self._run is None:
+                self._begin(answers)
+            else:
+                steps = zip(*(what["times"] for what in answers), strict=True)
+                times = [fmean(step) * 1e-9 for step in steps]
+                self._advance(Measured(times, min(what["waited"] for what in answers)))
+        job, values = self._original._asdict(), dict(self.values)
+        if "hierarchical" in values:
+            values["flat"] = not values["hierarchical"]
+        return EngineValues(**{name: type(own)(values.get(name, own)) for name, own in job.items()})
+
+    def _begin(self, answers: list[dict[str, Any]]) -> None:
+        """Take over a known result, or begin the search."""
+        hardware = tuned.hardware_of(self.engine.hosts, [what["cores"] for what in answers])
+        self._job = hardware | answers[0]["model"]
+        for what in answers:
+            for known in what["known"]:
+                if not tuned.differences(known["job"], self._job):
+                    self.values = dict(known["values"])
+                    self._stop(f"as before the restart: {_text(self.values)}")
+                    return
+        refused, file = answers[0].get("refused", ""), answers[0].get("file")
+        if file is not None:
+            refused = tuned.differences(file["job"], self._job)
+            refused = refused and f"{self.settings.tuned} is of another job: {refused}"
+        if refused and not self.engine.rank:
+            _log.warning("ringdance: --tuned is not used, the settings stay: %s.", refused)
+        if file is not None and not refused:
+            self.values, self._file = dict(file["values"]), dict(file["values"])
+        if not self.settings.autotune:
+            used = file is not None and not refused
+            self._stop(f"{_text(self.values)} (from {self.settings.tuned})" if used else "")
+            return
+        dimensions, self._warm_up = self._dimensions(answers), answers[0]["warm_up"]
+        self._search = Search(dimensions, answers[0]["steps"], _LIMIT - self._warm_up)
+        if not dimensions:
+            self._stop("nothing can be tuned here: the settings stay")
+            self._written = True
+            return
+        self._run = self._search.run()
+        self._next(next(self._run))
+
+    def _advance(self, measured: Measured) -> None:
+        assert self._run is not None
+        try:
+            self._next(self._run.send(measured))
+        except StopIteration as end:
+            self._end(end.value)
+
+    def _next(self, trial: Trial) -> None:
+        assert self._search is not None
+        self._take(trial.point)
+        self._trial = trial
+
+    def _take(self, point: tuple[int, ...]) -> None:
+        assert self._search is not None
+        for one, index in zip(self._search.dimensions, point, strict=True):
+            if index != one.start:
+                self.values[one.name] = one.values[index]
+            elif one.name in self._file:
+                self.values[one.name] = self._file[one.name]
+            else:  # each rank's own
+                self.values.pop(one.name, None)
+
+    def _end(self, outcome: Outcome) -> None:
+        search = self._search
+        assert search is not None
+        self._take(outcome.point)
+        changed = {
+            one.name: one.values[index]
+            for one, index in zip(search.dimensions, outcome.point, strict=True) if index != one.start
+        }
+        after = f"after {self._warm_up + search.used} steps"
+        if outcome.point == search.start:
+            self._stop(f"nothing was to be won {after}: the settings stay")
+        else:
+            won = f"{100 * outcome.gain:.1f} ± {100 * outcome.error:.1f}% of a step's time won"
+            self._stop(f"{_text(changed)}: {won} {after}")
+        _kept.append({"job": self._job, "values": self.values})
+        self._written = True
+
+    def _stop(self, said: str) -> None:
+        self._said, self.done = said, True
+
+    def _dimensions(self, answers: list[dict[str, Any]]) -> list[Dimension]:
+        exchange, rank = self._state.exchange, self.engine.rank
+        most = exchange.most_chunk_bytes
+        if 0 < most < TUNED_CHUNK_BYTES and not rank:
+            _log.warning(
+                "ringdance: autotune tries chunks of up to %d KiB only: /dev/shm of a host has no room for "
+                "larger ones (containers: --shm-size).", most >> 10,
+            )  # fmt: skip
+        rooms = {"chunk_bytes": min(most, TUNED_CHUNK_BYTES), "wire_bytes": TUNED_CHUNK_BYTES}
+        small, hosts = self.settings.small_bytes, exchange.flat is not None
+        return dimensions_of(answers, self._file, self._state.largest, rooms, small, hosts)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Write and say how it ended; from now on nothing is called any more."""
+        self.engine.on_step = None
+        if self.engine.rank:
+            return
+        if self._said:
+            self._say(self._said)
+        if self.settings.autotune_log:
+            try:
+                self._write(self.settings.autotune_log)
+            except OSError as error:
+                path, why = self.settings.autotune_log, error.strerror or error
+                _log.warning("ringdance: the tuner's log %s cannot be written: %s", path, why)
+
+    def leave(self) -> None:
+        """The job ends: write what is known so far."""
+        if self.engine.on_step is None:
+            return
+        if not self.done and self.settings.autotune:
+            self._said = "the job ended before the search did, which takes up to 280 steps: nothing was tuned"
+        self._finish()
+
+    @staticmethod
+    def _say(text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+            print(f"ringdance autotune: {text}", file=sys.stderr, flush=True)
+
+    def _write(self, path: str) -> None:
+        search, settings = self._search, self.settings
+        if search is None:
+            return
+        base, number, last = {**self._state.values()._asdict(), **self.values}, self._warm_up, search.start
+        nbytes, exchange = fmean(self._bytes), self._state.exchange
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(path, "w", newline="", opener=open_at_once) as file:
+            rows = csv.writer(file)
+            rows.writerow(_COLUMNS)
+            history = [*search.history, (search.best if self._written else last, [], "final")]
+            for point, times, what in history:
+                seconds = fmean(times) if times else 0.0
+                values = base | {d.name: d.values[i] for d, i in zip(search.dimensions, point, strict=True)}
+                staged = exchange.flat is not None and values.get("hierarchical", not values["flat"])
+                number += len(times) + search.skipped(last, point) * bool(times)
+                last = point
+                rows.writerow([
+                    int(staged), 0, 0, int(settings.cache_capacity > 0),
+                    f"{values['cycle_time']:g}", f"{values['fusion_threshold'] / (1 << 20):g}",
+                    f"{nbytes / seconds / 1e6:.3f}" if seconds else "", number,
+                    int(values["chunk_bytes"]), int(values["wire_bytes"]), values.get("overlap", ""),
+                    values.get("threads", ""),
+                    f"{seconds * 1e3:.3f}" if seconds else "", what,
+                ])  # fmt: skip
+        if not self._written:  # it was not compared with the start
+            return
+        root, ending = os.path.splitext(path)
+        tuned.write(f"{path if ending == '.json' else root}.json", self._job, self.values, self._said)
+
+
+def _text(values: Mapping[str, float]) -> str:
+    """Return values as people write them: ``chunk_bytes=384K``."""
+    return ", ".join(f"{name}={_number(name, value)}" for name, value in values.items()) or "no change"
+
+
+def _number(name: str, value: float) -> str:
+    if name.endswith(("threshold", "bytes")):
+        for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+            if value and value % unit == 0:
+                return f"{int(value) // unit}{letter}"
+    return f"{value:g}"

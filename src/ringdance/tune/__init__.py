@@ -1,1 +1,0 @@
-"""Tune a training and predict it: what ``ringdance bench train`` and its neighbours are made of."""
