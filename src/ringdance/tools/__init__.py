@@ -1,5 +1,5 @@
 """The tools around a job: one package or module for each subcommand of ``ringdance``.
 
-``cli`` has the list of all subcommands. Tools look at machines and at what a job has written from outside; those
-that measure start ranks.
+``cli`` lists all subcommands. Tools look at machines, and at the files that a job wrote, from outside.
+Some of them start ranks to measure.
 """

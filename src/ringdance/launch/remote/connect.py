@@ -363,7 +363,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
             f"there is no {here} ({error}). "
             "Is the Python environment of that host somewhere else? Say where: --python PATH"
         )
-    if "ModuleNotFoundError" in error and (python or "launch" in error):
+    if "ModuleNotFoundError" in error and (python or "'host'" in error):
         where = "" if python else f" in {package_directory()}"
         return _Problem(f"{here} there has no ringdance{where}. Install it as it is installed here")
     if program == "ssh" and code == 255:

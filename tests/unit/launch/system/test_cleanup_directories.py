@@ -20,7 +20,7 @@ from ringdance.host.system.cleanup import abandoned, make_directories
 GUARD = """
 import sys
 sys.path.append(sys.argv[1])
-from launch.system.cleanup import make_directories
+from host.system.cleanup import make_directories
 make_directories([sys.argv[2]], sys.argv[3])
 print("made", flush=True)
 sys.stdin.read()
