@@ -100,20 +100,20 @@ lint: $(VENV)/.dev
 OTHERS := .venv-mpich/.dev $(if $(shell command -v python3.11),.venv-mxnet/.dev)
 
 test: $(VENV)/.dev $(OTHERS)
-	$(VENV)/bin/python tests/run.py
+	$(VENV)/bin/python tests/runners/run.py
 
 test-all: $(VENV)/.dev $(OTHERS) .venv-impi/.dev .venv-torchvision/.dev $(if $(shell command -v cc),.venv-sagemaker/.dev)
-	$(VENV)/bin/python tests/run.py --resume
+	$(VENV)/bin/python tests/runners/run.py --resume
 
 test-mxnet: .venv-mxnet/.dev
-	.venv-mxnet/bin/python tests/run.py --all $(addprefix dropin/,mxnet mxnet-1 mxnet-2 mxnet-3)
+	.venv-mxnet/bin/python tests/runners/run.py --all $(addprefix dropin/,mxnet mxnet-1 mxnet-2 mxnet-3)
 
 test-detection: .venv-torchvision/.dev
-	.venv-torchvision/bin/python tests/run.py --all ranks/torchvision-2
+	.venv-torchvision/bin/python tests/runners/run.py --all ranks/torchvision-2
 
 test-matrix:
 	@$(call make_venv,$(VENV))
-	$(VENV)/bin/python tests/matrix.py $(if $(ROWS),--only $(ROWS))
+	$(VENV)/bin/python tests/runners/matrix.py $(if $(ROWS),--only $(ROWS))
 
 bench: $(VENV)/.dev
 	@$(WITH) benchmarks/run_all.sh results

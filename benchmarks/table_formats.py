@@ -154,7 +154,7 @@ def prepare(made: Path, count: int) -> None:
 
     import numpy as np
 
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
     from criteo_lines import criteo_lines, libsvm_lines
 
     from ringdance.data import planted

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for `programs`
-
 from sampled import seed_of_the_day
+from this_rank import rank_and_size
 
 LIMIT = 60.0  # seconds for one test, where no marker says otherwise
 SLOW_LIMIT = 3600.0
 
 _stderr = pytest.StashKey[TextIO]()
-
-
-def rank_and_size() -> tuple[int, int]:
-    """This process's place in the job that mpiexec or torchrun started; (0, 1) without one."""
-    names = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        names.append(("RANK", "WORLD_SIZE"))
-    for rank, size in names:
-        if rank in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,8 +2,9 @@
 
 ``{settings}``: all settings. ``{horovod-variables}``: what each ``HOROVOD_*`` variable does here.
 ``{horovodrun-options}``: the same for the options of ``horovodrun``. ``{absent-modules}``: modules of
-``horovod`` whose import says what to use instead. ``{tested-versions}``: the rows of ``tests/matrix.toml``.
-``{doctor-checks}``: what ``ringdance doctor`` looks at. ``{output-of} COMMAND``: what that command prints.
+``horovod`` whose import says what to use instead. ``{tested-versions}``: the rows of
+``tests/runners/matrix.toml``. ``{doctor-checks}``: what ``ringdance doctor`` looks at.
+``{output-of} COMMAND``: what that command prints.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from ringdance.tools.cli import main
-from ringdance.tools.doctor.examine import CHECKS
 from ringdance.settings import NO_EFFECT, SETTINGS, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
+from ringdance.tools.cli import main
+from ringdance.tools.doctor.examine import CHECKS
 
 Row = tuple[str, ...]
 
@@ -88,7 +89,7 @@ def absent_rows() -> Iterator[Row]:
 
 def tested_rows() -> Iterator[Row]:
     """Versions of Python and of the frameworks that are tested together."""
-    matrix = Path(__file__).parents[2] / "tests" / "matrix.toml"
+    matrix = Path(__file__).parents[2] / "tests" / "runners" / "matrix.toml"
     for name, table in tomllib.loads(matrix.read_text()).items():
         if name != "defaults":
             yield tuple(table.get(key, "") for key in ("python", "tensorflow", "keras", "jax", "torch"))

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from long_work_job import FOR_EVER, LONG
 from run import launcher
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from processes import by_main, monitors_have_ended, script
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from run import launcher
 
 WRITTEN = """

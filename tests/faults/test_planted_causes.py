@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from planted_job import line_of
 from run import launcher
 

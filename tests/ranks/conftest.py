@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from conftest import rank_and_size
 from sampled import case_of, drawn
+from this_rank import rank_and_size
 
 # TensorFlow gets one thread for its operations: nothing may hang then. What it says at import is not wanted.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")

@@ -1,4 +1,4 @@
-"""tests/run.py: nothing is left out, and what has passed is not run again."""
+"""tests/runners/run.py: nothing is left out, and what has passed is not run again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import run
 
-TESTS = Path(run.__file__).parent
+TESTS = Path(run.__file__).parents[1]
 
 
 def test_every_file_is_in_one_job_at_least_and_most_in_make_test() -> None:

@@ -43,7 +43,7 @@ def _directory(name: str) -> Path:
 def _files(name: str) -> list[Path]:
     """Return the files of a recipe, those to be run first."""
     found = [one for one in _directory(name).glob("*.py") if one.name != "__init__.py"]
-    found += [_directory("score.py")] if name in _SCORED else []
+    found += [_directory(name).parent / "score.py"] if name in _SCORED else []
     return sorted(found, key=lambda one: (not one.name.startswith("train"), one.name))
 
 

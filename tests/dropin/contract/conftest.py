@@ -21,7 +21,6 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `contract_inputs`
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from sampled import case_of, drawn
 

@@ -17,8 +17,8 @@ HEAD = """# What Horovod's tests check
 
 Horovod's own tests of its bindings and of its launcher, row by row: what each checks, and the test that
 checks the same here, with the same inputs, values, tolerances and kinds of errors. Those of the bindings
-run on 2 and 3 real processes, `python tests/run.py --all dropin`, those of TensorFlow at once and as graphs,
-those of MXNet on 1, 2 and 3 by `make test-mxnet`; every one marked with * runs on a GPU as well, and
+run on 2 and 3 real processes, `python tests/runners/run.py --all dropin`, those of TensorFlow at once and as
+graphs, those of MXNet on 1, 2 and 3 by `make test-mxnet`; every one marked with * runs on a GPU as well, and
 **GPU** marks what needs one. Numbers in brackets are how many tests the original has.
 """
 

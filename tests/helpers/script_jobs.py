@@ -18,7 +18,7 @@ import pytest
 from doc_blocks import blocks
 from run import launcher
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "dropin" / "scripts"
 RUNNER = ROOT / "tests" / "dropin" / "script_runner.py"
 BIN = Path(sys.executable).parent

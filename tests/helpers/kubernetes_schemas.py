@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 
-SCHEMAS = Path(__file__).parent / "unit" / "submit" / "schemas"
+SCHEMAS = Path(__file__).parents[1] / "unit" / "submit" / "schemas"
 
 
 def strict(schema: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Test other versions of Python and of the frameworks: `python tests/matrix.py [--only NAME ...] [--again]`.
+"""Test other versions of Python and frameworks: `python tests/runners/matrix.py [--only NAME ...] [--again]`.
 
-The rows are in tests/matrix.toml. Each gets an environment, .venv-matrix/NAME, and in it result.json.
+The rows are in tests/runners/matrix.toml. Each gets an environment, .venv-matrix/NAME, and in it result.json.
 What has passed on these very sources is not run again: neither a row, nor the first runs of one that failed
 or was interrupted. A row whose Python is not on this machine is skipped and says so. The last lines are a
 table; the exit code is 1 if a row failed.
@@ -24,7 +24,7 @@ from pathlib import Path
 from passed import digest
 from run import stream
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 DIRECTORY = ROOT / ".venv-matrix"
 FRAMEWORKS = ("tensorflow", "keras", "jax", "torch")
@@ -73,14 +73,14 @@ def tensorflow_name() -> str:
 
 def read_rows() -> list[Row]:
     """The rows of matrix.toml, in its order."""
-    tables = tomllib.loads((TESTS / "matrix.toml").read_text())
+    tables = tomllib.loads(Path(__file__).with_name("matrix.toml").read_text())
     defaults = tables.pop("defaults")
     rows = []
     for name, table in tables.items():
         values = defaults | table
         unknown = values.keys() - {"python", "tests", "also", *FRAMEWORKS}
         if unknown:
-            sys.exit(f"tests/matrix.toml: row {name} has unknown keys: {', '.join(sorted(unknown))}")
+            sys.exit(f"tests/runners/matrix.toml: row {name} has unknown keys: {', '.join(sorted(unknown))}")
         versions = {name: values[name] for name in FRAMEWORKS if name in values}
         rows.append(Row(name, values["python"], versions, values["tests"], values.get("also", [])))
     return rows
@@ -170,7 +170,7 @@ def run_row(row: Row, tree: str, before: Result | None = None) -> Result:
 
 
 def run_tests(row: Row, words: list[str]) -> tuple[int, Counter[str]]:
-    """Run tests/run.py in the row's environment: its exit code and its numbers."""
+    """Run tests/runners/run.py in the row's environment: its exit code and its numbers."""
     # Commands of the environment first; nothing of what called this is wanted in it.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     environ["PATH"] = f"{row.directory / 'bin'}{os.pathsep}{environ['PATH']}"
@@ -180,7 +180,7 @@ def run_tests(row: Row, words: list[str]) -> tuple[int, Counter[str]]:
         print(line, flush=True)
         lines.append(line)
 
-    command = [str(row.directory / "bin" / "python"), str(TESTS / "run.py"), *words]
+    command = [str(row.directory / "bin" / "python"), str(Path(__file__).with_name("run.py")), *words]
     code, _ = stream(command, environ, LIMIT, show)
     found = re.findall(r"(\d+) (passed|failed|errors|skipped)", lines[-1])
     return code, Counter({what: int(number) for number, what in found})

@@ -5,7 +5,7 @@ another dtype, shape, operation, root or collective, or an argument that only th
 These must raise on all members of their group, and the calls after them must still match. All values are
 small integers, so that results are exact in every dtype and for every order of summation.
 
-Run and print one program: ``ringdance run -np 2 python tests/torch_programs.py SEED``
+Run and print one program: ``ringdance run -np 2 python tests/helpers/torch_programs.py SEED``
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from socket import AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY
 
 from ringdance.host.agent.loopback import device_of, listening_sockets
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/explanation/exposure.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/explanation/exposure.md"
 _NAMES = {"prterun": "mpiexec", "prted": "prted"}
 _ROW = re.compile(r"^\| `?(mpiexec|prted|rank)`? \| ([\w ]+) \| `([^`]+)` \|", re.M)
 

@@ -1,4 +1,4 @@
-"""Run the tests: `python tests/run.py [--slow | --all] [PART ...]`: parts or jobs, as `unit ranks/torch-3`.
+"""Run the tests: `python tests/runners/run.py [--slow | --all] [PART ...]`, such as `unit ranks/torch-3`.
 
 A job is one pytest, one mpiexec with a pytest on every rank (only rank 0 prints; the output of a rank that
 fails follows), or one tool of `make lint`. Jobs run side by side as far as there are cores. The output of a
@@ -33,7 +33,7 @@ from jobs import PARTS, Job, all_jobs
 from passed import Passed
 from sampled import seed_of_the_day
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 LOGS = ROOT / "build" / "tests"
 AT_ONCE = max(2, (os.cpu_count() or 2) // 2)  # jobs; most have two processes that compute
@@ -265,8 +265,8 @@ def as_rank(directory: str, words: list[str]) -> int:
     """Be one rank: run pytest with `words`, and leave its exit code in `directory`."""
     import pytest
 
-    sys.path.insert(0, str(TESTS))
-    from conftest import rank_and_size
+    sys.path.insert(0, str(TESTS / "helpers"))
+    from this_rank import rank_and_size
 
     rank, _ = rank_and_size()
     if rank:  # by descriptor, so that what C code and faulthandler write goes there too

@@ -10,7 +10,6 @@ import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).parent))  # for `nets`
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sampled import case_of, drawn
 

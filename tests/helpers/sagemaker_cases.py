@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RECORDED = Path(__file__).parent / "unit" / "submit" / "sagemaker_requests.json"
+RECORDED = Path(__file__).parents[1] / "unit" / "submit" / "sagemaker_requests.json"
 NAME = "job-1"
 BUCKET = "sagemaker-us-east-1-123456789012"
 COMMON = {

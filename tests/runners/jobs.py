@@ -1,4 +1,4 @@
-"""The jobs of tests/run.py: what runs where, on how many ranks, and what only `make test-all` has."""
+"""The jobs of tests/runners/run.py: what runs where, on how many ranks, and what only `make test-all` has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 PARTS = ("lint", "unit", "ranks", "dropin", "faults", "hosts")
 
 
@@ -109,10 +109,10 @@ def all_jobs() -> list[Job]:
     for size in (1, 2, 3):  # what four ranks do otherwise than three is in the engine
         jobs += [
             # Keras is in the jobs of two frameworks, whose imports take a processor seconds on each rank.
-            Job("ranks", f"torch-{size}", (*torch, "keras_jobs") if size > 1 else torch, size,
+            Job("ranks", f"torch-{size}", (*torch, "ranks/keras") if size > 1 else torch, size,
                 only_slow=size != 2, options=keras, environ={"KERAS_BACKEND": "torch"},
                 needs=("torch", "keras")),
-            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py", "keras_jobs")[:size], size,
+            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py", "ranks/keras")[:size], size,
                 only_slow=size != 2, options=keras, environ={"KERAS_BACKEND": "tensorflow"},
                 needs=("tensorflow", "keras")),
             Job("ranks", f"jax-{size}", ("ranks/test_jax_*.py",), size, only_slow=size != 2, **jax),
@@ -125,18 +125,19 @@ def all_jobs() -> list[Job]:
             environ={"RINGDANCE_CPU_OPERATIONS": "gloo"}) for size in (2, 3)
     ]  # fmt: skip
     vision = {"only_slow": True, "whole": True, "venv": ".venv-torchvision"}
-    jobs += [Job("ranks", "torchvision-2", ("torchvision_jobs",), 2, **vision)]
+    jobs += [Job("ranks", "torchvision-2", ("ranks/torchvision",), 2, **vision)]
     for size in (2, 3):
         later = size == 3
-        jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, whole=True, **jax)]
         jobs += [
-            Job("ranks", f"keras-jax-{size}", ("keras_jobs",), size, only_slow=later, options=keras,
+            Job("ranks", f"jax-devices-{size}", ("ranks/jax_devices",), size, only_slow=later, whole=True,
+                **jax),
+            Job("ranks", f"keras-jax-{size}", ("ranks/keras",), size, only_slow=later, options=keras,
                 environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla)
         ]  # fmt: skip
         jobs += [
             # With Horovod's contract for TensorFlow: importing that takes seconds on each rank.
             Job("dropin", f"tensorflow-{size}",
-                ("keras2_jobs", "keras_jobs/test_keras_random.py", "dropin/contract/test_tensorflow_*.py"),
+                ("ranks/keras2", "ranks/keras/test_keras_random.py", "dropin/contract/test_tensorflow_*.py"),
                 size, only_slow=later, options=keras, environ={"TF_USE_LEGACY_KERAS": "1"},
                 needs=("tensorflow", "tf_keras")),
             Job("dropin", f"torch-{size}", ("dropin/contract/test_torch_*.py",), size, options=quiet,

@@ -2,7 +2,7 @@
 
 Each sweep has an order of its own, of which a day takes the next part: every case has its turn within
 as many days as there are parts. TEST_SEED=N repeats a day's choice; a test run that fails prints it.
-tests/run.py sets it, and TEST_WHOLE where it runs slow tests.
+tests/runners/run.py sets it, and TEST_WHOLE where it runs slow tests.
 """
 
 from __future__ import annotations

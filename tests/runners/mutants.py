@@ -1,7 +1,7 @@
 """Change one operator, constant or condition at random, many times, and see which changes the tests catch.
 
-    python tests/mutants.py --count 100 --seed 1 --output mutants.json    hours; go on with the same line
-    python tests/mutants.py --show mutants.json                           what survived
+    python tests/runners/mutants.py --count 100 --seed 1 --output mutants.json   hours; repeat to continue
+    python tests/runners/mutants.py --show mutants.json                          what survived
 
 A file of src/ringdance is changed in place and restored, so the clone must have no changes of its own. The
 part's unit tests and then the jobs that know it run until one fails; what none of them sees has survived.
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "ringdance"
 JOBS = {
     "core": ("unit/engine", "ranks/numpy-2", "ranks/numpy-3", "ranks/torch-2", "faults"),
@@ -120,7 +120,7 @@ def caught_by(mutant: Mutant) -> str:
         part = path.relative_to(SOURCE).parts[0]
         units = f"tests/unit/{part}"
         commands = {units: ["-m", "pytest", "-x", "-q", "-m", "not slow", units]}
-        commands |= {job: ["tests/run.py", "-x", job] for job in JOBS[part]}
+        commands |= {job: ["tests/runners/run.py", "-x", job] for job in JOBS[part]}
         for name, words in commands.items():
             command = [sys.executable, *words]
             if subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode:

@@ -1,0 +1,16 @@
+"""The place of this process in a job of test ranks."""
+
+from __future__ import annotations
+
+import os
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's place in the job that mpiexec or torchrun started; (0, 1) without one."""
+    names = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        names.append(("RANK", "WORLD_SIZE"))
+    for rank, size in names:
+        if rank in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1

@@ -1,7 +1,0 @@
-"""Rank tests of ringdance.keras with Keras 2. TF_USE_LEGACY_KERAS=1 is set before: see tests/jobs.py."""
-
-from __future__ import annotations
-
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
