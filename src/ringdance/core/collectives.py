@@ -50,9 +50,9 @@ def _outputs(request: Request) -> list[Array]:
 
 def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
     """Return where a result goes whose shape is known only now: what was given, if it has that shape."""
-    given = None if request.outputs is None else request.outputs[index]
-    if given is not None and given.shape == shape and given.dtype == request.inputs[index].dtype:
-        return given
+    provided = None if request.outputs is None else request.outputs[index]
+    if provided is not None and provided.shape == shape and provided.dtype == request.inputs[index].dtype:
+        return provided
     return aligned_empty(shape, request.inputs[index].dtype)
 
 
@@ -102,8 +102,8 @@ def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reducti
     """Reduce requests of one dtype; return the outputs of each."""
     if len(requests) == 1 and len(requests[0].inputs) == 1:
         source = requests[0].inputs[0]
-        given = requests[0].outputs
-        target = aligned_empty(source.shape, source.dtype) if given is None else given[0]
+        provided = requests[0].outputs
+        target = aligned_empty(source.shape, source.dtype) if provided is None else provided[0]
         if source.ndim == 1 and not how.pairs:
             yield from exchange.allreduce((source,), (target,), how)
         else:

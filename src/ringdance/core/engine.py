@@ -79,7 +79,7 @@ class Engine:
         self.rank, self.size = transport.rank, transport.size
         self.hosts = tuple(identity.host for identity in transport.identities)
         self.identity = transport.identities[self.rank]
-        self.local_pids = [one.pid for one in transport.identities if one.host == self.identity.host]
+        self.local_pids = [peer.pid for peer in transport.identities if peer.host == self.identity.host]
         self.local_rank = transport.host_group.index(self.rank)
         self.local_size = len(transport.host_group)
         cross = _across_hosts(self.hosts, self.rank, self.local_rank)

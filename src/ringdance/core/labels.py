@@ -35,8 +35,8 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
 def adopt(labels: dict[str, str]) -> None:
     """Take over another rank's labels of names that this rank does not use."""
     for name, label in labels.items():
-        also = any(label == one for one, _ in list(_tensors.values()))  # others may note more
-        _tensors.setdefault(name, (f"{label} ('{name}')" if also else label, ()))
+        taken = any(label == other for other, _ in list(_tensors.values()))  # others may note more
+        _tensors.setdefault(name, (f"{label} ('{name}')" if taken else label, ()))
 
 
 def known(name: str, number: int) -> bool:

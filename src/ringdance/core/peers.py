@@ -132,9 +132,9 @@ class Peers:
 
     def _waited_for(self) -> list[int]:
         """Return the ranks of this host that have not signalled in a round that this rank is in."""
-        found = set()
+        waited_for = set()
         for state in self._sets.states():
             window, group = state.transport.window, state.transport.host_group
             if state.in_round and window is not None:
-                found |= {state.members[group[index]] for index in window.missing()}
-        return sorted(found)
+                waited_for |= {state.members[group[index]] for index in window.missing()}
+        return sorted(waited_for)

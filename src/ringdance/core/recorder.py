@@ -233,7 +233,7 @@ class Recorder:
         self.publish()
         reader = RingReader(self.ring.memory)
         offset = self.words[Word.EPOCH_OFFSET]
-        found = []
+        entries = []
         for record in reader.last(_RECORDS):
             names = reader.name(record.label)
             entry = {"time": (record.time + offset) / 1e9, "kind": Kind(record.kind).name.lower()}
@@ -246,8 +246,8 @@ class Recorder:
                 }  # fmt: skip
             else:
                 entry["details"] = names
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
     def dump(self, who: Identity, reason: str, pending: list[str], named: bool = True) -> str | None:
         """Write all records as JSON; return the file's path, or None if it is not written.

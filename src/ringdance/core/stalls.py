@@ -118,7 +118,7 @@ class StallWatch:
         if time.monotonic() < self._status[0] + _SAME_ANSWER:
             return self._status[1]
         sets = self._sets.states()
-        messages = [(one.state.set_id, one) for one in list(self._callers.transfers.values())]
+        messages = [(transfer.state.set_id, transfer) for transfer in list(self._callers.transfers.values())]
         works: list[tuple[int, Work | Transfer]] = [*messages]
         works += [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
         status = {
@@ -197,7 +197,7 @@ class StallWatch:
     ) -> tuple[ProcessSetState, Work | Transfer, float] | None:
         """Return what has waited longest."""
         waiting: list[tuple[ProcessSetState, Work | Transfer, float]] = [
-            (one.state, one, now - one.waited_since) for one in list(self._callers.transfers.values())
+            (t.state, t, now - t.waited_since) for t in list(self._callers.transfers.values())
         ]
         waiting += [
             (state, work, now - since)
@@ -263,7 +263,7 @@ class StallWatch:
         waited = min(inquiry.seconds, inquiry.asked - self._resumed) + 0.001
         give_up = 0 < self._settings.stall_shutdown_time <= waited
         lower = [inquiry.answers[p] for p in others if p < own and p in inquiry.answers]
-        if not give_up and any(one["waiting"] and not one["joined"] for one in lower):
+        if not give_up and any(answer["waiting"] and not answer["joined"] for answer in lower):
             return None, None  # a lower rank waits too, and reports it; in join() it reports nothing
         stall = self._describe(inquiry, now, others)
         self.reported = stall
@@ -364,9 +364,9 @@ class StallWatch:
                 f"no rank of its host answers: {host} is off or its network down (`ping {host}`), or its "
                 "process is stopped or in a call that holds Python's lock"
             )
-        found = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])
-        stacks[rank] = found["stacks"]
-        return str(found["text"])
+        report = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])
+        stacks[rank] = report["stacks"]
+        return str(report["text"])
 
 
 def _count(state: ProcessSetState) -> int:

@@ -57,10 +57,10 @@ def _watch(done: threading.Event, timeout: float, ranks: Collection[int]) -> Non
             file.write(_MARK)
     waited = timeout
     while not done.wait(timeout):
-        name, found = _scan()
+        name, local = _scan()
         # The lowest rank of the host that waits reports for all.
-        if not found.present or int(os.environ[name]) == min(found.present):
-            _log.warning("ringdance: %s", _report(found, ranks, waited))
+        if not local.present or int(os.environ[name]) == min(local.present):
+            _log.warning("ringdance: %s", _report(local, ranks, waited))
         timeout, waited = waited, 2 * waited
 
 
@@ -79,9 +79,9 @@ def _scan() -> tuple[str, _Ranks]:
     import psutil  # here, since it takes 30 ms
 
     name = next((name for name in RANK_NAMES if name in os.environ), "")
-    found = _Ranks()
+    local = _Ranks()
     if not name or not os.path.isdir("/proc"):
-        return name, found
+        return name, local
     processes = {
         process.pid: (process.info["ppid"], process.info["environ"])
         for process in psutil.process_iter(["ppid", "environ"])
@@ -100,11 +100,11 @@ def _scan() -> tuple[str, _Ranks]:
             continue
         rank = int(environ[name])
         if _is_marked(pid):
-            found.present.add(rank)
-        elif rank not in found.late or _OWN_RANK in environ:
-            found.late[rank] = pid
-    found.late = {rank: pid for rank, pid in found.late.items() if rank not in found.present}
-    return name, found
+            local.present.add(rank)
+        elif rank not in local.late or _OWN_RANK in environ:
+            local.late[rank] = pid
+    local.late = {rank: pid for rank, pid in local.late.items() if rank not in local.present}
+    return name, local
 
 
 def _is_marked(pid: int) -> bool:

@@ -84,8 +84,8 @@ class _Incoming:
         if self.comm.Iprobe(source=self._source, tag=self._tag, status=status):
             sender, anyone = status.Get_source(), self._mpi.ANY_SOURCE
             first = next(
-                one for one in _unmatched
-                if one.comm is self.comm and one._tag == self._tag and one._source in (sender, anyone)
+                recv for recv in _unmatched
+                if recv.comm is self.comm and recv._tag == self._tag and recv._source in (sender, anyone)
             )  # fmt: skip
             first._post(sender)
             _unmatched.remove(first)
@@ -116,9 +116,9 @@ def _match_incoming() -> None:
     """Post the receives whose messages have arrived; of all communicators, unless another thread does so."""
     if _unmatched and _matching.acquire(blocking=False):
         try:
-            for one in list(_unmatched):
-                if one in _unmatched:  # not posted in this pass
-                    one.match()
+            for incoming in list(_unmatched):
+                if incoming in _unmatched:  # not posted in this pass
+                    incoming.match()
         finally:
             _matching.release()
 
@@ -349,8 +349,8 @@ class MpiTransport(Transport):
             self._memory.Free()
         self.messages()
         with _matching:
-            for one in [one for one in _unmatched if one.comm is self._notes]:
-                _unmatched.remove(one)
+            for recv in [recv for recv in _unmatched if recv.comm is self._notes]:
+                _unmatched.remove(recv)
         for comm in (self._node, self._notes, self._comm):
             comm.Free()
 

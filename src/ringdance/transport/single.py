@@ -42,4 +42,4 @@ class OutsideTransport(SingleTransport):
         super().__init__()
         self.rank, self.size, self.host_group = rank, size, tuple(range(size))
         host = socket.gethostname()
-        self.identities = tuple(Identity(one, host, pid if one == rank else 0) for one in range(size))
+        self.identities = tuple(Identity(i, host, pid if i == rank else 0) for i in range(size))

@@ -146,10 +146,10 @@ class Exchange(abc.ABC):
     def gather_bytes(self, payload: bytes) -> Steps:
         """Return the list of every member's ``payload``."""
         lengths = [row[0] for row in (yield from self.gather_words([len(payload)]))]
-        found = [np.empty(length, np.uint8) for length in lengths]
-        found[self.rank] = np.frombuffer(payload, np.uint8)
-        yield from self.stream([found[self.rank]], lengths, [[view] for view in found])
-        return [view.tobytes() for view in found]
+        payloads = [np.empty(length, np.uint8) for length in lengths]
+        payloads[self.rank] = np.frombuffer(payload, np.uint8)
+        yield from self.stream([payloads[self.rank]], lengths, [[view] for view in payloads])
+        return [view.tobytes() for view in payloads]
 
     def broadcast_bytes(self, payload: bytes, root: int) -> Steps:
         """Return member ``root``'s ``payload``."""

@@ -35,17 +35,17 @@ def segments(bounds: Sequence[int], start: int, stop: int, at: int) -> tuple[Seg
         stop: the end.
         at: position of the first in the buffer.
     """
-    found = []
+    pieces = []
     tensor = bisect_right(bounds, start) - 1
     while start < stop:
         end = min(stop, bounds[tensor + 1])
         if end > start:
             base = bounds[tensor]
-            found.append(Segment(tensor, start - base, end - base, at, at + end - start))
+            pieces.append(Segment(tensor, start - base, end - base, at, at + end - start))
             at += end - start
         start = end
         tensor += 1
-    return tuple(found)
+    return tuple(pieces)
 
 
 @lru_cache(maxsize=256)

@@ -305,15 +305,15 @@ class MpiExchange(Exchange):
             return [view[start : start + room * (rank != own)] for rank, view in enumerate(views)]
 
         def post(start: int, memory: _Memory) -> _Posted:
-            given, taken = parts(sends, start), parts(receives, start)
-            send_counts, receive_counts = [part.size for part in given], [part.size for part in taken]
+            outgoing, incoming = parts(sends, start), parts(receives, start)
+            send_counts, receive_counts = [part.size for part in outgoing], [part.size for part in incoming]
             send = memory.take("send", sum(send_counts))
             receive = memory.take("receive", sum(receive_counts))
-            np.concatenate(given, out=send)
+            np.concatenate(outgoing, out=send)
 
             def complete() -> None:
                 at = 0
-                for part in taken:
+                for part in incoming:
                     part[...] = receive[at : at + part.size]
                     at += part.size
 

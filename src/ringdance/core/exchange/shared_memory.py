@@ -96,10 +96,10 @@ class SharedMemoryExchange(Exchange):
 
     def _small_allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
         buffers = self._buffers(how.dtype)
-        mine = buffers[self._window.index]
+        own_buffer = buffers[self._window.index]
         bounds = self.bounds(inputs)
         for view, at in zip(inputs, bounds, strict=False):
-            how.prepare(view, mine[at : at + view.size])
+            how.prepare(view, own_buffer[at : at + view.size])
         yield from self._synchronize()
         total = np.empty(bounds[-1], how.dtype)
         how.combine([buffer[: bounds[-1]] for buffer in buffers], total)
@@ -133,9 +133,9 @@ class SharedMemoryExchange(Exchange):
             if marked:
                 marks.append(monotonic_ns())
             reduce_block(blocks[own], buffers, inputs, how)
-            mine, last = buffers[own], (blocks, buffers)
+            own_buffer, last = buffers[own], (blocks, buffers)
             for tensor, start, stop, at, end in blocks[own]:  # now, while it is in this core's cache
-                deliver(mine[at:end], outputs[tensor][start:stop])
+                deliver(own_buffer[at:end], outputs[tensor][start:stop])
             if marked:
                 marks.append(monotonic_ns())
             if number < len(plan):  # one synchronization for this chunk's results and the next one's inputs

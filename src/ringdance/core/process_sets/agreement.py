@@ -43,12 +43,12 @@ _MD = (1 << _DIGESTS) - 1
 
 def set_bits(bits: int) -> list[int]:
     """Return the positions of the ones in ``bits``, ascending."""
-    found = []
+    positions = []
     while bits:
         low = bits & -bits
-        found.append(low.bit_length() - 1)
+        positions.append(low.bit_length() - 1)
         bits ^= low
-    return found
+    return positions
 
 
 class VectorLayout:

@@ -307,8 +307,8 @@ class ProcessSetState:
             if width != self._width:
                 self._set_width(window, width)
             window.vector_parity ^= 1
-            mine, others = self._views[window.vector_parity]
-            mine[:] = vector.to_bytes(width, "little")
+            own_vector, others = self._views[window.vector_parity]
+            own_vector[:] = vector.to_bytes(width, "little")
             window.signal()
             if not window.reached():  # a peer is often just behind: ask twice before a longer way round
                 while not window.reached():

@@ -81,8 +81,8 @@ def main_frames(text: str) -> list[str]:
     known = [block for block in blocks if re.match(rf"{main.strip()}\b", block)]
     # A child forked by another thread has that one alone.
     known = known or (blocks if len(blocks) == 1 else [""])
-    found = _FRAME.findall(known[0])
-    return [f"{file}:{line} in {name}" for file, line, name in found]
+    frames = _FRAME.findall(known[0])
+    return [f"{file}:{line} in {name}" for file, line, name in frames]
 
 
 def _handles(pid: int) -> bool:

@@ -84,7 +84,7 @@ def mismatch_message(
         if len(groups) > 1:
             if title == "shapes" and len(tensors) == len(present[0][1].shapes):
                 text, shown_name = _first_other_shape(tensors, [d for _, d in present])
-            differs = [f"{text(g[0][1])} on {_ranks([one for one, _ in g])}" for g in groups.values()]
+            differs = [f"{text(g[0][1])} on {_ranks([peer for peer, _ in g])}" for g in groups.values()]
             advice = _ADVICE.get(title, "Make the call with equal arguments on all ranks.")
             if ".noname." in name:
                 advice += _ORDER
@@ -96,8 +96,8 @@ def _first_other_shape(
     tensors: Sequence[str], all_of: Sequence[Description]
 ) -> tuple[Callable[[Description], str], str]:
     """Return how to show the first shape of a group that differs, and the name of its tensor."""
-    index = next(i for i, _ in enumerate(tensors) if len({one.shapes[i] for one in all_of}) > 1)
-    return lambda one: _shape(replace(one, shapes=(one.shapes[index],))), f"'{tensors[index]}'"
+    index = next(i for i, _ in enumerate(tensors) if len({call.shapes[i] for call in all_of}) > 1)
+    return lambda call: _shape(replace(call, shapes=(call.shapes[index],))), f"'{tensors[index]}'"
 
 
 def _ranks(members: Sequence[Identity]) -> str:

@@ -41,11 +41,11 @@ def callers_of(frame: object) -> list[FrameType]:
 
     While the frame's thread runs, Python 3.11 has returned a dictionary or a function as a caller.
     """
-    found = []
+    frames = []
     while isinstance(frame, FrameType):
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any]]:
@@ -66,15 +66,15 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
         time.sleep(_SAMPLE_S)
     stacks = {ident: callers_of(frame) for ident, frame in sys._current_frames().items()}
     main = threading.main_thread().ident or 0
-    found = []
+    locations = []
     for ident in sorted(stacks, key=lambda ident: (ident not in pending, ident != main)):
         listed, doing, waits = user_frames(stacks[ident], outermost=ident == main), "", ident in pending
         if listed and ident in threads:
             name = "main thread" if ident == main else f"thread '{threads[ident].name}'"
             if not waits:
                 doing = _doing(stacks[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
-            found.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
-    return found[:_MOST_THREADS]
+            locations.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
+    return locations[:_MOST_THREADS]
 
 
 def _doing(frames: Sequence[FrameType], said: str) -> str:

@@ -158,7 +158,7 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
         more = "" if len(names) <= _MOST_NAMES else f" and {len(names) - _MOST_NAMES} more"
         doing = "it waits for " if status["waiting"] else "it has submitted "
         doing += ", ".join(map(quoted, names[:_MOST_NAMES])) + more
-        others = [stall.status, *(one for one in stall.answers.values() if one is not status)]
+        others = [stall.status, *(other for other in stall.answers.values() if other is not status)]
         if len(others) > 1 and not any(set(names) & set(pending_names(one, stall.set_id)) for one in others):
             doing += ", which no other rank has submitted"
     else:

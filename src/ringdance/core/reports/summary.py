@@ -134,7 +134,7 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
         ranks: the figures that are known, with rank 0's.
         seconds: how long the run was.
     """
-    size, hosts = len(identities), len({one.host for one in identities})
+    size, hosts = len(identities), len({peer.host for peer in identities})
     where = f"{size} rank{'s' * (size > 1)}" + f" on {hosts} hosts" * (hosts > 1)
     own, took = ranks[0], f"{int(seconds) // 60} min {int(seconds) % 60} s"
     if size == 1 and not own.steps:
@@ -146,13 +146,13 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
         lines = [f"{where}, {took}: no steps were counted; hvd.mark_step() after each counts them"]
     if size == 1:
         return lines
-    ranks = {rank: one for rank, one in ranks.items() if bool(one.steps) == bool(own.steps)}
-    if not all(one.known for one in ranks.values()):
+    ranks = {rank: figures for rank, figures in ranks.items() if bool(figures.steps) == bool(own.steps)}
+    if not all(figures.known for figures in ranks.values()):
         return [*lines, _UNKNOWN]
-    share = statistics.mean(one.share for one in ranks.values())
+    share = statistics.mean(figures.share for figures in ranks.values())
     text = f"exposed communication: {share:.1%} of the time"
     if own.steps:
-        by_step = [one.waited / one.steps for one in ranks.values()]
+        by_step = [figures.waited / figures.steps for figures in ranks.values()]
         mean = statistics.mean(by_step)
         # The slowest rank never waits for another one: what it waits is communication.
         text += f", {_ms(mean)} per step; {_ms(mean - min(by_step))} of it waiting for slower ranks"
@@ -167,14 +167,14 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
 
 
 def _slowest(identities: Sequence[Identity], ranks: dict[int, Figures], unit: str) -> str:
-    found = waiting([one.share for one in ranks.values()])
-    slowest = list(ranks)[found.slowest]
-    if found.longer - 1 <= LITTLE:
-        return f"slowest rank: {identities[slowest]}, by {found.longer - 1:.0%}: all are about equally fast"
+    waits = waiting([figures.share for figures in ranks.values()])
+    slowest = list(ranks)[waits.slowest]
+    if waits.longer - 1 <= LITTLE:
+        return f"slowest rank: {identities[slowest]}, by {waits.longer - 1:.0%}: all are about equally fast"
     most = ranks[slowest].busy
     return (
-        f"slowest rank: {identities[slowest]}, {found.longer - 1:.0%} slower than the others: "
-        f"{_ms(most)}{unit} without waiting, against {_ms(most / found.longer)}"
+        f"slowest rank: {identities[slowest]}, {waits.longer - 1:.0%} slower than the others: "
+        f"{_ms(most)}{unit} without waiting, against {_ms(most / waits.longer)}"
     )
 
 
