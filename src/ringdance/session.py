@@ -317,7 +317,7 @@ def _check_hosts(size: int) -> None:
     launched = size > 1 or any(name in os.environ for name in SIZE_NAMES)
     if not launched and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         raise LaunchError(
-            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} are torchrun's variables, "
+            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} are torchrun's, "
             "and MPI does not know its processes: each would train alone. Start them with `ringdance run -np "
             f'N python SCRIPT`, or call init_process_group("ringdance") before hvd.init(). {_ONE_PROCESS}'
         )
