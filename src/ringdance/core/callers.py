@@ -74,8 +74,8 @@ class Callers:
         Thread: the one stepping the engine.
 
         Returns:
-            ``blocked``: True if this rank is blocked, see Note [Certain deadlocks]. ``still``: Seconds for
-            which it was seen in this state, with the same waits. ``quiet``: Seconds since the last submission.
+            ``blocked``: True if this rank is blocked, see Note [Certain deadlocks]. ``still``: Seconds in
+            this state, with the same waits. ``quiet``: Seconds since the last submission.
         """
         now, threads = time.monotonic(), self._threads()
         # Keep the keys of the waits, so that the keys of later waits differ.
