@@ -65,7 +65,7 @@ class StallWatch:
 
     Args:
         transport: Connects all ranks and carries the notes.
-        settings: Report after ``stall_check_time`` (see Note [Patience]), then after twice and four times that.
+        settings: Report after ``stall_check_time`` (see Note [Patience]), then after two and four times as long.
             Give up after ``stall_shutdown_time``, or after ``deadlock_time`` if no rank can ever continue.
         sets: The process sets.
         callers: The threads that wait.
