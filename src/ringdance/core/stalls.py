@@ -65,7 +65,7 @@ class StallWatch:
 
     Args:
         transport: Connects all ranks and carries the notes.
-        settings: Report after ``stall_check_time`` (see Note [Patience]), then after two and four times as long.
+        settings: Report after ``stall_check_time`` (see Note [Patience]), then after twice that, four times.
             Give up after ``stall_shutdown_time``, or after ``deadlock_time`` if no rank can ever continue.
         sets: The process sets.
         callers: The threads that wait.
@@ -331,7 +331,7 @@ class StallWatch:
         frames = own_lines(main_frames(stacks))
         place = f", at {place_of(frames)}" if frames else ""
         if state == "gone":
-            text = "its process has exited"
+            text = "its process is gone"
         elif state == "stopped":
             text = f"its process is stopped (SIGSTOP or a debugger); `kill -CONT {pid}` continues it"
         else:
