@@ -75,7 +75,7 @@ class Monitoring:
             return
         self._killed = how
         self._client, engine.on_check = None, lambda: None
-        text = "ringdance: %s: %s; from now on, the timeline and the metrics lack its ranks"
+        text = "ringdance: %s: %s; the timeline and the metrics lack what its ranks do from now on"
         _log.warning(text, engine.identity.host, how)
 
     def end(self, engine: Engine) -> None:

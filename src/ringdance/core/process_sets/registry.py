@@ -114,7 +114,7 @@ class ProcessSets:
         """Return a process set. Raises ArgumentError if it does not exist."""
         known = self.registered.get(set_id)
         if known is None:
-            raise ArgumentError(f"There is no process set number {set_id}; registered: {self.ranks()}.")
+            raise ArgumentError(f"Process set number {set_id} does not exist; registered: {self.ranks()}.")
         return known
 
     def ranks(self) -> dict[int, tuple[int, ...]]:

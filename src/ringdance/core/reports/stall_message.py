@@ -179,9 +179,9 @@ def _alone(stall: Stall, own: set[str]) -> str:
     for text in (*functions, thread.get("doing", "")):
         if _ALONE.search(text):
             return (
-                f"The others wait while only rank {rank} does this ({text}). Divide it among all ranks, or "
+                f"The others wait while rank {rank} alone does this ({text}). Divide it among all ranks, or "
                 "do it in the background, as hvd.Checkpoints writes files. If the others should wait, use "
-                f"with hvd.pause_stall_check('{text}')."
+                f"`with hvd.pause_stall_check('{text}'):`."
             )
     return ""
 
