@@ -31,7 +31,7 @@ from ringdance.core.request import Work
 from ringdance.transport.eventcount import yield_core
 
 _CHECK_EVERY = 0.1  # seconds between checks of the peers
-_CHECK_STEPS = 32  # productive steps between checks, for an exchange that is so long that nobody sleeps
+_CHECK_STEPS = 32  # productive steps between checks, for exchanges so long that no thread sleeps
 _IDLE = 0.1
 _FOLLOWER_POLL = 0.02  # for two threads that wait for the same Work: they share one event
 _TRANSIT_SLEEP = 1e-4  # between hosts MPI moves data only while it is called: longer sleeps would stop it
