@@ -3,7 +3,7 @@
 Standard library only, so processes that read it start without other packages. Layout, in bytes::
 
     0       header: 64 words (int64), see ``Word``; the host's name at 1024, the name of PENDING at 2048
-    4096    labels: for each its length (uint32) and its UTF-8 bytes; or -length, and numbers of labels
+    4096    labels: for each its length (int32) and its UTF-8 bytes; or -length, and numbers of labels
     ...     records, 40 bytes each: time, label, kind, process set, five values, sequence number
 
 Note [Sequence numbers]
@@ -77,7 +77,7 @@ class Kind(enum.IntEnum):
 
     SUBMIT = 1  # bytes (low, high), collective, wanted by a thread that waits
     BATCH = 2  # ends now: round, microseconds, collective, bytes (low, high)
-    CHUNK = 3  # start: microseconds of waiting, nanoseconds of copying out, reducing, copying in; how many
+    CHUNK = 3  # start: microseconds of waiting, nanoseconds of copying out, reducing, copying in; count
     WAIT = 4  # a thread's wait for a result, ends now: microseconds
     STEP = 5  # ends now: number, 1 or 2 if submissions and chunks are recorded
     TEXT = 6  # an event, described by the label

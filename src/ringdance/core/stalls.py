@@ -61,12 +61,13 @@ class _Inquiry:
 
 
 class StallWatch:
-    """Detects stalls of what this rank waits for.
+    """Detects stalls of operations that this rank waits for.
 
     Args:
         transport: Connects all ranks and carries the notes.
-        settings: Report after ``stall_check_time`` (see Note [Patience]), then after twice that, four times.
-            Give up after ``stall_shutdown_time``, or after ``deadlock_time`` if no rank can ever continue.
+        settings: The engine's settings. Stalls are reported after ``stall_check_time`` (see Note [Patience])
+            and again after two and four times as long. This rank gives up after ``stall_shutdown_time``, or
+            after ``deadlock_time`` if no rank can ever continue.
         sets: The process sets.
         callers: The threads that wait.
         recorder: Counts batches and steps.

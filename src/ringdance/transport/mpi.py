@@ -169,8 +169,8 @@ class MpiTransport(Transport):
         if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
             if node.Get_rank() == 0:
                 _log.warning(
-                    "ringdance: /dev/shm on %s has no room for %d MiB; ranks of this host exchange by MPI "
-                    "messages, which is slower. Enlarge it (containers: --shm-size).",
+                    "ringdance: /dev/shm on %s has no room for %d MiB. Ranks of this host exchange MPI "
+                    "messages instead, which is slower. Enlarge it (containers: --shm-size).",
                     socket.gethostname(),
                     -(-2 * size >> 20),
                 )
@@ -214,7 +214,7 @@ class MpiTransport(Transport):
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
         byte = self._mpi.BYTE
         if 0 in counts and self._intel:
-            # Intel MPI (2021.18) never completes an Iallgatherv of some KB to which a rank adds nothing.
+            # Intel MPI (2021.18) never completes an Iallgatherv of a few KB if a rank contributes nothing.
             same = ([send.nbytes] * self.size, [0] * self.size)
             request = self._comm.Ialltoallv([send, same, byte], [receive, (list(counts), None), byte])
         else:

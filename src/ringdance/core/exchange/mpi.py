@@ -17,7 +17,7 @@ _IN_FLIGHT = 4  # chunks: enough to overlap packing, the network and unpacking
 _AHEAD = 2  # of them are sent before the first is reduced, to keep the network busy
 _POLLS = 8  # consecutive tests for completion: the library moves data in each
 _FEW = 16  # up to this many members send the blocks of a chunk to each other
-_MESSAGE = 16 << 10  # minimum bytes of a block: shorter messages cost a core more than the network
+_MESSAGE = 16 << 10  # minimum bytes of a block: shorter messages take more CPU time than network time
 _MAX_WIRE = 16 << 20  # maximum bytes that cross together
 # Data that are not reduced move in rounds, far below the limit of MPI's counts, 2^31 bytes. From 4 MiB on,
 # the size hardly matters. A second round in flight keeps the network busy while one is packed and unpacked.

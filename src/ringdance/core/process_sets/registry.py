@@ -154,7 +154,7 @@ class ProcessSets:
         for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
-                    f"A process set with the ranks {list(wanted)} exists already ({set_id}): all must differ."
+                    f"A process set with the ranks {list(wanted)} exists already ({set_id}): sets must differ."
                 )
         return wanted
 
@@ -302,10 +302,10 @@ class ProcessSets:
         return [[]]
 
     def _on_thread(self, call: Callable[[], Any]) -> Steps:
-        """Run a call that may block on its own thread, while other sets are stepped.
+        """Run a possibly blocking call on its own thread, while other sets are stepped.
 
-        If MPI does not allow other threads, run it on this one. That is safe: all ranks make it in the same
-        order and wait for nothing else.
+        If MPI does not allow other threads, run the call on this one. That is safe, because all ranks make
+        such calls in the same order and wait for nothing else.
         """
         if not self._transport.several_threads:
             return call()

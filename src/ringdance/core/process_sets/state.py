@@ -79,7 +79,7 @@ class ProcessSetState:
         no_waiter: After the stop, True if no thread was left waiting.
         leaving: True once this rank has left the group.
         left: Global ranks known to have left the group, with the time (monotonic).
-        why: Why a rank has left the group, unless it has destroyed the group.
+        why: Reason why a rank has left the group, if it did not destroy the group.
     """
 
     def __init__(self, executor: Executor, callers: Callers, cycle_seconds: float) -> None:

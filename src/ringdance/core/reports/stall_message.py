@@ -164,7 +164,7 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
     else:
         doing = "it waits in another set" if status["waiting"] else "it does not wait for anything"
     if what := stall.pauses.get(rank):
-        doing = f"it is in what it has marked as '{what}'; {doing}"
+        doing = f"it is in a block marked '{what}'; {doing}"
     return f"{doing}; {_locations(status, own)}"
 
 
@@ -198,7 +198,7 @@ def _exchange(stall: Stall, own: set[str]) -> str:
         for rank in stall.behind
         if rank in stall.answers
     ]
-    return f"{text}, in which it waits for {'; for '.join(behind)}." if behind else f"{text}."
+    return f"{text}: it waits for {'; for '.join(behind)}." if behind else f"{text}."
 
 
 def _frames(status: dict[str, Any]) -> set[str]:
