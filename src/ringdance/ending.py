@@ -51,7 +51,7 @@ class Process:
     tuner: Autotuner | None = None
     failed: bool = False  # the program ends with an uncaught exception or a nonzero exit code
     unseen: tuple[Engine | None, Exception] | None = None  # see ``session.note_unseen``
-    # True once this rank has trained on its own. None if unknown, if reported, or if it has reduced.
+    # Returns True if this rank has trained on its own. None if unknown, if reported, or if it has reduced.
     has_trained: Callable[[], bool] | None = None
 
     def watch(self) -> None:

@@ -218,6 +218,6 @@ class EngineEnd:
         self.broken = NotInitializedError(
             f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job: rank() "
             "and size() work, collectives only in the rank itself, not in DataLoader workers and other child "
-            'processes. Put code that these must not run under `if __name__ == "__main__":` in the script.'
+            'processes. Guard code that these must not run with `if __name__ == "__main__":` in the script.'
         )
         self.closed = True

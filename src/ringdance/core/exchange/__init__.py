@@ -21,7 +21,7 @@ def exchange_for(
     transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, fixed_order: bool = False,
     room: int = 0,
 ) -> Exchange:
-    """Return the exchange for a communicator. May be collective: all members must call it equally.
+    """Return the exchange for a communicator. May be collective, so all members must call it.
 
     Args:
         transport: The communicator.

@@ -154,7 +154,7 @@ class ProcessSets:
         for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
-                    f"A process set with the ranks {list(wanted)} exists already ({set_id}): sets must differ."
+                    f"A process set with the ranks {list(wanted)} exists already ({set_id}): all must differ."
                 )
         return wanted
 

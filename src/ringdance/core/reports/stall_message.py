@@ -21,7 +21,7 @@ _IN_FILE = ("pending", "waiting", "joined", "after", "threads")
 
 @dataclass
 class Stall:
-    """A request that has been pending for long.
+    """A request that has been pending for a long time.
 
     Attributes:
         identities: All ranks.
