@@ -434,5 +434,5 @@ class Engine:
 
 
 def _across_hosts(hosts: Sequence[str], rank: int, local_rank: int) -> list[int]:
-    """Return the ranks with this local rank, one per host that has it. ``rank`` is its own host's."""
+    """Return the ranks with this local rank, one per host that has it. ``rank`` stands for its own host."""
     return [i for i, host in enumerate(hosts) if i == rank or hosts[:i].count(host) == local_rank]

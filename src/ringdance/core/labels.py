@@ -50,7 +50,7 @@ def tensors_of(name: str) -> Sequence[str]:
 
 
 def label_of(name: str) -> str:
-    """Return a readable label for a name. Unnamed calls lose their numbers, which would never end."""
+    """Return a readable label for a name. Unnamed calls lose their numbers, which never repeat."""
     if name in _tensors:
         return _tensors[name][0]
     return name.rstrip("0123456789").rstrip(".") if ".noname." in name else name

@@ -67,7 +67,7 @@ def own_lines(frames: list[str]) -> list[str]:
 
 
 def worker_lines(frames: list[str]) -> list[str]:
-    """Return the user's frames in a forked child process's work, or [] if it is not such a process."""
+    """Return the user's frames inside a forked process's work, or [] if the process was not forked."""
     inside = list(itertools.takewhile(lambda frame: not frame.endswith(" in _bootstrap"), frames))
     return [frame for frame in inside if not _OWN.search(frame)] if len(inside) < len(frames) else []
 

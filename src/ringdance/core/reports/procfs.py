@@ -45,7 +45,7 @@ class CpuSample(NamedTuple):
 
 
 def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
-    """Read the CPU time of a thread, or None if that is not possible.
+    """Read the CPU time of a thread. Returns None if that is not possible.
 
     Args:
         pid: A process of this host.
@@ -192,7 +192,7 @@ def _holder(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
-    """Return a process's number with its command if known. "" if ``pid`` is not one: any child."""
+    """Return a process's number, with its command if known. "" if ``pid`` stands for any child."""
     words = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
     return f"{pid} ({words})" if words else str(pid) if 0 < pid < 1 << 31 else ""
 
