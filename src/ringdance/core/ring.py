@@ -7,7 +7,7 @@ Standard library only, so processes that read it start without other packages. L
     ...     records, 40 bytes each: time, label, kind, process set, five values, sequence number
 
 Note [Sequence numbers]
-    Record n is in slot n modulo the capacity and ends with n. There are no locks: a reader accepts a slot as
+    Record n is in slot n modulo the capacity and ends with n. Instead of locking, a reader accepts a slot as
     record n once it ends with n, and checks the number again after reading the rest, in case the slot was
     overwritten.
 """

@@ -171,7 +171,7 @@ class Transport(abc.ABC):
     def hierarchy(self) -> Hierarchy | None:
         """Prepare two-stage reductions. Collective over all members, may block.
 
-        Returns None on all members if there is no gain (one host, or one member per host), or if the members
+        Returns None on all members if nothing is gained (one host, or one member per host), or if the members
         of some host share no memory.
         """
 

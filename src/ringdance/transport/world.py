@@ -65,7 +65,7 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
     """Wait until all ranks of a job that has ended are here, ready to restart it.
 
     Args:
-        comm: Argument of ``world_transport``. For a list of ranks there is no wait.
+        comm: Argument of ``world_transport``. For a list of ranks, this returns at once.
         peers: Ranks of the ended job.
         timeout: Seconds after which a warning says which ranks are missing.
         limit: Seconds after which this fails.

@@ -103,7 +103,7 @@ class Reduction:
 
     Attributes:
         pairs: True if the request's numbers are complex: each is two numbers of ``dtype``.
-        identity: True if the exchange need not touch inputs before the sum, because there is no prescale or
+        identity: True if the exchange need not touch inputs before the sum, because prescale is 1 or
             ``combine`` applies it (16-bit floats: in float32, so that they are rounded once).
         deliver: Copies the result of ``combine`` to the caller's memory, and scales it if ``late``.
         simple: True if reducing two parts is one call of ``ufunc``.

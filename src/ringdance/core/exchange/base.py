@@ -89,7 +89,7 @@ class Exchange(abc.ABC):
         chunk_bytes: Size of an all-reduce's chunks within a host. 0 if there are none.
         most_chunk_bytes: Upper bound for changes of ``chunk_bytes``.
         wire_bytes: Bytes that cross between hosts together. 0 if nothing does.
-        flat: True if an all-reduce skips the stage within hosts. None if there is no such stage.
+        flat: True if an all-reduce skips the stage within hosts. None without such a stage.
     """
 
     set_id = 0
