@@ -1,10 +1,10 @@
 """Ringdance: data-parallel training over many processes.
 
-A script that trains uses a binding, for instance ``import ringdance.torch as hvd``, and is
-started with ``ringdance run -np 2 python train.py`` or from Python with :func:`run`.
+A training script uses a binding, for instance ``import ringdance.torch as hvd``. Start it with
+``ringdance run -np 2 python train.py``, or from Python with ``run``.
 
-Importing this package is cheap and has no effect: no MPI, no framework, no thread, no signal
-handler. All that starts with a binding's ``init()``.
+Importing this package is cheap and has no side effects: it loads no MPI and no framework, and starts no
+thread and no signal handler. All of that happens in a binding's ``init()``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["__version__", "report", "run"]
 
 
 def __getattr__(name: str) -> object:
-    # PEP 562: the launcher is imported on first use, not by scripts that only train.
+    # PEP 562: the launcher is imported on first use, so scripts that only train never import it.
     if name == "run":
         from ringdance.launch.api import run
 

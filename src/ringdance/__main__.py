@@ -1,4 +1,4 @@
-"""``python -m ringdance``: the same as the command ``ringdance``."""
+"""Run the ``ringdance`` command as ``python -m ringdance``."""
 
 from __future__ import annotations
 

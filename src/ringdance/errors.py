@@ -1,25 +1,25 @@
-"""One tree for everything that Ringdance raises.
+"""One tree for every exception that Ringdance raises.
 
 ::
 
     RingdanceError
-    ├── SettingError            (ValueError)    a setting has a value that cannot be used
+    ├── SettingError            (ValueError)    a setting has an invalid value
     ├── ArgumentError           (ValueError)    a call's arguments are wrong; only this rank can see it
     │   └── DuplicateNameError                  a name is still in flight on this rank
     ├── LaunchError             (RuntimeError)  a job could not be started, or it failed
-    ├── HostsUpdatedInterrupt   (RuntimeError)  the job's hosts have changed; no fault
+    ├── HostsUpdatedInterrupt   (RuntimeError)  the job's hosts have changed; not a fault
     └── CollectiveError         (RuntimeError)  a collective failed (Horovod: HorovodInternalError)
         ├── NotInitializedError (ValueError)    init() has not been called, or shutdown() has
-        ├── MismatchError                       ranks submitted different things under one name
+        ├── MismatchError                       ranks submitted different requests under one name
         ├── ProcessSetRemovedError              the process set was removed while work was pending
-        ├── ShutDownError                       a rank shut down or ended while others waited
+        ├── ShutDownError                       a rank shut down or exited while others waited
         ├── RankLostError                       a rank died
         ├── StallError                          a rank did not submit in time
         │   └── DeadlockError                   ranks wait for operations that others never submitted
         └── EngineError                         the engine itself failed
 
-After a MismatchError or ProcessSetRemovedError further collectives work; after the other CollectiveErrors the
-job is over unless it is initialized again.
+After a MismatchError or ProcessSetRemovedError, further collectives work. After any other CollectiveError
+the job is over unless it is initialized again.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-# Advice where a rank has made, or will have made, fewer steps than the others.
+# Advice for a rank that has made, or will have made, fewer steps than the others.
 UNEVEN_STEPS = (
-    "A rank that makes fewer steps than the others skipped one (`continue` or `return` before its backward "
-    "pass, for instance: every rank has to make each step), or ran out of data: share it out evenly with "
+    "A rank that makes fewer steps than the others skipped one (for instance by `continue` or `return` "
+    "before its backward pass: every rank must make each step), or ran out of data: divide it evenly with "
     "hvd.shard(..., ends='pad') or ends='drop', or call hvd.join() after the last batch "
     "(DistributedDataParallel: with model.join():)."
 )
 
 
 def pip_install(*words: str) -> str:
-    """Return the command that installs packages beside this copy of Ringdance.
+    """Return the command that installs packages next to this copy of Ringdance.
 
     Args:
-        words: packages, by the names of an index, and options of ``pip install``. Never "ringdance" itself:
-            this copy may come from a clone, and a package of that name in an index from anybody.
+        words: Package names in an index, and options of ``pip install``. Never "ringdance" itself: this
+            copy may come from a clone, and anybody can publish a package of that name in an index.
     """
     return shlex.join([sys.executable or "python3", "-m", "pip", "install", *words])
 
@@ -52,21 +52,22 @@ def pip_install(*words: str) -> str:
 def optional(
     module: str, error: type[BaseException], why: str = "", package: str = "", more: str = ""
 ) -> ModuleType:
-    """Import a module of a package that not all need.
+    """Import a module of an optional package.
 
     Args:
-        module: its name.
-        error: raised where it is missing.
-        why: the error's text before the advice; default: that of the ImportError.
-        package: what to install, if it has another name than the module.
-        more: the error's text after the advice.
+        module: Name of the module.
+        error: Type to raise if the module is missing.
+        why: Text of the error before the advice. By default, the text of the ImportError.
+        package: Package to install, if its name differs from the module's.
+        more: Text of the error after the advice.
 
     Raises:
-        BaseException: `error`, with what to install, or why what is installed cannot be imported.
+        BaseException: An ``error`` that says what to install, or why the installed package cannot be
+            imported.
     """
     try:
         return importlib.import_module(module)
-    except (ImportError, AttributeError) as missing:  # such as one that a newer NumPy does not have
+    except (ImportError, AttributeError) as missing:  # AttributeError: a name that a newer NumPy removed
         top = module.partition(".")[0]
         text = f"{why or missing}: {pip_install(package or top)}{more}"
         wanted = (missing.name or "").partition(".")[0]
@@ -76,24 +77,24 @@ def optional(
 
 
 class RingdanceError(Exception):
-    """Base of all errors raised by Ringdance."""
+    """Base of all exceptions raised by Ringdance."""
 
-    # Defined again, so that those which are ValueErrors too have exactly this one: by it TensorFlow knows an
-    # error that it can raise again with the location in the user's function.
+    # Defined again so that subclasses that are also ValueErrors have exactly this one. TensorFlow uses it
+    # to recognize errors that it can raise again with the location in the user's function.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
 
 
 class SettingError(RingdanceError, ValueError):
-    """A setting has a value that cannot be used; names the setting and where it came from."""
+    """A setting has an invalid value. The message names the setting and where it came from."""
 
 
 class ArgumentError(RingdanceError, ValueError):
-    """A call's arguments are wrong. Raised at once, on the rank that made the call."""
+    """A call's arguments are wrong. Raised immediately, on the rank that made the call."""
 
 
 class DuplicateNameError(ArgumentError):
-    """The name is already in flight on this rank; wait for the first operation or use another name."""
+    """The name is already in flight on this rank. Wait for the first operation or use another name."""
 
 
 class LaunchError(RingdanceError, RuntimeError):
@@ -101,10 +102,10 @@ class LaunchError(RingdanceError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(RingdanceError, RuntimeError):
-    """The job's hosts have changed: the training function ends, to start again with the ranks there are.
+    """The job's hosts have changed: the training function ends, to restart with the current ranks.
 
     Attributes:
-        skip_sync: whether state need not be synchronised, as ranks were only removed.
+        skip_sync: True if state need not be synchronized, because ranks were only removed.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -121,7 +122,7 @@ class NotInitializedError(CollectiveError, ValueError):
 
 
 class MismatchError(CollectiveError):
-    """Ranks submitted different things under one name. Raised on all of them; the engine stays usable."""
+    """Ranks submitted different requests under one name. Raised on all of them. The engine stays usable."""
 
 
 class ProcessSetRemovedError(CollectiveError):
@@ -129,11 +130,11 @@ class ProcessSetRemovedError(CollectiveError):
 
 
 class ShutDownError(CollectiveError):
-    """A rank shut down, or its program ended, while this operation was pending."""
+    """A rank shut down, or its program exited, while this operation was pending."""
 
 
 class RankLostError(CollectiveError):
-    """A rank died; names rank, host and process id."""
+    """A rank died. The message names rank, host and process id."""
 
 
 class StallError(CollectiveError):
@@ -141,15 +142,15 @@ class StallError(CollectiveError):
 
 
 class DeadlockError(StallError):
-    """All ranks wait, each for an operation that another has not submitted: none can ever complete."""
+    """All ranks wait for operations that another rank has not submitted. None of them can ever complete."""
 
 
 class EngineError(CollectiveError):
-    """The engine failed in a step; carries the cause."""
+    """The engine failed in a step. The message gives the cause."""
 
     @classmethod
     def of(cls, who: object, cause: BaseException) -> EngineError:
-        """Return the error for all pending work of the rank ``who``."""
+        """Build the error for all pending work of the rank ``who``."""
         kind = type(cause).__name__
         text = f"The engine of {who} failed: {kind}: {cause}"
         if not isinstance(cause, Exception):

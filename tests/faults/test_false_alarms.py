@@ -22,7 +22,7 @@ from run import launcher
 
 JOB = Path(__file__).with_name("quiet_job.py")
 LONG_WORK = Path(__file__).with_name("long_work_job.py")
-DEADLOCK = "none of them can ever go on"
+DEADLOCK = "none of them can ever continue"
 
 
 @pytest.mark.slow

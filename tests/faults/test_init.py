@@ -85,7 +85,7 @@ def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
     )
     each = f"OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_SIZE=4 {sys.executable} {program} &"
     text = said(["sh", "-c", f"for rank in 0 1; do {each} done; wait"])
-    assert "Waiting: ranks 0, 1. Not on this host: ranks 2, 3: ended before init()" in text, text
+    assert "Waiting: ranks 0, 1. Not on this host: ranks 2, 3: exited before init()" in text, text
 
 
 CHILDREN = """
@@ -160,4 +160,4 @@ def test_mpi_without_support_for_threads_is_called_by_no_thread_of_the_engine(tm
     )
     done = by_main("run", "-np", "2", "--no-prefix", sys.executable, path)
     assert done.stdout == "[2. 2. 2.] ['MainThread']\n" * 2, done.stderr
-    assert "initialised without support for several threads" in done.stderr
+    assert "initialized without support for several threads" in done.stderr

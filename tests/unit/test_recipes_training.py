@@ -319,7 +319,7 @@ def test_a_damaged_export_is_named_before_it_is_loaded(tmp_path: Path) -> None:
     for name in ("weights", "model.json"):
         (model / name).unlink()
         os.mkfifo(model / name)
-        with pytest.raises(ArgumentError, match=f"model/{name} is no regular file"):
+        with pytest.raises(ArgumentError, match=f"model/{name} is not a regular file"):
             models.whole_model(model)
 
 

@@ -1,1 +1,1 @@
-"""The engine: submit → agree → batch → exchange → done. Knows no framework and no environment."""
+"""The engine: submit → agree → batch → exchange → done. Independent of frameworks and the environment."""

@@ -1,21 +1,22 @@
-"""The threads that call an engine: what they wait for, and whether any thread of this process may go on.
+"""The threads that call an engine: what they wait for, and whether any thread of this process can continue.
 
 Note [Certain deadlocks]
-    A deadlock ends a job, so a rank is *blocked* only where no thread of its process can ever go on. Each
+    A deadlock ends a job, so a rank counts as *blocked* only if no thread of its process can ever continue.
+    Each of its threads
 
-    - waits for a Work without a limit, or is an engine's own;
-    - or sleeps until another thread of its process wakes it: in a futex that is private and has no limit, as
-      of Python's locks, of thread pools that have nothing to do, and of a call into C that waits for those;
-    - or has no Python code to run, and does not run. Where a call into C waits, it may wait for such a
-      thread, which may wait for data from a network: then these must sleep as above, too, but those that
-      were there before the first engine (MPI's), which must not have run.
+    - waits for a Work without a timeout, or is an engine thread;
+    - or sleeps until another thread of its process wakes it: in a futex that is private and has no timeout.
+      Python's locks sleep like this, as do idle thread pools and calls into C that wait for either;
+    - or has no Python code to run, and does not run. A call into C may wait for such a thread, which may wait
+      for data from a network. If there is such a call, these threads must sleep as above too, except those
+      that existed before the first engine (MPI's), which must not have run.
 
-    It stays so as long as no wait has begun, nothing was submitted, and no thread that sleeps has run. Where
-    this holds on all ranks at one time, and no operation can begin, no rank can go on. What cannot be known
-    (another system than Linux, a thread that sleeps for some seconds, a timer that sends a signal) counts as
-    a thread that may go on. Not foreseen, where all of Python waits for locks: a thread of C code that has
-    slept, and calls Python; a signal whose handler releases one; a thread of the user's C code from before
-    ``init()`` that ends a wait in C.
+    The state lasts as long as no wait has started, nothing was submitted, and no sleeping thread has run. If
+    it holds on all ranks at one time, and no operation can start, no rank can continue. What cannot be known
+    (a system other than Linux, a thread that sleeps for some seconds, a timer that sends a signal) counts as
+    a thread that can continue. Three cases are not covered if all of Python waits for locks: a sleeping
+    thread of C code that calls Python later; a signal handler that releases a lock; and a thread of the
+    user's C code, started before ``init()``, that ends a wait in C.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ from ringdance.core.request import Work
 from ringdance.core.transfers import Transfer
 
 _IN_WAITS = ("ringdance", "threading", "json")  # packages whose functions a wait calls
-_LOCKS = frozenset({"threading", "concurrent"})  # in which no call into C waits but for Python's locks
+_LOCKS = frozenset({"threading", "concurrent"})  # their calls into C wait for Python's locks only
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_early_threads = functools.cache(task_ids)  # of the process, when its first engine began
+_early_threads = functools.cache(task_ids)  # threads of the process when its first engine started
 
 
 class Callers:
-    """The threads that have called the engine of this rank.
+    """The threads that have called this rank's engine.
 
-    Any thread may change what is here, by one subscript, call or assignment each, which no lock has to guard.
+    Threads: any thread may change these attributes. Each change is one subscript, call or assignment, so no
+    lock is needed.
 
     Attributes:
-        waiting: what threads wait for, by a key of each wait. While there is any, all that is pending is due,
-            in every set: two ranks may wait for two sets in different orders.
-        submitted: when anything was submitted last (monotonic).
-        transfers: The messages that threads wait for, by a key of each wait.
-        messages: How many of those waits have ended.
+        waiting: Works that threads wait for, by a key per wait. While there is any, everything pending is
+            due, in every set, because two ranks may wait for two sets in different orders.
+        submitted: Time of the last submission (monotonic).
+        transfers: Messages that threads wait for, by a key per wait.
+        messages: Number of waits for messages that have ended.
     """
 
     def __init__(self) -> None:
@@ -62,19 +64,21 @@ class Callers:
         _early_threads(os.getpid())
 
     def waits_in(self, set_id: int) -> bool:
-        """Return whether a thread waits for a Work of a process set that is not done."""
+        """Return True if a thread waits for an incomplete Work of a process set."""
         works = list(self.waiting.values())  # Note [Copies of dictionaries]
         return any(work.request.set_id == set_id and not work.done() for work in works)
 
     def status(self) -> dict[str, Any]:
-        """Return for ``reports.deadlock`` whether this rank is blocked, and for how long. Called in steps.
+        """Return for ``reports.deadlock`` whether this rank is blocked, and for how long.
+
+        Thread: the one stepping the engine.
 
         Returns:
-            ``blocked``: see Note [Certain deadlocks]; ``still``: for how long it was seen in this state, with
-            the same waits; ``quiet``: since when nothing was submitted. In seconds.
+            ``blocked``: True if this rank is blocked, see Note [Certain deadlocks]. ``still``: Seconds in
+            this state, with the same waits. ``quiet``: Seconds since the last submission.
         """
         now, threads = time.monotonic(), self._threads()
-        # The keys of the waits are kept, so that those of later waits differ.
+        # Keep the keys of the waits, so that the keys of later waits differ.
         state = threads and (threads, tuple(list(self.waiting)), self.submitted)
         if not state or state != self._state:
             self._state, self._since = state, now
@@ -82,12 +86,12 @@ class Callers:
         return {"blocked": bool(state and self.waiting), "still": still, "quiet": quiet}
 
     def _threads(self) -> list[tuple[int, int]] | None:
-        """Return the threads that do not wait, each with the time it has used; None if one may go on.
+        """Return the threads that do not wait, each with its time used, or None if one can continue.
 
-        That time is 0 for those of which it does not matter.
+        The time is 0 for threads whose time does not matter.
         """
         numbers = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
-        # Negative: a thread of C code that calls Python, so that the kernel's number is not known.
+        # Negative: a thread of C code that calls Python, whose kernel thread id is unknown.
         frames = {numbers.get(ident, -ident): frame for ident, frame in sys._current_frames().items()}
         waiting = {number for number, frame in frames.items() if _waits(frame)}
         callers = {number: _package(frame) for number, frame in frames.items() if number not in waiting}
@@ -108,7 +112,7 @@ def _package(frame: FrameType) -> str:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return whether a thread only waits for a Work, without a limit, or is an engine's own."""
+    """Return True if a thread only waits for a Work without a timeout, or is an engine thread."""
     while isinstance(frame, FrameType) and _package(frame) in _IN_WAITS:
         if frame.f_code is Work.wait.__code__:
             return frame.f_locals["timeout"] is None

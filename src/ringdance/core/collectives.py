@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True)
 class AgreedRequest:
-    """An agreed request; ``work`` is None if this rank has joined."""
+    """An agreed request. ``work`` is None if this rank has joined."""
 
     name: str
     description: Description
@@ -31,7 +31,7 @@ class AgreedRequest:
 
 
 def _request(item: AgreedRequest) -> Request:
-    """Return the item's request; a joined rank takes part with what changes no result: zeros, if summed."""
+    """Return the item's request. A joined rank contributes neutral elements, which change no result."""
     if item.work is not None:
         return item.work.request
     d = item.description
@@ -49,15 +49,15 @@ def _outputs(request: Request) -> list[Array]:
 
 
 def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
-    """Return where a result goes whose shape is known only now: what was given, if it has that shape."""
-    given = None if request.outputs is None else request.outputs[index]
-    if given is not None and given.shape == shape and given.dtype == request.inputs[index].dtype:
-        return given
+    """Return the array for a result whose shape is known only now: the caller's, if it has that shape."""
+    provided = None if request.outputs is None else request.outputs[index]
+    if provided is not None and provided.shape == shape and provided.dtype == request.inputs[index].dtype:
+        return provided
     return aligned_empty(shape, request.inputs[index].dtype)
 
 
 def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRequest]) -> Steps:
-    """Run a batch; return a list of results, one for each item, or of exceptions."""
+    """Run a batch. Returns a list with the results, or an exception, for each item."""
     d = batch[0].description
     if d.detail and d.kind != Collective.BARRIER:
         return [_zero_dim_error(item.name, item.description) for item in batch]
@@ -65,7 +65,7 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
         if d.device not in exchange.devices:
             assert exchange.context.make_device is not None
             made = yield from exchange.context.make_device(exchange, d.device)
-            exchange.devices = {**exchange.devices, d.device: made}  # other threads may read them now
+            exchange.devices = {**exchange.devices, d.device: made}  # a new dict: other threads may read it
         pairs = [(item.description, None if item.work is None else item.work.request) for item in batch]
         return (yield from exchange.devices[d.device].execute(pairs, members))
     requests = [_request(item) for item in batch]
@@ -75,7 +75,7 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
         return (yield from _broadcast(exchange, requests, members.index(d.root)))
     results = []
     for item, request in zip(batch, requests, strict=True):
-        result: list[Array] = []  # of a barrier: the round has synchronized the members already
+        result: list[Array] = []  # for a barrier: the round has synchronized the members already
         if d.kind == Collective.ALLGATHER:
             result = yield from _allgather(exchange, request)
         elif d.kind == Collective.ALLTOALL:
@@ -88,22 +88,22 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
 
 def _zero_dim_error(name: str, description: Description) -> MismatchError:
     return MismatchError(
-        f"'{name}': {description.kind.name.lower()} needs tensors with at least one dimension, and got a "
+        f"'{name}': {description.kind.name.lower()} needs tensors with at least one dimension, but got a "
         "scalar on all ranks. Reshape it to one element first."
     )
 
 
 def _numbers(views: Sequence[Array], how: Reduction) -> Sequence[Array]:
-    """Return what is reduced of contiguous arrays: complex numbers as pairs of floats, others as they are."""
+    """Return contiguous arrays as they are reduced: complex numbers as pairs of floats, others unchanged."""
     return [view.reshape(-1).view(how.dtype) for view in views] if how.pairs else views
 
 
 def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reduction) -> Steps:
-    """Reduce requests of one dtype; return the outputs of each."""
+    """Reduce requests of one dtype. Returns the outputs of each."""
     if len(requests) == 1 and len(requests[0].inputs) == 1:
         source = requests[0].inputs[0]
-        given = requests[0].outputs
-        target = aligned_empty(source.shape, source.dtype) if given is None else given[0]
+        provided = requests[0].outputs
+        target = aligned_empty(source.shape, source.dtype) if provided is None else provided[0]
         if source.ndim == 1 and not how.pairs:
             yield from exchange.allreduce((source,), (target,), how)
         else:
@@ -116,7 +116,7 @@ def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reducti
 
 
 def _flatten(requests: Sequence[Request]) -> tuple[list[list[Array]], list[Array], list[Array]]:
-    """Return the outputs of each request, and all inputs and all outputs as flat arrays."""
+    """Return the outputs of each request, then all inputs and all outputs as flat arrays."""
     outputs = [_outputs(request) for request in requests]
     inputs = [view.reshape(-1) for request in requests for view in request.inputs]
     return outputs, inputs, [view.reshape(-1) for group in outputs for view in group]
@@ -133,7 +133,7 @@ def _allreduce(exchange: Exchange, requests: Sequence[Request]) -> Steps:
         for source, target in zip(inputs, targets, strict=True):
             yield from adasum(exchange, source, target, d.prescale, d.postscale)
         return outputs
-    for dtype in dtypes:  # a group of several dtypes: one exchange for each
+    for dtype in dtypes:  # a group with several dtypes needs one exchange for each
         how = reduction(dtype, d.operation, d.prescale, d.postscale, exchange.size)
         chosen = [i for i, name in enumerate(d.dtypes) if name == dtype]
         parts = [[views[i] for i in chosen] for views in (inputs, targets)]
@@ -212,12 +212,12 @@ def _reducescatter(exchange: Exchange, request: Request) -> Steps:
 
 
 def complete_alone(work: Work, rank: int, change_set: Callable[[Description], int]) -> None:
-    """Complete a request of a set whose only member is this rank.
+    """Complete a request of a process set whose only member is this rank.
 
     Args:
-        work: of the request.
-        rank: this rank.
-        change_set: adds or removes a process set.
+        work: The request's Work.
+        rank: This rank.
+        change_set: Adds or removes a process set.
     """
     d = work.request.description
     if d.kind == Collective.JOIN:
@@ -231,7 +231,7 @@ def complete_alone(work: Work, rank: int, change_set: Callable[[Description], in
 
 
 def _execute_alone(work: Work) -> list[Array]:
-    """Return the identity, but for scales."""
+    """Return the inputs, scaled if the request asks for it."""
     request, d = work.request, work.request.description
     if d.kind == Collective.ALLTOALL:
         assert request.splits is not None

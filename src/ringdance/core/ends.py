@@ -1,27 +1,27 @@
-"""How the engine of a rank ends: by agreement, or in an error.
+"""How the engine of a rank ends: by agreement or with an error.
 
 Note [Ends]
-    An engine ends once. All but the last of this table run while no other thread is in a step of the engine
-    (a step itself, or ``ProgressEngine.exclusively``): so one thread at a time sends notes, fails what is
-    pending and frees communicators.
+    An engine ends once. All methods in this table except the last run while no other thread is in a step of
+    the engine (they are called in a step, or by ``ProgressEngine.exclusively``). So only one thread at a time
+    sends notes, fails pending work and frees communicators.
 
     ==================  ==========================================  ========================================
     method              called by                                   what follows
     ==================  ==========================================  ========================================
     ask_to_stop         Engine.shutdown, on a thread of the user    a note "stop" to the peers; ``stop``
     stop                ask_to_stop; a peer's note "stop"           rounds in which the sets agree to stop
-    close               a step, when all sets have agreed           what is pending fails with ShutDownError,
+    close               a step, when all sets have agreed           pending work fails with ShutDownError,
                                                                     communicators are freed
     fail                a step or a check of the peers that raised  a note "failed" to the peers; the flight
-                        an error; a peer's note "failed";           record; what is pending fails;
+                        an error; a peer's note "failed";           record; pending work fails;
                         fail_by and fail_lost;                      communicators stay; the transport keeps
-                        Engine.shutdown, after its timeout;         the buffers of what is posted
+                        Engine.shutdown, after its timeout;         the buffers of posted operations
                         Engine.leave, after an uncaught exception;
                         Engine.thread_failed, on the engine thread
     fail_by             a step or a check of the peers that raised  ``fail``: a rank is lost, or EngineError
     fail_lost           a check of the peers; fail_by               ``fail`` with RankLostError
     disown              a child of the rank, forked or started      collectives raise in the child; nothing
-                                                                    is sent, the parent's job goes on
+                                                                    is sent, the parent's job continues
     ==================  ==========================================  ========================================
 """
 
@@ -47,29 +47,30 @@ from ringdance.errors import (
     StallError,
 )
 
-_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # others are RankLostError to peers
-_FIGURES_S = 1.0  # all ranks send them at the same time
-_REASON_S = 0.2  # the note with the reason can be slower than the round
+_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # peers get RankLostError for others
+_FIGURES_S = 1.0  # all ranks send their figures at the same time
+_REASON_S = 0.2  # the note with the reason can arrive after the round that stops
 
 
 class EngineEnd:
     """Whether and how an engine has ended. See Note [Ends].
 
     Args:
-        transport: of the whole job.
-        sets: the process sets.
-        peers: the other ranks.
-        recorder: writes the flight record.
-        summary: gets the figures of all ranks.
-        stop_work: is done when the engine has stopped.
+        transport: Connects all ranks.
+        sets: The process sets.
+        peers: The other ranks.
+        recorder: Writes the flight record.
+        summary: Receives the figures of all ranks.
+        stop_work: Done when the engine has stopped.
 
     Attributes:
-        closed: nothing can be submitted any more.
-        broken: why the engine failed, or None; ``failed_here``: the failure was found by this rank.
-        stopped_first: this rank asked for the stop before it received another's request.
-        unclean: after a stop, whether some rank was still waiting for something.
-        incomplete: after a stop, the names of this rank's operations that were not complete.
-        departed: a rank whose program has ended, so that this job cannot be started again; else "".
+        closed: True if nothing can be submitted any more.
+        broken: Error with which the engine failed, or None.
+        failed_here: True if this rank detected the failure.
+        stopped_first: True if this rank asked to stop before it received another rank's request.
+        unclean: True if a rank was still waiting for something after the stop.
+        incomplete: Names of this rank's operations that were not complete after the stop.
+        departed: A rank whose program has exited, so that this job cannot be restarted, or "".
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class EngineEnd:
         self._reason = ""
 
     def ask_to_stop(self, reason: str, departing: bool) -> None:
-        """Stop on all ranks; see ``Engine.shutdown``."""
-        if self.closed:  # meanwhile
+        """Stop on all ranks. See ``Engine.shutdown``."""
+        if self.closed:  # while this thread waited for its turn
             return
         self.stopped_first = not self._reason
         departed = str(self._identity) if departing else ""
@@ -103,20 +104,20 @@ class EngineEnd:
         self.stop(f"{self._identity} {reason}")
 
     def on_stop(self, rank: int, note: Note) -> None:
-        """Act on a peer's note."""
+        """Handle a peer's note "stop"."""
         self.departed = self.departed or note["departed"]
         self.stop(f"{self._transport.identities[rank]} {note['reason']}")
 
     def stop(self, reason: str) -> None:
-        """Let all sets agree to stop."""
+        """Make all sets agree to stop."""
         self._reason = self._reason or reason
         for state in self._sets.states():
             state.stopping = True
 
     def close(self) -> None:
-        """Free everything: all sets have agreed to stop."""
+        """Free everything after all sets have agreed to stop."""
         self.closed = True
-        self._peers.read_notes()  # in a short job: where the monitor of rank 0's host listens
+        self._peers.read_notes()  # a short job: the note may say where the monitor of rank 0's host listens
         self._exchange_figures()
         limit = time.monotonic() + _REASON_S
         while not self._reason and time.monotonic() < limit:
@@ -140,7 +141,7 @@ class EngineEnd:
             self._stop_work.finish()
 
     def _exchange_figures(self) -> None:
-        """Send this rank's figures for the summary to rank 0, which waits a moment for those of all ranks."""
+        """Send this rank's figures for the summary to rank 0, which waits briefly for all ranks' figures."""
         summary, limit = self._summary, time.monotonic() + _FIGURES_S
         self._recorder.publish()
         if self._identity.rank:
@@ -152,12 +153,12 @@ class EngineEnd:
             time.sleep(1e-3)
 
     def fail(self, error: CollectiveError, *, departed: str = "", notify: bool = True) -> None:
-        """Notify the peers, write the flight record, fail all pending work.
+        """Notify the peers, write the flight record and fail all pending work.
 
         Args:
-            error: why.
-            departed: a rank whose program has ended, or "".
-            notify: whether the peers do not know yet.
+            error: Reason of the failure.
+            departed: A rank whose program has exited, or "".
+            notify: If True, send a note to the peers, who do not know of the failure yet.
         """
         if self.closed:
             return
@@ -170,7 +171,7 @@ class EngineEnd:
             kind = type(error).__name__
             note = {"kind": "failed", "message": message, "departed": self.departed, "error": kind}
             self._peers.post_all(note)
-        # The rank that has found the failure shows this error, unless the failure is its own exception.
+        # The rank that detected the failure shows this error, unless the failure is its own exception.
         named = notify and departed != str(self._identity)
         path = self._recorder.dump(self._identity, message, pending, named)
         if path and error.args:
@@ -182,7 +183,7 @@ class EngineEnd:
         self._stop_work.finish(error=None)
 
     def on_failed(self, rank: int, note: Note) -> None:
-        """Act on a peer's note."""
+        """Handle a peer's note "failed"."""
         error = _OF_NOTES.get(note["error"], RankLostError)(note["message"])
         self.fail(error, departed=note["departed"], notify=False)
 
@@ -200,23 +201,23 @@ class EngineEnd:
         if lost is None:
             self.fail(EngineError.of(self._identity, error))
             return
-        self._peers.read_notes()  # what it sent before says more
+        self._peers.read_notes()  # an earlier note of the lost rank says more
         if not self.closed:
             who = ", ".join(str(self._transport.identities[rank]) for rank in lost)
             self.fail_lost(who or "A rank")
 
     def error(self) -> CollectiveError:
-        """Return the error for what is submitted, or waited for, after the end."""
+        """Return the error for anything submitted or waited for after the end."""
         if self.broken is not None:
             return type(self.broken)(str(self.broken))
         reason = self._reason or "This rank has shut down"
         return ShutDownError(f"{reason}; nothing more can be submitted.")
 
     def disown(self, origin: str) -> None:
-        """In a child of a rank: refuse collectives. ``origin``: "was forked from", "was started by"."""
+        """Refuse collectives in a child of a rank. ``origin`` is "was forked from" or "was started by"."""
         self.broken = NotInitializedError(
             f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job: rank() "
             "and size() work, collectives only in the rank itself, not in DataLoader workers and other child "
-            'processes. What these must not run of a script belongs under `if __name__ == "__main__":`.'
+            'processes. Guard code that these must not run with `if __name__ == "__main__":` in the script.'
         )
         self.closed = True

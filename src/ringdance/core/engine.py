@@ -1,7 +1,7 @@
-"""The engine of one rank: takes requests in, lets its process sets agree and execute, returns Works.
+"""The engine of one rank: takes in requests, lets its process sets agree and execute, and returns Works.
 
-An object without module-level state: n engines on a loopback world live in one process. It is stepped by
-the threads that wait and by its own (``progress``); how it ends is in ``ends``.
+It has no module-level state, so n engines of a loopback world can run in one process. Waiting threads and
+its own thread step it (``progress``). Note [Ends] in ``ends`` describes how it ends.
 """
 
 from __future__ import annotations
@@ -44,26 +44,27 @@ class Engine:
     """One rank's engine.
 
     Attributes:
-        rank, size: Of this rank, in the whole job.
-        local_rank, local_size: Among the ranks of its host.
-        cross_rank, cross_size: Among the ranks with this local rank on all hosts.
-        hosts: the host name of each rank.
-        summary: of the run, for rank 0 to show at its end.
-        context: counters of its exchanges.
-        callers: the threads that have submitted, and what they wait for.
-        sets: the process sets.
-        end: whether and how it has ended.
-        on_monitor: called with a note of kind "monitor".
-        on_check: called some times a second.
-        on_step: called when a step has ended; None while nothing is tuned.
-        profilers: get a span for each wait of a thread while they run.
+        rank, size: This rank and the number of ranks in the whole job.
+        local_rank, local_size: This rank's index among the ranks of its host, and their number.
+        cross_rank, cross_size: This rank's index among the ranks with its local rank on all hosts, and their
+            number.
+        hosts: Host name of each rank.
+        summary: Summary of the run. Rank 0 shows it at the end.
+        context: Counters of the engine's exchanges.
+        callers: The threads that have submitted, and what they wait for.
+        sets: The process sets.
+        end: Whether and how the engine has ended.
+        on_monitor: Called with each note of kind "monitor".
+        on_check: Called a few times per second.
+        on_step: Called when a step has ended. None while nothing is tuned.
+        profilers: Profilers that get a span for each wait of a thread while they run.
 
     Args:
-        transport: of the whole job; owned by the engine from here on.
-        settings: values of all settings.
-        threaded: run an engine thread; if not, there is progress only while a thread of the caller waits.
-        report: receives warnings.
-        ring: where the recorder writes.
+        transport: Connects all ranks. The engine takes ownership.
+        settings: Values of all settings.
+        threaded: If True, run an engine thread. Otherwise the engine advances only while a thread waits.
+        report: Receives warnings.
+        ring: Memory for the recorder's records.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Engine:
         self.rank, self.size = transport.rank, transport.size
         self.hosts = tuple(identity.host for identity in transport.identities)
         self.identity = transport.identities[self.rank]
-        self.local_pids = [one.pid for one in transport.identities if one.host == self.identity.host]
+        self.local_pids = [peer.pid for peer in transport.identities if peer.host == self.identity.host]
         self.local_rank = transport.host_group.index(self.rank)
         self.local_size = len(transport.host_group)
         cross = _across_hosts(self.hosts, self.rank, self.local_rank)
@@ -87,11 +88,11 @@ class Engine:
         self.recorder = Recorder(settings.flight_recorder_dir, ring)
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
         self.profilers: list[Profiler] = []
-        self.joins = 0  # how often all ranks have joined
+        self.joins = 0  # number of times that all ranks have joined
         self.report = report or (lambda text: None)
         self.end: EngineEnd
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
-        self._lock = threading.RLock()  # a signal's handler may submit while this thread holds it
+        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread holds it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.context = Context(self.recorder)
         self.callers = Callers()
@@ -115,31 +116,31 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be submitted any more."""
+        """True if nothing can be submitted any more."""
         return self.end.closed
 
     def members(self, set_id: int = 0) -> tuple[int, ...]:
-        """Return the global ranks of a set, ascending. Raises ArgumentError for an unknown set."""
+        """Return the global ranks of a set, in ascending order. Raises ArgumentError for an unknown set."""
         return self.sets.find(set_id).ranks
 
     def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """Return all registered sets: id -> ranks."""
+        """Return the global ranks of all registered sets, by id."""
         return self.sets.ranks()
 
     # -- submitting ----------------------------------------------------------------------------
 
     def submit(self, request: Request, *, wake: bool = True) -> Work:
-        """Take a request in.
+        """Submit a request.
 
         Args:
-            request: what to do; its input memory must not change until the Work is done.
-            wake: True lets the engine thread start it after at most a cycle time; False waits
-                until a thread waits for a Work of the set, or ``flush`` is called.
+            request: The operation. Its input memory must not change until the Work is done.
+            wake: If True, the engine thread starts the request within about one cycle time. Otherwise it
+                starts when a thread waits for a Work of the set, or ``flush`` is called.
 
         Raises:
-            ArgumentError: unknown set, or this rank is not in it.
-            DuplicateNameError: the name is in flight on this rank.
-            CollectiveError: the engine has stopped or failed.
+            ArgumentError: The set is unknown, or this rank is not a member.
+            DuplicateNameError: The name is in flight on this rank.
+            CollectiveError: The engine has stopped or failed.
         """
         known = self.sets.registered.get(request.set_id) or self.sets.find(request.set_id)
         if self.end.closed:
@@ -161,7 +162,7 @@ class Engine:
         name = request.name
         work = Work(request, name or "", self._wait)
         with self._lock:
-            if state.stopped or self.end.closed:  # since the check above; this Work would never be done
+            if state.stopped or self.end.closed:  # since the check above: this Work would never be done
                 if self.end.closed or not request.set_id:
                     raise self.end.error()
                 raise ProcessSetRemovedError(f"Process set number {request.set_id} is being removed.")
@@ -175,9 +176,9 @@ class Engine:
         return work
 
     def refuse(self, request: Request, message: str) -> None:
-        """Fail this request's name on the peers, since the call on this rank was wrong.
+        """Make this request's name fail on the peers, because the call on this rank was wrong.
 
-        For argument errors which only this rank can see; the caller raises ``message`` itself.
+        Used for argument errors that only this rank can see. The caller raises ``message`` itself.
         """
         known = self.sets.registered.get(request.set_id)
         if known is None or known.state is None or self.end.closed:
@@ -191,7 +192,7 @@ class Engine:
         self._wake()
 
     def flush(self, set_id: int = 0) -> None:
-        """Let the engine thread start now what is pending in a set."""
+        """Tell the engine thread to start the set's pending requests now."""
         state = self.sets.find(set_id).state
         if state is not None and state.pending.has_work():
             state.urgent = True
@@ -213,7 +214,7 @@ class Engine:
         waiting, progress_engine, me = self.callers.waiting, self._progress_engine, object()
         if progress_engine is None:  # a Work from before the fork
             raise self.end.error()
-        try:  # each statement by itself leaves nothing behind when Ctrl-C comes: Note [Interrupts]
+        try:  # Ctrl-C after any of these statements leaves nothing behind: Note [Interrupts]
             waiting[me] = work
             progress_engine.wait(work, timeout)
         finally:
@@ -222,36 +223,37 @@ class Engine:
                 progress_engine.caller_left()
 
     def add_process_set(self, ranks: Iterable[int]) -> int:
-        """Make a set and return its id; all ranks must call it, with the same members.
+        """Make a process set and return its id. All ranks must call this with the same members.
 
         Raises:
-            ArgumentError: on this rank, a rank is out of range or repeated, or an equal set exists; the
+            ArgumentError: On this rank, a rank is out of range or repeated, or an equal set exists. The
                 other ranks get a MismatchError that says so.
-            MismatchError: ranks asked for different members, or some have joined.
+            MismatchError: Ranks asked for different members, or some have joined.
         """
         return self._change_sets("add", Collective.ADD_SET, lambda: self.sets.check_new(ranks))
 
     def remove_process_set(self, set_id: int) -> None:
-        """Remove a set; all ranks must call it.
+        """Remove a process set. All ranks must call this.
 
-        What is pending in the set fails with ProcessSetRemovedError.
+        Pending operations of the set fail with ProcessSetRemovedError.
 
         Raises:
-            ArgumentError: on this rank, the set is that of all ranks, or unknown; the other ranks get a
+            ArgumentError: On this rank, the set is unknown or is the set of all ranks. The other ranks get a
                 MismatchError that says so.
-            MismatchError: ranks named different sets, or some have joined.
+            MismatchError: Ranks named different sets, or some have joined.
         """
         self._change_sets("remove", Collective.REMOVE_SET, lambda: self.sets.check_removal(set_id))
 
     def add_group(self, number: int, ranks: tuple[int, ...]) -> int:
-        """Make a set without the other ranks: its members call this at the same time. Return its id.
+        """Make a set without involving other ranks, and return its id. Its members call this together.
 
         Args:
-            number: Below ``FIRST_GROUP``; the same on all members, and not in ``group_numbers`` of any.
-            ranks: the members, ascending.
+            number: A number below ``FIRST_GROUP``, the same on all members and not in any member's
+                ``group_numbers``.
+            ranks: Members, in ascending order.
 
         Raises:
-            CollectiveError: the engine has stopped or failed.
+            CollectiveError: The engine has stopped or failed.
         """
         set_id = FIRST_GROUP + number
         if self._progress_engine is None:
@@ -263,11 +265,11 @@ class Engine:
         return set_id
 
     def group_numbers(self) -> list[int]:
-        """Return the numbers of the sets made by ``add_group`` that this rank is in."""
+        """Return the numbers of this rank's sets that were made by ``add_group``."""
         return [set_id - FIRST_GROUP for set_id in self.sets.ranks() if set_id >= FIRST_GROUP]
 
     def leave_group(self, set_id: int) -> None:
-        """Free a set made by ``add_group`` once all its members have called this; does not wait for them."""
+        """Free a set made by ``add_group`` once all its members have called this. Does not wait for them."""
         self.sets.leave(set_id)
         self._wake()
 
@@ -283,7 +285,7 @@ class Engine:
     # -- called by the progress engine ---------------------------------------------------------
 
     def step(self) -> bool:
-        """Do what can be done without waiting; return whether something was achieved."""
+        """Advance all process sets without blocking. Returns True if any made progress."""
         if self.end.closed:
             return False
         sets, context = self.sets, self.context
@@ -305,7 +307,7 @@ class Engine:
         return context.achieved != before
 
     def check_peers(self) -> None:
-        """Read notes, notice lost peers, check for stalls."""
+        """Read notes, detect lost peers and check for stalls."""
         if self.end.closed:
             return
         try:
@@ -317,7 +319,7 @@ class Engine:
                 for device in state.exchange.devices.values():
                     device.check()
             if not self.end.closed and (lost := self._peers.lost()):
-                self._peers.read_notes()  # what it sent before says more
+                self._peers.read_notes()  # an earlier note of the lost rank says more
                 if not self.end.closed:
                     self.end.fail_lost(lost)
             if self.end.closed:
@@ -333,12 +335,12 @@ class Engine:
             self.end.fail_by(error)
 
     def abandon(self, work: Work) -> None:
-        """Fail a Work that an interrupt has removed from all collections; the engine has ended."""
+        """Fail a Work that an interrupt has removed from all collections. The engine has ended."""
         if not work.done():
             work.finish(error=None if work is self._stop_work else self.end.error())
 
     def thread_failed(self, error: BaseException) -> None:
-        """Fail: the engine thread has ended, and would not start asynchronous work any more."""
+        """Fail because the engine thread has exited and would no longer start asynchronous work."""
         self._exclusively(self.end.fail, EngineError.of(self.identity, error), end=True)
 
     # -- from any thread -----------------------------------------------------------------------
@@ -348,12 +350,12 @@ class Engine:
         return engine is not None and engine.exclusively(call, *arguments, end=end)
 
     def post_all(self, note: Note) -> None:
-        """Send a note to all other ranks, as far as they can be reached."""
+        """Send a note to all other ranks that can be reached."""
         self._exclusively(self._peers.post_all, note)
 
     @contextlib.contextmanager
     def pause_stall_check(self, what: str, seconds: float) -> Iterator[None]:
-        """Let no rank report stalls while this rank is in ``what``, for at most so many seconds."""
+        """Suppress stall reports of all ranks while this rank runs ``what``, for at most ``seconds``."""
         outer: list[tuple[str, float]] = []
         self._exclusively(lambda: outer.append(self._peers.pause(what, seconds)))
         try:
@@ -365,19 +367,20 @@ class Engine:
                     pass  # otherwise no rank would report stalls until the pause's timeout
 
     def leave(self, message: str) -> None:
-        """End this rank in an error; the others fail with RankLostError."""
+        """Stop this rank because of an error. The other ranks fail with RankLostError."""
         error, who = RankLostError(message), str(self.identity)
         self._exclusively(lambda: self.end.fail(error, departed=who), end=True)
 
     def give_up(self, set_id: int, number: int, message: str) -> None:
-        """Fail what this rank no longer waits for, and all that follows, on all ranks.
+        """Fail a request that this rank no longer waits for, and everything after it, on all ranks.
 
-        The group alone if the request is pending in one made by ``add_group``, with ProcessSetRemovedError.
-        Otherwise the engine, with StallError: a request that is being executed cannot be taken back.
+        If the request is pending in a group made by ``add_group``, only the group fails, with
+        ProcessSetRemovedError. Otherwise the engine fails with StallError, because a request that is being
+        executed cannot be taken back.
 
         Args:
             set_id: The process set.
-            number: The request's ``order``; -1 for a message between two ranks.
+            number: The request's ``order``. -1 for a message between two ranks.
             message: Text of the errors.
         """
 
@@ -394,15 +397,15 @@ class Engine:
         timeout: float = 30.0,
         departing: bool = False,
     ) -> bool:
-        """Stop on all ranks; what is pending anywhere fails with ShutDownError.
+        """Stop on all ranks. Pending operations fail everywhere with ShutDownError.
 
         Args:
-            reason: for the others' messages, after this rank's name.
-            timeout: seconds to wait for the others' agreement.
-            departing: this rank's program ends, it will not come back.
+            reason: Text for the other ranks' messages, after this rank's name.
+            timeout: Seconds to wait for the other ranks to agree.
+            departing: True if this rank's program exits, so that it will not come back.
 
         Returns:
-            Whether all ranks agreed, so that nothing is left in flight.
+            True if all ranks agreed, so that nothing is left in flight.
         """
         if self._progress_engine is None:
             self.end.closed = True
@@ -414,22 +417,22 @@ class Engine:
             # After an agreed stop too: the engine thread may still be freeing communicators.
             self._progress_engine.wait(self._stop_work, timeout)
         except TimeoutError:
-            text = f"{self.identity} {reason}, and {self._peers.missing()} did not agree in {timeout:g} s."
+            text = f"{self.identity} {reason}, but {self._peers.missing()} did not agree in {timeout:g} s."
             self._exclusively(self.end.fail, ShutDownError(text), end=True)
         self._progress_engine.join()
         return self.end.broken is None and self._stop_work.done()
 
     def disown(self, origin: str = "was forked from") -> None:
-        """In a child of a rank: leave the rank's records alone; answer rank and size, refuse collectives."""
+        """Refuse collectives in a child of a rank, answer rank and size, leave the rank's records alone."""
         self.recorder = self.recorder.private()
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:
-            return  # needs no peers
+            return  # no peers needed
         self.end.disown(origin)
-        # The engine thread was not forked, and may have held locks.
+        # The fork did not copy the engine thread, which may have held locks.
         self._progress_engine = self.sets.event_count = None
 
 
 def _across_hosts(hosts: Sequence[str], rank: int, local_rank: int) -> list[int]:
-    """Return the ranks with a local rank, one of each host that has it; ``rank`` is the one of its host."""
+    """Return the ranks with this local rank, one per host that has it. ``rank`` stands for its own host."""
     return [i for i, host in enumerate(hosts) if i == rank or hosts[:i].count(host) == local_rank]

@@ -1,22 +1,22 @@
-"""What people see of a call instead of its name: the tensors that it exchanges."""
+"""Readable labels for calls: the tensors that a call exchanges, instead of its name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_MOST = 4096  # names; those of a model are a few
+_MOST = 4096  # names; a model needs a few
 _tensors: dict[str, tuple[str, Sequence[str]]] = {}
-_owners: dict[str, str] = {}  # who has a label
+_owners: dict[str, str] = {}  # owner of each label
 
 
 def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
-    """Note what is exchanged under a name.
+    """Record which tensors are exchanged under a name.
 
     Args:
-        name: of the call.
-        owner: which model or optimizer it is of: another one's label gets a number.
-        what: such as "gradients".
-        tensors: names of the parameters.
+        name: Name of the call.
+        owner: The model or optimizer that makes the call. A label that another owner has gets a number.
+        what: Kind of the tensors, such as "gradients".
+        tensors: Names of the parameters.
     """
     if not tensors or len(_tensors) >= _MOST:
         return
@@ -28,34 +28,34 @@ def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the labels of those names that have one, for another rank's ``adopt``."""
+    """Return the labels of the names that have one, for ``adopt`` on another rank."""
     return {name: _tensors[name][0] for name in names if name in _tensors}
 
 
 def adopt(labels: dict[str, str]) -> None:
-    """Take over another rank's labels of names that this rank does not use."""
+    """Adopt another rank's labels for names that this rank does not use."""
     for name, label in labels.items():
-        also = any(label == one for one, _ in list(_tensors.values()))  # others may note more
-        _tensors.setdefault(name, (f"{label} ('{name}')" if also else label, ()))
+        taken = any(label == other for other, _ in list(_tensors.values()))  # a copy: threads may add more
+        _tensors.setdefault(name, (f"{label} ('{name}')" if taken else label, ()))
 
 
 def known(name: str, number: int) -> bool:
-    """Return whether so many tensors are noted of a name."""
+    """Return True if exactly ``number`` tensors are recorded for a name."""
     return len(tensors_of(name)) == number
 
 
 def tensors_of(name: str) -> Sequence[str]:
-    """Return the names of the tensors, as far as known."""
+    """Return the names of a call's tensors, if they are known."""
     return _tensors.get(name, ("", ()))[1]
 
 
 def label_of(name: str) -> str:
-    """Return the name for people; those of unnamed calls without their numbers, which never end."""
+    """Return a readable label for a name. Unnamed calls lose their numbers, which never repeat."""
     if name in _tensors:
         return _tensors[name][0]
     return name.rstrip("0123456789").rstrip(".") if ".noname." in name else name
 
 
 def quoted(name: str) -> str:
-    """Return the name of a call for a message."""
+    """Return the name of a call as it appears in a message."""
     return f"the {label_of(name)}" if name in _tensors else f"'{name}'"

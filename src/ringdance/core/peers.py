@@ -23,16 +23,16 @@ Note = dict[str, Any]
 class Peers:
     """Exchanges notes (JSON objects with a ``kind``) with the other ranks, and checks on them.
 
-    All methods but ``missing`` are called in a step of the engine or by ``ProgressEngine.exclusively``: to
-    post a note tests the requests of earlier ones, which two threads must not do at once.
+    Threads: all methods except ``missing`` run in a step of the engine or in ``ProgressEngine.exclusively``.
+    Posting a note tests the requests of earlier notes, which two threads must not do at the same time.
 
     Args:
-        transport: of the whole job.
-        settings: of the engine.
-        sets: the process sets.
-        callers: the threads that wait.
-        recorder: writes the files about stalls.
-        handlers: by kind, what is called with the sender's rank and the note.
+        transport: Connects all ranks.
+        settings: The engine's settings.
+        sets: The process sets.
+        callers: The threads that wait.
+        recorder: Writes the files about stalls.
+        handlers: Functions by kind of note, called with the sender's rank and the note.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class Peers:
         }
 
     def post_all(self, note: Note) -> None:
-        """Send a note to all other ranks, as far as they can be reached."""
+        """Send a note to all other ranks that can be reached."""
         for rank in range(self._transport.size):
             if rank != self._transport.rank:
                 self.post(rank, note)
 
     def post(self, rank: int, note: Note) -> None:
-        """Send a note to a rank, if it can be reached."""
+        """Send a note to a rank if it can be reached."""
         with contextlib.suppress(Exception):
             self._transport.post(rank, json.dumps(note).encode())
 
     def read_notes(self) -> None:
-        """Act on the notes that have arrived."""
+        """Handle the notes that have arrived."""
         for sender, message in self._transport.messages():
             note = json.loads(message)
             if handler := self._handlers.get(note["kind"]):
                 handler(sender, note)
 
     def pause(self, what: str, seconds: float) -> tuple[str, float]:
-        """Let no rank report stalls while this rank is in ``what``, for at most so many seconds; 0 ends it.
+        """Suppress stall reports of all ranks while this rank runs ``what``, for at most ``seconds``.
 
-        Returns what was marked before, and until when (monotonic).
+        0 seconds end the pause. Returns the previous mark and its end time (monotonic).
         """
         before = self._watch.pauses.get(self._transport.rank, (what, 0.0))
         note = {"kind": "pause", "what": what, "seconds": seconds}
@@ -94,14 +94,14 @@ class Peers:
             self._watch.pauses.pop(rank, None)
 
     def lost(self) -> str:
-        """Return a rank of this host that rounds wait for and whose process is gone, or ""."""
+        """Return a rank of this host that rounds wait for and whose process has exited, or ""."""
         for rank in self._waited_for():
             if self._transport.state(rank) == "gone":
                 return str(self._transport.identities[rank])
         return ""
 
     def stall(self) -> tuple[str, type[StallError] | None]:
-        """Return a warning about a stall or "", and the error to fail with or None."""
+        """Return a warning about a stall or "", and the type of the error to fail with or None."""
         text, error = self._watch.check()
         if not text:
             return "", None
@@ -110,13 +110,13 @@ class Peers:
         return text + (f" (Details and stacks: {path})" if path and error is None else ""), error
 
     def _save(self, text: str) -> str | None:
-        """Write what was reported as JSON, and let all ranks write their stacks; return the file's path."""
+        """Write the reported stall as JSON and let all ranks write their stacks. Returns the file's path."""
         stall = self._watch.reported
         if stall is None:
             return None
         self.post_all({"kind": "stacks"})
         self._save_stacks(self._transport.rank, all_stacks())
-        for rank, stacks in stall.stacks.items():  # they cannot do so themselves
+        for rank, stacks in stall.stacks.items():  # ranks that do not answer cannot write their own
             self._save_stacks(rank, stacks)
         content = {"time": time.time(), "message": text, **stall.as_json()}
         return self._recorder.save("stall", self._identity, json.dumps(content, indent=1))
@@ -132,9 +132,9 @@ class Peers:
 
     def _waited_for(self) -> list[int]:
         """Return the ranks of this host that have not signalled in a round that this rank is in."""
-        found = set()
+        waited_for = set()
         for state in self._sets.states():
             window, group = state.transport.window, state.transport.host_group
             if state.in_round and window is not None:
-                found |= {state.members[group[index]] for index in window.missing()}
-        return sorted(found)
+                waited_for |= {state.members[group[index]] for index in window.missing()}
+        return sorted(waited_for)

@@ -1,19 +1,19 @@
 """The progress engine: steps the engine and waits for progress.
 
-One step of the engine does what can be done without waiting. Steps are made by a thread that waits for a Work
-(a lone operation needs no other thread) or, for asynchronous operations, by the engine thread, which rests
-while callers wait. One thread at a time is in a step, none while it sleeps; of several callers one is the
-leader and the others follow it.
+One step of the engine does what can be done without blocking. Steps are made by a thread that waits for a
+Work (so a lone operation needs no other thread) or, for asynchronous operations, by the engine thread, which
+rests while callers wait. Only one thread at a time is in a step, and none while it sleeps. If there are
+several callers, one is the leader and the others follow it.
 
-Waiting: first yield the core for some microseconds, then sleep: on the event count if all peers are on this
-host, else for intervals that grow.
+A waiting thread first yields the core for some microseconds, then sleeps: on the event count if all peers are
+on this host, otherwise for increasing intervals.
 
 Note [Interrupts]
-    Ctrl-C raises KeyboardInterrupt in the main thread, but only where CPython looks for signals: after a
-    call, at the start of a function, at a jump back. ``lock.acquire(False)`` can therefore take a lock and
-    raise before the next bytecode, and it would stay taken. Instead a lock is an entry of a dict:
-    ``setdefault`` takes it in one call within ``try``, and ``finally`` releases it by subscripts alone,
-    between which no signal is looked for.
+    Ctrl-C raises KeyboardInterrupt in the main thread, but only where CPython checks for signals: after a
+    call, at the start of a function, at a backward jump. ``lock.acquire(False)`` can therefore take a lock
+    and raise before the next bytecode, and the lock would stay taken. Instead, a lock is an entry of a dict:
+    ``setdefault`` takes it in one call within ``try``, and ``finally`` releases it using only subscripts,
+    between which CPython does not check for signals.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ringdance.core.request import Work
 from ringdance.core.transport.eventcount import yield_core
 
 _CHECK_EVERY = 0.1  # seconds between checks of the peers
-_CHECK_STEPS = 32  # steps that achieve something between checks, in an exchange too long for a sleep
+_CHECK_STEPS = 32  # productive steps between checks, for exchanges so long that no thread sleeps
 _IDLE = 0.1
-_FOLLOWER_POLL = 0.02  # for two threads that wait for one Work: they share what wakes them
+_FOLLOWER_POLL = 0.02  # for two threads that wait for the same Work: they share one event
 _TRANSIT_SLEEP = 1e-4  # between hosts MPI moves data only while it is called: longer sleeps would stop it
 _FIRST_BACKOFF = 5e-5
-_STEP_LIMIT = 5.0  # seconds for another thread to end its step; most take microseconds
+_STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps take microseconds
 
 
 class Stepped(Protocol):
@@ -49,23 +49,23 @@ class Stepped(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the engine has ended."""
+        """True if the engine has ended."""
 
     def step(self) -> bool:
-        """Do what can be done without waiting; return whether something was achieved."""
+        """Do what can be done without blocking. Returns True if anything made progress."""
 
     def check_peers(self) -> None:
-        """Read notes, notice lost peers, check for stalls."""
+        """Read notes, detect lost peers and check for stalls."""
 
     def abandon(self, work: Work) -> None:
-        """Fail a Work that is in no collection any more; the engine is closed."""
+        """Fail a Work that is not in any collection any more. The engine is closed."""
 
     def thread_failed(self, error: BaseException) -> None:
-        """The engine thread has ended in an error; it is in no step."""
+        """Handle an error that ended the engine thread, which is not in a step."""
 
 
 def _alone(taken: dict[int, object], call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call unless another thread does so; return the result or None. See Note [Interrupts]."""
+    """Make the call unless another thread is doing so. Returns the result or None. See Note [Interrupts]."""
     me = object()
     try:
         return call(*arguments) if taken.setdefault(0, me) is me else None
@@ -78,14 +78,14 @@ def _alone(taken: dict[int, object], call: Callable[..., Any], *arguments: Any) 
 
 
 class ProgressEngine:
-    """Steps one engine, on the threads that wait and on one of its own.
+    """Steps one engine, on the threads that wait and on its own thread.
 
     Attributes:
-        asleep: the engine thread rests and has to be woken.
+        asleep: True while the engine thread rests and has to be woken.
 
     Args:
-        engine: what is stepped.
-        spin_seconds: how long to poll before sleeping.
+        engine: The engine to step.
+        spin_seconds: Seconds to poll before sleeping.
     """
 
     def __init__(self, engine: Stepped, spin_seconds: float) -> None:
@@ -100,20 +100,20 @@ class ProgressEngine:
         self._thread: threading.Thread | None = None
 
     def start_thread(self, name: str) -> None:
-        """Start the engine thread. The engine is complete by then."""
+        """Start the engine thread. The engine must be complete."""
         self._thread = threading.Thread(target=self._thread_main, name=name, daemon=True)
         self._thread.start()
 
     # -- callers -------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Let the engine thread look for work."""
+        """Tell the engine thread to look for work."""
         if self.asleep:
             self.asleep = False
             self._wake.set()
 
     def wait(self, work: Work, timeout: float | None) -> None:
-        """Block until ``work`` is done, driving the engine. Raises TimeoutError."""
+        """Block until ``work`` is done, while stepping the engine. Raises TimeoutError."""
         began = time.monotonic()
         work.waited_since = work.waited_since or began
         deadline = None if timeout is None else began + timeout
@@ -133,7 +133,7 @@ class ProgressEngine:
             began = time.monotonic()
 
     def caller_left(self) -> None:
-        """Let another caller lead, or the engine thread step, since a caller has left."""
+        """Hand over to another caller, or to the engine thread, because a caller has left."""
         if waiting := self._engine.callers.waiting:
             for work in list(waiting.values()):
                 if not work.complete:
@@ -155,10 +155,10 @@ class ProgressEngine:
                 raise _timeout(work)
             if now < spin_until:
                 yield_core()
-            elif self._engine.closed:  # a Work that is not done then never will be
+            elif self._engine.closed:  # a Work that is not done by now never will be
                 if _alone(self._stepping, self._engine.abandon, work) is None:
                     time.sleep(1e-3)
-            elif not work.complete:  # by a step of another thread
+            elif not work.complete:  # another thread's step may have completed it
                 backoff = self._sleep(now, backoff)
         recorder, waited = self._engine.recorder, time.monotonic() - began
         recorder.waited += waited
@@ -166,7 +166,7 @@ class ProgressEngine:
             recorder.wait(work, waited)
 
     def _follow(self, work: Work, deadline: float | None) -> None:
-        """Wait while another caller leads, until it leaves or the work is done."""
+        """Wait while another caller leads, until that caller leaves or the work is done."""
         seconds = _FOLLOWER_POLL if deadline is None else deadline - time.monotonic()
         if seconds < 0:
             raise _timeout(work)
@@ -179,7 +179,7 @@ class ProgressEngine:
 
     def _try_step(self) -> bool:
         me, stepping = object(), self._stepping
-        try:  # as _alone, without its call: this is what a waiting thread does all the time
+        try:  # like _alone, but without its call: waiting threads do this all the time
             if stepping.setdefault(0, me) is not me or not self._engine.step():
                 return False
         finally:
@@ -194,7 +194,7 @@ class ProgressEngine:
         return True
 
     def _sleep(self, now: float, backoff: float) -> float:
-        """Sleep until something may have changed; return the next backoff."""
+        """Sleep until something may have changed. Returns the next backoff."""
         if now - self._checked > _CHECK_EVERY:
             self.check_peers(now)
         limit = self._engine.sets.backoff_until() - now
@@ -218,10 +218,10 @@ class ProgressEngine:
         _alone(self._stepping, self._engine.check_peers)
 
     def exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> bool:
-        """Call while no other thread is in a step; on any thread that is in none itself.
+        """Make a call while no other thread is in a step. The calling thread must not be in a step.
 
-        If another thread's step takes more than 5 s, the call is skipped; one that ends the engine (``end``)
-        is made anyway, as that step may never end.
+        If another thread's step takes more than 5 s, the call is skipped. A call that ends the engine
+        (``end``) is made anyway, because that step may never finish.
 
         Returns:
             True if the call was made.
@@ -267,12 +267,12 @@ class ProgressEngine:
                 backoff = self._sleep(now, backoff)
 
     def _seconds_to_work(self, now: float) -> float:
-        """Return how long the engine thread has nothing to do, at most ``_IDLE`` (callers drive)."""
+        """Return how long the engine thread has nothing to do, at most ``_IDLE``. Callers drive."""
         due = None if self._engine.callers.waiting else self._engine.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
 
     def _rest(self) -> None:
-        self.asleep = True  # before the check: a submission after it wakes this thread
+        self.asleep = True  # before the check: any later submission wakes this thread
         seconds = self._seconds_to_work(time.monotonic())
         if seconds > 0:
             self._wake.wait(seconds)
@@ -283,7 +283,7 @@ class ProgressEngine:
             self.check_peers(now)
 
     def join(self) -> None:
-        """Wait for the engine thread to end (the engine is closed)."""
+        """Wait for the engine thread to exit. The engine is closed."""
         thread = self._thread
         self.asleep = False
         self._wake.set()

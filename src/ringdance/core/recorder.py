@@ -1,4 +1,4 @@
-"""The flight recorder: the last batches and events of this rank, written to a file when the engine fails."""
+"""The flight recorder: this rank's last batches and events, written to a file when the engine fails."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ringdance.core.transport.base import Identity
 
 
 class StepMark(enum.IntEnum):
-    """Who marks the steps. Once a higher one has, the marks of lower ones do not count: see ``step``."""
+    """What marks the steps. Once a higher mark was seen, lower marks do not count: see ``Recorder.step``."""
 
     NONE = 0
-    GRADIENTS = 1  # an exchange of gradients for an optimizer that is not ours
+    GRADIENTS = 1  # an exchange of gradients for an optimizer that Ringdance does not wrap
     OPTIMIZER = 2
     SCRIPT = 3
 
 
 class Profiler(NamedTuple):
-    """A framework's own profiler, which shows waits too.
+    """A framework's own profiler, which then shows waits too.
 
     Attributes:
-        running: whether it is recording, in well below 1 µs.
-        span: makes a span of a name.
+        running: Returns True if the profiler is recording. Takes well below 1 µs.
+        span: Makes a span with a name.
     """
 
     running: Callable[[], bool]
@@ -45,7 +45,7 @@ _COUNTERS = struct.Struct("<4q").pack_into  # BATCHES, TENSORS, BYTES, WAITED
 
 
 class BatchRecord(NamedTuple):
-    """What is the same in all records of a batch."""
+    """The fields that all records of a batch share."""
 
     set_id: int
     collective: int
@@ -53,9 +53,9 @@ class BatchRecord(NamedTuple):
     nbytes: int
 
 
-_RECORDS = 256  # of a flight record
-_SMALL = 64  # batches held back at most
-# Quicker as numbers than as members of an Enum.
+_RECORDS = 256  # in a flight record
+_SMALL = 64  # most batches held back
+# Faster as integers than as members of an Enum.
 _SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
 _WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
 _DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
@@ -66,18 +66,18 @@ _U32 = 0xFFFFFFFF
 
 
 class Recorder:
-    """Writes what this rank does into its ring, from which all reports are made.
+    """Writes what this rank does to its ring, the source of all reports.
 
     Args:
-        directory: for flight records; "" for the system's temporary directory.
-        ring: where records go; None for memory of this process alone.
+        directory: Directory of flight records. "" for the system's temporary directory.
+        ring: Memory for the records. None for memory of this process only.
 
     Attributes:
-        words: the ring's header, see ``ring.Word``.
-        detail: ``words[Word.DETAIL]`` as of the last round of agreement: 1 asks for submissions, chunks and
+        words: Header of the ring, see ``ring.Word``.
+        detail: ``words[Word.DETAIL]`` as in the last round of agreement. 1 asks for submissions, chunks and
             waits, 2 for the rounds too.
-        waited: seconds that threads have waited for results.
-        window: numbers of the steps between which ``words[Word.DETAIL]`` is set, and to what; or None.
+        waited: Seconds that threads have waited for results.
+        window: First and last step between which ``words[Word.DETAIL]`` is set, and its value, or None.
     """
 
     def __init__(self, directory: str = "", ring: Ring | None = None) -> None:
@@ -92,21 +92,21 @@ class Recorder:
         self._step_mark, self._steps = StepMark.NONE, 0
 
     def private(self) -> Recorder:
-        """Return a recorder of a forked child, in memory that the parent does not share."""
+        """Return a recorder for a forked child, in memory that the parent does not share."""
         return Recorder(self._directory)
 
     def label(self, names: Label) -> int:
-        """Return the number of a name or of a list of names, see ``Ring.label``."""
+        """Return the number of a name or of a list of names. See ``Ring.label``."""
         return self.ring.label(names)
 
     def batch(self, what: BatchRecord, round_number: int, began: int = 0, tensors: int = 1) -> None:
         """Record a batch that ends now.
 
         Args:
-            what: was executed.
-            round_number: of agreement.
-            began: in nanoseconds of ``time.monotonic_ns``; 0 if it took no time.
-            tensors: how many.
+            what: The batch.
+            round_number: Round of agreement.
+            began: Start time in nanoseconds (``time.monotonic_ns``). 0 if the batch took no time.
+            tensors: Number of tensors.
         """
         if self._small:
             self._write_small()
@@ -117,15 +117,15 @@ class Recorder:
         self._bytes += what.nbytes
 
     def read_detail(self) -> int:
-        """Return ``detail``, read anew."""
+        """Read ``detail`` again and return it."""
         self.detail = detail = self.words[_DETAIL]
         return detail
 
     def small_batch(self, what: BatchRecord, round_number: int) -> None:
-        """Record a batch of one small tensor: in the ring at once only if submissions are recorded too."""
+        """Record a batch of one small tensor. It is held back unless submissions are recorded."""
         if self.detail:
             self.batch(what, round_number)
-        else:  # for a lone all-reduce a record in the ring would be a tenth of its time
+        else:  # for a lone all-reduce, a record in the ring would take a tenth of its time
             self._small.append((what, round_number, monotonic_ns(), 0))
             self._small_batches += 1
             self._small_bytes += what.nbytes
@@ -138,27 +138,27 @@ class Recorder:
     def _write(self, what: BatchRecord, round_number: int, now: int, duration: int) -> None:
         set_id, collective, label, nbytes = what
         number = next(self.ring.numbers)
-        RECORD.pack_into(  # as Ring.add does, in less time: for each batch
+        RECORD.pack_into(  # like Ring.add, but faster, because this runs for each batch
             self.ring.slots, (number & MASK) * 40, now, label, _BATCH, set_id & 0xFFFF, round_number & _U32,
             duration & _U32, collective, nbytes & _U32, nbytes >> 32 & _U32, number & _U32,
         )  # fmt: skip
         self.words[_WRITTEN] = number + 1
 
     def uncounted(self) -> None:
-        """Do not count what this engine has exchanged until now."""
+        """Stop counting what this engine has exchanged so far."""
         self._batches, self._tensors, self._bytes, waited = self._first
         self.waited = waited / 1e9
         self._small_batches = self._small_bytes = 0
 
     def publish(self) -> None:
-        """Write what is held back, and the counters, into the ring."""
+        """Write the counters, and records that were held back, to the ring."""
         self._write_small()
         small, nbytes = self._small_batches, self._bytes + self._small_bytes
         counters = self._batches + small, self._tensors + small, nbytes, int(self.waited * 1e9)
         _COUNTERS(self.ring.view, 8 * Word.BATCHES, *counters)
 
     def step(self, mark: StepMark = StepMark.OPTIMIZER) -> None:
-        """Record that a step ends now; those that were marked by a lower ``mark`` were none."""
+        """Record that a step ends now. Steps that a lower ``mark`` counted before are no longer counted."""
         words, now = self.words, monotonic_ns()
         if mark != self._step_mark:
             if mark < self._step_mark:
@@ -190,7 +190,7 @@ class Recorder:
         self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
-        """Record the batch of a request that only this rank takes part in."""
+        """Record the batch of a request that involves only this rank."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
         label, began = self.label(label_of(work.name)), int(work.submitted * 1e9)
@@ -199,18 +199,19 @@ class Recorder:
         self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
-        """Return a list for the times between a batch's phases; empty, to be left so, if none are wanted."""
+        """Return a list for the times between a batch's phases. If empty, no times are wanted."""
         return [monotonic_ns()] if self.detail else []
 
     def chunks(self, set_id: int, marks: list[int], every: int) -> None:
         """Record the phases of a batch's chunks.
 
         Args:
-            set_id: of the process set.
-            marks: times: the begin; for each chunk that is recorded when its inputs were copied in, and the
-                ends of waiting, of copying out the chunk before, of reducing, of copying in the one after;
-                when the waiting for the last results began and ended, and the end.
-            every: how many chunks each recorded one is for.
+            set_id: Process set.
+            marks: Times in nanoseconds. First the start of the batch. Then five times per recorded chunk:
+                when its inputs had been copied in, and the ends of waiting, of copying out the previous
+                chunk, of reducing, and of copying in the next chunk. Finally the start and the end of waiting
+                for the last results, and the end of the batch.
+            every: Number of chunks that each recorded chunk stands for.
         """
         self.ring.add(_CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
         for at in range(1, len(marks) - 3, 5):
@@ -221,7 +222,7 @@ class Recorder:
         self.ring.add(_CHUNK, 0, set_id, (waited - began) // 1000, copied - waited, when=began)
 
     def steps_text(self) -> str:
-        """Return how far this rank has come, as from ``ring.steps_text``."""
+        """Return how far this rank has come, as ``ring.steps_text`` puts it."""
         self.publish()
         return steps_text(self.words)
 
@@ -233,7 +234,7 @@ class Recorder:
         self.publish()
         reader = RingReader(self.ring.memory)
         offset = self.words[Word.EPOCH_OFFSET]
-        found = []
+        entries = []
         for record in reader.last(_RECORDS):
             names = reader.name(record.label)
             entry = {"time": (record.time + offset) / 1e9, "kind": Kind(record.kind).name.lower()}
@@ -246,17 +247,18 @@ class Recorder:
                 }  # fmt: skip
             else:
                 entry["details"] = names
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
     def dump(self, who: Identity, reason: str, pending: list[str], named: bool = True) -> str | None:
-        """Write all records as JSON; return the file's path, or None if it is not written.
+        """Write all records as JSON. Returns the file's path, or None if it was not written.
 
         Args:
-            who: the rank.
-            reason: why.
-            pending: names of the requests in flight.
-            named: whether a message will name the file. If not, it is written only into a directory for it.
+            who: This rank.
+            reason: Reason for the dump.
+            pending: Names of the requests in flight.
+            named: True if a message will name the file. Otherwise it is written only if a directory for
+                flight records is set.
         """
         if not (named or self._directory):
             return None
@@ -271,12 +273,12 @@ class Recorder:
         return self.save("flight", who, json.dumps(content, default=str, indent=1))
 
     def save(self, kind: str, who: Identity, text: str) -> str | None:
-        """Write a file about a rank beside the flight records; return its path, or None if that fails.
+        """Write a file about a rank next to the flight records. Returns its path, or None on failure.
 
         Args:
             kind: "flight" or "stall" for JSON, "stacks" for text.
-            who: the rank.
-            text: what to write.
+            who: The rank.
+            text: Content of the file.
         """
         ending = "txt" if kind == "stacks" else "json"
         try:

@@ -1,4 +1,4 @@
-"""What is submitted to the engine, and what the caller holds in return."""
+"""What is submitted to the engine, and what the caller gets in return."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# A state machine: each next() does what can be done without waiting.
+# A state machine: each next() does what can be done without blocking.
 Steps = Generator[None, None, Any]
 TUNE_NAME = "ringdance.tune"
-"""Name of the request by which the ranks exchange what they have measured; no thread waits for it."""
+"""Name of the request by which the ranks exchange their measurements. No thread waits for it."""
 
 
 class Collective(enum.IntEnum):
-    """What a request asks for."""
+    """The operation that a request asks for."""
 
     ALLREDUCE = 0
     ALLGATHER = 1
@@ -38,7 +38,7 @@ class Collective(enum.IntEnum):
 
 
 class ReduceOp(enum.IntEnum):
-    """How values of several ranks become one; numbered as in Horovod."""
+    """How the values of several ranks are combined. Numbered as in Horovod."""
 
     AVERAGE = 0
     SUM = 1
@@ -52,11 +52,11 @@ class ReduceOp(enum.IntEnum):
 class Description:
     """What all ranks must agree on before a request is executed.
 
-    ``shapes`` holds one shape for each tensor of the request; for collectives whose first
-    dimension may differ between ranks (allgather, alltoall) only the rest of it.
-    What differs from call to call (that dimension, splits) travels with the exchange.
-    ``pattern``: of gradients, which variables have none or only rows, see ``options.pattern_of``.
-    ``device``: kind of device of a framework's own tensors, "" for NumPy views: see ``exchange.device``.
+    ``shapes`` holds one shape per tensor of the request. For collectives whose first dimension may differ
+    between ranks (allgather, alltoall) it leaves out that dimension. Values that differ from call to call
+    (that dimension, splits) travel with the exchange.
+    ``pattern``: For gradients, the variables that have no gradient or only rows, see ``options.pattern_of``.
+    ``device``: Kind of device of a framework's own tensors, "" for NumPy views. See ``exchange.device``.
     """
 
     kind: Collective
@@ -71,7 +71,7 @@ class Description:
     device: str = ""
 
     def digest(self) -> int:
-        """Return a 32-bit number, the same on all ranks for equal descriptions."""
+        """Return a 32-bit digest. Equal descriptions have the same digest on all ranks."""
         return _digest(self)
 
 
@@ -82,19 +82,19 @@ def _digest(description: Description) -> int:
 
 @dataclass(slots=True)
 class Request:
-    """One collective operation on one or more tensors (several: a group, all or nothing).
+    """One collective operation on one or more tensors. Several tensors form a group: all or nothing.
 
     Args:
-        description: what must be equal on all ranks.
-        inputs: C-contiguous NumPy views of the caller's memory, not copied; tensors of a framework if the
+        description: What must be equal on all ranks.
+        inputs: C-contiguous NumPy views of the caller's memory, not copied, or a framework's tensors if the
             description has a ``device``. They must not change until the work is done.
-        outputs: where results go, views of the caller's memory (the input's own for an
-            operation in place); ``None`` lets the engine allocate, 64-byte aligned.
-        name: the key that matches this request with those of the other ranks; ``None``
-            matches by order of submission.
-        set_id: the process set, 0 for all ranks.
-        splits: alltoall only, rows for each member, int64, for each tensor of the group.
-        ready: on a device, the event after which inputs hold what is to be sent.
+        outputs: Views of the caller's memory that receive the results (for an in-place operation, the
+            inputs). If None, the engine allocates them, 64-byte aligned.
+        name: Key that matches this request with the other ranks' requests. If None, requests match by order
+            of submission.
+        set_id: Process set. 0 for all ranks.
+        splits: For alltoall only: rows for each member (int64), for each tensor of the group.
+        ready: On a device, the event after which the inputs hold the data to send.
     """
 
     description: Description
@@ -110,23 +110,23 @@ class Work:
     """Returned by ``Engine.submit``: shows when a request is done and holds its result.
 
     Attributes:
-        request: what was submitted.
-        name: the name it runs under (``allreduce.noname.7`` for an unnamed one).
-        result: list of NumPy arrays, one for each tensor, once done; of tensors on a device,
-            ``device.DeviceResults``. For join and process set collectives: an int.
-        received_splits: alltoall only, rows received from each member, int64.
-        error: the exception that ``wait`` raises, if it failed.
-        complete: what ``done()`` returns, without a call.
-        order: number of an unnamed request in its process set, else -1.
-        refusal: why this rank's own call was refused, if it was (``Engine.refuse``).
-        announced: the round in which it was sent to the other members as a cache miss, else 0.
-        submitted: when, in seconds of ``time.monotonic``.
-        waited_since: when a thread first waited for it, likewise; 0.0 if none has.
-        thread: identifier of the thread that waits for it or, as long as none does, that submitted it.
+        request: The submitted request.
+        name: Name that the request runs under (``allreduce.noname.7`` for an unnamed one).
+        result: List of NumPy arrays, one per tensor, once done. For tensors on a device,
+            ``device.DeviceResults``. For join and process set collectives, an int.
+        received_splits: For alltoall only: rows received from each member (int64).
+        error: Exception that ``wait`` raises, if the request failed.
+        complete: Return value of ``done()``, without a call.
+        order: Number of an unnamed request in its process set, otherwise -1.
+        refusal: Reason why this rank's own call was refused (``Engine.refuse``), or None.
+        announced: Round in which it was sent to the other members as a cache miss, otherwise 0.
+        submitted: Time of submission, in seconds of ``time.monotonic``.
+        waited_since: Time when a thread first waited for it, on the same clock. 0.0 if none has.
+        thread: Identifier of the thread that waits for it. Until then, of the thread that submitted it.
     """
 
-    # Slots, not an instance dictionary with defaults on the class: filled in by several threads in varying
-    # order, such dictionaries crashed CPython 3.11.7 (dictresize of a key-sharing table).
+    # Slots, not an instance dictionary with defaults on the class: when several threads filled in such
+    # dictionaries in varying order, CPython 3.11.7 crashed (dictresize of a key-sharing table).
     __slots__ = (
         "_on_done", "_waiter", "announced", "complete", "error", "name", "order", "received_splits",
         "refusal", "request", "result", "submitted", "thread", "wait_on", "waited_since",
@@ -150,15 +150,15 @@ class Work:
         self._on_done: Callable[[], None] | None = None
 
     def done(self) -> bool:
-        """Return whether the request is complete or has failed. Never blocks."""
+        """Return True if the request is complete or has failed. Never blocks."""
         return self.complete
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until done and return ``result``.
 
         Raises:
-            CollectiveError: the collective failed (its subclass says how).
-            TimeoutError: ``timeout`` seconds passed; the request goes on.
+            CollectiveError: The collective failed. The subclass says how.
+            TimeoutError: ``timeout`` seconds have passed. The request continues.
         """
         if not self.complete:
             self.thread = get_ident()
@@ -168,7 +168,7 @@ class Work:
         return self.result
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Mark as done (engine only)."""
+        """Mark the request as done. Only the engine calls this."""
         self.result = result
         self.error = error
         self.complete = True
@@ -181,14 +181,14 @@ class Work:
     def when_done(self, call: Callable[[], None]) -> None:
         """Call ``call()`` when this is done: now, or in the engine step that completes it.
 
-        It may be called twice, from two threads at once. It must neither raise nor wait for a Work.
+        It may be called twice, by two threads at the same time. It must not raise or wait for a Work.
         """
         self._on_done = call
         if self.complete:
             call()
 
     def waiter(self) -> threading.Event:
-        """Return an event that is set when done (engine only)."""
+        """Return an event that is set when the request is done. Only the engine calls this."""
         if self._waiter is None:
             self._waiter = threading.Event()
         if self.complete:

@@ -1,14 +1,15 @@
-"""The ring: the last records of a rank, in memory that other processes of its host can read.
+"""The ring: a rank's last records, in memory that other processes of its host can read.
 
-Standard library only: processes that read it start without other packages. Layout, in bytes::
+Standard library only, so processes that read it start without other packages. Layout, in bytes::
 
-    0       header: 64 words (int64), see ``Word``; the host's name at 1024, that of PENDING at 2048
-    4096    labels: for each its length (uint32) and its UTF-8 bytes; or -length, and numbers of labels
+    0       header: 64 words (int64), see ``Word``; the host's name at 1024, the name of PENDING at 2048
+    4096    labels: for each its length (int32) and its UTF-8 bytes; or -length, and numbers of labels
     ...     records, 40 bytes each: time, label, kind, process set, five values, sequence number
 
 Note [Sequence numbers]
-    Record n is in slot n modulo the capacity and ends with n. There are no locks: a reader takes a slot for
-    record n once it ends with n, and reads the number again after the rest, in case the slot was overwritten.
+    Record n is in slot n modulo the capacity and ends with n. Instead of locking, a reader accepts a slot as
+    record n once it ends with n, and checks the number again after reading the rest, in case the slot was
+    overwritten.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 RING_NAME = "ringdance-ring"
-"""Name of the memory, in /proc/PID/fd of its process."""
+"""Name of the memory, as shown in /proc/PID/fd of its process."""
 
 Label = str | tuple[str, ...]
 RECORD = struct.Struct("<qIHH5II")
@@ -44,7 +45,7 @@ _WRITERS = 64  # threads that may be writing a record at the same time
 
 
 class Word(enum.IntEnum):
-    """Numbers of the header's words. Times are nanoseconds of ``time.monotonic_ns``."""
+    """Positions of the header's words. Times are in nanoseconds of ``time.monotonic_ns``."""
 
     VERSION = 0
     PID = 1
@@ -54,37 +55,37 @@ class Word(enum.IntEnum):
     CLOSED = 5  # the rank has left the job
     DETAIL = 6  # set by a reader: record submissions and chunks too
     LABELS = 7  # bytes of labels written
-    WRITTEN = 8  # records so far, about
-    BATCHES = 9  # this and the next three: as of the last step, or of some tenths of a second ago
+    WRITTEN = 8  # records so far, approximately
+    BATCHES = 9  # this word and the next three: as of the last step, or some tenths of a second ago
     TENSORS = 10
     BYTES = 11
-    WAITED = 12  # time in which a thread waited for a result
+    WAITED = 12  # time that threads waited for results
     STEPS = 13
     LAST_STEP = 14  # when the last step ended
-    FIRST_STEP = 15  # when the first one ended, which often compiles
-    FIRST_WAITED = 16  # WAITED then
+    FIRST_STEP = 15  # when the first step ended, which often includes compilation
+    FIRST_WAITED = 16  # WAITED at that time
     LAST_WAITED = 17  # WAITED when the last step ended
-    PENDING = 18  # label of what it has waited for longest, or of nothing, as at the last check
+    PENDING = 18  # label of what it has waited for longest at the last check, 0 if nothing
     PENDING_SINCE = 19
 
 
-_WRITTEN = int(Word.WRITTEN)  # quicker as a number than as a member of an Enum
+_WRITTEN = int(Word.WRITTEN)  # faster as an integer than as a member of an Enum
 
 
 class Kind(enum.IntEnum):
-    """What a record is about, and its values."""
+    """Kinds of records, and their values."""
 
     SUBMIT = 1  # bytes (low, high), collective, wanted by a thread that waits
     BATCH = 2  # ends now: round, microseconds, collective, bytes (low, high)
-    CHUNK = 3  # began: microseconds of waiting, nanoseconds of copying out, reducing, copying in; how many
-    WAIT = 4  # of a thread for a result, ends now: microseconds
-    STEP = 5  # ends now: number, whether submissions and chunks are recorded
-    TEXT = 6  # an event: the label says which
-    ROUND = 7  # of agreement: number
+    CHUNK = 3  # start: microseconds of waiting, nanoseconds of copying out, reducing, copying in; count
+    WAIT = 4  # a thread's wait for a result, ends now: microseconds
+    STEP = 5  # ends now: number, 1 or 2 if submissions and chunks are recorded
+    TEXT = 6  # an event, described by the label
+    ROUND = 7  # round of agreement: number
 
 
 class Record(NamedTuple):
-    """One record; see ``Kind`` for the values."""
+    """One record. See ``Kind`` for the values."""
 
     time: int
     label: int
@@ -94,7 +95,7 @@ class Record(NamedTuple):
 
 
 def steps_text(words: memoryview) -> str:
-    """Return how far a rank has come: "12 steps" or, where none are counted, "30 exchanges"."""
+    """Return how far a rank has come: "12 steps" or, if no steps are counted, "30 exchanges"."""
     if steps := words[Word.STEPS]:
         return f"{steps} step{'s' * (steps != 1)}"
     batches = words[Word.BATCHES]
@@ -102,22 +103,22 @@ def steps_text(words: memoryview) -> str:
 
 
 def shared_memory() -> mmap.mmap | None:
-    """Return memory for a ring that other processes of this host can open; None where there is none (macOS).
+    """Return ring memory that other processes of this host can open, or None if there is none (macOS).
 
-    It counts for the memory of this process, not for /dev/shm, and is gone with the last process that has it.
+    It counts toward this process's memory, not /dev/shm, and is freed with the last process that has it.
     """
     if not hasattr(os, "memfd_create"):
         return None
     memory = os.memfd_create(RING_NAME)
     try:
         os.ftruncate(memory, _SIZE)
-        return mmap.mmap(memory, _SIZE)  # keeps a descriptor of its own
+        return mmap.mmap(memory, _SIZE)  # keeps its own descriptor
     finally:
         os.close(memory)
 
 
 def memories(pid: int, name: str) -> Iterator[str]:
-    """Yield the paths of a process's memories (memfd) of this name, as far as this process may open them."""
+    """Yield the paths of a process's memories (memfd) with this name that this process may open."""
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{number}"
@@ -135,7 +136,7 @@ class Who(NamedTuple):
 
 
 def records(first: int, data: bytes) -> Iterator[Record]:
-    """Yield the records that ``RingReader.take`` has returned, without those that were not complete."""
+    """Yield the records that ``RingReader.take`` has returned, skipping incomplete ones."""
     for expected, (when, label, kind, set_id, *values, number) in enumerate(RECORD.iter_unpack(data), first):
         if number == expected & _U32:
             yield Record(when, label, kind, set_id, tuple(values))
@@ -145,14 +146,14 @@ class Ring:
     """The writing end.
 
     Args:
-        memory: from ``shared_memory``; None for memory of this process alone.
+        memory: Memory from ``shared_memory``. None for memory of this process only.
 
     Attributes:
-        words: the header, see ``Word``.
-        view: all of the memory.
-        slots: the memory of the records; that of record n is slot n & MASK.
-        numbers: of the next records.
-        labels: their numbers.
+        words: Header, see ``Word``.
+        view: All of the memory.
+        slots: Memory of the records. Record n is in slot n & MASK.
+        numbers: Numbers of the next records.
+        labels: Numbers of the labels.
     """
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
@@ -166,16 +167,16 @@ class Ring:
         self._adding = threading.Lock()
         self.words[Word.EPOCH_OFFSET] = time.time_ns() - time.monotonic_ns()
         self.words[Word.PID] = os.getpid()
-        self.label("")  # number 0: also for what has no room any more
+        self.label("")  # number 0, also used for names that do not fit any more
         self.words[Word.VERSION] = _VERSION
 
     def describe(self, rank: int, size: int, host: str) -> None:
-        """Write whose ring this is."""
+        """Write which rank this ring belongs to."""
         self.words[Word.RANK], self.words[Word.SIZE] = rank, size
         self._write(_HOST, host, 255)
 
     def pending_name(self, name: str) -> None:
-        """Write the whole name of what has the label PENDING: others may have the same label."""
+        """Write the full name of what has the label PENDING, because others may have the same label."""
         self._write(_PENDING, name, 2047)
 
     def _write(self, at: int, text: str, most: int) -> None:
@@ -186,7 +187,7 @@ class Ring:
         self, kind: int, label: int = 0, set_id: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0,
         e: int = 0, when: int = 0,
     ) -> None:
-        """Write one record; values are cut to 32 bits."""
+        """Write one record. Values are cut to 32 bits."""
         number = next(self.numbers)
         RECORD.pack_into(
             self.slots, (number & MASK) * 40, when or time.monotonic_ns(), label, kind, set_id & 0xFFFF,
@@ -195,9 +196,9 @@ class Ring:
         self.words[_WRITTEN] = number + 1
 
     def label(self, names: Label) -> int:
-        """Return the number of a name or of a list of names; 0 if there is no room for a new one.
+        """Return the number of a name or of a list of names, or 0 if a new one does not fit.
 
-        Any thread may call it; only the first sight of a name takes a lock.
+        Threads: any. Only the first use of a name takes a lock.
         """
         known = self.labels.get(names)
         if known is not None:
@@ -212,11 +213,11 @@ class Ring:
         with self._adding:
             start = _HEADER + self.words[Word.LABELS]
             end = start + 4 + len(data)
-            if names in self.labels or end > _START:  # another thread has added it meanwhile
+            if names in self.labels or end > _START:  # another thread may just have added it
                 return self.labels.get(names, 0)
             self.view[start:end] = _LENGTH.pack(length) + data
             self.words[Word.LABELS] = end - _HEADER
-            self.labels[names] = number = len(self.labels)  # last: a reader can look up what is returned
+            self.labels[names] = number = len(self.labels)  # last: readers can look up what it returns
         return number
 
 
@@ -224,13 +225,13 @@ class RingReader:
     """The reading end, in this or another process.
 
     Args:
-        memory: the ring's.
+        memory: Memory of the ring.
 
     Attributes:
-        words: the header, see ``Word``.
-        labels: the names, or tuples of names, by number.
-        lost: how many records were overwritten before they were read.
-        ended: set when the rank writes no more: a record that is not complete then never will be.
+        words: Header, see ``Word``.
+        labels: Names, or tuples of names, by number.
+        lost: Number of records that were overwritten before they were read.
+        ended: True once the rank writes no more. A record that is incomplete then stays so.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -247,25 +248,25 @@ class RingReader:
 
     @property
     def who(self) -> Who:
-        """Whose ring it is."""
+        """The rank that the ring belongs to."""
         return Who(self.words[Word.RANK], self._text(_HOST, 256), self.words[Word.PID])
 
     @property
     def pending_name(self) -> str:
-        """The whole name of what has the label PENDING."""
+        """The full name of what has the label PENDING."""
         return self._text(_PENDING, 2048)
 
     def _text(self, at: int, most: int) -> str:
         return bytes(self._view[at : at + most]).partition(b"\0")[0].decode(errors="replace")
 
     def name(self, number: int) -> Label:
-        """Return a label."""
+        """Return the label with this number."""
         if number >= len(self.labels):
             self.load_labels()
         return self.labels[number] if number < len(self.labels) else ""
 
     def load_labels(self) -> None:
-        """Read the labels that are new."""
+        """Read the new labels."""
         end = _HEADER + self.words[Word.LABELS]
         while self._read_labels < end:
             (length,) = _LENGTH.unpack_from(self._view, self._read_labels)
@@ -279,11 +280,11 @@ class RingReader:
             self._read_labels = start + len(data)
 
     def skip(self) -> None:
-        """Leave out what was written until now."""
+        """Skip all records written so far."""
         self._position = self.words[Word.WRITTEN]
 
     def last(self, count: int) -> Iterator[Record]:
-        """Yield the last records that are complete, oldest first."""
+        """Yield the last complete records, oldest first."""
         self._position = max(0, self.words[_WRITTEN] - min(count, _CAPACITY - _WRITERS))
         return self.read()
 
@@ -292,19 +293,20 @@ class RingReader:
         return records(*self.take())
 
     def take(self) -> tuple[int, bytes]:
-        """Return the number of the first record since the last call, and the records, for ``records``.
+        """Return the number of the first record since the last call, and the records as bytes.
 
-        See Note [Sequence numbers].
+        Pass both to ``records``. See Note [Sequence numbers].
         """
         end = self.words[_WRITTEN]
-        if self.ended:  # killed threads may not have said what they wrote; ``records`` leaves out the rest
+        if self.ended:  # killed threads may have written more than they counted; ``records`` skips the rest
             end += _WRITERS
         self._leave_out(end)
         first = self._position
         at, to = (first & MASK) * 40, (end & MASK) * 40
         slots = self._slots
         data = bytes(slots[at:to]) if at <= to else bytes(slots[at:]) + bytes(slots[:to])
-        self._leave_out(self.words[_WRITTEN])  # overwritten meanwhile
+        self._leave_out(self.words[_WRITTEN])  # overwritten while copying
+
         data = data[(self._position - first) * 40 :]
         first = self._position
         for number in range(max(first, end - _WRITERS), 0 if self.ended else end):

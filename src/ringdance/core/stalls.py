@@ -1,7 +1,7 @@
-"""Detect stalls: ranks that wait for others.
+"""Detect stalls: ranks that wait for other ranks.
 
-A rank that has waited for some seconds, or has had an asynchronous request pending for so long, asks all
-ranks for their status; the engine thread answers, even while the main thread computes. The lowest waiting
+A rank that has waited for some seconds, or has had an asynchronous request pending for that long, asks all
+ranks for their status. Their engine threads answer, even while their main threads compute. The lowest waiting
 rank then reports which ranks have not submitted what, and where their threads are. A process of this host
 that does not answer is examined from outside.
 """
@@ -34,20 +34,20 @@ from ringdance.settings import Settings
 
 _DEADLOCK = (
     "All ranks wait, each for an operation that another has not submitted, and nothing was submitted for "
-    "{:g} s (setting deadlock_time): none of them can ever go on."
+    "{:g} s (setting deadlock_time): none of them can ever continue."
 )
 _ANSWER_TIMEOUT = 0.5
-_BUSY_TIMEOUT = 1.5  # of a process that may have to wait for a core, or is on another host
+_BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
 _LOOK_TIMEOUT = 4.0  # py-spy may take seconds
-_SAME_ANSWER = 0.1  # seconds: to find out what all threads do takes some 20 ms
-_RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
+_SAME_ANSWER = 0.1  # seconds: finding out what all threads do takes about 20 ms
+_RECHECK = 1.0  # seconds until the next look after an inquiry that found nothing wrong
 _MOST_PATIENCE = 120.0
 _Report = tuple[str | None, type[StallError] | None]
 
 
 @dataclass
 class _Inquiry:
-    """A request that was asked about, and the state at that time."""
+    """An inquiry about a request, with the state when it was sent."""
 
     asked: float
     state: ProcessSetState
@@ -61,26 +61,27 @@ class _Inquiry:
 
 
 class StallWatch:
-    """Detects stalls of what this rank waits for.
+    """Detects stalls of operations that this rank waits for.
 
     Args:
-        transport: of the whole job; carries the notes.
-        settings: report after ``stall_check_time`` (see Note [Patience]), and again after twice, four times
-            that; give up after ``stall_shutdown_time``, or ``deadlock_time`` where no rank can ever go on.
-        sets: the process sets.
-        callers: the threads that wait.
-        recorder: counts batches and steps.
+        transport: Connects all ranks and carries the notes.
+        settings: The engine's settings. Stalls are reported after ``stall_check_time`` (see Note [Patience])
+            and again after two and four times as long. This rank gives up after ``stall_shutdown_time``, or
+            after ``deadlock_time`` if no rank can ever continue.
+        sets: The process sets.
+        callers: The threads that wait.
+        recorder: Counts batches and steps.
 
     Attributes:
-        pauses: by rank, what it has marked with ``pause_stall_check``, and until when (monotonic) others
-            are to tolerate it.
-        reported: the last stall that was reported.
+        pauses: Marks set by ``pause_stall_check``, by rank: the name, and until when (monotonic) other ranks
+            tolerate it.
+        reported: The last stall that was reported.
 
     Note [Patience]
-        With the default ``stall_check_time`` others may be late by as long as a step took lately (the median
-        of nine), by half as long again as this rank computed lately between two exchanges (the longest of
-        16), and by as long as it computed before it began to wait: where all ranks compile for a minute, some
-        need seconds more than others. At most by two minutes.
+        With the default ``stall_check_time``, other ranks may be late by the largest of three times: a recent
+        step (the median of nine), 1.5 times the longest recent computation of this rank between two exchanges
+        (of 16), and the time that this rank computed before it started to wait. For example, if all ranks
+        compile for a minute, some need a few seconds more than others. The limit is two minutes.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class StallWatch:
         self._sets, self._callers = sets, callers
         self._settings = settings
         self._next_report: dict[tuple[int, str], float] = {}
-        self._quiet_until = 0.0  # a report on one request covers those behind it
+        self._quiet_until = 0.0  # a report on one request covers the requests after it
         self._inquiry: _Inquiry | None = None
         self._status: tuple[float, dict[str, Any]] = -1.0, {}
-        self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and since when
+        self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and its time
         self._recorder, self._words = recorder, recorder.words
         self._adaptive = settings.origin("stall_check_time") == "default"
         self._last_batch, self._last_step = (0, time.monotonic(), 0), (0, time.monotonic())
@@ -108,17 +109,17 @@ class StallWatch:
         self.reported: Stall | None = None
 
     def status(self) -> dict[str, Any]:
-        """Return this rank's answer to an inquiry, the same to all that ask within a tenth of a second.
+        """Return this rank's answer to an inquiry. It is reused for a tenth of a second.
 
-        Its fields: ``pending``: set and name of each request; ``labels``: see ``labels_of``; ``due``: the
-        sets in which this rank takes part in rounds now; ``waiting``: whether a thread waits; ``joined``;
-        ``threads``: see ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked``,
-        ``still`` and ``quiet``: see ``Callers.status``.
+        Its fields: ``pending``: Set and name of each request. ``labels``: See ``labels_of``. ``due``: Sets in
+        which this rank enters rounds now. ``waiting``: True if a thread waits. ``joined``: True if a join is
+        pending. ``threads``: See ``stacks.thread_locations``. ``after``: See ``Recorder.steps_text``.
+        ``blocked``, ``still`` and ``quiet``: See ``Callers.status``.
         """
         if time.monotonic() < self._status[0] + _SAME_ANSWER:
             return self._status[1]
         sets = self._sets.states()
-        messages = [(one.state.set_id, one) for one in list(self._callers.transfers.values())]
+        messages = [(transfer.state.set_id, transfer) for transfer in list(self._callers.transfers.values())]
         works: list[tuple[int, Work | Transfer]] = [*messages]
         works += [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
         status = {
@@ -142,7 +143,7 @@ class StallWatch:
             self._inquiry.answers[sender] = note
 
     def check(self) -> _Report:
-        """Return a warning or None, and the error to fail with or None."""
+        """Return a warning or None, and the type of the error to fail with or None."""
         now, sets = time.monotonic(), self._sets.states()
         oldest = self._oldest(sets, now)
         joins = [("join", now - s.pending.join.submitted) for s in sets if s.pending.join is not None]
@@ -177,7 +178,7 @@ class StallWatch:
             self._last_step = steps, now
 
     def _limit(self, since: float) -> float:
-        """Return after how long a request that is pending ``since`` then is reported."""
+        """Return the age at which to report a request that has been pending ``since`` then."""
         limit = self._settings.stall_check_time
         if not self._adaptive:
             return limit
@@ -186,7 +187,7 @@ class StallWatch:
         return max(limit, min(_MOST_PATIENCE, max(usual, computed)))
 
     def _paused(self, now: float) -> bool:
-        """Whether some rank is in what it has marked."""
+        """Return True if some rank is doing what it has marked with ``pause_stall_check``."""
         paused = any(now < until for _, until in list(self.pauses.values()))
         if paused:
             self._resumed = now
@@ -195,9 +196,9 @@ class StallWatch:
     def _oldest(
         self, sets: list[ProcessSetState], now: float
     ) -> tuple[ProcessSetState, Work | Transfer, float] | None:
-        """Return what has waited longest."""
+        """Return what has waited longest, or None."""
         waiting: list[tuple[ProcessSetState, Work | Transfer, float]] = [
-            (one.state, one, now - one.waited_since) for one in list(self._callers.transfers.values())
+            (t.state, t, now - t.waited_since) for t in list(self._callers.transfers.values())
         ]
         waiting += [
             (state, work, now - since)
@@ -212,17 +213,17 @@ class StallWatch:
         return max(waiting, key=lambda item: item[2])
 
     def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
-        """Return since when a thread waits for it, or when it was submitted if asynchronous."""
+        """Return since when a thread waits for it or, if it is asynchronous, when it was submitted."""
         if work.waited_since and self._callers.waits_in(state.set_id):
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None
 
     def _due(self, state: ProcessSetState, work: Work | Transfer, age: float, now: float) -> bool:
-        """Whether a report on a request is due."""
+        """Return True if a report on a request is due."""
         counted = min(age, now - self._resumed)
         ends = 0 < self._settings.stall_shutdown_time <= counted
         at = self._next_report.get((state.set_id, work.name), 0.0 if ends else self._quiet_until)
-        # The inquiry begins before the time, so that the report comes in time.
+        # The inquiry starts early, so that the report is on time.
         limit = 0.0 if ends else self._limit(now - age)
         return now >= at and counted >= limit - min(_ANSWER_TIMEOUT, limit / 8)
 
@@ -263,8 +264,8 @@ class StallWatch:
         waited = min(inquiry.seconds, inquiry.asked - self._resumed) + 0.001
         give_up = 0 < self._settings.stall_shutdown_time <= waited
         lower = [inquiry.answers[p] for p in others if p < own and p in inquiry.answers]
-        if not give_up and any(one["waiting"] and not one["joined"] for one in lower):
-            return None, None  # a lower rank waits too, and reports it; in join() it reports nothing
+        if not give_up and any(answer["waiting"] and not answer["joined"] for answer in lower):
+            return None, None  # a lower rank waits too and reports it, unless it is in join()
         stall = self._describe(inquiry, now, others)
         self.reported = stall
         if self._deadlocked(inquiry, stall, now):
@@ -279,13 +280,13 @@ class StallWatch:
         return (f"{text} Gave up after the stall shutdown time.", StallError) if give_up else (text, None)
 
     def _deadlocked(self, inquiry: _Inquiry, stall: Stall, now: float) -> bool:
-        """Whether no rank can ever go on; look again soon if that is not certain yet."""
+        """Return True if no rank can ever continue. If that is not certain yet, check again soon."""
         limit = self._settings.deadlock_time
         statuses = {**inquiry.answers, self._transport.rank: stall.status}
         if not 0 < limit <= inquiry.seconds + 0.001 or len(statuses) < self._transport.size:
             return False
         seconds = deadlocked_for(self._sets.ranks(), statuses)
-        # For longer than this inquiry has lasted: so all ranks were blocked at one time.
+        # For longer than this inquiry has lasted, so that all ranks were blocked at one time.
         quiet = min(status["quiet"] for status in statuses.values())
         if quiet >= limit and seconds > max(limit / 4, now - inquiry.asked):
             return True
@@ -315,7 +316,7 @@ class StallWatch:
             in_round=state.in_round,
             behind=[state.members[group[index]] for index in behind],
             idle=now - self._moved[state.set_id][1],
-            # Within one round: rounds that follow each other and achieve nothing move no data.
+            # Within one round: a sequence of rounds that achieve nothing moves no data.
             moving=inquiry.answers.keys() >= set(others)  # if both ranks wait for it
             if message
             else state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
@@ -323,10 +324,10 @@ class StallWatch:
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
-        """Describe a rank of this host from outside: ``text``, and ``stacks``, "" if they are not known."""
+        """Describe a rank of this host from outside: ``text`` and ``stacks``, "" if they are unknown."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state == "running" and pid != os.getpid()
-        text = describe_threads(pid, before) if here else ""  # before the signal that wakes it
+        text = describe_threads(pid, before) if here else ""  # before stacks_of, whose signal wakes it
         stacks = stacks_of(pid) if here else ""
         frames = own_lines(main_frames(stacks))
         place = f", at {place_of(frames)}" if frames else ""
@@ -342,7 +343,7 @@ class StallWatch:
         return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
 
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
-        """Let ranks that have answered look at silent ones of their host; return whether some have to yet."""
+        """Ask ranks that answered to look at silent ranks of their host. True if answers are missing."""
         who = self._transport.identities
         for rank in silent:
             neighbours = [p for p in inquiry.answers if who[p].host == who[rank].host]
@@ -352,7 +353,7 @@ class StallWatch:
         return any(inquiry.seen.get(rank, inquiry) is None for rank in silent)
 
     def on_seen(self, note: dict[str, Any]) -> None:
-        """Accept what another rank says of one of its host."""
+        """Accept another rank's description of a rank on its host."""
         if self._inquiry is not None:
             self._inquiry.seen[note["rank"]] = note
 
@@ -364,9 +365,9 @@ class StallWatch:
                 f"no rank of its host answers: {host} is off or its network down (`ping {host}`), or its "
                 "process is stopped or in a call that holds Python's lock"
             )
-        found = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])
-        stacks[rank] = found["stacks"]
-        return str(found["text"])
+        report = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])
+        stacks[rank] = report["stacks"]
+        return str(report["text"])
 
 
 def _count(state: ProcessSetState) -> int:
@@ -374,4 +375,4 @@ def _count(state: ProcessSetState) -> int:
     window = state.transport.window
     if window is not None and state.transport.one_host:
         return window.count
-    return state.exchange.context.achieved  # that of all sets: between hosts a set has none of its own
+    return state.exchange.context.achieved  # shared by all sets: between hosts a set has no count of its own

@@ -1,4 +1,4 @@
-"""Messages between two ranks, which no agreement of a process set knows."""
+"""Messages between two ranks, which are not part of any process set's agreement."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from ringdance.errors import ProcessSetRemovedError
 
-_LAST_S = 1.0  # for what a rank has sent before it left its group
+_LAST_S = 1.0  # for messages that a rank sent before it left its group
 
 
 class Transfer:
-    """A message between two ranks; used as the engine's works are.
+    """A message between two ranks. Used like the engine's Works.
 
     Args:
         engine: This rank's ``Engine``.
@@ -21,11 +21,11 @@ class Transfer:
         state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.
-        rank: The other rank, in the set; None for any.
+        rank: The other rank, in the set. None for any rank.
         tag: Tag of the message.
 
     Attributes:
-        name: The same on both ranks, unless this one receives from any.
+        name: Equal on both ranks, unless this one receives from any rank.
         peers: The global ranks that it waits for.
         complete: True once no thread waits for it any more.
     """
@@ -43,7 +43,7 @@ class Transfer:
         self.received_splits = self.error = None
         self.complete, self.waited_since, self.thread = False, 0.0, 0
         self._begun, self._is_done = time.monotonic(), False
-        self._testing = threading.Lock()  # two threads that test one request of MPI would free it twice
+        self._testing = threading.Lock()  # two threads that test the same MPI request would free it twice
 
     @property
     def source(self) -> int:
@@ -73,13 +73,13 @@ class Transfer:
         return self._is_done
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Do nothing: a message is complete when its state is asked for."""
+        """Do nothing: a message completes only when its state is queried."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the message is sent or received; seen by the stall check.
+        """Wait until the message is sent or received. The stall check sees this wait.
 
         Raises:
-            ProcessSetRemovedError: the other rank has destroyed the group without such a message.
+            ProcessSetRemovedError: The other rank has destroyed the group without such a message.
         """
         began, waits, me = time.monotonic(), self._engine.callers.transfers, object()
         self.complete, self.waited_since, self.thread = False, began, threading.get_ident()

@@ -1,4 +1,4 @@
-"""The exit code with which this program ends. Python does not tell it to the functions of ``atexit``.
+"""The exit code of this program, which Python does not pass to ``atexit`` functions.
 
 Standard library only: host/site/sitecustomize.py loads this file by its path.
 """
@@ -19,18 +19,18 @@ _CODE: Any = SystemExit.code
 
 
 class _Exit(SystemExit):
-    """A SystemExit that notes when Python itself asks for its code, which it does in order to end with it."""
+    """A SystemExit that records its code when Python itself reads it, which it does in order to exit."""
 
     def _take(self) -> Any:
         code = _CODE.__get__(self)
-        if sys._getframe().f_back is None:  # else a function has caught it, and asks
+        if sys._getframe().f_back is None:  # otherwise a function has caught it and reads the code
             if code is not None and not isinstance(code, int):
-                with contextlib.suppress(Exception):  # as Python does, but before it ends the job
+                with contextlib.suppress(Exception):  # as Python does, but before the job ends
                     sys.stderr.write(f"{code}\n")
                     code = 1
             _taken.append(code)
             for tell in _told:
-                with contextlib.suppress(Exception):  # it would change the code
+                with contextlib.suppress(Exception):  # an exception would change the code
                     tell()
         return code
 
@@ -44,23 +44,23 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"  # for logs
 
 
 def _new_exit(*args: Any) -> SystemExit:
-    """Return what to raise; in other threads Python's own, which ends them without a word."""
+    """Build the exception to raise. Other threads get Python's own, which ends them silently."""
     return (_Exit if threading.current_thread() is threading.main_thread() else SystemExit)(*args)
 
 
 def watch(tell: Callable[[], None] | None = None) -> None:
-    """Note from now on with which code ``sys.exit()``, ``exit()`` and ``quit()`` end the program.
+    """From now on, record the code with which ``sys.exit()``, ``exit()`` and ``quit()`` end the program.
 
-    A ``raise SystemExit(...)`` of the script's own cannot be noted. A second call only adds ``tell``.
+    A ``raise SystemExit(...)`` in the script cannot be recorded. A second call only adds ``tell``.
 
     Args:
-        tell: called once the code is known; Python waits for threads before the functions of ``atexit``.
+        tell: Called once the code is known. Python waits for threads before it runs ``atexit`` functions.
     """
     if tell is not None:
         _told.append(tell)
     if "SystemExit" in vars(_sitebuiltins):
         return
-    vars(_sitebuiltins)["SystemExit"] = _new_exit  # which exit() and quit() raise
+    vars(_sitebuiltins)["SystemExit"] = _new_exit  # exit() and quit() raise this
     former = sys.exit
 
     @functools.wraps(former)
@@ -77,6 +77,6 @@ def watch(tell: Callable[[], None] | None = None) -> None:
 
 
 def exit_code() -> int:
-    """Return the code, as the parent process gets it: 0 also as long as none is known."""
+    """Return the code as the parent process sees it, or 0 while none is known."""
     code = _taken[-1] if _taken else None
     return 0 if code is None else code & 255 if isinstance(code, int) else 1

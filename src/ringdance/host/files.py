@@ -1,4 +1,7 @@
-"""Read files that a job has left, which may be damaged or not files at all, and write texts as a whole."""
+"""Read files that a job has left, and write text files atomically.
+
+Such a file may be damaged or not a regular file at all.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from typing import Any, TextIO, get_args, get_origin
 from ringdance.errors import LaunchError, optional
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""What reading a file raises whose content is not as expected."""
+"""Exceptions that reading raises if the content is not as expected."""
 _LARGEST = {float: 1e16, int: 2.0**64}  # seconds that are a date, or microseconds; counters
-# Plain words of YAML 1.2 that are not strings.
+# Plain scalars of YAML 1.2 that are not strings.
 _YAML = {
     "null": r"~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE",
     "int": "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
@@ -25,9 +28,9 @@ _YAML = {
 
 
 def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return a value of a JSON object; raises one of NO_FORMAT if it is no `kind`, such as ``int | None``."""
+    """Return a value of a JSON object. Raises one of NO_FORMAT if it is not a ``kind`` (``int | None``)."""
     if not _fits(found[key], kind):
-        raise ValueError(f"{key} is no {kind}")
+        raise ValueError(f"{key} is not a {kind}")
     return found[key]
 
 
@@ -40,17 +43,17 @@ def _fits(value: Any, kind: Any) -> bool:
     if type(value) is not (outer or kind):
         return False
     inner = value.values() if outer is dict else value if outer is list else ()
-    return all(_fits(one, parts[-1]) for one in inner)
+    return all(_fits(item, parts[-1]) for item in inner)
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise a LaunchError if a file is there and no regular one, such as a pipe, which may never end."""
+    """Raise LaunchError if the path exists but is not a regular file: reading a pipe, say, may never end."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise LaunchError(f"{path} is no regular file: copy what comes from it into one")
+        raise LaunchError(f"{path} is not a regular file. Copy its content to a regular file.")
 
 
 def read_regular(path: Path) -> str:
-    """Return a file's text. Raises LaunchError if it cannot be read or is no regular file."""
+    """Return a file's text. Raises LaunchError if it cannot be read or is not a regular file."""
     check_regular(path)
     try:
         return path.read_text(errors="replace")
@@ -60,7 +63,7 @@ def read_regular(path: Path) -> str:
 
 @cache
 def _yaml_loader() -> Any:
-    """Return PyYAML's loader for YAML 1.2: it reads 1.1, where 1e-4 is a text, 1:2 is 62, and 010 is 8."""
+    """Return PyYAML's loader, changed to YAML 1.2. In YAML 1.1, 1e-4 is a string, 1:2 is 62 and 010 is 8."""
     yaml: Any = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml")
     loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for name, words in _YAML.items():
@@ -72,7 +75,7 @@ def _yaml_loader() -> Any:
 
 
 def read_yaml(text: str) -> Any:
-    """Return the content of a text in YAML 1.2. Raises ValueError for another."""
+    """Parse a text as YAML 1.2. Raises ValueError if it is not valid."""
     loader = _yaml_loader()
     yaml: Any = optional("yaml", LaunchError)
     try:
@@ -82,17 +85,17 @@ def read_yaml(text: str) -> Any:
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file; a FIFO without a reader is an error, so that training does not wait for one."""
+    """Open a file without blocking. A FIFO without a reader is an error, so training does not wait for it."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def unique_beside(path: Path, word: str) -> Path:
-    """Return a name next to a path that no other process uses."""
+    """Return a path in the same directory that no other process uses."""
     return path.with_name(f".{path.name}.{word}-{os.uname().nodename}-{os.getpid()}")
 
 
 def sync_path(path: Path) -> None:
-    """Wait until a file, or a directory's names, are on disk."""
+    """Wait until a file, or a directory's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,16 +104,23 @@ def sync_path(path: Path) -> None:
 
 
 def whole_text(path: Path) -> AbstractContextManager[TextIO]:
-    """Open a file for a text, like ``whole_file``."""
+    """Open a text file for writing, like ``whole_file``."""
     return whole_file(path, "w", encoding="utf-8", errors="surrogateescape")
 
 
 @contextmanager
 def whole_file(path: Path, mode: str, synced: bool = False, **options: Any) -> Iterator[Any]:
-    """Open a file that gets its name when it is complete, `synced` on disk; after an error nothing is left.
+    """Write a file that gets its name once it is complete. After an error, nothing is left behind.
+
+    Args:
+        path: Name of the complete file.
+        mode: Mode for ``open``.
+        synced: If True, wait until the file and its name are on disk.
+        options: Further arguments of ``open``.
 
     Raises:
-        OSError: The file cannot be written. ``filename`` is ``path``.
+        OSError: The file cannot be written. Its ``filename`` is ``path``.
+
     """
     partial = unique_beside(path, "partial")
     try:

@@ -1,4 +1,7 @@
-"""What the system lets this process have: open files, cores. Standard library only, as agents import it."""
+"""System limits of this process: open files and cores.
+
+Standard library only, because agents import it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator
 
-_ROOT = ""  # of /proc and /sys
+_ROOT = ""  # prefix of /proc and /sys
 
 
 def raise_open_files(wanted: int) -> int:
-    """Raise the soft limit of open files to `wanted` where the hard limit allows; return what it is then."""
+    """Raise the soft limit of open files to ``wanted`` if the hard limit allows, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -20,7 +23,7 @@ def raise_open_files(wanted: int) -> int:
 
 
 def words_of(path: str) -> list[str]:
-    """Return the words of a file of /proc or /sys; none if it cannot be read."""
+    """Return the words of a file in /proc or /sys, or an empty list if it cannot be read."""
     try:
         with open(f"{_ROOT}{path}", encoding="utf-8", errors="replace") as file:
             return file.read().split()
@@ -29,7 +32,7 @@ def words_of(path: str) -> list[str]:
 
 
 def cgroups(controller: str) -> Iterator[str]:
-    """Yield the directories of this process's cgroup of a controller and those above it (v1 and v2)."""
+    """Yield the directories of this process's cgroup of a controller and of its parents (v1 and v2)."""
     for line in words_of("/proc/self/cgroup"):
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
@@ -44,7 +47,7 @@ def cgroups(controller: str) -> Iterator[str]:
 
 
 def affinity(pid: int = 0) -> set[int]:
-    """Return the numbers of the cores that a process may run on; this one's if it cannot be seen."""
+    """Return the numbers of the cores a process may run on, or this process's if they cannot be read."""
     try:
         return os.sched_getaffinity(pid)
     except AttributeError:  # not Linux
@@ -54,7 +57,7 @@ def affinity(pid: int = 0) -> set[int]:
 
 
 def quota() -> tuple[float, str]:
-    """Return the lowest quota, in cores, of this process's cgroups, and the directory that has it."""
+    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory that sets it."""
     quotas = [(float("inf"), "")]
     for directory in cgroups("cpu"):
         words = words_of(f"{directory}/cpu.max") or [
@@ -66,20 +69,21 @@ def quota() -> tuple[float, str]:
 
 
 def usable_cores(pids: Iterable[int] = ()) -> int:
-    """Return how many cores this process may use, by its affinity mask and its cgroups' CPU quota.
+    """Return how many cores this process may use, given its affinity mask and its cgroups' CPU quota.
 
     Args:
-        pids: Processes with the same quota, instead of this one: all cores that any of them may use.
+        pids: Processes with the same quota. If set, count the cores that any of them may use, instead of
+            this process's.
     """
     return max(1, int(min(len(set[int]().union(*map(affinity, pids)) or affinity()), quota()[0])))
 
 
 def shared_cores(pids: Iterable[int]) -> int:
-    """Return this process's share of the cores that it may use, which may be 0.
+    """Return this process's share of the cores that it may use. The result may be 0.
 
     Args:
-        pids: Processes with the same quota that compute, with this one. Those with the same cores in their
-            affinity masks share them; a launcher that binds ranks has divided the cores already.
+        pids: Computing processes with the same quota, including this one. Those whose affinity masks have
+            the same cores share them. A launcher that binds ranks has divided the cores already.
     """
     masks = [affinity(pid) for pid in pids] or [affinity()]
     own = sum(1 / max(1, sum(core in mask for mask in masks)) for core in affinity())

@@ -1,4 +1,4 @@
-"""How the program of a rank ends: well, in an uncaught exception, or by ``sys.exit(1)``."""
+"""How a rank's program ends: successfully, with an uncaught exception, or with ``sys.exit(1)``."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringdance")
 
-# Begins a line on stderr with which a failing rank gives the launcher the reason; JSON follows.
+# Begins a line on stderr in which a failing rank gives the launcher the reason. JSON follows.
 CAUSE_MARK = "::ringdance-cause::"
-# Seconds for the other ranks to see the message and raise their own error, before this process
-# ends and the MPI launcher kills them.
+# Seconds for the other ranks to see the message and raise their own error, before this process exits
+# and the MPI launcher kills them.
 _GRACE = 0.5
 
-# JAX begins an error with "Error dispatching computation: " once for each program that has led to it.
+# JAX prefixes an error with "Error dispatching computation: " once per program on the way to it.
 _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
 
 
 class Process:
-    """The engine of this process, and how it ended."""
+    """The engine of this process and how it ended."""
 
     engine: Engine | None = None
     comm: Any = None  # the arguments of init()
@@ -49,12 +49,13 @@ class Process:
     clean: bool = True  # every engine so far has stopped by agreement
     at_init: tuple[Callable[[], None], ...] = ()
     tuner: Autotuner | None = None
-    failed: bool = False  # the program ends by an uncaught exception, or a code that is not 0
+    failed: bool = False  # the program ends with an uncaught exception or a nonzero exit code
     unseen: tuple[Engine | None, Exception] | None = None  # see ``session.note_unseen``
-    has_trained: Callable[[], bool] | None = None  # by itself; None: not known, reported, or it has reduced
+    # Returns True if this rank has trained on its own. None if unknown, if reported, or if it has reduced.
+    has_trained: Callable[[], bool] | None = None
 
     def watch(self) -> None:
-        """Act when the program ends or fails from now on, or forks."""
+        """From now on, act when the program ends, fails or forks."""
         dump.enable()
         exit_code.watch(self._on_code)
         atexit.register(self._at_exit)
@@ -66,22 +67,22 @@ class Process:
         self, previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Report an uncaught exception as the cause, to the launcher and to the peers."""
-        found = self.engine
+        engine = self.engine
         previous(kind, error, trace)
         self.failed = True
-        if found is not None and self.pid == os.getpid():
+        if engine is not None and self.pid == os.getpid():
             text = _REPEATED.sub(r"\1", f"{kind.__name__}: {error}")
-            how = "lost" if found.end.broken is not None or found.closed else "exception"
+            how = "lost" if engine.end.broken is not None or engine.closed else "exception"
             traced = "".join(traceback.format_exception(kind, error, trace))
-            _fail(found, how, text, f"ended with {text}", traced)
+            _fail(engine, how, text, f"ended with {text}", traced)
 
     def _on_code(self) -> None:
-        """Fail, if the program ends with a code that is not 0, before Python waits for threads."""
+        """Report a failure if the exit code is not 0, before Python waits for threads."""
         if exit_code.exit_code():
             self._note_failure()
 
     def _note_failure(self) -> None:
-        """Report once that this rank fails: by the error that nothing has read, or by its exit code."""
+        """Report once that this rank fails, because of an error that nothing has read or its exit code."""
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
             error.add_note("ringdance: this happened in a compiled program, and no result was read since.")
@@ -89,26 +90,26 @@ class Process:
         code = 0 if self.failed or self.pid != os.getpid() else exit_code.exit_code()
         if code:
             self.failed = True
-            if (found := self.engine) is not None:
-                how = "lost" if found.end.broken is not None or found.end.unclean else "code"
-                _fail(found, how, f"exited with code {code}", f"ended with exit code {code}")
+            if (engine := self.engine) is not None:
+                how = "lost" if engine.end.broken is not None or engine.end.unclean else "code"
+                _fail(engine, how, f"exited with code {code}", f"ended with exit code {code}")
 
     def _at_exit(self) -> None:
         self._note_failure()
-        found, self.engine = self.engine, None
+        engine, self.engine = self.engine, None
         if self.pid != os.getpid():
             return
-        if found is not None and not self.failed:
-            self._end_well(found)
-        if found is not None:
-            self.monitoring.end(found)
+        if engine is not None and not self.failed:
+            self._end_well(engine)
+        if engine is not None:
+            self.monitoring.end(engine)
         if self.mpi:
             from ringdance.core.transport.library import finalize
 
             finalize(self.clean and not self.failed)
 
     def _end_well(self, found: Engine) -> None:
-        """Leave the job together with all ranks; a rank that waited is why the job fails."""
+        """Leave the job together with all ranks. If a rank was still waiting, the job fails because of it."""
         done = f" after {found.recorder.steps_text()}"
         self.clean &= found.shutdown(f"has ended its program{done}", departing=True)
         _warn_of_incomplete(found)
@@ -122,7 +123,7 @@ class Process:
         self.show_summary(found)
 
     def show_summary(self, found: Engine) -> None:
-        """Show the summary of a run that has ended well, by rank 0."""
+        """Show the summary of a successful run, on rank 0."""
         if found.rank or not self.clean:
             return
         if self.tuner is not None:
@@ -135,19 +136,19 @@ class Process:
                 _log.warning(
                     "ringdance: rank 0 has run backward passes, but no allreduce in this job of %d ranks: no "
                     "gradient was averaged. To train one model together, wrap its optimizer: optimizer = "
-                    "hvd.DistributedOptimizer(optimizer, ...). It is fine if each rank trains a model of its "
-                    "own, rank 0 alone trains, or something else averages.", found.size,
+                    "hvd.DistributedOptimizer(optimizer, ...). Ignore this if each rank trains its own "
+                    "model, only rank 0 trains, or something else averages.", found.size,
                 )  # fmt: skip
 
     def _after_fork(self) -> None:
-        """In a forked child (a DataLoader worker): keep rank and size, refuse collectives."""
+        """Keep rank and size in a forked child (a DataLoader worker), but refuse collectives."""
         self.monitoring = Monitoring()
         if self.engine is not None:
             self.engine.disown()
 
 
 def _fail(found: Engine, kind: str, message: str, ended: str, trace: str = "") -> None:
-    """Report to the launcher that this rank fails, and end it for the others, if there are any."""
+    """Report to the launcher that this rank fails, and stop the job for the other ranks if there are any."""
     if found.size == 1:
         return
     _cause(found, kind, message, trace)
@@ -158,7 +159,7 @@ def _fail(found: Engine, kind: str, message: str, ended: str, trace: str = "") -
 
 
 def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Report the reason to our launcher; without it, log what Python has not printed already."""
+    """Report the reason to our launcher. Without it, log what Python has not printed already."""
     who = found.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind in ("exit", "code"):
@@ -172,13 +173,13 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
 
 
 def _warn_of_incomplete(found: Engine) -> None:
-    """Warn of asynchronous operations without a wait, which are lost now."""
+    """Warn about asynchronous operations that nothing waited for. They are lost now."""
     names = found.end.incomplete
-    if names and not found.end.unclean:  # else the rank that waits gets an error
+    if names and not found.end.unclean:  # otherwise the rank that waits gets an error
         shown = ", ".join(f"'{name}'" for name in names[:6])
         more = f" and {len(names) - 6} more" if len(names) > 6 else ""
         _log.warning(
             "ringdance: %s ended its program before %d of its operations were complete: %s%s. Call "
-            "synchronize() with each handle; what other ranks never submit does not complete.",
+            "synchronize() with each handle. An operation that other ranks never submit does not complete.",
             found.identity, len(names), shown, more,
         )  # fmt: skip

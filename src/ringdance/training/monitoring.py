@@ -1,4 +1,4 @@
-"""What this process shows of itself: its ring, and the monitor of its host, if this rank has started it."""
+"""What this process exposes: its ring, and the monitor of its host if this rank started it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ringdance.settings import Settings
 _log = logging.getLogger("ringdance")
 
 DYNAMIC = "DYNAMIC"
-"""Value of the setting ``timeline``: be ready for ``start_timeline``."""
+"""Value of the setting ``timeline``: prepare for ``start_timeline``."""
 
 
 class Monitoring:
-    """The ring and the monitor, for one engine after the other."""
+    """The ring and the monitor. Serves one engine after another."""
 
     def __init__(self) -> None:
         self._ring: Ring | None = None
         self._client: MonitorClient | None = None
-        self._started = False  # for an engine before
-        self._killed = ""  # how the monitor was that wrote the timeline
+        self._started = False  # True once an engine has started
+        self._killed = ""  # how the monitor that wrote the timeline was killed
 
     def prepare(self) -> Ring:
-        """Make the ring before the ranks meet: a monitor that starts then finds those of all ranks."""
+        """Make the ring before the ranks meet, so that a monitor that starts then finds all ranks' rings."""
         self._ring = self._ring or Ring(shared_memory())
         return self._ring
 
@@ -36,12 +36,12 @@ class Monitoring:
         """Return the ring for the next engine."""
         ring = self.prepare()
         ring.words[Word.CLOSED] = 0
-        if settings.timeline not in ("", DYNAMIC):  # from the first operation, whenever the monitor is ready
+        if settings.timeline not in ("", DYNAMIC):  # from the first operation, monitor or not
             ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
         return ring
 
     def start(self, engine: Engine) -> None:
-        """Start the monitor of this host, if something is wanted that it does."""
+        """Start the monitor of this host if a setting needs it."""
         settings = engine.settings
         first_engine, self._started = not self._started, True
         if settings.timeline_steps:
@@ -79,7 +79,7 @@ class Monitoring:
         _log.warning(text, engine.identity.host, how)
 
     def end(self, engine: Engine) -> None:
-        """Close the ring; wait until the monitor has written everything."""
+        """Close the ring and wait until the monitor has written everything."""
         self._check(engine)
         engine.recorder.publish()
         engine.recorder.words[Word.CLOSED] = 1
@@ -88,21 +88,21 @@ class Monitoring:
             client.close()
 
     def start_timeline(self, engine: Engine, path: str, mark_cycles: bool) -> None:
-        """Start a timeline; on ranks other than 0 nothing happens.
+        """Start a timeline. Does nothing on ranks other than 0.
 
         Raises:
-            ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
+            ArgumentError: The setting ``timeline`` is not set ("DYNAMIC" prepares for this call).
         """
         if not engine.settings.timeline:
             raise ArgumentError(
-                "start_timeline() has to be prepared before init(): set RINGDANCE_TIMELINE=DYNAMIC "
+                "start_timeline() must be prepared before init(): set RINGDANCE_TIMELINE=DYNAMIC "
                 "(or HOROVOD_TIMELINE)."
             )
         self._ask(engine, lambda client: client.start(path, 2 if mark_cycles else 1))
-        engine.recorder.read_detail()  # the next submission is to be in it, before any round
+        engine.recorder.read_detail()  # include the next submission, even before a round
 
     def stop_timeline(self, engine: Engine) -> None:
-        """Complete the timeline; on ranks other than 0 nothing happens."""
+        """Complete the timeline. Does nothing on ranks other than 0."""
         self._ask(engine, MonitorClient.stop)
 
     def _ask(self, engine: Engine, ask: Callable[[MonitorClient], None]) -> None:
@@ -125,7 +125,7 @@ def _detail(settings: Settings) -> int:
 
 
 def _start_timeline(engine: Engine, client: MonitorClient) -> None:
-    """Let the monitors work together: rank 0's writes the timeline, the others connect."""
+    """Connect the monitors: rank 0's monitor writes the timeline, the others connect to it."""
     settings = engine.settings
     if engine.rank:
         engine.on_monitor = lambda note: client.connect(note["addresses"], note["port"], note["token"])

@@ -1,7 +1,7 @@
-"""The engine of this process, from ``init()`` to the end of Python.
+"""The engine of this process, from ``init()`` until Python exits.
 
-Bindings and the training layer ask ``engine()`` for it; nothing below this module has state
-of its own.
+Bindings and the training layer get it from ``engine()``. No module below this one has module-level
+state of its own.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from ringdance.training.ending import Process
 
 _log = logging.getLogger("ringdance")
 
-# Settings on which the layout of shared memory, the cutting of batches and what is exchanged rest.
+# Settings that determine the layout of shared memory, how batches are cut and what is exchanged. They
+# must be equal on all ranks.
 _COMMON = (
     "autotune", "cache_capacity", "check_weights", "cpu_operations", "deterministic", "fusion_threshold",
     "gpu_operations", "chunk_bytes", "small_bytes", "sparse", "tuned", "window",
 )  # fmt: skip
 
-_ONE_PROCESS = "If one process is what you want, call hvd.init([0])."
+_ONE_PROCESS = "If you want a single process, call hvd.init([0])."
 
-# They distinguish a rank from other ranks and from other jobs' ranks.
+# Variables that distinguish a rank from other ranks and from the ranks of other jobs.
 _OF_A_LAUNCH = (*RANK_NAMES, *SIZE_NAMES, "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 _process = Process()
@@ -47,77 +48,86 @@ _lock = threading.Lock()
 
 def engine() -> Engine:
     """Return the engine. Raises NotInitializedError before ``init()`` and after ``shutdown()``."""
-    found: Engine | None = _process.engine
-    if found is None:
+    active: Engine | None = _process.engine
+    if active is None:
         raise NotInitializedError("Ringdance has not been initialized; call hvd.init() first.")
-    return found
+    return active
 
 
 def is_initialized() -> bool:
-    """Return whether this process has joined a job, and has not left it."""
+    """Return True if this process has joined a job and has not left it."""
     return _process.engine is not None
 
 
 def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
-    """Count a step that ends now; without a job nothing happens."""
-    if (found := _process.engine) is not None:
-        found.recorder.step(mark)
-        if found.on_step is not None:
-            found.on_step()
+    """Count a step that ends now. Does nothing outside a job."""
+    if (active := _process.engine) is not None:
+        active.recorder.step(mark)
+        if active.on_step is not None:
+            active.on_step()
 
 
 def add_profiler(profiler: Profiler) -> None:
-    """Show waits in a framework's profiler too, whenever that is running."""
+    """Show waits in a framework's profiler too, whenever that profiler is running."""
     at_init(lambda: engine().profilers.append(profiler))
 
 
 def at_init(function: Callable[[], None]) -> None:
-    """Call a function each time that this process has joined a job; now, if it is in one."""
+    """Call a function each time this process joins a job, and at once if it is in a job already."""
     _process.at_init += (function,)
     if _process.engine is not None:
         function()
 
 
 def note_unseen(error: Exception | None) -> None:
-    """Note how the last exchange in a compiled program ended: if in an error, the rank ends in it at exit.
+    """Record how the last exchange in a compiled program ended.
 
-    The script may not have got it. None: it goes on, as nothing that depends on a failed program runs.
+    The script may never have seen the error, so this rank fails with it at exit.
+
+    Args:
+        error: The error of the exchange. None clears it: nothing that depends on a failed program runs,
+            so a later success shows that the script has continued.
     """
     _process.unseen = None if error is None else (_process.engine, error)
 
 
 def watch_training(has_trained: Callable[[], bool] | None) -> None:
-    """At the end ask whether rank 0 has trained, to say that it reduced nothing; None: it has."""
+    """Warn at exit if rank 0 has trained without reducing anything.
+
+    Args:
+        has_trained: Returns True if this rank has trained. None once the rank has reduced something, so
+            that no warning is needed.
+    """
     _process.has_trained = has_trained
 
 
 def metrics() -> dict[str, Any]:
-    """Return what this rank has done so far; local and cheap, so call it as often as you like.
+    """Return what this rank has done so far. Local and cheap: call it as often as you like.
 
     Returns:
         ``rank``, ``size``, ``host``; ``seconds`` since ``init()``; ``steps``; ``steps_per_second`` since the
-        first step and ``recent_steps_per_second`` since the last call; ``exposed_seconds`` in which training
-        waited for results, as ``exposed_share`` of the time since the first step, and
+        first step and ``recent_steps_per_second`` since the last call; ``exposed_seconds``, the time that
+        training waited for results, as ``exposed_share`` of the time since the first step, and as
         ``recent_exposed_share`` since the last call; ``batches``, ``tensors`` and ``bytes`` exchanged.
 
     Raises:
-        NotInitializedError: before ``init()``.
+        NotInitializedError: ``init()`` has not been called.
     """
-    found = engine()
-    found.recorder.publish()
-    return {"rank": found.rank, "size": found.size, "host": found.identity.host} | found.summary.metrics()
+    active = engine()
+    active.recorder.publish()
+    return {"rank": active.rank, "size": active.size, "host": active.identity.host} | active.summary.metrics()
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Start writing a timeline of all ranks; see the setting ``timeline``.
+    """Start writing a timeline of all ranks. See the setting ``timeline``.
 
     Args:
-        file_path: on rank 0's host; overwritten.
-        mark_cycles: mark each round of agreement too.
+        file_path: Path on rank 0's host. An existing file is overwritten.
+        mark_cycles: If True, mark each round of agreement too.
 
     Raises:
-        NotInitializedError: before ``init()``.
-        ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
+        NotInitializedError: ``init()`` has not been called.
+        ArgumentError: The setting ``timeline`` is not set ("DYNAMIC" prepares for this call).
     """
     _process.monitoring.start_timeline(engine(), os.fspath(file_path), mark_cycles)
 
@@ -128,36 +138,40 @@ def stop_timeline() -> None:
 
 
 def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.AbstractContextManager[None]:
-    """Mark what takes long on one rank: ``with hvd.pause_stall_check("evaluation"):``.
+    """Mark work that takes long on one rank: ``with hvd.pause_stall_check("evaluation"):``.
 
-    Meanwhile no rank warns that it waits for this one, nor gives up after the stall shutdown time.
+    While the block runs, no rank warns that it is waiting for this rank, or gives up after the stall
+    shutdown time.
 
     Args:
-        what: a word or two; after ``timeout`` the warnings name it.
-        timeout: seconds that it may take.
+        what: A word or two that describe the work. After ``timeout``, warnings name it.
+        timeout: Seconds that the work may take.
 
     Raises:
-        ArgumentError: ``timeout`` is not above 0.
+        ArgumentError: ``timeout`` is not positive.
     """
     if not timeout > 0:
-        raise ArgumentError(f"pause_stall_check(timeout={timeout!r}): give a number of seconds above 0.")
+        raise ArgumentError(f"pause_stall_check(timeout={timeout!r}): use a number of seconds above 0.")
     return engine().pause_stall_check(str(what), timeout) if is_initialized() else contextlib.nullcontext()
 
 
 def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | None = None) -> None:
-    """Join the job: all its ranks must call this. Does nothing when already initialised.
+    """Join the job. All its ranks must call this. Does nothing if this process is already initialized.
 
     Args:
         comm: None for all processes that the launcher started, a list of their ranks, or an
-            mpi4py communicator. ``[0]`` without a launcher: one process, even if a scheduler has more hosts.
-        transport: the number of ranks and what makes it, where MPI does not know them; kept for later calls.
+            mpi4py communicator. ``[0]`` without a launcher means one process, even if a scheduler has
+            allocated more hosts.
+        transport: Number of ranks and the function that makes the transport, if MPI does not know the
+            ranks. Kept for later calls.
 
     Raises:
-        LaunchError: the launcher and the MPI library do not belong together, MPI is missing, or a scheduler
-            has several hosts for the job and this process is the only one.
-        ArgumentError: ``comm`` is neither, or this process is not in it.
-        NotInitializedError: a rank has started this process, which ``transport`` is not for. Without it the
-            process joins nothing: as in a forked one ``rank()`` and ``size()`` work, collectives raise this.
+        LaunchError: The launcher and the MPI library do not belong together, MPI is missing, or a scheduler
+            has allocated several hosts to the job and this process is the only one.
+        ArgumentError: ``comm`` is of another type, or this process is not in it.
+        NotInitializedError: A rank has started this process and ``transport`` is set, which does not
+            support that. Without ``transport`` the process joins no job: as in a forked process, ``rank()``
+            and ``size()`` work and collectives raise this error.
     """
     with _lock:
         if is_initialized():
@@ -178,10 +192,10 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
             )
         settings = settings_module.load()
         if "horovod" in sys.modules and settings.origin("deadlock_time") == "default":
-            settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
+            settings = replace(settings, deadlock_time=0.0)  # Horovod warns and waits forever
         _configure_log(settings)
-        _process.transport = given = transport or _process.transport
-        _process.engine = _start(comm, settings) if given is None else _start_by(*given, settings)
+        _process.transport = source = transport or _process.transport
+        _process.engine = _start(comm, settings) if source is None else _start_by(*source, settings)
         _process.comm, _process.unseen = comm, None
         with contextlib.suppress(OSError, KeyError):  # for host/site/sitecustomize.py
             here = os.environ["RINGDANCE_JOB_DIRECTORY"], f"joined.{os.environ['RINGDANCE_RANK']}"
@@ -193,7 +207,7 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
 
             _process.tuner = tuner_of(_process.engine)
         _export_ranks(_process.engine)
-        _mark_children(_process.engine, given is None)
+        _mark_children(_process.engine, source is None)
         if not _process.pid:
             _process.watch()
         _process.pid = os.getpid()
@@ -202,34 +216,35 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
 
 
 def shutdown() -> None:
-    """Leave the job. All ranks stop: what other ranks wait for with this one fails with ShutDownError."""
-    found = _leave()
-    if found is not None:
+    """Leave the job. All ranks stop, and operations that wait for this rank fail with ShutDownError."""
+    engine_left = _leave()
+    if engine_left is not None:
         if _process.pid == os.getpid():
-            _process.show_summary(found)
-        _process.monitoring.end(found)
+            _process.show_summary(engine_left)
+        _process.monitoring.end(engine_left)
 
 
 def _leave() -> Engine | None:
     with _lock:
         if _process.tuner is not None and _process.engine is not None:
             _process.tuner.restore()
-        found, _process.engine = _process.engine, None
-    if found is not None:
-        _process.clean &= found.shutdown()
-    return found
+        leaving, _process.engine = _process.engine, None
+    if leaving is not None:
+        _process.clean &= leaving.shutdown()
+    return leaving
 
 
 def regroup() -> Any:
     """Leave the job and wait until all ranks have called this.
 
-    After it the job can be started again. Also after the engine has failed, as long as all processes live.
+    The job can be started again afterwards. This also works after the engine has failed, as long as all
+    processes are alive.
 
     Returns:
-        The argument of ``init``, for the next call of it.
+        The ``comm`` argument of ``init``, for the next call.
 
     Raises:
-        RankLostError: a process has ended, or did not call this within the setting ``elastic_timeout``.
+        RankLostError: A process has exited, or did not call this within the setting ``elastic_timeout``.
     """
     ended = engine()
     _leave()
@@ -240,12 +255,12 @@ def regroup() -> Any:
         settings = ended.settings
         peers = ended.transport.identities
         wait_for_restart(_process.comm, peers, settings.init_timeout, settings.elastic_timeout)
-        _process.clean = True  # whatever failed before, all ranks have left it
+        _process.clean = True  # whatever failed before, all ranks have left that job
     return _process.comm
 
 
 def launched_size() -> int | None:
-    """Return the number of processes that a launcher says it started, None without a launcher."""
+    """Return the number of processes that a launcher claims to have started, or None without a launcher."""
     if not any(name in os.environ for name in RANK_NAMES):
         return None
     return next((int(os.environ[name]) for name in SIZE_NAMES if os.environ.get(name, "").isdigit()), 1)
@@ -262,8 +277,8 @@ def _start(comm: Any, settings: Settings) -> Engine:
     if launched is None and not loaded:
         if any(rank_list(comm)):
             raise ArgumentError(
-                f"init(comm={comm}): no launcher started this process, so it is a job of its own with rank 0 "
-                "alone. Start it with `ringdance run -np N` or mpiexec."
+                f"init(comm={comm}): no launcher started this process, so it is its own job and the only "
+                "rank is 0. Start it with `ringdance run -np N` or mpiexec."
             )
         return Engine(SingleTransport(), settings, ring=_process.monitoring.ring(settings))
 
@@ -279,7 +294,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
         raise LaunchError(
             f"The launcher started {launched} processes, but MPI sees only this one on host "
             f"{socket.gethostname()}: mpiexec and the library that mpi4py loads do not belong together "
-            f"({library_version()}). Start the job with that library's mpiexec, beside {sys.executable}, "
+            f"({library_version()}). Start the job with that library's mpiexec, next to {sys.executable}, "
             "with `ringdance run`, or under Slurm with `srun --mpi=pmix` (Open MPI) or `--mpi=pmi2` (MPICH)."
         )
     if comm is None and len(transport.host_group) == transport.size:
@@ -290,10 +305,10 @@ def _start(comm: Any, settings: Settings) -> Engine:
 
 
 def _check_hosts(size: int) -> None:
-    """Check that a job of `size` ranks, all on this host, is what its launcher or its scheduler is for.
+    """Check that a job of ``size`` ranks on this host is the whole job of its launcher or scheduler.
 
     Raises:
-        LaunchError: there are more processes or hosts than MPI knows: they would train alone, or do nothing.
+        LaunchError: There are more processes or hosts than MPI knows. They would train separately or idle.
     """
     if "RINGDANCE_JOB" in os.environ:
         return
@@ -302,16 +317,16 @@ def _check_hosts(size: int) -> None:
     launched = size > 1 or any(name in os.environ for name in SIZE_NAMES)
     if not launched and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         raise LaunchError(
-            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} are as torchrun sets "
-            "them, whose processes MPI does not know: each would train alone. Start them with `ringdance run "
-            f'-np N python SCRIPT`, or call init_process_group("ringdance") before hvd.init(). {_ONE_PROCESS}'
+            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} are torchrun's, "
+            "and MPI does not know its processes: each would train alone. Start them with `ringdance run -np "
+            f'N python SCRIPT`, or call init_process_group("ringdance") before hvd.init(). {_ONE_PROCESS}'
         )
-    if found := left_idle(os.environ, launched):
-        names = ", ".join(name for name, _ in found.hosts[:3]) + ", ..." * (len(found.hosts) > 3)
+    if allocation := left_idle(os.environ, launched):
+        names = ", ".join(host for host, _ in allocation.hosts[:3]) + ", ..." * (len(allocation.hosts) > 3)
         raise LaunchError(
-            f"{found.source} has {len(found.hosts)} host(s) for this job ({names}), but MPI knows of {size} "
-            f"process(es), on {socket.gethostname()} only: the other hosts would do nothing, or train alone. "
-            f"Start the script by {found.start}. {_ONE_PROCESS if size == 1 else ''}".rstrip()
+            f"{allocation.source} has {len(allocation.hosts)} host(s) for this job ({names}), but MPI knows "
+            f"of {size} process(es), on {socket.gethostname()} only: the other hosts would idle or train "
+            f"alone. Start the script by {allocation.start}. {_ONE_PROCESS if size == 1 else ''}".rstrip()
         )
 
 
@@ -322,9 +337,9 @@ def _start_by(size: int, make: Callable[..., Transport], settings: Settings) -> 
 
 
 def _of_transport(settings: Settings, size: int) -> dict[str, Any]:
-    """Return what every transport is made with; ``size``: an upper bound of the number of ranks."""
+    """Return the arguments of every transport. ``size`` is an upper bound of the number of ranks."""
     common = {name: getattr(settings, name) for name in _COMMON}
-    # Not from the package's metadata: a source tree on PYTHONPATH has none.
+    # Not from the package's metadata, which a source tree on PYTHONPATH does not have.
     common["the version of ringdance"] = sys.modules["ringdance"].__version__
     return {
         "window_bytes": buffer_bytes(settings, tuned=True),
@@ -333,7 +348,7 @@ def _of_transport(settings: Settings, size: int) -> dict[str, Any]:
 
 
 def _export_ranks(found: Engine) -> None:
-    """Set the variables in which scripts read their rank, as `ringdance run` does."""
+    """Set the variables from which scripts read their rank, as ``ringdance run`` does."""
     if not _process.mpi:
         return
     for name in RANK_VARIABLES:
@@ -343,9 +358,9 @@ def _export_ranks(found: Engine) -> None:
 
 
 def _mark_children(found: Engine, by_mpi: bool) -> None:
-    """Tell the processes that this rank starts that they are not the rank, though they get its variables.
+    """Mark the environment so that child processes know that they are not this rank.
 
-    Those that a launcher starts for a job of their own get other values of them.
+    They inherit its variables. Processes that a launcher starts for a job of their own get other values.
     """
     if found.size > 1 or (by_mpi and _world_size(launched_size()) > 1):
         names = _OF_A_LAUNCH if by_mpi else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -353,11 +368,11 @@ def _mark_children(found: Engine, by_mpi: bool) -> None:
         noted = {"pid": os.getpid(), "place": place, "launch": {name: os.environ.get(name) for name in names}}
         os.environ[STARTED_BY] = json.dumps(noted)
     else:
-        os.environ.pop(STARTED_BY, None)  # of an earlier init()
+        os.environ.pop(STARTED_BY, None)  # set by an earlier init()
 
 
 def _started_by() -> dict[str, Any] | None:
-    """Return what the rank that has started this process has noted of itself, None if there is none."""
+    """Return the record of the rank that started this process, or None if no rank did."""
     noted: dict[str, Any] | None = json.loads(os.environ.get(STARTED_BY, "null"))
     if noted is None or noted["pid"] == os.getpid():
         return None
@@ -365,16 +380,16 @@ def _started_by() -> dict[str, Any] | None:
 
 
 def _outside(noted: dict[str, Any], settings: Settings) -> Engine:
-    """Return an engine that is in no job, and answers for the rank that has started this process."""
+    """Return an engine that is in no job and answers for the rank that started this process."""
     rank, size, *place = noted["place"]
-    found = Engine(OutsideTransport(rank, size, noted["pid"]), settings, threaded=False)
-    found.local_rank, found.local_size, found.cross_rank, found.cross_size = place
-    found.disown("was started by")
-    return found
+    outside = Engine(OutsideTransport(rank, size, noted["pid"]), settings, threaded=False)
+    outside.local_rank, outside.local_size, outside.cross_rank, outside.cross_size = place
+    outside.disown("was started by")
+    return outside
 
 
 def _world_size(launched: int | None) -> int:
-    """Return an upper bound of the job's size before MPI is up."""
+    """Return an upper bound of the job's size, also before MPI is initialized."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     return int(mpi.COMM_WORLD.Get_size()) if mpi and mpi.Is_initialized() else launched or 1
 

@@ -72,7 +72,7 @@ def test_hosts_of_a_scheduler_are_not_left_idle(
         pytest.importorskip("mpi4py.MPI")
     else:
         monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    with pytest.raises(RuntimeError, match=rf"{said}.*one process is what you want, call hvd.init\(\[0\]\)"):
+    with pytest.raises(RuntimeError, match=rf"{said}.*you want a single process, call hvd.init\(\[0\]\)"):
         hvd.init()
     assert not hvd.is_initialized()
     if not loaded:

@@ -62,7 +62,7 @@ def joined_beside_a_set(engine: Engine) -> None:
         (crossed, ("'allreduce.b'", "it waits for 'allreduce.a'", "rank 1", "in crossed")),
         (on_one_rank_only, ("'allreduce.metric'", "it waits for 'allreduce.x0'", "in on_one_rank_only")),
         (other_collective, ("'allreduce.same'", "it waits for 'allgather.same'")),
-        (around_sets, ("in process set", "none of them can ever go on")),
+        (around_sets, ("in process set", "none of them can ever continue")),
     ],
 )
 def test_all_ranks_are_told(program: Callable[[Engine], None], words: tuple[str, ...]) -> None:

@@ -122,7 +122,7 @@ def test_steps_that_a_rank_has_not_made(found: dict[str, Any], fewer_steps: bool
 
 def test_what_a_rank_has_marked_is_named() -> None:
     said = message({0: answer("grad"), 2: answer("grad"), 3: answer()}, pauses={3: "evaluation"})
-    assert "rank 3 on host host1 (pid 103): it is in what it has marked as 'evaluation'; it waits in" in said
+    assert "rank 3 on host host1 (pid 103): it is in a block marked 'evaluation'; it waits in" in said
 
 
 def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
@@ -167,7 +167,7 @@ def test_who_has_submitted_and_computes_on_is_named() -> None:
         ({"in_round": True, "idle": 9.0}, "its exchange has made no progress for 9 s."),
         (
             {"in_round": True, "idle": 9.0, "behind": [2]},
-            "made no progress for 9 s, in which it waits for rank 2 on host host1 (pid 102): its main thread",
+            "made no progress for 9 s: it waits for rank 2 on host host1 (pid 102): its main thread",
         ),
         ({"idle": 9.0}, "no exchange has begun for 9 s."),
     ],

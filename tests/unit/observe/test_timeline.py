@@ -202,7 +202,7 @@ def test_files_without_an_end_are_refused(tmp_path: Path, capsys: pytest.Capture
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
         assert timeline.main([str(path)]) == 2
-        assert f"{path} is no regular file: copy" in capsys.readouterr().err
+        assert f"{path} is not a regular file. Copy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--steps", "--tensors"])

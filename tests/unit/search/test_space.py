@@ -121,9 +121,9 @@ def test_placeholders_are_filled(tmp_path: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     for name in ("space.yaml", "journal.log"):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(LaunchError, match=r"space\.yaml is no regular file"):
+    with pytest.raises(LaunchError, match=r"space\.yaml is not a regular file"):
         read_space(tmp_path / "space.yaml")
-    with pytest.raises(LaunchError, match=r"journal\.log is no regular file"):
+    with pytest.raises(LaunchError, match=r"journal\.log is not a regular file"):
         Study(tmp_path)
 
 

@@ -175,7 +175,7 @@ def test_files_that_are_no_files_keep_nobody_waiting(
     os.mkfifo(fifo)
     settings = Settings(tuned=str(fifo), autotune=True, autotune_log=str(fifo), small_bytes=64)
     job(3, train(80), settings, hosts=("a", "a", "a"))
-    assert f"{fifo} is no regular file" in caplog.text
+    assert f"{fifo} is not a regular file" in caplog.text
     assert f"log {fifo} cannot be written" in caplog.text
 
 

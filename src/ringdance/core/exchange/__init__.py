@@ -1,7 +1,7 @@
 """How the members of a process set move and reduce the tensors of an agreed batch.
 
-One interface: ``SharedMemoryExchange`` on one host, ``MpiExchange`` by the transport's collectives,
-``HierarchicalExchange`` by both. ``exchange_for`` chooses.
+All share one interface: ``SharedMemoryExchange`` works within a host, ``MpiExchange`` uses the transport's
+collectives, and ``HierarchicalExchange`` combines them. ``exchange_for`` chooses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ringdance.core.exchange.mpi import MpiExchange
 from ringdance.core.exchange.shared_memory import SharedMemoryExchange
 from ringdance.core.transport.base import Transport
 
-_MAX_CHUNK = 64 << 20  # bytes: what is reduced at a time stays far below the 2^31 of MPI's counts
+_MAX_CHUNK = 64 << 20  # bytes: keeps the size of a reduction far below the limit of MPI's counts, 2^31
 
 __all__ = ["Context", "Exchange", "Steps", "aligned_empty", "exchange_for"]
 
@@ -21,16 +21,17 @@ def exchange_for(
     transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, fixed_order: bool = False,
     room: int = 0,
 ) -> Exchange:
-    """Return the exchange for a communicator. May be collective: call it on all members alike.
+    """Return the exchange for a communicator. May be collective, so all members must call it.
 
     Args:
-        transport: the communicator.
-        chunk_bytes: of the largest chunk that is reduced at a time.
-        small_bytes: up to this size a batch is exchanged with the lowest latency.
-        context: counts what is achieved.
-        fixed_order: reduce each element in one order (within a host by rank, then host by host); if not,
-            small batches and many members are reduced in MPI's order, which may depend on the batch.
-        room: of the largest chunk that ``set_chunks`` may be asked for.
+        transport: The communicator.
+        chunk_bytes: Size of the largest chunk that is reduced at a time.
+        small_bytes: Batches up to this size are exchanged with the lowest latency.
+        context: Counts progress.
+        fixed_order: If True, reduce every element in the same order (within a host by rank, then host by
+            host). Otherwise small batches, and batches of many members, are reduced in MPI's order, which may
+            depend on the batch.
+        room: Largest chunk that ``set_chunks`` may be asked for, in bytes.
     """
     chunk_bytes, small_bytes = min(chunk_bytes, _MAX_CHUNK), min(small_bytes, _MAX_CHUNK)
     if transport.window is not None and transport.one_host:

@@ -1,13 +1,13 @@
 """How values are reduced, scaled and rounded, on parts of NumPy arrays.
 
-- Sums are taken in rank order, so that the result does not depend on who computes it.
-- float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once. In two
-  stages (inside hosts, across hosts) they are rounded once in each.
-- Averages of integers are exact and truncate toward zero, also where the sum does not fit into their type;
-  one rank reduces all parts of an element at once, since partial sums would not fit either. Sums and products
-  wrap, as in NumPy. Other scales of integers are computed in double and truncated toward zero.
-- An average of float32 or float64 is the sum divided by the number of ranks, as NumPy does.
-- Complex numbers are summed, averaged and scaled as pairs of floats, which MPI and all exchanges know.
+- Sums are computed in rank order, so the result does not depend on which rank computes it.
+- float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once. Two-stage
+  reductions (inside hosts, then across hosts) round once per stage.
+- Averages of integers are exact and truncate toward zero, even if the sum does not fit into their type. One
+  rank reduces all parts of an element at once, because partial sums would not fit either. Sums and products
+  wrap, as in NumPy. Other scales of integers are computed in double precision and truncated toward zero.
+- An average of float32 or float64 is the sum divided by the number of ranks, as in NumPy.
+- Complex numbers are summed, averaged and scaled as pairs of floats, which MPI and all exchanges support.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import numpy as np
 
 from ringdance.core.request import ReduceOp
 
-# An infinity or NaN in a gradient is a result (loss scaling makes them on purpose): NumPy's warning would
-# come out of the engine, or break it under `python -W error`.
+# An infinity or NaN in a gradient is a valid result (loss scaling makes them on purpose). NumPy's warning
+# would come from inside the engine, or break it under `python -W error`.
 warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r"ringdance\.core")
 
 Array = np.ndarray[Any, Any]
 
-_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's, and a transport's
+_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's and the transport's
     ReduceOp.AVERAGE: (np.add, "sum"),
     ReduceOp.SUM: (np.add, "sum"),
-    ReduceOp.ADASUM: (np.add, None),  # of one rank only: nothing is combined (see adasum for more)
+    ReduceOp.ADASUM: (np.add, None),  # used for one rank only, where nothing is combined (see adasum.py)
     ReduceOp.MIN: (np.minimum, "min"),
     ReduceOp.MAX: (np.maximum, "max"),
     ReduceOp.PRODUCT: (np.multiply, "product"),
@@ -41,13 +41,13 @@ _OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's, and a transp
 
 @lru_cache(maxsize=64)
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype called ``name``; knows "bfloat16"."""
+    """Return the NumPy dtype called ``name``, which may be "bfloat16"."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 @lru_cache(maxsize=64)
 def neutral_element(dtype: str, operation: ReduceOp) -> Any:
-    """Return what leaves the other operand as it is; 0 for Average, Sum and Adasum."""
+    """Return the value that leaves the other operand unchanged. 0 for Average, Sum and Adasum."""
     if operation not in (ReduceOp.MIN, ReduceOp.MAX):
         return int(operation == ReduceOp.PRODUCT)
     kind, least = dtype_named(dtype), operation == ReduceOp.MIN
@@ -68,16 +68,16 @@ def _widen(part: Array, factor: np.float32 | None) -> Array:
 
 
 def _average_integers(parts: Sequence[Array], divisor: int, out: Array) -> None:
-    """Average exactly, toward zero, whether or not the sum fits into 64 bits."""
+    """Average exactly, toward zero, even if the sum does not fit into 64 bits."""
     if out.itemsize < 8:
         total = parts[0].astype(np.int64)
         for part in parts[1:]:
             total += part
-        total += (total >> 63) & (divisor - 1)  # negative ones round up
+        total += (total >> 63) & (divisor - 1)  # negative totals round up
         out[...] = total // divisor
         return
     quotient, total, rest = np.empty_like(out), np.zeros_like(out), np.zeros_like(out)
-    for part in parts:  # sums of quotients and of remainders fit, if not always in between
+    for part in parts:  # final sums of quotients and of remainders fit, even if intermediate ones overflow
         np.floor_divide(part, divisor, quotient)
         total += quotient
         quotient *= divisor
@@ -97,22 +97,22 @@ class Reduction:
     """How one kind of batch is reduced: dtype, operation, scales, number of ranks.
 
     Args:
-        dtype, operation, prescale, postscale, size: as in the request; ``size`` is what averages divide by.
-            A complex dtype becomes its parts' dtype.
-        weights: of each part, for a weighted sum of 16-bit floats; empty for none.
+        dtype, operation, prescale, postscale, size: Values from the request. Averages divide by ``size``. A
+            complex dtype is replaced by the dtype of its parts.
+        weights: Weight of each part, for a weighted sum of 16-bit floats. Empty for none.
 
     Attributes:
-        pairs: the request's numbers are complex: each is two of ``dtype``.
-        identity: the exchange need not touch inputs before the sum: there is no prescale, or ``combine``
-            applies it (16-bit floats: in float32, so that they are rounded once).
-        deliver: copies what ``combine`` made to the caller's memory, scaling if ``late``.
-        simple: reducing two parts is one call of ``ufunc``.
-        late: scaling happens while the result is copied out (float32, float64), else the one
-            who reduces a block also scales it.
-        one_stage: an element's parts must be reduced all at once: averages of integers.
-        mpi_op: name of the equal MPI operation, or None where MPI has none: for 16-bit floats and bool, for
-            averages of integers, for Min and Max of floats, whose NaN MPI's comparisons drop, and for sums of
-            8- and 16-bit integers, at whose ends Open MPI stops where it uses AVX, and others begin anew.
+        pairs: True if the request's numbers are complex: each is two numbers of ``dtype``.
+        identity: True if the exchange need not touch inputs before the sum, because prescale is 1 or
+            ``combine`` applies it (16-bit floats: in float32, so that they are rounded once).
+        deliver: Copies the result of ``combine`` to the caller's memory, and scales it if ``late``.
+        simple: True if reducing two parts is one call of ``ufunc``.
+        late: True if results are scaled while they are copied out (float32, float64). Otherwise the rank
+            that reduces a block also scales it.
+        one_stage: True if an element's parts must be reduced all at once: averages of integers.
+        mpi_op: Name of the equivalent MPI operation, or None. None for 16-bit floats and bool, for averages
+            of integers, for Min and Max of floats (MPI's comparisons drop NaN), and for sums of 8- and 16-bit
+            integers, which saturate in Open MPI where it uses AVX and wrap elsewhere.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Reduction:
         self._set_finish(divisor, postscale)
         self.late = not (self.wide or self._integer or self.plain)
         self.simple = self.identity and not self.wide and (self.late or self.plain)
-        # Bound here so that a copy is one call: up to a thousand of them make a step.
+        # Bound here so that a copy is one call: a step makes up to a thousand of them.
         self.deliver: Callable[[Array, Array], Any] = self._finish if self.late else _copy
 
     def _set_finish(self, divisor: int, postscale: float) -> None:
@@ -160,12 +160,12 @@ class Reduction:
         elif postscale == 1.0 and divisor & (divisor - 1):
             number = kind(divisor)
             self._finish = lambda source, out: np.divide(source, number, out)
-        else:  # for a power of two the reciprocal is exact, and multiplying several times as fast
+        else:  # for a power of two the reciprocal is exact, and multiplying is several times faster
             factor = kind(postscale / divisor)
             self._finish = lambda source, out: np.multiply(source, factor, out)
 
     def prepare(self, source: Array, out: Array) -> None:
-        """Copy ``source`` to ``out`` (same dtype), multiplied by prescale unless ``identity``."""
+        """Copy ``source`` to ``out`` (same dtype). Multiply it by prescale unless ``identity``."""
         if self.identity:
             out[...] = source
         elif self._integer:
@@ -174,7 +174,7 @@ class Reduction:
             np.multiply(source, self.dtype.type(self.prescale), out=out)
 
     def combine(self, parts: Sequence[Array], out: Array) -> None:
-        """Reduce ``parts`` (in rank order) into ``out``; scaled too, unless ``late``."""
+        """Reduce ``parts`` (in rank order) into ``out``, and scale the result unless ``late``."""
         if self._sums_wide:
             if self.one_stage:
                 if self.postscale == 1.0:
@@ -200,12 +200,12 @@ class Reduction:
             self._finish(out, out)
 
     def complete(self, total: Array) -> None:
-        """Scale a sum in place as ``combine`` does."""
+        """Scale a sum in place, as ``combine`` does."""
         if not self.late and not self.plain:
             self._finish(total, total)
 
     def alone(self, source: Array, out: Array) -> None:
-        """Reduce over one rank only: scales alone."""
+        """Reduce over a single rank, which only scales."""
         if self.prescale == 1.0 and self.plain:
             if out is not source:
                 out[...] = source
@@ -218,7 +218,7 @@ class Reduction:
 
 @lru_cache(maxsize=1024)
 def reduction(dtype: str, operation: ReduceOp, prescale: float, postscale: float, size: int) -> Reduction:
-    """Return the (cached) ``Reduction`` of these parameters."""
+    """Return the (cached) ``Reduction`` for these parameters."""
     return Reduction(dtype_named(dtype), operation, prescale, postscale, size)
 
 
@@ -226,13 +226,14 @@ def reduction(dtype: str, operation: ReduceOp, prescale: float, postscale: float
 def two_stages(how: Reduction, members: int, host_sizes: tuple[int, ...]) -> tuple[Reduction, Reduction]:
     """Return how to reduce inside a host, then across hosts.
 
-    Between the stages an average of 16-bit floats is a host's mean, in range where a sum need not be; across
-    hosts means are weighted by the number of ranks. All else is a host's partial result.
+    Between the stages, an average of 16-bit floats is the mean of a host, which stays in range even if the
+    sum would not. Across hosts, means are weighted by the number of ranks. All other values are the partial
+    result of a host.
 
     Args:
-        how: of all ranks.
-        members: ranks of this host.
-        host_sizes: ranks of each host.
+        how: Reduction over all ranks.
+        members: Number of ranks on this host.
+        host_sizes: Number of ranks on each host.
     """
     mean = how.wide and how.operation == ReduceOp.AVERAGE
     first = ReduceOp.SUM if how.operation == ReduceOp.AVERAGE and not mean else how.operation

@@ -1,4 +1,4 @@
-"""The interface of every exchange, and what all have in common."""
+"""The interface of every exchange, and what all exchanges share."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _COPY_BYTES = 16 << 20
 
 
 class Context:
-    """What the exchanges of one engine share.
+    """State that the exchanges of one engine share.
 
     Attributes:
-        achieved: grows with whatever is achieved; if it does not, the progress engine sleeps.
-        in_transit: how many exchanges wait for data between hosts, which long sleeps would stop.
-        recorder: gets a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
-        make_device: makes the exchange of tensors on a device; set by the framework's binding.
-        on_thread: runs a call that may block while other process sets are stepped.
+        achieved: Grows whenever anything makes progress. If it does not grow, the progress engine sleeps.
+        in_transit: Number of exchanges that wait for data between hosts, which long sleeps would stop.
+        recorder: Receives a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
+        make_device: Makes the exchange for tensors on a device. Set by the framework's binding.
+        on_thread: Runs a call that may block while other process sets are stepped.
     """
 
     __slots__ = ("achieved", "in_transit", "make_device", "on_thread", "recorder")
@@ -46,7 +46,7 @@ class Context:
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    """Return an uninitialised array whose memory begins at a multiple of 64 bytes (TensorFlow needs that)."""
+    """Return an uninitialized array that starts at a multiple of 64 bytes, as TensorFlow needs."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)
     start = -ctypes.addressof(_char.from_buffer(raw)) % 64  # a quarter of the time of raw.ctypes.data
@@ -61,8 +61,8 @@ def as_bytes(array: Array) -> Array:
 def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
-    """Copy bytes [start, stop) of the row of ``views`` to the buffer, or from it (``outward``)."""
-    if len(views) == 1:  # the fast path, in a fifth of the time
+    """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or from it (``outward``)."""
+    if len(views) == 1:  # the fast path takes a fifth of the time
         if outward:
             views[0][start:stop] = buffer[: stop - start]
         else:
@@ -79,16 +79,16 @@ def copy_range(
 class Exchange(abc.ABC):
     """The collectives on flat arrays, as state machines.
 
-    All members run the same ones in the same order. Arrays that are passed must live, and inputs stay
+    All members run the same collectives in the same order. Arrays that are passed must stay alive, and inputs
     unchanged, until the state machine has ended.
 
     Attributes:
-        set_id: the process set whose members exchange, for records.
-        devices: the exchanges of the members' tensors on devices, by the kind of device.
-        chunk_bytes: of an all-reduce's chunks within a host; 0 where there are none.
-        most_chunk_bytes: the most that they can be changed to.
-        wire_bytes: of what crosses between hosts together; 0 where nothing does.
-        flat: whether an all-reduce leaves the stage within hosts out; None where it has none.
+        set_id: Process set whose members exchange, for records.
+        devices: Exchanges of the members' tensors on devices, by kind of device.
+        chunk_bytes: Size of an all-reduce's chunks within a host. 0 if there are none.
+        most_chunk_bytes: Upper bound for changes of ``chunk_bytes``.
+        wire_bytes: Bytes that cross between hosts together. 0 if nothing does.
+        flat: True if an all-reduce skips the stage within hosts. None without such a stage.
     """
 
     set_id = 0
@@ -103,7 +103,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
-        """Change the sizes of an all-reduce's chunks; all members do so, and nothing is in flight."""
+        """Change the sizes of an all-reduce's chunks. All members must do so, with nothing in flight."""
 
     @abc.abstractmethod
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
@@ -113,28 +113,28 @@ class Exchange(abc.ABC):
     def stream(
         self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]
     ) -> Steps:
-        """Let each member read the others' rows of bytes.
+        """Let each member read the other members' rows of bytes.
 
         Args:
-            sends: this member's row, uint8 views.
-            lengths: bytes of each member's row.
-            receives: for each member the views that take its row; None for rows not wanted
-                (one's own is never received).
+            sends: This member's row, as uint8 views.
+            lengths: Bytes of each member's row.
+            receives: Views for the row of each member. None for rows that are not wanted. A member's own row
+                is never received.
         """
 
     @abc.abstractmethod
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
-        """Send ``sends[i]`` (uint8) to member i, receive ``receives[i]``.
+        """Send ``sends[i]`` (uint8) to member i and receive ``receives[i]`` from it.
 
-        ``longest``: bytes of the longest part that any member sends to any other.
+        ``longest``: Bytes of the longest part that any member sends to any other.
         """
 
     @abc.abstractmethod
     def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
-        """Reduce flat ``source``; member i gets ``rows[i]`` elements, this one's into ``output``."""
+        """Reduce flat ``source``. Member i gets ``rows[i]`` elements, this one's in ``output``."""
 
     def gather_words(self, words: Sequence[int]) -> Steps:
-        """Return the list of every member's ``words`` (int64, as many on all)."""
+        """Return the list of every member's ``words`` (int64, the same number on all members)."""
         own = np.array(words, np.int64)
         table = np.empty((self.size, len(words)), np.int64)
         table[self.rank] = own
@@ -145,10 +145,10 @@ class Exchange(abc.ABC):
     def gather_bytes(self, payload: bytes) -> Steps:
         """Return the list of every member's ``payload``."""
         lengths = [row[0] for row in (yield from self.gather_words([len(payload)]))]
-        found = [np.empty(length, np.uint8) for length in lengths]
-        found[self.rank] = np.frombuffer(payload, np.uint8)
-        yield from self.stream([found[self.rank]], lengths, [[view] for view in found])
-        return [view.tobytes() for view in found]
+        payloads = [np.empty(length, np.uint8) for length in lengths]
+        payloads[self.rank] = np.frombuffer(payload, np.uint8)
+        yield from self.stream([payloads[self.rank]], lengths, [[view] for view in payloads])
+        return [view.tobytes() for view in payloads]
 
     def broadcast_bytes(self, payload: bytes, root: int) -> Steps:
         """Return member ``root``'s ``payload``."""
@@ -160,7 +160,7 @@ class Exchange(abc.ABC):
         return view.tobytes()
 
     def broadcast(self, views: Sequence[Array], root: int) -> Steps:
-        """Copy member ``root``'s uint8 ``views`` into the others'."""
+        """Copy member ``root``'s uint8 ``views`` into the other members'."""
         length = sum(view.nbytes for view in views)
         lengths = [length if rank == root else 0 for rank in range(self.size)]
         receives: list[Sequence[Array] | None] = [None] * self.size
@@ -168,7 +168,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy within this member, in steps: a gigabyte of new memory takes seconds."""
+        """Copy within this member, in steps, because a gigabyte of new memory takes seconds."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:
@@ -177,12 +177,12 @@ class Exchange(abc.ABC):
             target[start : start + _COPY_BYTES] = source[start : start + _COPY_BYTES]
 
     def swap(self, send: Array, receive: Array, partner: int) -> Steps:
-        """Exchange uint8 rows of one length with ``partner``; all members swap at once."""
+        """Exchange uint8 rows of equal length with ``partner``. All members swap at the same time."""
         receives: list[Sequence[Array] | None] = [None] * self.size
         receives[partner] = [receive]
         yield from self.stream([send], [send.nbytes] * self.size, receives)
 
     @staticmethod
     def bounds(views: Sequence[Array]) -> list[int]:
-        """Return where each view begins in the row they form, and the row's length."""
+        """Return where each view starts in the row they form, and the row's length."""
         return [0, *accumulate([view.size for view in views])]

@@ -1,7 +1,7 @@
-"""Plans: how a list of tensors is cut into cache-sized chunks. Pure functions, the same on all ranks.
+"""Plans: how a list of tensors is cut into cache-sized chunks. Pure functions, equal on all ranks.
 
-The tensors of a batch are taken as one long row of elements. A *chunk* of it stays in the cache while it is
-copied in, reduced and copied out; each of the n members of a host owns one *block* of every chunk. A block
+The tensors of a batch form one long row of elements. A *chunk* of the row stays in the cache while it is
+copied in, reduced and copied out. Each of the n members of a host owns one *block* of every chunk. A block
 is a list of *segments*, each within one tensor.
 """
 
@@ -17,7 +17,7 @@ _LINE = 16  # elements: whole cache lines for 4-byte numbers
 
 
 class Segment(NamedTuple):
-    """Elements [start, stop) of tensor number ``tensor``, at ``at`` in the buffer (to ``end``)."""
+    """Elements [start, stop) of tensor number ``tensor``, stored at ``at`` to ``end`` in the buffer."""
 
     tensor: int
     start: int
@@ -30,32 +30,32 @@ def segments(bounds: Sequence[int], start: int, stop: int, at: int) -> tuple[Seg
     """Cut elements [start, stop) of the row at tensor borders.
 
     Args:
-        bounds: where each tensor begins in the row, and the row's length.
-        start: the first element.
-        stop: the end.
-        at: position of the first in the buffer.
+        bounds: Start of each tensor in the row, and the row's length.
+        start: First element.
+        stop: End of the elements.
+        at: Position of the first element in the buffer.
     """
-    found = []
+    pieces = []
     tensor = bisect_right(bounds, start) - 1
     while start < stop:
         end = min(stop, bounds[tensor + 1])
         if end > start:
             base = bounds[tensor]
-            found.append(Segment(tensor, start - base, end - base, at, at + end - start))
+            pieces.append(Segment(tensor, start - base, end - base, at, at + end - start))
             at += end - start
         start = end
         tensor += 1
-    return tuple(found)
+    return tuple(pieces)
 
 
 @lru_cache(maxsize=256)
 def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
-    """Return for each chunk, for each member, the segments of the block it owns.
+    """Return, for each chunk and each member, the segments of the block that the member owns.
 
     Args:
-        sizes: elements of each tensor.
-        limit: most elements of a chunk; chunks are about equal.
-        members: number of blocks of a chunk.
+        sizes: Number of elements of each tensor.
+        limit: Maximum elements of a chunk. Chunks are about equal.
+        members: Number of blocks of a chunk.
     """
     bounds = [0, *accumulate(sizes)]
     row = bounds[-1]
@@ -63,8 +63,8 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
         return ()
     even = -(-row // -(-row // limit))
     length = min(limit, -(-even // (_LINE * members)) * _LINE * members)
-    # A block is at one position in all chunks: two chunks are in a buffer at a time, and one's results must
-    # not overlap the other's inputs.
+    # A block is at the same position in all chunks: two chunks share a buffer at a time, and the results of
+    # one must not overlap the inputs of the other.
     offsets = [min(length, -(-(length * i // members) // _LINE) * _LINE) for i in range(members)] + [length]
     plan = []
     for start in range(0, row, length):
@@ -74,6 +74,6 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
 
 
 def even_rows(rows: int, members: int) -> list[int]:
-    """Return how many of ``rows`` each member gets from a reducescatter: the first get one more."""
+    """Return how many of ``rows`` each member gets from a reducescatter. The first members get one more."""
     share, rest = divmod(rows, members)
     return [share + (member < rest) for member in range(members)]

@@ -1,4 +1,4 @@
-"""Several hosts: intra-host reduce, all-reduce across hosts, intra-host all-gather."""
+"""Reduce across several hosts: intra-host reduce, all-reduce across hosts, intra-host all-gather."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ringdance.core.transport.window import Window, window_size
 
 
 class HierarchicalExchange(MpiExchange):
-    """As ``MpiExchange``, but large all-reduces are reduced inside each host first, if in two stages.
+    """Like ``MpiExchange``, but two-stage reductions of large tensors start inside each host.
 
-    Each block of a chunk has one owner on each host: as many blocks as the smallest host has members. Members
-    beyond them own none: they take part in the intra-host reduce and all-gather. Between many hosts the
+    Each block of a chunk has one owner per host. There are as many blocks as the smallest host has members.
+    Further members own none, but join in the intra-host reduce and all-gather. If there are many hosts, the
     blocks of several chunks cross together, see ``wire_bytes``.
 
     Args:
-        transport: of all members.
-        hierarchy: their hosts, and the cross-host communicator.
-        chunk_bytes, small_bytes, context: see ``exchange_for``.
+        transport: Connects all members.
+        hierarchy: Hosts of the members, and the cross-host communicator.
+        chunk_bytes, small_bytes, context: Arguments of ``exchange_for``.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class HierarchicalExchange(MpiExchange):
         self._across = ChunkPipeline(cross or transport, wire, small_bytes, context)
 
     def _set_chunk(self, chunk_bytes: int) -> int:
-        """Change the size of a chunk within hosts; return the most bytes of a block."""
-        # The same on all hosts, however many members each has.
+        """Change the size of a chunk within hosts. Returns the maximum bytes of a block."""
+        # The same on all hosts, regardless of how many members each has.
         self.chunk_bytes = min(max(chunk_bytes, MIN_BLOCK_BYTES * max(self._sizes)), self._buffer_bytes)
         return self.chunk_bytes // self._blocks + MIN_BLOCK_BYTES
 
@@ -74,7 +74,7 @@ class HierarchicalExchange(MpiExchange):
         return self._large_allreduce(inputs, outputs, how)
 
     def _large_allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        """While chunks travel between hosts, the host's members reduce the next and gather the last ones."""
+        """While chunks travel between hosts, reduce the next and gather the last ones inside the host."""
         inside, index = self._inside, self._inside.rank
         in_host, across = two_stages(how, inside.size, self._sizes)
         sizes = tuple([view.size for view in inputs])
@@ -104,6 +104,6 @@ class HierarchicalExchange(MpiExchange):
 
 
 def _private_window(buffer_bytes: int) -> Window:
-    """Return the window of a member that is alone on its host: memory of its own."""
+    """Return the window of a member that is alone on its host. Its memory is private."""
     memory = np.zeros(window_size(1, 0, buffer_bytes) // 8, np.int64).view(np.uint8)
     return Window(memory, 0, 1, 0, buffer_bytes, lambda: None)

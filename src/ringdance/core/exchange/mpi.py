@@ -1,4 +1,4 @@
-"""Exchange by the transport's collectives: between hosts, and on a host without a window."""
+"""Exchange through the transport's collectives: between hosts, and on a host without a window."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ringdance.core.exchange.base import Array, Context, Exchange, Steps, as_byt
 from ringdance.core.exchange.chunks import chunks, even_rows
 from ringdance.core.transport.base import Pending, Transport
 
-_IN_FLIGHT = 4  # chunks: enough that packing, the network and unpacking overlap
+_IN_FLIGHT = 4  # chunks: enough to overlap packing, the network and unpacking
 _AHEAD = 2  # of them are sent before the first is reduced, to keep the network busy
 _POLLS = 8  # consecutive tests for completion: the library moves data in each
-_FEW = 16  # members that send the blocks of a chunk to each other, whatever their number
-_MESSAGE = 16 << 10  # bytes of a block, at least: for shorter ones a core costs more than the network
-_MAX_WIRE = 16 << 20  # bytes that cross together, at most
-# Data that are not reduced move in rounds, far below the 2^31 bytes at which MPI's counts end. From 4 MiB on
-# the size hardly matters; a second round in flight keeps the network busy while one is packed and unpacked.
+_FEW = 16  # up to this many members send the blocks of a chunk to each other
+_MESSAGE = 16 << 10  # minimum bytes of a block: shorter messages take more CPU time than network time
+_MAX_WIRE = 16 << 20  # maximum bytes that cross together
+# Data that are not reduced move in rounds, far below the limit of MPI's counts, 2^31 bytes. From 4 MiB on,
+# the size hardly matters. A second round in flight keeps the network busy while one is packed and unpacked.
 _ROUND_BYTES = 16 << 20
 _ROUNDS = 2
 
-# A round in flight, and what unpacks it.
+# A round in flight, and the function that unpacks it.
 _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 def wire_bytes(members: int, chunk_bytes: int) -> int:
-    """Return the bytes that cross together between so many members, so that blocks are not short messages."""
+    """Return how many bytes cross together between ``members``, so that blocks are not short messages."""
     return max(chunk_bytes, min(_MESSAGE * members, _MAX_WIRE))
 
 
 def sends_to_few(members: int) -> bool:
-    """Return whether each member of MPI's own all-reduce sends to few, and no more than it would in blocks.
+    """Return True if each member of MPI's own all-reduce sends to few, and no more bytes than in blocks.
 
-    That is so for a power of two; of other numbers some send twice as much.
+    That holds for a power of two. For other numbers of members, some send twice as much.
     """
     return members > _FEW and members & (members - 1) == 0
 
@@ -44,19 +44,19 @@ def sends_to_few(members: int) -> bool:
 class _ChunkInFlight:
     """One chunk on its way, reduced over the members of a transport.
 
-    Blocks are sent to their owners, who reduce them in rank order, and the results to all: each member sends
-    and receives less than two chunks, whatever the number of members. All members must call the methods of
-    all chunks in one order.
+    Blocks are sent to their owners, who reduce them in rank order and send the results to all members. Each
+    member sends and receives less than two chunks, regardless of the number of members. All members must call
+    the methods of all chunks in the same order.
 
     Args:
-        transport: of those who reduce.
-        small_bytes: up to this length MPI's own all-reduce is quicker; negative: never.
-        context: counts exchanges in transit.
-        chunk_bytes: of the largest chunk.
+        transport: Connects the members that reduce.
+        small_bytes: Up to this length, MPI's own all-reduce is faster. If negative, it is never used.
+        context: Counts exchanges in transit.
+        chunk_bytes: Size of the largest chunk.
 
     Attributes:
-        memory: room for the chunk, bytes; lent to ``load`` until ``start``, to ``unload`` after ``complete``.
-        buffer: what was sent, then the result.
+        memory: Bytes for the chunk. Lent to ``load`` until ``start``, and to ``unload`` after ``complete``.
+        buffer: The sent data, then the result.
     """
 
     def __init__(self, transport: Transport, small_bytes: int, context: Context, chunk_bytes: int) -> None:
@@ -66,7 +66,7 @@ class _ChunkInFlight:
         self._pending: Pending | None = None
 
     def start(self, buffer: Array, how: Reduction) -> None:
-        """Send what ``buffer``, a part of ``memory``, holds."""
+        """Send the contents of ``buffer``, a part of ``memory``."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
         by_mpi = self._small >= 0 and (sends_to_few(size) or buffer.nbytes <= self._small)
@@ -75,8 +75,8 @@ class _ChunkInFlight:
             return
         if self._whole:
             assert how.mpi_op is not None
-            # Not in place: then Open MPI's Iallreduce takes a binomial tree, whose root sends it log2(size)
-            # times each way.
+            # Not in place: for that, Open MPI's Iallreduce uses a binomial tree, whose root sends the buffer
+            # log2(size) times each way.
             self.buffer = self._scratch[: buffer.nbytes].view(how.dtype)
             self._pending = self._transport.allreduce(buffer, how.mpi_op, self.buffer)
             return
@@ -108,7 +108,7 @@ class _ChunkInFlight:
             self._pending.test()
 
     def complete(self) -> Steps:
-        """Wait until ``buffer`` holds the result, to be copied by ``how.deliver``."""
+        """Wait until ``buffer`` holds the result, which ``how.deliver`` must copy."""
         if self.buffer.size:
             yield from self._wait()
             if self._whole:
@@ -129,10 +129,10 @@ class ChunkPipeline:
     """Chunks that follow each other closely through one transport.
 
     Args:
-        transport: of those who reduce.
-        chunk_bytes: of the largest chunk.
-        small_bytes: up to this length MPI's own all-reduce is quicker; negative: never.
-        context: counts completed chunks.
+        transport: Connects the members that reduce.
+        chunk_bytes: Size of the largest chunk.
+        small_bytes: Up to this length, MPI's own all-reduce is faster. If negative, it is never used.
+        context: Counts completed chunks.
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context) -> None:
@@ -149,10 +149,10 @@ class ChunkPipeline:
         """Reduce chunks.
 
         Args:
-            lengths: elements of each.
-            how: dtype and operation.
-            load: fills the array with this member's input of the chunk of that number.
-            unload: takes the result, which is to be copied by ``how.deliver``; the array is reused after it.
+            lengths: Number of elements of each chunk.
+            how: Dtype and operation.
+            load: Fills the array with this member's input of the chunk with this number.
+            unload: Takes the result, which ``how.deliver`` must copy. The array is reused afterwards.
         """
         ring, count = self._ring, len(lengths)
         for number in range(count + _IN_FLIGHT):
@@ -185,8 +185,8 @@ class MpiExchange(Exchange):
     """Exchange by non-blocking collectives on chunks, so that MPI's counts do not grow with tensors.
 
     Args:
-        transport: of all members.
-        chunk_bytes, small_bytes, context, room: see ``exchange_for``.
+        transport: Connects all members.
+        chunk_bytes, small_bytes, context, room: Arguments of ``exchange_for``.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class MpiExchange(Exchange):
         self.wire_bytes = self._chunk
 
     def _room(self, parts: int) -> int:
-        """Return the bytes of one of ``parts`` in a round: whole elements of any dtype."""
+        """Return the bytes of one of ``parts`` in a round, a multiple of any dtype's size."""
         return max(64, self._round // max(1, parts) // 64 * 64)
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
@@ -228,12 +228,12 @@ class MpiExchange(Exchange):
         yield from self._pipeline.run([part[-1].end for (part,) in plan], how, load, unload)
 
     def _rounds(self, length: int, room: int, post: Callable[[int, _Memory], _Posted]) -> Steps:
-        """Move rows in rounds, some of them in flight at once.
+        """Move rows in rounds, some of them in flight at the same time.
 
         Args:
-            length: bytes or elements of the longest row, the same on all members.
-            room: as many of them as a round moves of each row.
-            post: starts the round that begins at an offset; its memory is reused after completion.
+            length: Bytes or elements of the longest row, equal on all members.
+            room: Bytes or elements (as in ``length``) of each row that a round moves.
+            post: Starts the round at an offset. Its memory is reused after completion.
         """
         if length <= room:  # one round: most calls
             if length:
@@ -305,15 +305,15 @@ class MpiExchange(Exchange):
             return [view[start : start + room * (rank != own)] for rank, view in enumerate(views)]
 
         def post(start: int, memory: _Memory) -> _Posted:
-            given, taken = parts(sends, start), parts(receives, start)
-            send_counts, receive_counts = [part.size for part in given], [part.size for part in taken]
+            outgoing, incoming = parts(sends, start), parts(receives, start)
+            send_counts, receive_counts = [part.size for part in outgoing], [part.size for part in incoming]
             send = memory.take("send", sum(send_counts))
             receive = memory.take("receive", sum(receive_counts))
-            np.concatenate(given, out=send)
+            np.concatenate(outgoing, out=send)
 
             def complete() -> None:
                 at = 0
-                for part in taken:
+                for part in incoming:
                     part[...] = receive[at : at + part.size]
                     at += part.size
 
@@ -349,13 +349,13 @@ class MpiExchange(Exchange):
 
 
 class _Memory:
-    """Buffers of a round in flight, reused by later rounds of the same collective."""
+    """Buffers of a round in flight. Later rounds of the same collective reuse them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}
 
     def take(self, name: str, nbytes: int) -> Array:
-        """Return ``nbytes`` of the buffer called ``name``, uint8; its contents are undefined."""
+        """Return ``nbytes`` of the buffer called ``name``, uint8. The contents are undefined."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
             buffer = self._buffers[name] = np.empty(nbytes, np.uint8)

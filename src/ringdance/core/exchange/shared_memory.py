@@ -1,10 +1,10 @@
-"""Exchange through the shared-memory window: each rank reads the others' memory, nothing is sent.
+"""Exchange through the shared-memory window: each rank reads the other ranks' memory, nothing is sent.
 
-All-reduce of a chunk: every rank copies in the blocks that others own; each rank reduces its own block from
-all peers' buffers and, uncopied, from its own tensor; all copy the result out, scaling as they copy. That is
-two passes over memory. Chunks are small enough to stay in the cache between these steps; while one is
-reduced the next is copied in, so that n chunks take n + 1 synchronization points. Up to ``small_bytes`` all
-ranks reduce everything: one synchronization point instead of two.
+All-reduce of a chunk: every rank copies in the blocks that other ranks own. Each rank then reduces its own
+block, from all peers' buffers and directly from its own tensor. All ranks copy the result out, and scale it
+while they copy. That makes two passes over memory. Chunks are small enough to stay in the cache between these
+steps. While one chunk is reduced, the next is copied in, so n chunks take n + 1 synchronization points.
+Up to ``small_bytes``, all ranks reduce everything, with one synchronization point instead of two.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ringdance.core.exchange.base import Array, Context, Exchange, Steps, copy_r
 from ringdance.core.exchange.chunks import Segment, chunks
 from ringdance.core.transport.window import Window
 
-MIN_BLOCK_BYTES = 256  # of a chunk for each member: 16 elements of any dtype
-# Of an all-reduce's chunk for each member, at most. Two members are 7% faster with chunks of 384 KiB than of
-# 768 KiB, which leave the L2 cache; from four on, fewer synchronization points win.
+MIN_BLOCK_BYTES = 256  # minimum of a chunk for each member: 16 elements of any dtype
+# Maximum of an all-reduce's chunk for each member. Two members are 7% faster with chunks of 384 KiB than with
+# 768 KiB, which do not fit the L2 cache. From four members on, fewer synchronization points win.
 _MAX_BLOCK_BYTES = 192 << 10
-_RECORDED = 32  # chunks of a batch in a timeline: times of all would take 1.5 % of an exchange
+_RECORDED = 32  # chunks of a batch in a timeline: recording all of them would take 1.5 % of an exchange
 Blocks = Sequence[Sequence[Segment]]
 _BYTE = np.dtype(np.uint8)
 
@@ -34,11 +34,11 @@ class SharedMemoryExchange(Exchange):
     """Exchange between ranks of one host.
 
     Args:
-        window: the members' shared memory.
-        rank, size: of this member, in the order of reductions.
-        chunk_bytes: of the largest chunk that is reduced at a time.
-        small_bytes: up to this size a batch is exchanged with the lowest latency.
-        context: counts what is achieved.
+        window: The members' shared memory.
+        rank, size: This member's place in the order of reductions, and the number of members.
+        chunk_bytes: Size of the largest chunk that is reduced at a time.
+        small_bytes: Batches up to this size are exchanged with the lowest latency.
+        context: Counts progress.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class SharedMemoryExchange(Exchange):
         self._typed: dict[int, list[list[Array]]] = {}
 
     def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
-        least = max(MIN_BLOCK_BYTES * self.size, self._small)  # other collectives keep theirs
+        least = max(MIN_BLOCK_BYTES * self.size, self._small)  # other collectives keep their chunk size
         self.chunk_bytes = min(max(chunk_bytes, least), self._window.buffer_bytes)
 
     def _buffers(self, dtype: np.dtype[Any]) -> list[Array]:
         """Return all members' buffers of the next parity, as ``dtype``. See Note [Parity]."""
-        key = dtype.num  # quicker to hash than the dtype
+        key = dtype.num  # faster to hash than the dtype
         window = self._window
         if key not in self._typed:
             cut = window.buffer_bytes // dtype.itemsize * dtype.itemsize
@@ -96,10 +96,10 @@ class SharedMemoryExchange(Exchange):
 
     def _small_allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
         buffers = self._buffers(how.dtype)
-        mine = buffers[self._window.index]
+        own_buffer = buffers[self._window.index]
         bounds = self.bounds(inputs)
         for view, at in zip(inputs, bounds, strict=False):
-            how.prepare(view, mine[at : at + view.size])
+            how.prepare(view, own_buffer[at : at + view.size])
         yield from self._synchronize()
         total = np.empty(bounds[-1], how.dtype)
         how.combine([buffer[: bounds[-1]] for buffer in buffers], total)
@@ -111,7 +111,7 @@ class SharedMemoryExchange(Exchange):
     ) -> Steps:
         window, context = self._window, self.context
         own, deliver = window.index, how.deliver
-        # Up to a thousand segments are handled here in a step, so the usual cases are written out.
+        # A step handles up to a thousand segments here, so the usual cases are written out.
         reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
         plan = chunks(sizes, self.chunk_bytes // how.dtype.itemsize, window.members)
         marks, every = context.recorder.marks(), 1 + len(plan) // _RECORDED
@@ -133,9 +133,9 @@ class SharedMemoryExchange(Exchange):
             if marked:
                 marks.append(monotonic_ns())
             reduce_block(blocks[own], buffers, inputs, how)
-            mine, last = buffers[own], (blocks, buffers)
+            own_buffer, last = buffers[own], (blocks, buffers)
             for tensor, start, stop, at, end in blocks[own]:  # now, while it is in this core's cache
-                deliver(mine[at:end], outputs[tensor][start:stop])
+                deliver(own_buffer[at:end], outputs[tensor][start:stop])
             if marked:
                 marks.append(monotonic_ns())
             if number < len(plan):  # one synchronization for this chunk's results and the next one's inputs
@@ -155,7 +155,7 @@ class SharedMemoryExchange(Exchange):
             context.recorder.chunks(self.set_id, marks, every)
 
     def _copy_in(self, blocks: Blocks, buffer: Array, inputs: Sequence[Array], how: Reduction) -> None:
-        """Copy what others own into this rank's buffer."""
+        """Copy the blocks that other members own into this rank's buffer."""
         own = self._window.index
         for index, block in enumerate(blocks):
             if index == own:
@@ -170,7 +170,7 @@ class SharedMemoryExchange(Exchange):
     def _copy_out(
         self, blocks: Blocks, buffers: Sequence[Array], outputs: Sequence[Array], how: Reduction
     ) -> None:
-        """Copy what others have reduced from their buffers."""
+        """Copy the blocks that other members have reduced from their buffers."""
         own, deliver = self._window.index, how.deliver
         for index, block in enumerate(blocks):
             if index == own:
@@ -182,7 +182,7 @@ class SharedMemoryExchange(Exchange):
     def reduce_in_host(
         self, blocks: Blocks, owned: Sequence[Segment], inputs: Sequence[Array], how: Reduction, total: Array
     ) -> Steps:
-        """Reduce a chunk over this host: the block that this rank owns into ``total``."""
+        """Reduce a chunk within this host. This rank's own block goes into ``total``."""
         buffers = self._buffers(how.dtype)
         self._copy_in(blocks, buffers[self._window.index], inputs, how)
         yield from self._synchronize()
@@ -191,7 +191,7 @@ class SharedMemoryExchange(Exchange):
     def gather_in_host(
         self, blocks: Blocks, owned: Sequence[Segment], total: Array, outputs: Sequence[Array], how: Reduction
     ) -> Steps:
-        """Copy a reduced chunk to all ranks of this host; ``total``: this rank's block."""
+        """Copy a reduced chunk to all ranks of this host. ``total`` is this rank's block."""
         buffers, own = self._buffers(how.dtype), self._window.index
         for tensor, start, stop, at, end in owned:
             first = owned[0].at
@@ -203,7 +203,7 @@ class SharedMemoryExchange(Exchange):
     def _add_block(
         self, block: Sequence[Segment], buffers: Sequence[Array], inputs: Sequence[Array], how: Reduction
     ) -> None:
-        """As ``_reduce_block``, for two members and nothing to scale before the sum."""
+        """Like ``_reduce_block``, for two members and nothing to scale before the sum."""
         first, second = buffers
         ufunc = how.ufunc
         if self._window.index == 0:
@@ -222,10 +222,11 @@ class SharedMemoryExchange(Exchange):
         out: Array | None = None,
         first: int = 0,
     ) -> None:
-        """Reduce the block this rank owns, in rank order, its own tensors uncopied.
+        """Reduce this rank's own block in rank order, without copying its own tensors.
 
-        Into its own buffer, or into ``out``, which begins at ``first``.
+        The result goes into its own buffer, or into ``out``, which starts at ``first``.
         """
+
         own = self._window.index
         target = buffers[own] if out is None else out
         for tensor, start, stop, at, end in block:

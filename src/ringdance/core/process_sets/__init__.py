@@ -1,5 +1,5 @@
-"""Process sets inside the engine: their registry, and how the members of one agree on what to execute.
+"""Process sets inside the engine: their registry, and how the members of a set agree on what to execute.
 
-``registry`` has all sets, ``state`` one set's rounds of agreement, ``pending`` its requests in flight and
-``executor`` what follows from a round. (The user's API is ``training/process_sets.py``.)
+``registry`` holds all sets, ``state`` runs a set's rounds of agreement, ``pending`` holds its requests in
+flight, and ``executor`` carries out the result of a round. The user's API is ``training/process_sets.py``.
 """

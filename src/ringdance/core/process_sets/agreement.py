@@ -1,7 +1,7 @@
 """The vectors by which the members of a process set agree, and their response cache.
 
-A round is one AND over one integer of each member, so a bit means "all members"; what a single
-member may raise (stop, cache miss, joined) is written inverted. From the lowest bit, for n members::
+A round is one AND over an integer from each member, so a set bit means "all members". What a single member
+may signal on its own (stop, cache miss, joined) is inverted. From the lowest bit, for n members::
 
     1 bit       CONTINUE: no member stops
     1 bit       NO_WAITER: no member has a waiting thread (matters only in the round that stops)
@@ -13,8 +13,8 @@ member may raise (stop, cache miss, joined) is written inverted. From the lowest
     w bits      cache entry i is ready here
 
 Note [Complements]
-    A field that must be equal on all members is sent with its complement: after the AND each bit of the
-    field and its complement differ exactly if all members sent the same bit.
+    A field that must be equal on all members is sent with its complement. After the AND, a bit of the field
+    and its complement differ if and only if all members sent the same bit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ringdance.core.request import Description
 CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
 UNNAMED = 8  # unnamed requests that a round can match
 PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the number of an entry
-# For data that fit into the vectors' part of the window: the vector's field, how they are reduced, each
-# member's buffer there, for both parities, and the record.
+# For data that fit into the vectors' part of the window: the vector's field, the reduction, each member's
+# buffer there for both parities, and the record.
 Piggyback = tuple[int, Reduction, list[list[np.ndarray[Any, Any]]], BatchRecord]
 _M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
@@ -42,13 +42,13 @@ _MD = (1 << _DIGESTS) - 1
 
 
 def set_bits(bits: int) -> list[int]:
-    """Return the positions of the ones in ``bits``, ascending."""
-    found = []
+    """Return the positions of the ones in ``bits``, in ascending order."""
+    positions = []
     while bits:
         low = bits & -bits
-        found.append(low.bit_length() - 1)
+        positions.append(low.bit_length() - 1)
         bits ^= low
-    return found
+    return positions
 
 
 class VectorLayout:
@@ -69,11 +69,11 @@ class VectorLayout:
         self.waiting = self.neutral ^ NO_WAITER
 
     def width(self, entries: int) -> int:
-        """Return the bytes of a vector for a cache of ``entries``."""
+        """Return the bytes of a vector for a cache with ``entries`` entries."""
         return (self.ready_at + entries + 7) // 8
 
     def unnamed(self, digests: Sequence[int]) -> int:
-        """Return the field of at most ``UNNAMED`` digests. See Note [Complements]."""
+        """Return the field for at most ``UNNAMED`` digests. See Note [Complements]."""
         field = 0
         for number, digest in enumerate(digests):
             field |= (digest | (digest ^ _M32) << _DIGESTS) << 32 * number
@@ -88,7 +88,7 @@ class VectorLayout:
     def piggyback(self, slot: int) -> int:
         """Return the field that names the entry whose data are piggybacked. See Note [Complements].
 
-        After the AND it is as before exactly if all members sent the same.
+        The AND leaves it unchanged if and only if all members sent the same field.
         """
         return (slot | (slot ^ _M16) << 16) << self.piggyback_at
 
@@ -98,9 +98,9 @@ class CacheEntry:
     """A cached request: one bit in the vectors.
 
     Attributes:
-        used: the round in which it was executed last.
-        mismatched: members submitted different requests; the bit means "submitted, whatever it is".
-        piggyback: see ``Piggyback``; None if its data are too large.
+        used: Round in which it was last executed.
+        mismatched: True if members submitted different requests. The bit then means "submitted something".
+        piggyback: Its ``Piggyback``, or None if its data are too large.
     """
 
     name: str
@@ -116,7 +116,7 @@ class ResponseCache:
     Only agreed events change it, so it is equal on all members.
 
     Args:
-        capacity: most entries; a new one replaces the one used longest ago (by round number).
+        capacity: Maximum entries. A new one replaces the least recently used one (by round number).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -126,7 +126,7 @@ class ResponseCache:
         self._free: list[int] = []
 
     def find(self, name: str, description: Description) -> int | None:
-        """Return the slot of this request, or None for a cache miss."""
+        """Return the slot of this request, or None if it is a cache miss."""
         slot = self.slots.get(name)
         if slot is None:
             return None
@@ -135,12 +135,12 @@ class ResponseCache:
         if entry.description is description or entry.mismatched:
             return slot
         if entry.description == description:
-            entry.description = description  # the caller's own object: found by identity next time
+            entry.description = description  # the caller's own object, so identity finds it next time
             return slot
         return None
 
     def install(self, entry: CacheEntry) -> int:
-        """Enter or replace a name; may evict another. Return its slot."""
+        """Add or replace an entry and return its slot. May evict another entry."""
         slot = self.slots.get(entry.name)
         if slot is None:
             if not self._free and len(self.entries) < self.capacity:
@@ -154,7 +154,7 @@ class ResponseCache:
         return slot
 
     def remove(self, slot: int) -> None:
-        """Forget an entry."""
+        """Remove an entry."""
         entry = self.entries[slot]
         if entry is not None:
             del self.slots[entry.name]

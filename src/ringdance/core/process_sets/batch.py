@@ -1,4 +1,4 @@
-"""Which of the agreed requests are executed together. A pure function of agreed facts."""
+"""Decide which agreed requests are executed together. A pure function of agreed facts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ringdance.core.request import Collective, Description, ReduceOp
 
 
 def description_bytes(description: Description) -> int:
-    """Return the bytes of a request whose description has full shapes."""
+    """Return the size in bytes of a request whose description has full shapes."""
     pairs = zip(description.dtypes, description.shapes, strict=True)
     return sum([math.prod(shape) * dtype_named(dtype).itemsize for dtype, shape in pairs])
 
 
 def _batch_key(description: Description) -> tuple[Any, ...] | None:
-    """Return what requests must have in common to be executed together; None: alone."""
+    """Return what requests must share to be executed together, or None if this one runs alone."""
     if len(set(description.dtypes)) != 1 or description.detail:
         return None
     if description.kind == Collective.ALLREDUCE and description.operation != ReduceOp.ADASUM:
@@ -31,7 +31,7 @@ def _batch_key(description: Description) -> tuple[Any, ...] | None:
 def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[list[int]]:
     """Group requests, given in agreed order, into batches of at most ``threshold`` bytes.
 
-    A request larger than that is a batch of its own; a threshold of 0 keeps all apart.
+    A larger request forms its own batch. A threshold of 0 keeps all requests apart.
     Returns lists of positions in ``descriptions``.
     """
     batches: list[list[int]] = []

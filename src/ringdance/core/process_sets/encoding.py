@@ -1,4 +1,4 @@
-"""Encode requests for other members: as JSON, since a pickle can run code."""
+"""Encode requests for other members as JSON, because a pickle can run code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ringdance.core.request import Collective, Description, ReduceOp
 
-# The description of a request and why it was refused, if it was.
+# The description of a request, and why it was refused (None if it was not).
 Call = tuple[Description, str | None]
 
 
@@ -24,7 +24,7 @@ def decode_misses(data: bytes) -> list[tuple[str, Description]]:
 
 
 def encode_call(name: str, call: Call | None) -> bytes:
-    """Encode what this member submitted under a name; None if it has joined."""
+    """Encode what this member submitted under a name. ``call`` is None if it has joined."""
     return _encode([name, None if call is None else [_fields(call[0]), call[1]]])
 
 

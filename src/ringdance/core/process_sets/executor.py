@@ -1,6 +1,6 @@
 """Execute the requests that all members of a process set have agreed on, and report mismatches.
 
-What is executed follows from agreed facts alone, so it is the same on all members.
+What is executed follows from agreed facts only, so it is the same on all members.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Executor:
     """Executes the agreed requests of one process set.
 
     Attributes:
-        set_id: number of the set, 0 for all ranks.
-        transport: the members' communicator.
-        exchange: how they move data.
-        pending: the requests in flight.
-        threshold: most bytes of a batch.
-        lock: guards ``pending``.
-        recorder: gets a record of each batch.
-        change: executes an agreed ADD_SET, REMOVE_SET or TUNE; None if this is not the set of all ranks.
-        plans: batches by the ready bits of a round; to be cleared whenever the response cache changes.
-        largest: of all planned rounds of all-reduces: most requests, most bytes, bytes of a batch.
+        set_id: Number of the set. 0 for all ranks.
+        transport: The members' communicator.
+        exchange: Moves the members' data.
+        pending: The requests in flight.
+        threshold: Maximum bytes of a batch.
+        lock: Guards ``pending``.
+        recorder: Receives a record of each batch.
+        change: Executes an agreed ADD_SET, REMOVE_SET or TUNE. None unless this is the set of all ranks.
+        plans: Batches by the ready bits of a round. Must be cleared whenever the response cache changes.
+        largest: Maximums over all planned rounds of all-reduces: requests, bytes, bytes of a batch.
     """
 
     set_id: int
@@ -59,7 +59,7 @@ class Executor:
     largest: tuple[int, int, int] = (0, 0, 0)
 
     def run_ready(self, ready: int, round_number: int) -> Steps:
-        """Execute the cache entries of these bits; the plan of a set of all-reduces is cached."""
+        """Execute the cache entries with these bits. Plans that contain only all-reduces are cached."""
         pending = self.pending
         plan = None
         if not pending.joined:
@@ -87,7 +87,7 @@ class Executor:
                 work.finish(output)
 
     def _plan(self, slots: list[int]) -> Plan | None:
-        """Return batches of these entries; None unless all are plain all-reduces of one dtype each."""
+        """Return batches of these entries, or None unless all are plain all-reduces of one dtype each."""
         cached = self.pending.cache.entries
         entries = [entry for slot in slots if (entry := cached[slot]) is not None]
         for entry in entries:
@@ -113,10 +113,10 @@ class Executor:
         return plan
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
-        """Execute the first ``count`` unnamed requests; if 0, the first one is a mismatch."""
+        """Execute the first ``count`` unnamed requests. If 0, the first one is a mismatch."""
         pending = self.pending
         with self.lock:
-            if len(pending.unnamed) < max(1, count):  # given up since this rank's vector was sent
+            if len(pending.unnamed) < max(1, count):  # given up after this rank sent its vector
                 raise StallError(pending.removal)
             works = pending.running = [pending.unnamed.popleft() for _ in range(max(1, count))]
         items = [AgreedRequest(work.name, work.request.description, work) for work in works]
@@ -127,13 +127,13 @@ class Executor:
         pending.running = []
 
     def run_slots(self, slots: list[int], round_number: int) -> Steps:
-        """Execute the cache entries of these slots, which are ready on all members."""
+        """Execute the cache entries in these slots, which are ready on all members."""
         pending, items, mismatched = self.pending, [], []
         with self.lock:
             for slot in slots:
                 entry = pending.cache.entries[slot]
                 if entry is None:
-                    continue  # all members that are left have joined
+                    continue  # all remaining members have joined
                 entry.used = round_number
                 pending.ready &= ~(1 << slot)
                 work = None if pending.joined_here else pending.named[entry.name]
@@ -142,7 +142,7 @@ class Executor:
                     mismatched.append((slot, item))
                 else:
                     items.append(item)
-        items.sort(key=lambda item: item.description.kind != Collective.TUNE)  # what follows is tuned
+        items.sort(key=lambda item: item.description.kind != Collective.TUNE)  # new values apply to the rest
         yield from self._run(items, round_number)
         for slot, item in mismatched:
             yield from self._report_mismatch(item)
@@ -158,7 +158,7 @@ class Executor:
             first, kind = batch[0], batch[0].description.kind
             results: list[Any]
             if first.work is not None and first.work.refusal is not None:
-                results = [[] for _ in batch]  # all ranks made the same wrong call, and have raised
+                results = [[] for _ in batch]  # all ranks made the same wrong call, and have raised an error
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
             elif kind in _CHANGES and self.change is not None:
@@ -173,7 +173,7 @@ class Executor:
             self._finish(batch, results)
 
     def _forbidden(self, item: AgreedRequest) -> MismatchError | None:
-        """Return why an agreed request cannot be executed, the same on all members."""
+        """Return why an agreed request cannot be executed, or None. The result is equal on all members."""
         d, joined, size = item.description, self.pending.joined, self.transport.size
         if joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER, Collective.TUNE):
             who = ", ".join(str(self.transport.identities[i]) for i in set_bits(joined))
@@ -188,7 +188,7 @@ class Executor:
             )
         if d.operation == ReduceOp.ADASUM and size & (size - 1):
             return MismatchError(
-                f"'{item.name}': Adasum needs a power of two of ranks, and there are {size}."
+                f"'{item.name}': Adasum needs a power of two as the number of ranks, but there are {size}."
             )
         return None
 
@@ -204,11 +204,11 @@ class Executor:
                 item.work.finish(None if error else result, error)
 
     def _report_mismatch(self, item: AgreedRequest) -> Steps:
-        """Fail a name under which members have submitted different requests, with one message for all."""
+        """Fail a name under which members submitted different requests. All members get the same message."""
         own = None if item.work is None else (item.work.request.description, item.work.refusal)
         payloads = yield from self.exchange.gather_bytes(encode_call(item.name, own))
         calls = [decode_call(payload) for payload in payloads]
-        # The name of an unnamed request contains the collective, which may differ: use the first member's.
+        # The name of an unnamed request contains the collective, which may differ. Use the first member's.
         submitted = [call for _, call in calls]
         error = MismatchError(mismatch_message(calls[0][0], self.transport.identities, submitted))
         self.recorder.text(str(error))

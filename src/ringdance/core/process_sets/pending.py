@@ -1,6 +1,7 @@
 """The requests of one process set that are in flight on this rank, and which of them all members know.
 
-Submitting threads add requests; the rounds of ``state`` take them out. Callers hold the engine's lock.
+Threads: submitting threads add requests, and the rounds of ``state`` take them out. Lock: callers hold the
+engine's lock.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ class PendingRequests:
     """Requests in flight: by name, by order, and by whether they are in the response cache.
 
     Attributes:
-        named: all named requests in flight; a name leaves when its operation is complete.
-        misses: those of them that are not in the response cache.
-        ready: bits: the cache entries that are pending here.
-        unnamed: requests without name, in order of submission.
-        running: unnamed requests that are being executed; they fail too if the engine fails.
-        join: a pending join.
-        joined: bits: the members that have joined, as all members know.
-        held: requests that wait, in order, until the peers know of refused ones under the same name.
-        joined_here: this rank takes part with zeros until all have joined.
-        eager_since: when the oldest request was submitted that the engine thread is to start.
-        eager_last: when the latest such request was submitted.
-        not_before: no round starts before this time (monotonic), since the last ones achieved nothing.
-        backoff: seconds by which rounds are put off.
-        submitted: How many unnamed requests this rank has submitted.
-        limit: Unnamed requests from this number on are refused, since a member never submits them.
-        removal: Why they are refused.
+        named: All named requests in flight. A name is removed when its operation is complete.
+        misses: Named requests that are not in the response cache.
+        ready: Bits of the cache entries that are pending here.
+        unnamed: Requests without a name, in order of submission.
+        running: Unnamed requests that are being executed. They fail too if the engine fails.
+        join: The pending join, or None.
+        joined: Bits of the members that have joined, as all members know.
+        held: Requests that wait, in order, until the peers know of refused requests under the same name.
+        joined_here: True if this rank contributes zeros until all ranks have joined.
+        eager_since: Submission time of the oldest request that the engine thread must start.
+        eager_last: Submission time of the latest such request.
+        not_before: Earliest start of the next round (monotonic), because the last rounds achieved nothing.
+        backoff: Seconds by which rounds are delayed.
+        submitted: Number of unnamed requests that this rank has submitted.
+        limit: Unnamed requests from this number on are refused, because a member will never submit them.
+        removal: Reason for the refusal.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -55,7 +56,7 @@ class PendingRequests:
         self.submitted = 0
 
     def add(self, work: Work, name: str | None, eager: bool) -> None:
-        """Take a request in. Raises DuplicateNameError, ProcessSetRemovedError."""
+        """Add a request. Raises DuplicateNameError or ProcessSetRemovedError."""
         if work.request.description.kind == Collective.JOIN:
             if self.join is not None:
                 raise DuplicateNameError("join() is already pending on this rank.")
@@ -85,7 +86,7 @@ class PendingRequests:
 
     def _number(self, work: Work) -> None:
         work.order = self.submitted
-        self.submitted += 1  # before a call, in which a signal's handler may submit
+        self.submitted += 1  # before any call, during which a signal handler may submit
         work.name = f"{work.request.description.kind.name.lower()}.noname.{work.order}"
 
     def _add_named(self, name: str, work: Work) -> None:
@@ -97,10 +98,10 @@ class PendingRequests:
             self.ready |= 1 << slot
 
     def end_at(self, number: int, removal: str) -> list[Work]:
-        """Refuse unnamed requests from a number on; return those that are pending, and forget them.
+        """Refuse unnamed requests from ``number`` on. Remove and return those that are pending.
 
-        A vector that a round has already sent may contain them. The member that never submits them has sent
-        none in their place, so they are not executed: see Note [Complements].
+        A vector that this rank has already sent may contain them. The member that never submits them has not
+        sent any in their place, so they are not executed: see Note [Complements].
         """
         if number >= self.limit:
             return []
@@ -111,19 +112,20 @@ class PendingRequests:
         return late
 
     def release_held(self) -> None:
-        """Take in what waited for refused requests that the peers know of now."""
+        """Add the requests that waited for refused ones which the peers know of now."""
         for name in [name for name in self.held if name not in self.named]:
             self._add_named(name, self.held[name].pop(0))
             if not self.held[name]:
                 del self.held[name]
 
     def in_flight(self) -> list[Work]:
-        """Return all that is pending here, but for that which tunes. Other threads may submit more.
+        """Return all pending requests except those that tune. Other threads may submit more meanwhile.
 
         Note [Copies of dictionaries]
-            In Python 3.11 garbage may be collected in any allocation of a container, and what is collected
-            may let another thread run. So ``tuple(found.values())`` and ``list(found.items())`` can fail with
-            "dictionary changed size during iteration"; ``list(found.values())`` and ``found.copy()`` cannot.
+            In Python 3.11, any allocation of a container may collect garbage, and what is collected may let
+            another thread run. Therefore ``tuple(mapping.values())`` and ``list(mapping.items())`` can fail
+            with "dictionary changed size during iteration". ``list(mapping.values())`` and
+            ``mapping.copy()`` cannot.
         """
         held = [work for queue in list(self.held.values()) for work in queue]
         running = [work for work in list(self.running) if not work.done()]
@@ -132,7 +134,7 @@ class PendingRequests:
         return [*named, *running, *self.unnamed, *held, *join]
 
     def drop_all(self) -> list[Work]:
-        """Forget all that is pending here, and return it."""
+        """Remove and return all pending requests."""
         self.withdraw_tuning()
         dropped = self.in_flight()
         for collection in (self.named, self.unnamed, self.running, self.held):
@@ -141,11 +143,11 @@ class PendingRequests:
         return dropped
 
     def has_work(self) -> bool:
-        """Return whether anything is pending that a thread may wait for."""
+        """Return True if anything is pending that a thread may wait for."""
         return bool(len(self.named) > (TUNE_NAME in self.named) or self.unnamed or self.join is not None)
 
     def withdraw_tuning(self) -> None:
-        """Forget what tunes: this rank joins or stops."""
+        """Remove the request that tunes, because this rank joins or stops."""
         work = self.named.pop(TUNE_NAME, None)
         if work is not None:
             if self.misses.pop(TUNE_NAME, None) is None:
@@ -153,13 +155,13 @@ class PendingRequests:
             work.finish([])
 
     def name_unnamed(self) -> None:
-        """Turn unnamed requests into named ones: members that have joined have none to match them."""
+        """Turn unnamed requests into named ones, because joined members have none to match them."""
         while self.unnamed:
             work = self.unnamed.popleft()
             self._add_named(work.name, work)
 
     def all_joined(self) -> Work | None:
-        """Start anew after all members have joined; return this rank's join."""
+        """Start over after all members have joined. Returns this rank's join."""
         work, self.join = self.join, None
         self.joined, self.joined_here = 0, False
         again = sorted((w for w in self.named.values() if w.order >= 0), key=lambda w: w.order)
@@ -168,7 +170,7 @@ class PendingRequests:
             if self.misses.pop(unnamed.name, None) is None:
                 self.ready &= ~(1 << self.cache.slots[unnamed.name])
         self.unnamed.extendleft(reversed(again))
-        self.submitted = 0  # members that joined early have counted fewer
+        self.submitted = 0  # members that joined early have counted fewer requests
         for unnamed in self.unnamed:
             self._number(unnamed)
         return work
@@ -186,7 +188,7 @@ class PendingRequests:
         return answer
 
     def look_up_all(self) -> None:
-        """Look up all named requests again after the cache has changed."""
+        """Look up all named requests again, because the cache has changed."""
         self.ready = 0
         self.misses = {}
         for name, work in self.named.copy().items():

@@ -1,4 +1,4 @@
-"""The process sets of an engine: registered, made and removed by agreement of all ranks."""
+"""The process sets of an engine: registered, added and removed by agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ringdance.core.transport.eventcount import EventCount
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
 
-FIRST_GROUP = 1 << 15  # numbers of sets that only their members know; records have 16 bits for them
-TUNED_CHUNK_BYTES = 2 << 20  # the largest chunk that may be chosen while the job runs
-_MIN_BUFFER = 1 << 16  # some cache lines for each of hundreds of members, however small the chunks
+FIRST_GROUP = 1 << 15  # sets that only their members know start here; records have 16 bits for set numbers
+TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that may be chosen while the job runs
+_MIN_BUFFER = 1 << 16  # a few cache lines for each of hundreds of members, however small the chunks are
 
 
 _Post = Callable[[int, dict[str, Any]], None]
@@ -42,7 +42,7 @@ class RegisteredSet:
 
 
 def buffer_bytes(settings: Settings, tuned: bool = False) -> int:
-    """Return the size of each rank's buffers in a window, with room for what is tuned; 0 for no window."""
+    """Return the size of each rank's buffers in a window, with space for tuning. 0 means no window."""
     if not settings.window:
         return 0
     most = TUNED_CHUNK_BYTES if tuned and (settings.autotune or settings.tuned) else 0
@@ -50,7 +50,7 @@ def buffer_bytes(settings: Settings, tuned: bool = False) -> int:
 
 
 def vector_bytes(size: int, capacity: int) -> int:
-    """Return the room that agreement vectors of ``size`` ranks need in a window."""
+    """Return the bytes that the agreement vectors of ``size`` ranks need in a window."""
     return VectorLayout(size).width(max(1, capacity))
 
 
@@ -58,33 +58,34 @@ class ProcessSets:
     """The registered process sets. Ids and ranks are the same on all ranks.
 
     Args:
-        transport: of the whole job.
-        settings: of the engine.
-        context: shared by all sets.
-        callers: of the engine.
-        lock: guards what submitting threads change.
-        recorder: gets a record of each batch.
+        transport: Connects all ranks.
+        settings: The engine's settings.
+        context: State shared by all sets.
+        callers: The engine's callers.
+        lock: Guards what submitting threads change.
+        recorder: Receives a record of each batch.
 
     Attributes:
-        registered: all sets by id.
-        machines: the state machines of the sets that this rank is in, with their generators.
-        event_count: wakes this rank; None if not all peers can reach it (other hosts).
-        on_tune: computes new values of the set of all ranks from what each of them has measured (b"" of one
-            that has joined), or None.
+        registered: All sets by id.
+        machines: State machines of this rank's sets, with their generators.
+        event_count: Wakes this rank. None if a peer cannot reach it, because it is on another host.
+        on_tune: Computes new values for the set of all ranks, or None, from what each rank has measured (b""
+            for a rank that has joined). None if nothing tunes.
 
     Note [Tuning]
-        Settings that decide what is executed, and how, change by a request like any other, so at one place
-        in the agreed order. What the ranks have measured is gathered in it, and each computes the new values
-        by the same code from the same bytes. Only the set of all ranks changes: others have another order.
-        What ranks were given apart (environments differ) must not decide: rank 0 sends what does.
+        Settings that determine what is executed, and how, are changed by a request like any other, and so at
+        one place in the agreed order. The request gathers the ranks' measurements. Each rank computes the new
+        values by the same code from the same bytes. Only the set of all ranks changes, because other sets
+        have another order. Values that may differ between ranks (environments differ) must not decide:
+        rank 0 sends the values that do.
 
     Note [Groups that are destroyed]
-        A rank that leaves a group sends its members a note with how many requests it has submitted. Requests
-        match by their order. So the members know at once which requests it will never submit: these fail
-        with an error that names it, in the next check of the peers. The others are executed, since the rank
-        takes part in the group's rounds until all members have left and none has such a request. Only then
-        do all agree to stop, and free the group together. What was sent to a member can be received
-        meanwhile.
+        A rank that leaves a group sends its members a note with the number of requests it has submitted.
+        Requests match by their order, so the members know at once which requests this rank will never submit.
+        These fail in the next check of the peers, with an error that names the rank. The other requests are
+        executed, because the rank continues to join in the group's rounds until all members have left and
+        none has such a request. Only then do all members agree to stop and free the group together. Until
+        then, a message that was sent to a member can still be received.
     """
 
     def __init__(
@@ -110,22 +111,22 @@ class ProcessSets:
         self._find_event_count()
 
     def find(self, set_id: int) -> RegisteredSet:
-        """Return a set. Raises ArgumentError for an unknown one."""
+        """Return a process set. Raises ArgumentError if it does not exist."""
         known = self.registered.get(set_id)
         if known is None:
-            raise ArgumentError(f"There is no process set number {set_id}; registered: {self.ranks()}.")
+            raise ArgumentError(f"Process set number {set_id} does not exist; registered: {self.ranks()}.")
         return known
 
     def ranks(self) -> dict[int, tuple[int, ...]]:
-        """Return all registered sets: id -> ranks."""
+        """Return the global ranks of all registered sets, by id."""
         return {set_id: known.ranks for set_id, known in sorted(self.registered.copy().items())}
 
     def states(self) -> list[ProcessSetState]:
-        """Return the state machines of the sets that this rank is in."""
+        """Return the state machines of this rank's sets."""
         return [state for state, _ in self.machines]
 
     def next_due(self) -> float | None:
-        """Return when the engine thread has something to do: a monotonic time, or None."""
+        """Return when the engine thread has something to do (monotonic), or None if never."""
         soonest: float | None = None
         for state, _ in self.machines:
             due = 0.0 if state.in_round or state.stopping else state.next_due()
@@ -134,12 +135,12 @@ class ProcessSets:
         return soonest
 
     def backoff_until(self) -> float:
-        """Return until when rounds are put off after one that achieved nothing; 0.0 for not."""
+        """Return until when rounds are delayed because the last one achieved nothing, or 0.0 if not."""
         times = [state.pending.not_before for state, _ in self.machines if not state.in_round]
         return min(filter(None, times), default=0.0)
 
     def check_new(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the sorted members of a set that can be made. Raises ArgumentError."""
+        """Return the sorted members of a valid new set. Raises ArgumentError if it is not valid."""
         size = self._transport.size
         try:
             wanted = tuple(sorted(operator.index(rank) for rank in ranks))
@@ -148,7 +149,7 @@ class ProcessSets:
         if not wanted or wanted[0] < 0 or wanted[-1] >= size or len(set(wanted)) < len(wanted):
             raise ArgumentError(
                 f"A process set needs at least one rank, and each only once; got {list(wanted)}, "
-                f"and this job has the ranks 0 to {size - 1}."
+                f"but this job has the ranks 0 to {size - 1}."
             )
         for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
@@ -158,14 +159,14 @@ class ProcessSets:
         return wanted
 
     def check_removal(self, set_id: int) -> tuple[int]:
-        """Return the id of a set that can be removed, as a tuple. Raises ArgumentError."""
+        """Return the id of a removable set, as a tuple. Raises ArgumentError."""
         if set_id == 0:
             raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
         self.find(set_id)
         return (set_id,)
 
     def register(self, set_id: int, ranks: tuple[int, ...], transport: Transport | None) -> None:
-        """Enter a set; ``transport`` is None on ranks that are not members."""
+        """Register a set. ``transport`` is None on ranks that are not members."""
         state = None
         if transport is not None and len(ranks) > 1:
             s = self._settings
@@ -191,7 +192,7 @@ class ProcessSets:
         self.registered[set_id] = RegisteredSet(ranks, state, alone)
 
     def add_group(self, set_id: int, ranks: tuple[int, ...]) -> None:
-        """Enter a set that only its members know; all of them call this at the same time, and it blocks."""
+        """Register a set that only its members know. All members call this at the same time. Blocks."""
         transport = None
         if len(ranks) > 1:
             transport = self._transport.subset(ranks, buffer_bytes(self._settings))
@@ -199,7 +200,7 @@ class ProcessSets:
         self._find_event_count()
 
     def leave(self, set_id: int) -> None:
-        """Leave a group. On any thread, and in a signal's handler: see Note [Groups that are destroyed]."""
+        """Leave a group. Threads: any, also in a signal handler. See Note [Groups that are destroyed]."""
         known = self.registered.get(set_id)
         if known is None or known.state is None:
             self.registered.pop(set_id, None)
@@ -207,7 +208,7 @@ class ProcessSets:
             known.state.urgent = known.state.leaving = True
 
     def check_left(self, post: _Post) -> None:
-        """Send notes of groups that this rank has left; stop those that all have left. Called in steps."""
+        """Send notes about groups this rank has left, and stop groups that all have left. Called in steps."""
         own = self._transport.rank
         for state in self.states():
             if state.leaving and own not in state.left:
@@ -216,11 +217,11 @@ class ProcessSets:
                 state.stopping = True
 
     def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
-        """Leave a group before a request that is pending in it; False if it is not. Called in steps.
+        """Leave a group before a request that is pending in it. Returns False if it is not pending there.
 
-        A message, ``number`` -1, is not a request: the group is left after all that were submitted. If a
-        member has submitted the same request and has not read the note yet, both may have agreed to execute
-        it: then the engine fails (``Executor.run_unnamed``).
+        Called in steps. A message (``number`` -1) is not a request: the group is left after all requests that
+        were submitted. If a member has submitted the same request and has not read the note yet, both may
+        have agreed to execute it. Then the engine fails (``Executor.run_unnamed``).
         """
         known = self.registered.get(set_id) if set_id >= FIRST_GROUP else None
         state = known.state if known is not None else None
@@ -242,7 +243,7 @@ class ProcessSets:
         self.on_left(self._transport.rank, note)
 
     def on_left(self, rank: int, note: dict[str, Any]) -> None:
-        """Fail what can never be done after a rank has left a group. Called in steps."""
+        """Fail operations that can never complete after a rank has left a group. Called in steps."""
         known = self.registered.get(note["set"])
         if known is None or (state := known.state) is None:
             return
@@ -254,7 +255,7 @@ class ProcessSets:
             work.finish(error=ProcessSetRemovedError(f"'{work.name}': {state.removal()}"))
 
     def _steps_of_group(self, set_id: int, state: ProcessSetState) -> Steps:
-        """Run until all members have left, and free the set."""
+        """Run until all members have left, then free the set."""
         yield from state.steps()
         if not state.leaving:  # the job ends
             return
@@ -264,7 +265,7 @@ class ProcessSets:
         self._find_event_count()
 
     def _change(self, item: AgreedRequest) -> Steps:
-        """Add or remove a set, or tune; all ranks do so in the same order."""
+        """Add or remove a set, or tune. All ranks do so in the same order."""
         detail = item.description.detail
         if item.description.kind == Collective.TUNE:
             return (yield from self._tune(item))
@@ -290,7 +291,7 @@ class ProcessSets:
         return [set_id]
 
     def _tune(self, item: AgreedRequest) -> Steps:
-        """Gather what the ranks have measured; change settings by it: see Note [Tuning]."""
+        """Gather the ranks' measurements and change settings accordingly. See Note [Tuning]."""
         state = self.registered[0].state
         assert state is not None
         own = b"" if item.work is None else item.work.request.inputs[0].tobytes()
@@ -301,10 +302,10 @@ class ProcessSets:
         return [[]]
 
     def _on_thread(self, call: Callable[[], Any]) -> Steps:
-        """Run a call that may block on a thread of its own.
+        """Run a possibly blocking call on its own thread, while other sets are stepped.
 
-        Other sets are stepped meanwhile. On this thread if MPI allows no other: all ranks call it in one
-        order and wait for nothing else.
+        If MPI does not allow other threads, run the call on this one. That is safe, because all ranks make
+        such calls in the same order and wait for nothing else.
         """
         if not self._transport.several_threads:
             return call()
@@ -327,7 +328,7 @@ class ProcessSets:
         return result
 
     def change_alone(self, description: Description) -> int:
-        """Add or remove a set in a job of one process; return its id."""
+        """Add or remove a set in a job with one process. Returns its id."""
         if description.kind == Collective.REMOVE_SET:
             del self.registered[description.detail[0]]
             return description.detail[0]
@@ -344,11 +345,11 @@ class ProcessSets:
         self.event_count = self._transport.event_count if reachable else None
 
     def fail_pending(self, state: ProcessSetState, error: CollectiveError) -> None:
-        """Fail all that is pending in a set."""
+        """Fail all pending requests of a set."""
         with self._lock:
             works = state.pending.drop_all()
         for work in works:
-            # An instance for each: raising one object again and again would make its traceback ever longer.
+            # One instance per work: raising the same object repeatedly would make its traceback ever longer.
             own = type(error)(*error.args)
             own.__cause__ = error.__cause__
             work.finish(error=own)

@@ -1,9 +1,8 @@
 """One process set: the state machine by which its members agree, round by round.
 
-``steps()`` is a generator; each ``next()`` does what can be done without waiting. It runs rounds: all
-members AND their vectors (see ``agreement``), execute what is ready everywhere, then exchange cache
-misses. When to enter a round is decided here alone (``due``); what happens in it follows from agreed
-facts only.
+``steps()`` is a generator. Each ``next()`` does what can be done without blocking. It runs rounds: all
+members AND their vectors (see ``agreement``), execute what is ready everywhere, then exchange cache misses.
+Only ``due`` decides when to enter a round. What happens in the round follows from agreed facts only.
 """
 
 from __future__ import annotations
@@ -43,43 +42,44 @@ _MAX_BACKOFF = 0.010
 
 
 class EngineValues(NamedTuple):
-    """What can change while the engine runs; bytes, ms, and whether there is no stage within hosts."""
+    """Values that can change while the engine runs. Sizes in bytes, times in milliseconds."""
 
     fusion_threshold: int
     cycle_time: float
     chunk_bytes: int
     wire_bytes: int
-    flat: bool
+    flat: bool  # True to skip the stage within hosts
 
 
 def eager_due(since: float, last: float, cycle: float) -> float:
-    """Return when asynchronous requests are due, the first and the last of which came at these times.
+    """Return when asynchronous requests are due, given the submission times of the first and the last one.
 
-    After a cycle, or once a burst has ended: a start in the middle of a burst would cut it in two, and make
-    both threads compete for the core.
+    They are due after a cycle, or once a burst has ended. Starting in the middle of a burst would cut it in
+    two, and both threads would compete for the core.
     """
     return max(since + cycle, min(last + cycle / 8, since + 4 * cycle))
 
 
 class ProcessSetState:
-    """The members' agreement, as seen from one of them.
+    """The members' agreement, as seen from one member.
 
     Args:
-        executor: executes what is agreed; with the set's number, transport, exchange and pending requests.
-        callers: what threads wait for, in all sets.
-        cycle_seconds: how long an asynchronous request may wait for others.
+        executor: Executes what is agreed. Holds the set's number, transport, exchange and pending requests.
+        callers: What threads wait for, in all sets.
+        cycle_seconds: Seconds that an asynchronous request may wait for others.
 
     Attributes:
-        pending: the requests in flight.
-        members: the global ranks.
-        rounds: how many there have been.
-        in_round: a round is under way; the members rely on this rank's vector.
-        urgent: start what is pending now.
-        stopping: this rank wants to stop; ``stopped``: all members have agreed.
-        no_waiter: after the stop, whether no thread was left waiting.
-        leaving: This rank has left the group.
-        left: The global ranks that have left it, as far as this rank knows, and since when (monotonic).
-        why: Why a rank has left it, if that was not by destroying the group.
+        pending: The requests in flight.
+        members: Global ranks of the members.
+        rounds: Number of rounds so far.
+        in_round: True during a round. The other members then rely on this rank's vector.
+        urgent: True to start what is pending now.
+        stopping: True if this rank wants to stop.
+        stopped: True once all members have agreed to stop.
+        no_waiter: After the stop, True if no thread was left waiting.
+        leaving: True once this rank has left the group.
+        left: Global ranks known to have left the group, with the time (monotonic).
+        why: Reason why a rank has left the group, if it did not destroy the group.
     """
 
     def __init__(self, executor: Executor, callers: Callers, cycle_seconds: float) -> None:
@@ -109,17 +109,17 @@ class ProcessSetState:
         self._views: list[tuple[memoryview, list[memoryview]]] = []
 
     def close(self) -> None:
-        """Free the communicators: all members do so, and nothing is in flight."""
+        """Free the communicators. All members must do so, with nothing in flight."""
         for device in self.exchange.devices.values():
             device.close(True)
         self.transport.close(True)
 
     def left_since(self, ranks: Iterable[int]) -> float:
-        """Return since when all these ranks have left the group (monotonic); infinity if not."""
+        """Return when the last of these ranks left the group (monotonic), infinity if not all have."""
         return max(self.left.get(rank, math.inf) for rank in ranks)
 
     def removal(self) -> str:
-        """Return the text of the errors of what can never be done in this set."""
+        """Return the text of errors about operations that can never complete in this set."""
         if self.why:
             return self.why
         others = {rank: who for rank, who in enumerate(self.transport.identities) if who.rank in self.left}
@@ -131,17 +131,17 @@ class ProcessSetState:
         )
 
     def values(self) -> EngineValues:
-        """Return the values that hold now."""
+        """Return the current values."""
         exchange, chunks = self.exchange, (self.exchange.chunk_bytes, self.exchange.wire_bytes)
         return EngineValues(self._executor.threshold, self._cycle * 1e3, *chunks, bool(exchange.flat))
 
     @property
     def largest(self) -> tuple[int, int, int]:
-        """Most all-reduces and bytes of a round, and bytes of a batch, so far; the same on all members."""
+        """Maximum all-reduces and bytes per round, and bytes per batch, so far. Equal on all members."""
         return self._executor.largest
 
     def change(self, values: EngineValues) -> None:
-        """Go on with other values; called between two batches, the same on all members."""
+        """Continue with other values. Called between two batches, equally on all members."""
         executor, exchange = self._executor, self.exchange
         executor.threshold, self._cycle = values.fusion_threshold, values.cycle_time * 1e-3
         executor.plans.clear()
@@ -151,7 +151,7 @@ class ProcessSetState:
             exchange.flat = values.flat
 
     def due(self) -> bool:
-        """Return whether this rank should enter a round now."""
+        """Return True if this rank should enter a round now."""
         if self.stopping:
             return True
         pending = self.pending
@@ -168,18 +168,18 @@ class ProcessSetState:
         return True
 
     def takes_part(self) -> bool:
-        """Return whether this rank enters rounds now, or will within a cycle time."""
+        """Return True if this rank enters rounds now, or will within a cycle time."""
         pending_here = self._callers.waiting or self.urgent or self.pending.eager_since is not None
         return self.in_round or bool(pending_here)
 
     def next_due(self) -> float | None:
-        """Return the time (monotonic) at which a round becomes due by itself, or None."""
+        """Return the time (monotonic) at which a round becomes due without further events, or None."""
         pending = self.pending
-        if not (pending.named or pending.unnamed or pending.join is not None):  # has_work(), in half its time
+        if not (pending.named or pending.unnamed or pending.join is not None):  # has_work(), twice as fast
             return None
         if self._callers.waiting or self.urgent:
             return pending.not_before
-        since = pending.eager_since  # read once: a step in another thread may reset it
+        since = pending.eager_since  # read once: another thread's step may reset it
         if since is None:
             return None
         return max(eager_due(since, pending.eager_last, self._cycle), pending.not_before)
@@ -206,14 +206,18 @@ class ProcessSetState:
                 pending.backoff = min(max(2 * pending.backoff, 5e-5), _MAX_BACKOFF)
                 pending.not_before = time.monotonic() + pending.backoff
             if not self.stopped:
-                yield  # not asking what is due: after a lone operation nothing is
+                yield  # without checking what is due: after a lone operation nothing is
 
     def _compose(self) -> int:
-        """Return this rank's vector. The lock is held."""
+        """Build this rank's bit vector for the next round.
+
+        Thread: the one stepping the engine. Lock: the caller holds ``self._lock``.
+        """
         layout, pending = self._layout, self.pending
         vector = layout.neutral
         for work in list(self._callers.waiting.values()):  # Note [Copies of dictionaries]
-            if not work.complete and work.request.set_id == self.set_id:  # else its thread is about to go on
+            # If the work is complete, its thread is about to continue.
+            if not work.complete and work.request.set_id == self.set_id:
                 vector = layout.waiting
                 break
         self._piggyback = None
@@ -245,9 +249,9 @@ class ProcessSetState:
         return vector | pending.ready << layout.ready_at
 
     def _load_piggyback(self, window: Window, ready: int) -> int:
-        """Piggyback the first ready request's data on the vector if they fit; return the vector's field.
+        """Piggyback the first ready request's data on the vector if they fit. Returns the vector's field.
 
-        If all members choose the same entry, the round is its exchange too: one synchronization, not two.
+        If all members choose the same entry, the round is also its exchange: one synchronization, not two.
         """
         pending = self.pending
         slot = (ready & -ready).bit_length() - 1
@@ -262,7 +266,7 @@ class ProcessSetState:
         return field
 
     def _complete_piggyback(self) -> int:
-        """Reduce the piggybacked data; return the entry's bit."""
+        """Reduce the piggybacked data. Returns the entry's bit."""
         assert self._piggyback is not None
         _, slot, entry, work, how, parts, record = self._piggyback
         outputs = work.request.outputs
@@ -280,7 +284,7 @@ class ProcessSetState:
         return 1 << slot
 
     def _piggyback_of(self, slot: int, name: str, d: Description) -> Piggyback | None:
-        """Return how the data of a cached request are piggybacked; None if they do not fit."""
+        """Return how a cached request's data are piggybacked, or None if they do not fit."""
         window = self._window
         if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM:
             return None
@@ -307,10 +311,10 @@ class ProcessSetState:
             if width != self._width:
                 self._set_width(window, width)
             window.vector_parity ^= 1
-            mine, others = self._views[window.vector_parity]
-            mine[:] = vector.to_bytes(width, "little")
+            own_vector, others = self._views[window.vector_parity]
+            own_vector[:] = vector.to_bytes(width, "little")
             window.signal()
-            if not window.reached():  # a peer is often just behind: ask twice before a longer way round
+            if not window.reached():  # a peer is often just behind: check twice before the slower way
                 while not window.reached():
                     yield
             for raw in others:
@@ -332,7 +336,7 @@ class ProcessSetState:
             self._views.append((cut.pop(window.index), cut))
 
     def _round(self) -> Steps:
-        """Agree once and execute what follows from it; return whether anything was achieved."""
+        """Agree once and execute the result. Returns True if anything made progress."""
         layout, pending = self._layout, self.pending
         with self._lock:
             vector = self._compose()
@@ -375,11 +379,11 @@ class ProcessSetState:
         return achieved
 
     def _exchange_misses(self, leader: int) -> Steps:
-        """Enter the leader's cache misses into all caches; execute those that are ready everywhere."""
+        """Add the leader's cache misses to all caches, and execute those that are ready everywhere."""
         pending, items = self.pending, []
         if self.transport.rank == leader:
             with self._lock:
-                # Those announced longest ago, or never, come first.
+                # Misses that were never announced, or the longest time ago, come first.
                 chosen = sorted(pending.misses.copy().items(), key=lambda item: item[1].announced)
                 for name, work in chosen[: min(_MISSES_AT_ONCE, pending.cache.capacity)]:
                     work.announced = self.rounds
@@ -399,7 +403,7 @@ class ProcessSetState:
                     installed.append((slot, entry))
             self._executor.plans.clear()
             pending.look_up_all()
-        # A small cache may not hold them all: what was evicted again is a miss once more.
+        # A small cache may not hold them all. An entry that was evicted again is a miss once more.
         ready = [slot for slot, entry in installed if pending.cache.entries[slot] is entry]
         yield from self._executor.run_slots(ready, self.rounds)
         return bool(ready)

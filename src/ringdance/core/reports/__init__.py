@@ -1,1 +1,1 @@
-"""Reports for people: stalls, deadlocks, mismatches, threads."""
+"""Readable reports: stalls, deadlocks, mismatches, threads."""

@@ -9,16 +9,16 @@ from ringdance.core.reports.stall_message import pending_names
 
 
 def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Mapping[int, dict[str, Any]]) -> float:
-    """Return for how long all ranks have been blocked by what can never begin; negative if not.
+    """Return for how long all ranks have been blocked by operations that cannot start, negative if not.
 
-    That is: in no process set is there a request that all members have submitted.
+    They are blocked if no process set has a request that all its members have submitted.
 
     Args:
-        sets: the ranks of each process set.
-        statuses: of all ranks, by rank, as from ``StallWatch.status``.
+        sets: Ranks of each process set.
+        statuses: Status of every rank, by rank, from ``StallWatch.status``.
     """
     for set_id, ranks in sets.items():
-        # A rank that has joined takes part in whatever the others submit.
+        # A rank that has joined takes part in everything that other ranks submit.
         taking_part = [statuses[rank] for rank in ranks if set_id or not statuses[rank]["joined"]]
         pending = [set(pending_names(status, set_id)) for status in taking_part]
         if not pending or set.intersection(*pending):

@@ -1,7 +1,7 @@
-"""The stack of another process of this host, also while a call in C holds Python's lock.
+"""Read the stack of another process of this host, even while a call in C holds Python's lock.
 
-Each rank lets ``faulthandler`` write its stacks into memory when a real-time signal comes: that works in a
-signal handler, without the lock. mpiexec passes on SIGUSR1 and SIGUSR2, so none of these.
+Each rank makes ``faulthandler`` write its stacks to memory when it receives a real-time signal. That works in
+a signal handler, without the lock. mpiexec forwards SIGUSR1 and SIGUSR2, so neither of them is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _memory = -1
 
 
 def enable() -> None:
-    """Let other processes of this user ask for this one's stacks. Linux only; elsewhere nothing happens."""
+    """Let other processes of this user request this one's stacks. Linux only; does nothing elsewhere."""
     global _memory
     if _memory < 0 and hasattr(os, "memfd_create"):
         _memory = os.memfd_create(_NAME)
@@ -37,9 +37,9 @@ def enable() -> None:
 
 
 def stacks_of(pid: int) -> str:
-    """Return the stacks of all threads of a process of this host, "" if they are not known.
+    """Return the stacks of all threads of a process of this host, or "" if they are unknown.
 
-    The main thread's is the one whose identifier is on the first line. One that is stopped writes nothing.
+    The first line has the main thread's identifier. A stopped process writes nothing.
     """
     path = next(memories(pid, _NAME), "")
     if not path or not _handles(pid):
@@ -62,31 +62,31 @@ def stacks_of(pid: int) -> str:
 
 
 def own_lines(frames: list[str]) -> list[str]:
-    """Return the frames of the user's code, or all if there are none."""
+    """Return the frames of the user's code, or all frames if none are."""
     return [frame for frame in frames if not _OWN.search(frame)] or frames
 
 
 def worker_lines(frames: list[str]) -> list[str]:
-    """Return the user's frames in what a process does that was forked from another, [] if it is none."""
+    """Return the user's frames inside a forked process's work, or [] if the process was not forked."""
     inside = list(itertools.takewhile(lambda frame: not frame.endswith(" in _bootstrap"), frames))
     return [frame for frame in inside if not _OWN.search(frame)] if len(inside) < len(frames) else []
 
 
 def main_frames(text: str) -> list[str]:
-    """Return the main thread's frames in what ``stacks_of`` returns, innermost first; [] if not known.
+    """Return the main thread's frames from the result of ``stacks_of``, innermost first. [] if unknown.
 
     A frame reads ``file:line in function``.
     """
     main, *blocks = re.split(r"thread:? 0x0*", text, flags=re.IGNORECASE)[1:] or [""]
     known = [block for block in blocks if re.match(rf"{main.strip()}\b", block)]
-    # A child forked by another thread has that one alone.
+    # A child that another thread has forked has only that thread.
     known = known or (blocks if len(blocks) == 1 else [""])
-    found = _FRAME.findall(known[0])
-    return [f"{file}:{line} in {name}" for file, line, name in found]
+    frames = _FRAME.findall(known[0])
+    return [f"{file}:{line} in {name}" for file, line, name in frames]
 
 
 def _handles(pid: int) -> bool:
-    """Whether the process handles the signal: it would end one that does not."""
+    """Return True if the process handles the signal, which would kill it otherwise."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         caught = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.MULTILINE)
         return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)

@@ -45,19 +45,19 @@ _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], 
     ("ranks of the process set", lambda d: d.detail, lambda d: str(list(d.detail))),
 )
 _ADVICE = {
-    "gradients": "Compute those of the same variables on all ranks, zeros for one that the loss leaves out; "
-    "rows of a table on all ranks, or on none (sparse_as_dense=True).",
+    "gradients": "Compute gradients of the same variables on all ranks, zeros for one that the loss does not "
+    "use. Use rows of a table on all ranks, or on none (sparse_as_dense=True).",
     "devices": "Keep the tensor on the same kind of device on all ranks, and give all ranks equal settings.",
     "element types": "Cast to one dtype on all ranks before the call.",
-    "operations": "Call the same operation on all ranks under one name; give others another name.",
+    "operations": "Call the same operation on all ranks under one name, and others under another name.",
     "shapes": "Give the tensor the same shape on all ranks, or use allgather for unequal lengths.",
     "reduce operations": "Pass the same op on all ranks.",
     "root ranks": "Pass the same root_rank on all ranks.",
 }
 
 _ORDER = (
-    " Calls without names are matched by their order: has a rank made one more or one fewer before, as by a "
-    f"training step that the others do not make? {UNEVEN_STEPS}"
+    " Calls without names are matched by their order: has a rank made one more or one fewer before, for "
+    f"instance in a training step that other ranks do not make? {UNEVEN_STEPS}"
 )
 
 
@@ -67,9 +67,9 @@ def mismatch_message(
     """Return the message for all members.
 
     Args:
-        name: of the requests.
-        who: the members.
-        submitted: for each, what it submitted and why its own call was refused; None if it joined.
+        name: Name of the requests.
+        who: The members.
+        submitted: For each member, what it submitted and why its own call was refused. None if it joined.
     """
     shown_name, tensors = quoted(name), tensors_of(name)
     for identity, entry in zip(who, submitted, strict=True):
@@ -84,7 +84,7 @@ def mismatch_message(
         if len(groups) > 1:
             if title == "shapes" and len(tensors) == len(present[0][1].shapes):
                 text, shown_name = _first_other_shape(tensors, [d for _, d in present])
-            differs = [f"{text(g[0][1])} on {_ranks([one for one, _ in g])}" for g in groups.values()]
+            differs = [f"{text(g[0][1])} on {_ranks([peer for peer, _ in g])}" for g in groups.values()]
             advice = _ADVICE.get(title, "Make the call with equal arguments on all ranks.")
             if ".noname." in name:
                 advice += _ORDER
@@ -95,9 +95,9 @@ def mismatch_message(
 def _first_other_shape(
     tensors: Sequence[str], all_of: Sequence[Description]
 ) -> tuple[Callable[[Description], str], str]:
-    """Return how to show the first shape of a group that differs, and the name of its tensor."""
-    index = next(i for i, _ in enumerate(tensors) if len({one.shapes[i] for one in all_of}) > 1)
-    return lambda one: _shape(replace(one, shapes=(one.shapes[index],))), f"'{tensors[index]}'"
+    """Return a function that shows the first shape of a group that differs, and the name of its tensor."""
+    index = next(i for i, _ in enumerate(tensors) if len({call.shapes[i] for call in all_of}) > 1)
+    return lambda call: _shape(replace(call, shapes=(call.shapes[index],))), f"'{tensors[index]}'"
 
 
 def _ranks(members: Sequence[Identity]) -> str:

@@ -1,6 +1,6 @@
-"""Describe what threads of the processes of this host do, from /proc. Linux only; elsewhere nothing is known.
+"""Describe from /proc what threads of this host's processes do. Linux only; elsewhere nothing is known.
 
-Standard library only: `ringdance explain` needs it too.
+Standard library only, because ``ringdance explain`` needs it too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import struct
 import time
 from typing import NamedTuple
 
-_COMPUTES = 0.3  # of a core
+_COMPUTES = 0.3  # share of a core
 _IN_CALL = ", probably in a call that holds Python's lock"
 _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
-_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake it; a limit of 0: none
+_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake it; a timeout of 0 means none
 _OPEN, _READ, _WRITE, _FILE_LOCK, _CHILD, _CONNECT, _ACCEPT, _POLL, _LOCK, _SLEEP, _DEVICE = range(11)
-# Numbers of system calls: part of the kernel's stable interface, for x86-64 and for arm64 (and riscv64).
+# Numbers of system calls, part of the kernel's stable interface: x86-64, and arm64 (and riscv64).
 _X86 = {
     257: _OPEN, 2: _OPEN, 0: _READ, 17: _READ, 19: _READ, 45: _READ, 47: _READ, 1: _WRITE, 18: _WRITE,
     20: _WRITE, 44: _WRITE, 46: _WRITE, 74: _WRITE, 75: _WRITE, 72: _FILE_LOCK, 73: _FILE_LOCK, 61: _CHILD,
@@ -38,31 +38,31 @@ _WITH_SOCKET = {_CONNECT: "connects to", _ACCEPT: "waits for a connection to", _
 
 
 class CpuSample(NamedTuple):
-    """When a thread was looked at (seconds of time.monotonic), and the seconds of CPU it had used."""
+    """The time of a sample (seconds of time.monotonic), and the CPU seconds a thread had used."""
 
     time: float
     used: float
 
 
 def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
-    """Read the CPU time of a thread; None if that is not possible.
+    """Read the CPU time of a thread. Returns None if that is not possible.
 
     Args:
-        pid: of a process of this host.
-        tid: the kernel's number of its thread; 0 for the main thread.
+        pid: A process of this host.
+        tid: The kernel's number of its thread. 0 for the main thread.
     """
     words = _read(f"/proc/{pid}/task/{tid or pid}/schedstat").split()
     return CpuSample(time.monotonic(), int(words[0]) / 1e9) if words else None
 
 
 def thread_state(pid: int, tid: int = 0) -> tuple[str, str]:
-    """Return a thread's name and its state's letter, empty if there is no such thread."""
+    """Return a thread's name and the letter of its state, both empty if the thread does not exist."""
     head, _, tail = _read(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
     return head.partition("(")[2], tail.strip()[:1]
 
 
 def task_ids(pid: int) -> list[int]:
-    """Return the kernel's numbers of a process's threads; none if they are unknown."""
+    """Return the kernel's numbers of a process's threads, empty if they are unknown."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -70,13 +70,13 @@ def task_ids(pid: int) -> list[int]:
 
 
 def wakeable(tid: int) -> tuple[int, str]:
-    """Return for how long a thread of this process has run or wanted to, in ns, and what it does.
+    """Return for how many ns a thread of this process has run or waited for a core, and what it does.
 
     That is "sleeps" if only another thread of this process can wake it, "runs" (also if nothing is known), or
-    "" if it waits for something else, or for some time.
+    "" if it waits for something else, or with a timeout.
     """
     used = sum(map(int, _read(f"/proc/self/task/{tid}/schedstat").split()[:2]))
-    call = _read(f"/proc/self/task/{tid}/syscall").split()  # after it: what it uses from now on is seen later
+    call = _read(f"/proc/self/task/{tid}/syscall").split()  # after ``used``: later use will show in it
     if not used or len(call) < 7:
         return used, "runs"
     futex = _CALLS.get(int(call[0])) == _LOCK and int(call[2], 16) & _PRIVATE and int(call[4], 16) == 0
@@ -84,12 +84,12 @@ def wakeable(tid: int) -> tuple[int, str]:
 
 
 def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
-    """Return a clause as "sleeps" or "reads /data/x"; "" if nothing is known.
+    """Return a clause such as "sleeps" or "reads /data/x", or "" if nothing is known.
 
     Args:
-        pid: of a process of this host.
-        tid: the kernel's number of its thread; 0 for the main thread.
-        before: an earlier sample.
+        pid: A process of this host.
+        tid: The kernel's number of its thread. 0 for the main thread.
+        before: An earlier sample.
     """
     _, letter = thread_state(pid, tid)
     if letter in ("T", "t"):
@@ -101,19 +101,20 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
     text = _in_call(pid, call, "pipe" in where or "partner" in where)
     if letter == "D":
         return f"{text or 'waits'} in uninterruptible I/O ({where or 'state D'})"
-    # Where a process may not be traced, the kernel does not tell its system call.
+    # If a process may not be traced, the kernel does not reveal its system call.
     return text or (_LOCKED if where.startswith("futex") else "")
 
 
 def describe_threads(pid: int, before: CpuSample | None) -> str:
-    """Describe what keeps a process from answering: its main thread, and others that run.
+    """Describe what keeps a process from answering: its main thread, and other running threads.
 
     Args:
-        pid: of a process of this host.
-        before: an earlier sample of it.
+        pid: A process of this host.
+        before: An earlier sample of its main thread.
 
     Returns:
-        A clause as "its main thread waits for a lock, a queue or another thread"; "" if nothing is known.
+        A clause such as "its main thread waits for a lock, a queue or another thread", or "" if nothing is
+        known.
     """
     _, letter = thread_state(pid)
     if not letter:
@@ -130,14 +131,14 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
 
 
 def _share(before: CpuSample | None, now: CpuSample | None) -> float:
-    """Return how much of a core a thread has used between two samples; 0 if that is unknown."""
+    """Return how much of a core a thread has used between two samples, 0 if unknown."""
     if before is None or now is None or now.time <= before.time:
         return 0.0
     return (now.used - before.used) / (now.time - before.time)
 
 
 def _running_threads(pid: int) -> list[str]:
-    """Return the names of the threads but the main one that run now."""
+    """Return the names of the threads that run now, except the main thread."""
     states = {tid: thread_state(pid, tid) for tid in task_ids(pid) if tid != pid}
     return [f"'{name}' (thread id {tid})" for tid, (name, letter) in states.items() if letter == "R"]
 
@@ -153,7 +154,7 @@ def _in_call(pid: int, call: list[str], pipe: bool) -> str:
     if kind == _OPEN:
         at, flags = (first, second) if call[0] == "2" else (second, third)
         path = _memory_at(pid, at)
-        # One end of a FIFO is opened when the other one is.
+        # Opening one end of a FIFO blocks until the other end is opened.
         return _with_pipe(flags & os.O_ACCMODE == os.O_WRONLY, path) if pipe else f"opens {path or 'a file'}"
     return _WITHOUT_FILE.get(kind, "") or ("" if kind < 0 else _with_file(pid, kind, first, pipe))
 
@@ -170,7 +171,7 @@ def _with_file(pid: int, kind: int, descriptor: int, pipe: bool) -> str:
         return f"waits for a lock on the file {path}{_holder(pid)}"
     if kind == _DEVICE:
         return "waits for the GPU" if "/nvidia" in path else ""
-    if pipe or path.startswith("pipe:"):  # not by stat(), which may hang itself
+    if pipe or path.startswith("pipe:"):  # not by stat(), which may itself hang
         return _with_pipe(kind == _WRITE, path)
     return f"{'reads' if kind == _READ else 'writes'} {path}"
 
@@ -181,7 +182,7 @@ def _with_pipe(writes: bool, path: str) -> str:
 
 
 def _holder(pid: int) -> str:
-    """Describe who holds the file lock that a process waits for."""
+    """Describe which process holds the file lock that a process waits for."""
     lines = [line.replace("->", " -> ").split() for line in _read("/proc/locks").splitlines()]
     waits = {line[0] for line in lines if line[1] == "->" and line[5] == str(pid)}
     for line in lines:
@@ -191,13 +192,13 @@ def _holder(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
-    """Return a process's number, and its command if it is known; "" for no number, as for any child."""
+    """Return a process's number, with its command if known. "" if ``pid`` stands for any child."""
     words = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
     return f"{pid} ({words})" if words else str(pid) if 0 < pid < 1 << 31 else ""
 
 
 def _memory_at(pid: int, address: int) -> str:
-    """Return the text at an address of a process."""
+    """Return the text at an address in a process's memory."""
     with contextlib.suppress(OSError, OverflowError), open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
         file.seek(address)
         return os.fsdecode(file.read(4096).partition(b"\0")[0])
@@ -205,7 +206,8 @@ def _memory_at(pid: int, address: int) -> str:
 
 
 def _address(pid: int, inode: str, end: int) -> str:
-    """Return the address of this end (1) or the other (2) of a TCP connection."""
+    """Return the address of this end (1) or the other end (2) of a TCP connection."""
+
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in _read(f"/proc/{pid}/net/{name}").splitlines()[1:]:
             fields = line.split()

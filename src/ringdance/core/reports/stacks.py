@@ -1,4 +1,4 @@
-"""Locate the threads of this process in the user's code."""
+"""Locate this process's threads in the user's code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_FRAMES = 8
 _MOST_THREADS = 4
 _SAMPLE_S = 0.02
 _LOADS = "waits for its data loader"
-# What a thread does, by the files of libraries that it is in.
+# What a thread does, by the library files that it is in.
 _BY_FILE = (
     ("/torch/cuda/", "waits for the GPU"),
     ("/torch/_inductor/", "compiles"),
@@ -37,27 +37,27 @@ _BY_FILE = (
 
 
 def callers_of(frame: object) -> list[FrameType]:
-    """Return a frame and those that have called it, innermost first.
+    """Return a frame and its callers, innermost first.
 
     While the frame's thread runs, Python 3.11 has returned a dictionary or a function as a caller.
     """
-    found = []
+    frames = []
     while isinstance(frame, FrameType):
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any]]:
-    """List where the main thread and others are in the user's code.
+    """List where the main thread and other threads are in the user's code.
 
     Args:
-        pending: identifiers of the threads that have submitted, or wait for, a pending request.
+        pending: Identifiers of the threads that have submitted, or wait for, a pending request.
 
     Returns:
-        For each thread ``name``, ``pending``, ``frames`` as from ``user_frames``, and ``doing``: a clause, or
-        "" if it is pending or nothing is known; threads with pending requests first, others than the main
-        thread only where they run the user's code; at most 4.
+        For each thread ``name``, ``pending``, ``frames`` from ``user_frames``, and ``doing``: a clause, or ""
+        if the thread is pending or nothing is known. Threads with pending requests come first. Threads other
+        than the main thread are listed only if they run the user's code. At most 4 threads.
     """
     threads = {thread.ident: thread for thread in threading.enumerate() if thread.native_id}
     pid = os.getpid()
@@ -66,27 +66,27 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
         time.sleep(_SAMPLE_S)
     stacks = {ident: callers_of(frame) for ident, frame in sys._current_frames().items()}
     main = threading.main_thread().ident or 0
-    found = []
+    locations = []
     for ident in sorted(stacks, key=lambda ident: (ident not in pending, ident != main)):
         listed, doing, waits = user_frames(stacks[ident], outermost=ident == main), "", ident in pending
         if listed and ident in threads:
             name = "main thread" if ident == main else f"thread '{threads[ident].name}'"
             if not waits:
                 doing = _doing(stacks[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
-            found.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
-    return found[:_MOST_THREADS]
+            locations.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
+    return locations[:_MOST_THREADS]
 
 
 def _doing(frames: Sequence[FrameType], said: str) -> str:
-    """Return what a thread does, by the library that it is in, or as ``said``."""
+    """Return what a thread does, judging by the library it is in, otherwise ``said``."""
     inside = itertools.takewhile(lambda frame: not _is_users(frame), frames)
     return doing_in([frame.f_code.co_filename for frame in inside], said)
 
 
 def doing_in(files: Sequence[str], said: str) -> str:
-    """Return what a thread does, by the libraries' files that it is in, innermost first, or as ``said``."""
+    """Return what a thread does, judging by the library files it is in (innermost first), or ``said``."""
     known = [doing for file in files for part, doing in _BY_FILE if part in file]
-    # That it waits for another process says more, and a loader without workers is the thread itself.
+    # Waiting for another process says more. A loader without workers runs in the thread itself.
     loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
     return said if not known or loads or said.startswith("waits for data") else known[0]
 
@@ -105,11 +105,11 @@ def all_stacks() -> str:
 def user_frames(frames: list[FrameType], outermost: bool = True) -> list[str]:
     """List file, line and function of the user's frames, innermost first, at most 8.
 
-    The user's own line is more useful than that of a library which it calls.
+    The user's own line is more useful than the line of a library that it calls.
 
     Args:
-        frames: of a thread, innermost first.
-        outermost: whether to name another frame, the script's if there is one, where none is the user's.
+        frames: Frames of a thread, innermost first.
+        outermost: If True and no frame is the user's, name another one: the script's if there is one.
     """
     script = [frame for frame in frames if frame.f_globals.get("__name__") == "__main__"][-1:] or frames[:1]
     shown = list(filter(_is_users, frames)) or (script if outermost else [])
@@ -117,11 +117,11 @@ def user_frames(frames: list[FrameType], outermost: bool = True) -> list[str]:
 
 
 def place_of(frames: Sequence[str], others: Collection[str] = ()) -> str:
-    """Return where a thread is: its line, and the one that it was called from.
+    """Return where a thread is: its line, and the line that it was called from.
 
     Args:
-        frames: innermost first.
-        others: of another rank; of the callers the first that is not among them is named.
+        frames: Frames of the thread, innermost first.
+        others: Frames of another rank. The caller that is named is the first one not among them.
     """
     inner, *outer = frames
     return ", called from ".join([inner, *[*(frame for frame in outer if frame not in others), *outer][:1]])
@@ -132,7 +132,7 @@ def _location(frame: FrameType) -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether this is neither our code nor an installed package's nor Python's own."""
+    """Return True if this is not our code, an installed package's or Python's own."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     path = frame.f_code.co_filename
     return package not in _OWN and not (path.startswith(_PYTHONS) or _INSTALLED.search(path))

@@ -1,4 +1,4 @@
-"""The warning about a stall: which rank waits for what, which are late and what they do, and the remedy."""
+"""The warning about a stall: which rank waits for what, which ranks are late, what they do, and the fix."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from ringdance.errors import UNEVEN_STEPS
 
 _MOST_NAMES = 6
 _MOST_THREADS = 3
-# What often one rank does alone, by the names of its functions or by what its thread does.
+# Work that a single rank often does, by the names of its functions or by what its thread does.
 _ALONE = re.compile(r"eval|valid|checkpoint|save|export|predict|score", re.IGNORECASE)
 _IN_FILE = ("pending", "waiting", "joined", "after", "threads")
 
 
 @dataclass
 class Stall:
-    """A request that has been pending for long.
+    """A request that has been pending for a long time.
 
     Attributes:
-        identities: of all ranks.
-        rank: the one that reports it.
-        status: of that rank, as from ``StallWatch.status``.
-        seconds: for how long it has waited, or since it has submitted.
-        waits: whether a thread of it waits for this request.
-        name: of the request.
-        set_id: of its process set.
-        others: the other members' ranks.
-        answers: their status, from those that have answered.
-        unanswered: descriptions of those that have not.
-        in_round: whether a round of the process set is under way here.
-        behind: the members of this host that have not signalled in it.
-        idle: seconds since anything was achieved.
-        moving: whether data move.
-        pauses: what ranks are in that they have marked with ``pause_stall_check``.
-        stacks: of ranks that have not answered, as far as they are known.
+        identities: All ranks.
+        rank: The rank that reports the stall.
+        status: Status of that rank, from ``StallWatch.status``.
+        seconds: Seconds for which it has waited, or since it submitted the request.
+        waits: True if a thread of that rank waits for this request.
+        name: Name of the request.
+        set_id: Process set of the request.
+        others: Ranks of the other members.
+        answers: Status of the ranks that have answered.
+        unanswered: Descriptions of the ranks that have not answered.
+        in_round: True if a round of the process set is in progress on this rank.
+        behind: Members of this host that have not signalled in that round.
+        idle: Seconds since anything made progress.
+        moving: True if data are moving.
+        pauses: Work that ranks have marked with ``pause_stall_check``.
+        stacks: Stacks of ranks that have not answered, if they are known.
     """
 
     identities: tuple[Identity, ...]
@@ -63,7 +63,7 @@ class Stall:
         answered = [rank for rank in self.others if rank in self.answers]
         has = {rank: self.name in pending_names(self.answers[rank], self.set_id) for rank in answered}
         self.missing = [rank for rank in answered if not has[rank]]
-        # Submitted without waking the engine: such a rank enters no round before a thread of it waits.
+        # Submitted without waking the engine: such a rank enters no round until one of its threads waits.
         self.unstarted = [
             rank for rank in answered if has[rank] and self.set_id not in self.answers[rank]["due"]
         ]
@@ -71,7 +71,7 @@ class Stall:
 
     @property
     def culprits(self) -> list[int]:
-        """The ranks that the others wait for: the late ones, or this one if it alone has submitted."""
+        """Ranks that the others wait for: the late ones, or this rank if no other has submitted it."""
         if len(self.missing) == len(self.others) > 1:
             names = [set(pending_names(self.answers[rank], self.set_id)) for rank in self.missing]
             if set.intersection(*names):
@@ -79,7 +79,7 @@ class Stall:
         return self.missing or self.unstarted or self.unknown or list(self.behind)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is known, for a file."""
+        """Return the known facts for a file."""
         statuses = {self.rank: self.status, **self.answers}
         return {
             "name": self.name, "process_set": self.set_id, "seconds": round(self.seconds, 3),
@@ -93,14 +93,14 @@ class Stall:
         }  # fmt: skip
 
     def under_way(self, timeout: float) -> bool:
-        """Whether its exchange moves, or all have submitted it and idle for less than ``timeout``."""
+        """Return True if the exchange moves, or all have submitted it and idle less than ``timeout``."""
         if self.missing or self.unstarted:
             return False
         return self.moving or (not self.unknown and self.idle < timeout)
 
 
 def pending_names(status: dict[str, Any], set_id: int) -> list[str]:
-    """Return the names that a rank has pending in a process set."""
+    """Return the names of a rank's pending requests in a process set."""
     return [name for number, name in status["pending"] if number == set_id]
 
 
@@ -123,10 +123,10 @@ def stall_message(stall: Stall) -> str:
             parts.append(f"Only rank {stall.rank} has submitted {quoted(stall.name)}.")
         alone = _alone(stall, own)
         calls = "All ranks must make the same calls."
-        pair = "Each message needs a send and a receive, of the same size and tag."
+        pair = "Each message needs a send and a receive with the same size and tag."
         parts.append(alone or (calls if what == "submitted" else pair))
-        # Ranks that have no more batches can join, which helps with the reductions of all ranks.
-        # One that waits for nothing may compute, sleep or load.
+        # Ranks that have run out of batches can call join(), which helps with reductions over all ranks. A
+        # rank that does not wait for anything may be computing, sleeping or loading.
         status = {stall.rank: stall.status, **stall.answers}
         behind = [rank for rank in stall.missing if status[rank]["waiting"] and not status[rank]["joined"]]
         if not alone and stall.set_id == 0 and "allreduce." in stall.name and behind:
@@ -149,7 +149,7 @@ def _head(stall: Stall) -> str:
 
 
 def _late(stall: Stall, rank: int, own: set[str]) -> str:
-    """Describe what a rank does that has not submitted the request."""
+    """Describe what a rank that has not submitted the request is doing."""
     status = stall.answers[rank]
     names = pending_names(status, stall.set_id)
     if status["joined"]:
@@ -158,18 +158,18 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
         more = "" if len(names) <= _MOST_NAMES else f" and {len(names) - _MOST_NAMES} more"
         doing = "it waits for " if status["waiting"] else "it has submitted "
         doing += ", ".join(map(quoted, names[:_MOST_NAMES])) + more
-        others = [stall.status, *(one for one in stall.answers.values() if one is not status)]
+        others = [stall.status, *(other for other in stall.answers.values() if other is not status)]
         if len(others) > 1 and not any(set(names) & set(pending_names(one, stall.set_id)) for one in others):
             doing += ", which no other rank has submitted"
     else:
         doing = "it waits in another set" if status["waiting"] else "it does not wait for anything"
     if what := stall.pauses.get(rank):
-        doing = f"it is in what it has marked as '{what}'; {doing}"
+        doing = f"it is in a block marked '{what}'; {doing}"
     return f"{doing}; {_locations(status, own)}"
 
 
 def _alone(stall: Stall, own: set[str]) -> str:
-    """Return what to do about work that one rank does while the others wait; "" if it is nothing such."""
+    """Return advice about work that one rank does while the others wait, or "" if this is not such a case."""
     rank, *more = stall.missing
     status = stall.answers[rank]
     if more or stall.culprits != [rank] or status["joined"] or status["pending"] or status["waiting"]:
@@ -179,9 +179,9 @@ def _alone(stall: Stall, own: set[str]) -> str:
     for text in (*functions, thread.get("doing", "")):
         if _ALONE.search(text):
             return (
-                f"The others wait while rank {rank} alone does this ({text}): divide it among all ranks, or "
-                "do it in the background, as hvd.Checkpoints writes files. If the others are to wait: "
-                f"with hvd.pause_stall_check('{text}')."
+                f"The others wait while rank {rank} alone does this ({text}). Divide it among all ranks, or "
+                "do it in the background, as hvd.Checkpoints writes files. If the others should wait, use "
+                f"`with hvd.pause_stall_check('{text}'):`."
             )
     return ""
 
@@ -198,7 +198,7 @@ def _exchange(stall: Stall, own: set[str]) -> str:
         for rank in stall.behind
         if rank in stall.answers
     ]
-    return f"{text}, in which it waits for {'; for '.join(behind)}." if behind else f"{text}."
+    return f"{text}: it waits for {'; for '.join(behind)}." if behind else f"{text}."
 
 
 def _frames(status: dict[str, Any]) -> set[str]:
@@ -206,9 +206,9 @@ def _frames(status: dict[str, Any]) -> set[str]:
 
 
 def _locations(status: dict[str, Any], others: Collection[str], only_pending: bool = False) -> str:
-    """Describe where a rank's threads are: their lines, and the callers'.
+    """Describe where a rank's threads are: their lines, and their callers' lines.
 
-    Where a helper function makes the call on both ranks, the first caller that the other rank is not in.
+    If a helper function makes the call on both ranks, show the first caller that is not on the other rank.
     """
     shown = []
     for thread in status["threads"][:_MOST_THREADS]:

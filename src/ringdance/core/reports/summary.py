@@ -1,4 +1,4 @@
-"""The summary at the end of a run: how fast it was, how long it waited, which rank is the slowest."""
+"""The summary at the end of a run: how fast it was, how long it waited, which rank was the slowest."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _UNKNOWN = (
     "exposed communication, slowest rank: unknown: the script polled for results, or never waited "
     "for one; where else it waits cannot be seen"
 )
-_FEW = 20  # steps, of which chance may make any rank the slowest
+_FEW = 20  # steps: with fewer, chance may make any rank the slowest
 
 
 class Figures(NamedTuple):
     """What one rank has done in some time.
 
     Attributes:
-        steps: how many; of a whole run 0 if they were not counted.
-        seconds: of time.
-        waited: seconds of them in which training waited for results.
-        known: whether these are all: not if it polled, or got all results without a wait that was seen.
+        steps: Number of steps. For a whole run, 0 if they were not counted.
+        seconds: Length of the time.
+        waited: Seconds of it that training waited for results.
+        known: True if ``waited`` is complete. False if the script polled, or got all results without a wait
+            that was seen.
     """
 
     steps: int
@@ -35,7 +36,7 @@ class Figures(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Seconds by step, or in all, that were not spent waiting."""
+        """Seconds per step, or in total, that were not spent waiting."""
         return max(0.0, self.seconds - self.waited) / (self.steps or 1)
 
     @property
@@ -45,20 +46,20 @@ class Figures(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the time that was spent waiting."""
+        """Share of the time spent waiting."""
         return min(1.0, self.waited / self.seconds) if self.seconds > 0 else 0.0
 
 
 class RunSummary:
-    """Figures of this rank, and at rank 0, as the ranks agree on their end, of all ranks.
+    """Figures of this rank and, on rank 0 once the ranks agree to stop, of all ranks.
 
     Args:
-        words: of this rank's ring.
-        after: seconds that a run must have lasted for a summary; 0: none.
-        size: number of ranks.
+        words: Words of this rank's ring.
+        after: Seconds that a run must last for a summary. 0 for no summary.
+        size: Number of ranks.
 
     Attributes:
-        polled: the script has asked for a result that was not complete: it may wait in that way.
+        polled: True if the script has asked for a result that was not complete, and so may wait by polling.
     """
 
     def __init__(self, words: Sequence[int], after: float, size: int) -> None:
@@ -70,17 +71,17 @@ class RunSummary:
 
     @property
     def seconds(self) -> float:
-        """How long the run has lasted."""
+        """Seconds that the run has lasted."""
         return (time.monotonic_ns() - self._began) / 1e9
 
     def wanted(self, tolerance: float = 1.0) -> bool:
-        """Return whether the run has lasted for the setting's time multiplied by ``tolerance``."""
+        """Return True if the run has lasted for the setting's time multiplied by ``tolerance``."""
         return self._after > 0 and self.seconds >= self._after * tolerance
 
     def figures(self) -> Figures:
-        """Return this rank's, from the end of its first step, which often compiles, to that of its last.
+        """Return this rank's figures from the end of its first step, which often compiles, to its last step.
 
-        Without steps they are those of the whole run.
+        Without steps, return the figures of the whole run.
         """
         words, steps, seconds = self._words, 0, self.seconds
         waited = words[Word.WAITED] - self._waited
@@ -91,7 +92,7 @@ class RunSummary:
         return Figures(steps, seconds, waited / 1e9, known)
 
     def metrics(self) -> dict[str, Any]:
-        """Return this rank's figures for people; the recent ones since the last call."""
+        """Return this rank's figures in readable form. Recent figures count from the last call."""
         words, now, then = self._words, self.figures(), self._shown
         recent = now
         if then is not None and (then.steps > 0) == (now.steps > 0) and then.steps <= now.steps:
@@ -111,30 +112,30 @@ class RunSummary:
         }
 
     def on_note(self, rank: int, note: dict[str, Any]) -> None:
-        """Take another rank's figures in."""
+        """Store another rank's figures."""
         self._others[rank] = Figures(*note["figures"])
 
     @property
     def complete(self) -> bool:
-        """Whether those of all ranks are here."""
+        """True if the figures of all ranks have arrived."""
         return len(self._others) + 1 >= self._size
 
     def lines(self, identities: Sequence[Identity]) -> list[str]:
-        """Return the summary, at rank 0; empty if none is wanted."""
+        """Return the summary on rank 0, or an empty list if none is wanted."""
         if not self.wanted():
             return []
         return summary_lines(identities, {0: self.figures(), **self._others}, self.seconds)
 
 
 def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], seconds: float) -> list[str]:
-    """Return the lines.
+    """Return the lines of the summary.
 
     Args:
-        identities: of all ranks.
-        ranks: the figures that are known, with rank 0's.
-        seconds: how long the run was.
+        identities: All ranks.
+        ranks: Known figures by rank, including rank 0's.
+        seconds: Length of the run.
     """
-    size, hosts = len(identities), len({one.host for one in identities})
+    size, hosts = len(identities), len({peer.host for peer in identities})
     where = f"{size} rank{'s' * (size > 1)}" + f" on {hosts} hosts" * (hosts > 1)
     own, took = ranks[0], f"{int(seconds) // 60} min {int(seconds) % 60} s"
     if size == 1 and not own.steps:
@@ -146,15 +147,15 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
         lines = [f"{where}, {took}: no steps were counted; hvd.mark_step() after each counts them"]
     if size == 1:
         return lines
-    ranks = {rank: one for rank, one in ranks.items() if bool(one.steps) == bool(own.steps)}
-    if not all(one.known for one in ranks.values()):
+    ranks = {rank: figures for rank, figures in ranks.items() if bool(figures.steps) == bool(own.steps)}
+    if not all(figures.known for figures in ranks.values()):
         return [*lines, _UNKNOWN]
-    share = statistics.mean(one.share for one in ranks.values())
+    share = statistics.mean(figures.share for figures in ranks.values())
     text = f"exposed communication: {share:.1%} of the time"
     if own.steps:
-        by_step = [one.waited / one.steps for one in ranks.values()]
+        by_step = [figures.waited / figures.steps for figures in ranks.values()]
         mean = statistics.mean(by_step)
-        # The slowest rank never waits for another one: what it waits is communication.
+        # The slowest rank never waits for another one: all of its waiting is communication.
         text += f", {_ms(mean)} per step; {_ms(mean - min(by_step))} of it waiting for slower ranks"
     lines.append(text)
     if len(ranks) < size:
@@ -167,14 +168,14 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
 
 
 def _slowest(identities: Sequence[Identity], ranks: dict[int, Figures], unit: str) -> str:
-    found = waiting([one.share for one in ranks.values()])
-    slowest = list(ranks)[found.slowest]
-    if found.longer - 1 <= LITTLE:
-        return f"slowest rank: {identities[slowest]}, by {found.longer - 1:.0%}: all are about equally fast"
+    waits = waiting([figures.share for figures in ranks.values()])
+    slowest = list(ranks)[waits.slowest]
+    if waits.longer - 1 <= LITTLE:
+        return f"slowest rank: {identities[slowest]}, by {waits.longer - 1:.0%}: all are about equally fast"
     most = ranks[slowest].busy
     return (
-        f"slowest rank: {identities[slowest]}, {found.longer - 1:.0%} slower than the others: "
-        f"{_ms(most)}{unit} without waiting, against {_ms(most / found.longer)}"
+        f"slowest rank: {identities[slowest]}, {waits.longer - 1:.0%} slower than the others: "
+        f"{_ms(most)}{unit} without waiting, against {_ms(most / waits.longer)}"
     )
 
 

@@ -1,1 +1,1 @@
-"""What moves bytes between ranks. A transport knows no tensor name, no framework and no setting's origin."""
+"""Moves bytes between ranks. A transport knows no tensor names, no framework and no setting's origin."""

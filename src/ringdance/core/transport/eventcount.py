@@ -1,8 +1,8 @@
-"""Waiting that leaves the cores to the computation. The Linux-only parts of the transports are here.
+"""Waiting that leaves the cores to the computation. Contains the Linux-only parts of the transports.
 
-A rank whose peers are all on its host waits on a *futex*: a 32-bit word in the window, which a peer
-changes before it wakes the waiter. That costs the peer a system call only if the "waiting" flag is set.
-The flag can be missed (x86 lets a load pass an earlier store), so every wait ends after at most 20 ms.
+If all peers of a rank are on its host, it waits on a *futex*: a 32-bit word in the window, which a peer
+changes before it wakes the waiter. The peer makes a system call only if the "waiting" flag is set. It can
+miss the flag (x86 lets a load pass an earlier store), so every wait ends after at most 20 ms.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 import time
 from typing import Any
 
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared between processes
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG, because processes share the word
 _MACHINE = platform.machine()
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(_MACHINE, 0)
 HAVE_FUTEX = sys.platform == "linux" and SYS_FUTEX > 0
-# Counters in the window rely on stores becoming visible in program order, as x86 promises.
+# Counters in the window require that stores become visible in program order, which x86 guarantees.
 NEEDS_FENCE = _MACHINE not in ("x86_64", "AMD64", "i686")
 
 
@@ -38,11 +38,11 @@ class EventCount:
     A waiter prepares, checks its condition, then waits or cancels.
 
     Args:
-        words: int32 memoryview, two words for each rank, ``stride`` apart: a counter that each
-            notification increments, and a flag that its owner waits.
-        address: address of ``words[0]`` in this process.
-        stride: words from one rank's pair to the next.
-        index: this rank's local index.
+        words: An int32 memoryview with two words per rank, ``stride`` apart: a counter that each
+            notification increments, and a flag that is set while its owner waits.
+        address: Address of ``words[0]`` in this process.
+        stride: Words from one rank's pair to the next.
+        index: This rank's local index.
     """
 
     def __init__(self, words: memoryview, address: int, stride: int, index: int) -> None:
@@ -57,14 +57,14 @@ class EventCount:
         return index * self._stride + 1
 
     def close(self) -> None:
-        """Leave the shared memory, which is about to be freed."""
+        """Detach from the shared memory, which is about to be freed."""
         spare = (ctypes.c_int32 * len(self.words))()
         self.words = memoryview(spare).cast("B").cast("i")
         self._address = ctypes.addressof(spare)
         self._spare = spare
 
     def notify(self, index: int) -> None:
-        """Wake the rank with local index ``index`` if it waits."""
+        """Wake the rank with local index ``index`` if it is waiting."""
         words, at = self.words, index * self._stride
         if words[at + 1]:
             words[at] = (words[at] + 1) & 0x7FFFFFFF
@@ -73,16 +73,16 @@ class EventCount:
                 _syscall(_number, word, _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
 
     def notify_self(self) -> None:
-        """Wake a thread of this rank that waits, since another thread has submitted something."""
+        """Wake a waiting thread of this rank, because another thread has submitted something."""
         self.notify(self._own // self._stride)
 
     def prepare_wait(self) -> int:
-        """Announce that this rank will wait; return what to pass to ``wait``."""
+        """Announce that this rank will wait. Returns the value to pass to ``wait``."""
         self.words[self._own + 1] = 1
         return self.words[self._own]
 
     def cancel_wait(self) -> None:
-        """Revoke ``prepare_wait``: the condition holds already."""
+        """Revoke ``prepare_wait``, because the condition already holds."""
         self.words[self._own + 1] = 0
 
     def wait(self, seen: int, seconds: float) -> None:
@@ -105,6 +105,6 @@ def process_state(pid: int) -> str:
             letter = file.read().rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return "gone"
-    except (OSError, IndexError):  # another user's, or a system without /proc
+    except (OSError, IndexError):  # another user's process, or a system without /proc
         return "running"
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")

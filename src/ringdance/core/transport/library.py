@@ -1,6 +1,6 @@
-"""The MPI library: loaded by mpi4py, initialised once in a process, finalised when Python ends.
+"""The MPI library: loaded by mpi4py, initialized once per process, finalized when Python exits.
 
-The latter only if all ranks have agreed to stop: ``MPI_Finalize`` waits for everybody.
+It is finalized only if all ranks have agreed to stop, because ``MPI_Finalize`` waits for all of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _initialized_here = False
 
 
 def load_mpi(thread_level: str = "multiple") -> Any:
-    """Import mpi4py's MPI without side effects of its own, and initialise MPI once."""
+    """Import mpi4py's MPI without mpi4py's own side effects, and initialize MPI once."""
     global _initialized_here
-    # Without this Open MPI's wheel prints a notice of its UCX component whenever a window is made.
+    # Otherwise Open MPI's wheel prints a notice about its UCX component whenever a window is made.
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
-        # All ranks are on this host: looking for network hardware would take MPI_Init a second.
+        # All ranks are on this host. Looking for network hardware would add a second to MPI_Init.
         os.environ.setdefault("OMPI_MCA_pml", "ob1")
         os.environ.setdefault("OMPI_MCA_btl", "^tcp,openib,ofi,uct,usnic,ugni,portals4")
     try:
@@ -40,16 +40,16 @@ def load_mpi(thread_level: str = "multiple") -> Any:
         _initialized_here = True
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         _log.warning(
-            "ringdance: this MPI library was initialised without support for several threads; "
+            "ringdance: this MPI library was initialized without support for several threads: "
             "operations start only when the main thread waits for them."
         )
     return MPI
 
 
 def _init_thread(mpi: Any, level: int) -> None:
-    """Initialise MPI, which waits for all ranks, without holding Python's lock as mpi4py's own call does.
+    """Initialize MPI, which waits for all ranks, without holding Python's lock as mpi4py's own call does.
 
-    So other threads go on, among them the one that says who is missing.
+    Other threads can then continue, including the one that reports which ranks are missing.
     """
     try:
         call = ctypes.CDLL(mpi.__file__).MPI_Init_thread
@@ -64,14 +64,14 @@ def _init_thread(mpi: Any, level: int) -> None:
 
 
 def library_version() -> str:
-    """Return the first line of what the loaded MPI library says of itself."""
+    """Return the first line of the version text of the loaded MPI library."""
     from mpi4py import MPI
 
     return str(MPI.Get_library_version()).splitlines()[0].strip()
 
 
 def finalize(agreed: bool) -> None:
-    """Finalise MPI if this module initialised it and all ranks do so (``agreed``)."""
+    """Finalize MPI if this module initialized it and all ranks do so (``agreed``)."""
     global _initialized_here
     if not _initialized_here or not agreed:
         return

@@ -1,9 +1,9 @@
 """Report which ranks have not called ``init()``, before MPI can carry messages.
 
-A rank that waits in ``init()`` names one of its threads ``_MARK``, which all processes of its host can read,
-as they can the environment in which the launcher started it. So nothing has to be set up or removed, and a
-rank that has ended or was never started is missed as well. Linux only; elsewhere, and of other hosts, the
-report names no ranks.
+A rank that waits in ``init()`` names one of its threads ``_MARK``. All processes of its host can read the
+name, and also the environment in which the launcher started the rank. Nothing has to be set up or removed,
+and ranks that have exited or were never started are noticed as well. Linux only. Elsewhere, and for other
+hosts, the report names no ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ringdance.settings.names import RANK_NAMES, SIZE_NAMES
 _log = logging.getLogger("ringdance")
 
 _MARK = "ringdance init"  # 15 characters at most
-_OWN_RANK = "RINGDANCE_RANK"  # set by our own launcher for the rank itself, not for its wrapper
+_OWN_RANK = "RINGDANCE_RANK"  # our own launcher sets this for the rank itself, not for its wrapper
 
 
 @dataclass
 class _Ranks:
-    """Ranks of this host: ``present`` ones wait in init(), ``late`` ones (rank -> pid) do not."""
+    """Ranks of this host. ``present`` ranks wait in init(), ``late`` ones (rank -> pid) do not."""
 
     present: set[int] = field(default_factory=set)
     late: dict[int, int] = field(default_factory=dict)
@@ -36,11 +36,11 @@ class _Ranks:
 
 @contextlib.contextmanager
 def waiting_in_init(timeout: float, ranks: Collection[int] = ()) -> Iterator[None]:
-    """Mark this rank as waiting; warn which ranks are missing after ``timeout`` seconds.
+    """Mark this rank as waiting, and warn after ``timeout`` seconds which ranks are missing.
 
     Args:
-        timeout: seconds; the warning is repeated after twice, four times that.
-        ranks: those that are expected; empty for all.
+        timeout: Seconds. The warning is repeated after twice and four times as long, and so on.
+        ranks: Ranks that are expected. Empty for all.
     """
     done = threading.Event()
     thread = threading.Thread(target=_watch, args=(done, timeout, ranks), name=_MARK, daemon=True)
@@ -57,31 +57,31 @@ def _watch(done: threading.Event, timeout: float, ranks: Collection[int]) -> Non
             file.write(_MARK)
     waited = timeout
     while not done.wait(timeout):
-        name, found = _scan()
-        # The lowest rank of the host that waits reports for all.
-        if not found.present or int(os.environ[name]) == min(found.present):
-            _log.warning("ringdance: %s", _report(found, ranks, waited))
+        name, local = _scan()
+        # The lowest waiting rank of the host reports for all.
+        if not local.present or int(os.environ[name]) == min(local.present):
+            _log.warning("ringdance: %s", _report(local, ranks, waited))
         timeout, waited = waited, 2 * waited
 
 
 def missing_rank_report(ranks: Collection[int], waited: float) -> str:
-    """Return which ranks of this host wait, and which are missing.
+    """Report which ranks of this host wait, and which are missing.
 
     Args:
-        ranks: those that are expected; empty for all.
-        waited: seconds for which this rank has waited.
+        ranks: Ranks that are expected. Empty for all.
+        waited: Seconds for which this rank has waited.
     """
     return _report(_scan()[1], ranks, waited)
 
 
 def _scan() -> tuple[str, _Ranks]:
     """Return the launcher's variable for ranks, and the ranks that it started on this host."""
-    import psutil  # here, since it takes 30 ms
+    import psutil  # imported here because it takes 30 ms
 
     name = next((name for name in RANK_NAMES if name in os.environ), "")
-    found = _Ranks()
+    local = _Ranks()
     if not name or not os.path.isdir("/proc"):
-        return name, found
+        return name, local
     processes = {
         process.pid: (process.info["ppid"], process.info["environ"])
         for process in psutil.process_iter(["ppid", "environ"])
@@ -100,11 +100,11 @@ def _scan() -> tuple[str, _Ranks]:
             continue
         rank = int(environ[name])
         if _is_marked(pid):
-            found.present.add(rank)
-        elif rank not in found.late or _OWN_RANK in environ:
-            found.late[rank] = pid
-    found.late = {rank: pid for rank, pid in found.late.items() if rank not in found.present}
-    return name, found
+            local.present.add(rank)
+        elif rank not in local.late or _OWN_RANK in environ:
+            local.late[rank] = pid
+    local.late = {rank: pid for rank, pid in local.late.items() if rank not in local.present}
+    return name, local
 
 
 def _is_marked(pid: int) -> bool:
@@ -118,7 +118,7 @@ def _is_marked(pid: int) -> bool:
 def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
     head = f"init() on host {socket.gethostname()} has waited {waited:g} s for other ranks to call init()"
     if not found.present:
-        return f"{head}. Look for a rank that ended or hangs before its call."
+        return f"{head}. Look for a rank that exited or hangs before its call."
     size = next((os.environ[n] for n in SIZE_NAMES if os.environ.get(n, "").isdigit()), "0")
     expected = set(ranks) or set(range(int(size))) | found.present | set(found.late)
     late = [
@@ -131,10 +131,10 @@ def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
     if late:
         parts.append(f"Not there yet: {', '.join(late)}: see what they do before init().")
     if absent:
-        where = "ended before init() (see their output), or on another host"
+        where = "exited before init() (see their output), or on another host"
         parts.append(f"Not on this host: {_listed(absent)}: {where}.")
     if not parts:
-        parts.append("All have called it: MPI cannot connect them (network interface, firewall?).")
+        parts.append("All have called it: MPI cannot connect them (network interface or firewall?).")
     return f"{head}. Waiting: {_listed(found.present)}. {' '.join(parts)}"
 
 

@@ -22,8 +22,8 @@ from ringdance.errors import ArgumentError, RankLostError
 
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
-_MOST_BYTES = (1 << 31) - 1  # of a message between two ranks: MPI's counts end there
-_FIRST_TAG = 2  # of messages between two ranks; the engine's notes have tag 1
+_MOST_BYTES = (1 << 31) - 1  # maximum size of a message between two ranks: the limit of MPI's counts
+_FIRST_TAG = 2  # for messages between two ranks; the engine's notes have tag 1
 
 
 class _MpiPending:
@@ -42,7 +42,7 @@ class _MpiPending:
 
 
 class _MpiTransfer(_MpiPending):
-    """A message between two ranks; ``status``: an object for MPI's results."""
+    """A message between two ranks. ``status`` is an object for MPI's results."""
 
     __slots__ = ("_status", "source")
 
@@ -58,14 +58,14 @@ class _MpiTransfer(_MpiPending):
 
 
 class _Incoming:
-    """A receive that is posted when its message is there, and its size is known.
+    """A receive that is posted once its message has arrived, and its size is known.
 
-    Open MPI copies all of a message between two processes of a host, also into memory behind a buffer that is
-    too small, before it raises an error.
+    Between two processes of a host, Open MPI copies all of a message before it raises an error, even into the
+    memory behind a buffer that is too small.
 
     Args:
-        transport: The receiver's.
-        buffer: Where the message goes.
+        transport: The receiver's transport.
+        buffer: Memory for the message.
         source: A rank, or ``MPI.ANY_SOURCE``.
         tag: Tag of the message.
     """
@@ -76,16 +76,16 @@ class _Incoming:
         _unmatched.append(self)
 
     def match(self) -> None:
-        """Post the first receive that a message of this one's source and tag is for, if it is there.
+        """Post the first receive that matches a message with this one's source and tag, if one has arrived.
 
-        The caller holds ``_matching``. A message that arrives now may be for one that was asked before.
+        Lock: the caller holds ``_matching``. A message that arrives now may match an earlier receive.
         """
         status = self._mpi.Status()
         if self.comm.Iprobe(source=self._source, tag=self._tag, status=status):
             sender, anyone = status.Get_source(), self._mpi.ANY_SOURCE
             first = next(
-                one for one in _unmatched
-                if one.comm is self.comm and one._tag == self._tag and one._source in (sender, anyone)
+                recv for recv in _unmatched
+                if recv.comm is self.comm and recv._tag == self._tag and recv._source in (sender, anyone)
             )  # fmt: skip
             first._post(sender)
             _unmatched.remove(first)
@@ -95,7 +95,7 @@ class _Incoming:
         message = self.comm.Improbe(source=sender, tag=self._tag, status=status)
         sent, room = status.Get_count(self._mpi.BYTE), self._buffer.size
         if sent > room:
-            self._error = f"rank {sender} has sent {sent} bytes, and the buffer has {room}"
+            self._error = f"rank {sender} has sent {sent} bytes, but the buffer has only {room}"
             self._buffer = np.empty(sent, np.uint8)
         self._request = message.Irecv([self._buffer, self._mpi.BYTE])
 
@@ -108,31 +108,31 @@ class _Incoming:
         return True
 
 
-_unmatched: list[_Incoming] = []  # in the order of their calls, by which MPI matches messages
+_unmatched: list[_Incoming] = []  # in the order of the calls, by which MPI matches messages
 _matching = threading.Lock()
 
 
 def _match_incoming() -> None:
-    """Post the receives whose messages have arrived; of all communicators, unless another thread does so."""
+    """Post the receives whose messages have arrived, for all communicators, unless another thread does so."""
     if _unmatched and _matching.acquire(blocking=False):
         try:
-            for one in list(_unmatched):
-                if one in _unmatched:  # not posted in this pass
-                    one.match()
+            for incoming in list(_unmatched):
+                if incoming in _unmatched:  # not posted in this pass
+                    incoming.match()
         finally:
             _matching.release()
 
 
 _in_flight: set[_MpiPending] = set()
-"""What is posted and not complete, with its buffers, of all engines of this process.
+"""Posted and incomplete operations, with their buffers, of all engines of this process.
 
-MPI cannot take a collective back: it may write into the buffers also when the engine that posted it has
-failed, and nothing else refers to them.
+MPI cannot take a collective back. It may write to the buffers even after the engine that posted it has failed
+and nothing else refers to them.
 """
 
 
 class MpiTransport(Transport):
-    """One MPI communicator, owned by this object."""
+    """One MPI communicator, which this object owns."""
 
     def __init__(
         self,
@@ -165,12 +165,12 @@ class MpiTransport(Transport):
         node = self._node
         count = node.Get_size()
         size = window_size(count, vector_bytes, window_bytes)
-        # A full /dev/shm is a bus error when a page is touched, so check first; all of a host decide alike.
+        # Touching a page when /dev/shm is full is a bus error, so check first. All ranks of a host agree.
         if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
             if node.Get_rank() == 0:
                 _log.warning(
-                    "ringdance: /dev/shm on %s has no room for %d MiB; ranks of this host exchange by MPI "
-                    "messages, which is slower. Enlarge it (containers: --shm-size).",
+                    "ringdance: /dev/shm on %s has no room for %d MiB. Ranks of this host exchange MPI "
+                    "messages instead, which is slower. Enlarge it (containers: --shm-size).",
                     socket.gethostname(),
                     -(-2 * size >> 20),
                 )
@@ -192,7 +192,7 @@ class MpiTransport(Transport):
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
         mpi = self._mpi
         if comm == mpi.COMM_NULL:
-            raise ArgumentError("MPI.COMM_NULL has no ranks: leave it out on ranks that are not members.")
+            raise ArgumentError("MPI.COMM_NULL has no ranks. Do not pass it on ranks that are not members.")
         ranks = translated(comm.Get_group(), self._comm)
         if mpi.UNDEFINED in ranks:
             raise ArgumentError(f"{comm!r} has members that are not among the {self.size} ranks of this job.")
@@ -214,7 +214,7 @@ class MpiTransport(Transport):
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
         byte = self._mpi.BYTE
         if 0 in counts and self._intel:
-            # Intel MPI (2021.18) never completes an Iallgatherv of some KB to which a rank adds nothing.
+            # Intel MPI (2021.18) never completes an Iallgatherv of a few KB if a rank contributes nothing.
             same = ([send.nbytes] * self.size, [0] * self.size)
             request = self._comm.Ialltoallv([send, same, byte], [receive, (list(counts), None), byte])
         else:
@@ -285,7 +285,7 @@ class MpiTransport(Transport):
         self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=rank, tag=1), data))
 
     def _is_sent(self, request: Any) -> bool:
-        """Return whether a note is sent, or never will be as its receiver has died."""
+        """Return True if a note is sent, or never will be because its receiver has died."""
         try:
             return bool(request.Test())
         except self._mpi.Exception as error:
@@ -298,12 +298,12 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
-                _match_incoming()  # a sender may wait for it while this rank waits for something else
+                _match_incoming()  # a sender may wait for this while this rank waits for something else
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
                     raise
-                return notes  # what had arrived was found before the loss of a rank is reported
+                return notes  # those that arrived are delivered before the loss of a rank is reported
             if message is None:
                 return notes
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
@@ -317,7 +317,7 @@ class MpiTransport(Transport):
         lost = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
         certain = error.Get_error_class() in lost
         until = time.monotonic() + _FAILED_S
-        while True:  # a send can fail before the library reports the end of its receiver
+        while True:  # a send can fail before the library reports that its receiver has died
             ranks = self._failed()
             if ranks or certain or time.monotonic() > until:
                 return ranks if ranks or certain else None
@@ -326,7 +326,7 @@ class MpiTransport(Transport):
     def _failed(self) -> list[int]:
         """Return the ranks of members that the library knows to have died."""
         try:
-            self._notes.Iprobe(tag=1)  # lets the library notice it
+            self._notes.Iprobe(tag=1)  # lets the library detect it
         except self._mpi.Exception:
             pass
         return _failed(self._comm)
@@ -342,25 +342,25 @@ class MpiTransport(Transport):
         if self._cross is not None:
             self._cross.close(True)
         if self._memory is not None:
-            # Views of the window may outlive it; from here on they must not be used.
+            # Views of the window may outlive it, but must not be used from here on.
             if self.event_count is not None and self._own_events:
                 self.event_count.close()
             self.window = self.event_count = None
             self._memory.Free()
         self.messages()
         with _matching:
-            for one in [one for one in _unmatched if one.comm is self._notes]:
-                _unmatched.remove(one)
+            for recv in [recv for recv in _unmatched if recv.comm is self._notes]:
+                _unmatched.remove(recv)
         for comm in (self._node, self._notes, self._comm):
             comm.Free()
 
 
 def gather(comm: Any, value: Any) -> list[Any]:
-    """Return every rank's value, by rank; collective over ``comm``.
+    """Return every rank's value, in rank order. Collective over ``comm``.
 
     Args:
-        comm: an mpi4py communicator. (Its own ``allgather`` would unpickle what the others send.)
-        value: what JSON can hold; tuples come back as lists.
+        comm: An mpi4py communicator. (Its own ``allgather`` would unpickle what other ranks send.)
+        value: A value that JSON can hold. Tuples come back as lists.
     """
     own = np.frombuffer(json.dumps(value).encode(), np.uint8)
     counts = np.empty(comm.Get_size(), np.int64)
@@ -377,13 +377,13 @@ def _check_length(buffer: Array) -> None:
     """Raise ArgumentError if a message is too large for MPI."""
     if buffer.size > _MOST_BYTES:
         raise ArgumentError(
-            f"A message between two ranks has at most {_MOST_BYTES} bytes, and this one has {buffer.size}. "
+            f"A message between two ranks has at most {_MOST_BYTES} bytes, but this one has {buffer.size}. "
             "Send it in parts."
         )
 
 
 def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> bool:
-    """Return whether so many free bytes are enough for the window of ``count`` ranks, and the library."""
+    """Return True if ``free`` bytes are enough for the window of ``count`` ranks, and for the library."""
     return free > 2 * window_size(count, vector_bytes, window_bytes)
 
 
@@ -392,13 +392,13 @@ def free_shared_memory() -> int:
     try:
         room = os.statvfs("/dev/shm")
     except OSError:
-        return 1 << 62  # not there: the library keeps shared memory elsewhere
+        return 1 << 62  # it does not exist: the library keeps shared memory elsewhere
     return room.f_bavail * room.f_frsize
 
 
 @contextlib.contextmanager
 def lost_in_start(comm: Any) -> Iterator[None]:
-    """Raise RankLostError for the errors of blocking calls if a peer has died."""
+    """Raise RankLostError for errors of blocking calls if a peer has died."""
     try:
         yield
     except Exception as error:
@@ -413,7 +413,7 @@ def _failed(comm: Any) -> list[int]:
     """Return the ranks in ``comm`` that the library knows to have died."""
     try:
         failed = comm.Get_failed()
-    except NotImplementedError:  # by an MPI library without fault tolerance
+    except NotImplementedError:  # an MPI library without fault tolerance
         return []
     return translated(failed, comm)
 

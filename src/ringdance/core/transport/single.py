@@ -1,4 +1,4 @@
-"""Transports without peers: of a job of one process, and of a process outside a job."""
+"""Transports without peers: for a job with one process, and for a process outside a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _no_peers: Any = _refuse
 
 
 class SingleTransport(Transport):
-    """The communicator of one process: an engine without peers starts no exchange."""
+    """The communicator of one process. An engine without peers starts no exchange."""
 
     rank, size = 0, 1
     host_group: tuple[int, ...] = (0,)
@@ -31,15 +31,15 @@ class SingleTransport(Transport):
 
 
 class OutsideTransport(SingleTransport):
-    """What a process that is not a rank knows of a job: one of the ranks, and how many there are.
+    """What a process that is not a rank knows about a job: one of its ranks, and the number of ranks.
 
     Args:
-        rank, size: of that rank's communicator.
-        pid: of that rank, which is on this host.
+        rank, size: That rank in its communicator, and the number of ranks.
+        pid: Process id of that rank, which is on this host.
     """
 
     def __init__(self, rank: int, size: int, pid: int) -> None:
         super().__init__()
         self.rank, self.size, self.host_group = rank, size, tuple(range(size))
         host = socket.gethostname()
-        self.identities = tuple(Identity(one, host, pid if one == rank else 0) for one in range(size))
+        self.identities = tuple(Identity(i, host, pid if i == rank else 0) for i in range(size))

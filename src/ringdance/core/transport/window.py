@@ -1,17 +1,17 @@
-"""The window: memory shared by the members of a communicator that are on one host.
+"""The window: memory shared by the members of a communicator that are on the same host.
 
 Layout, for m members::
 
     m control lines   64 bytes: signalled (int64), event counter (int32), waiting (int32)
-    m x 2 vectors     what is agreed upon; behind each 4096 bytes for piggybacked data
+    m x 2 vectors     agreement vectors; after each, 4096 bytes for piggybacked data
     m x 2 buffers     data
 
-A member publishes what it wrote by incrementing its ``signalled`` (``signal``) and may read what the others
-wrote once all their counters are as high (``reached``).
+A member publishes what it wrote by incrementing its ``signalled`` (``signal``). It may read what the other
+members wrote once all their counters have reached the same value (``reached``).
 
 Note [Parity]
-    Vectors and buffers exist twice, used alternately (parity 0 and 1). A member writes one again only after
-    a later ``reached``, which shows that all others have finished reading it.
+    Vectors and buffers exist twice and are used alternately (parity 0 and 1). A member writes to one again
+    only after a later ``reached``, which shows that all other members have finished reading it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def window_size(members: int, vector_bytes: int, buffer_bytes: int) -> int:
-    """Return the bytes a window of ``members`` needs."""
+    """Return the bytes that a window of ``members`` needs."""
     control = _round_up(members * (_LINE + 2 * (_round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES)), _PAGE)
     return control + members * 2 * _round_up(buffer_bytes, _PAGE)
 
@@ -43,18 +43,18 @@ class Window:
     """One member's view of the shared memory.
 
     Args:
-        memory: uint8 array, ``window_size`` bytes, zero at the start, the same for all members.
-        index: this member's local index, 0 to ``members`` - 1.
-        members: how many share the memory.
-        vector_bytes: longest vector.
-        buffer_bytes: size of each of a member's two buffers.
-        fence: makes this member's stores visible, on machines that need it.
-        shared: the event count to wake members with, and their local indices in it; None to make one.
+        memory: A uint8 array of ``window_size`` bytes, initially zero. All members share it.
+        index: This member's local index, 0 to ``members`` - 1.
+        members: Number of members that share the memory.
+        vector_bytes: Length of the longest vector.
+        buffer_bytes: Size of each of a member's two buffers.
+        fence: Makes this member's stores visible, on machines that need it.
+        shared: Event count to wake members with, and their local indices in it. None to make one.
 
     Attributes:
-        vectors, piggybacks, buffers: by parity, then by member. See Note [Parity].
-        vector_parity, buffer_parity: the parities used last.
-        event_count: wakes members.
+        vectors, piggybacks, buffers: Memory by parity, then by member. See Note [Parity].
+        vector_parity, buffer_parity: Parities used last.
+        event_count: Wakes members.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Window:
         self._own = index * (_LINE // 8)
         self._peers = [i * (_LINE // 8) for i in range(members) if i != index]
         self._count = 0
-        self._seen = 0  # how many of _peers are known to have signalled
+        self._seen = 0  # number of _peers known to have signalled
         room = _round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES
         starts = [[members * _LINE + (2 * m + parity) * room for m in range(members)] for parity in (0, 1)]
         self.vectors = [[raw[at : at + room] for at in row] for row in starts]
@@ -98,16 +98,16 @@ class Window:
 
     @property
     def count(self) -> int:
-        """How often this member has signalled."""
+        """Number of times this member has signalled."""
         return self._count
 
     def touch(self) -> None:
-        """Write every page of this member's buffers, so that they are allocated near it."""
+        """Write to every page of this member's buffers, so that they are allocated near its core."""
         for parity in (0, 1):
             self.buffers[parity][self.index][::_PAGE] = 0
 
     def signal(self) -> None:
-        """Publish what this member wrote; the next ``reached`` waits for the others to do the same."""
+        """Publish what this member wrote. The next ``reached`` waits for the other members to do the same."""
         if self._fence:
             self._fence()
         self._count += 1
@@ -119,7 +119,7 @@ class Window:
                 event_count.notify(index)
 
     def reached(self) -> bool:
-        """Return whether all members have signalled as often as this one."""
+        """Return True if all members have signalled as often as this one."""
         counters, peers, count = self._counters, self._peers, self._count
         for at in range(self._seen, len(peers)):
             if counters[peers[at]] < count:
@@ -131,7 +131,7 @@ class Window:
         return True
 
     def peer_ahead(self) -> bool:
-        """Return whether some member has already signalled once more than this one."""
+        """Return True if any member has already signalled once more than this one."""
         count = self._count
         return any(self._counters[at] > count for at in self._peers)
 

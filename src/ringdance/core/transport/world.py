@@ -1,4 +1,4 @@
-"""Start a job with MPI: wait for all ranks, compare their settings, make the transport; start it again."""
+"""Start a job with MPI: wait for all ranks, compare settings, make the transport. Also restart a job."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def world_transport(
     timeout: float = 30.0,
     threads: bool = True,
 ) -> MpiTransport:
-    """Start MPI if need be and return the transport of the whole job.
+    """Initialize MPI if necessary and return the transport of the whole job.
 
     Args:
         comm: None for all processes, a list of ranks of all processes, or an mpi4py communicator.
-        window_bytes: size of each rank's buffers in the window of a host, 0 for no window.
-        vector_bytes: longest agreement vector.
-        common: what must be equal on all ranks, by name.
-        least_bytes: taken as ``window_bytes`` by all ranks if a host has no room for those.
-        timeout: seconds after which a warning says which ranks are missing.
-        threads: ask MPI for support of several threads.
+        window_bytes: Size of each rank's buffers in a host's window. 0 for no window.
+        vector_bytes: Length of the longest agreement vector.
+        common: Values that must be equal on all ranks, by name.
+        least_bytes: Replaces ``window_bytes`` on all ranks if a host has no room for the larger windows.
+        timeout: Seconds after which a warning says which ranks are missing.
+        threads: If True, ask MPI for support of several threads.
 
     Raises:
-        ArgumentError: ``comm`` is neither, or does not contain this process.
+        ArgumentError: ``comm`` is of another type, or does not contain this process.
         LaunchError: MPI cannot be loaded.
-        SettingError: something of ``common`` differs; raised on all ranks.
+        SettingError: A value in ``common`` differs. Raised on all ranks.
     """
     with waiting_in_init(timeout, _expected(comm)):
         mpi = load_mpi("multiple" if threads else "single")
@@ -62,16 +62,16 @@ def world_transport(
 
 
 def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit: float) -> None:
-    """Wait until all ranks of a job that has ended are here, to start it again.
+    """Wait until all ranks of a job that has ended are here, ready to restart it.
 
     Args:
-        comm: as for ``world_transport``; for a list of ranks there is no wait.
-        peers: the ranks of the ended job.
-        timeout: seconds after which a warning says which ranks are missing.
-        limit: seconds after which this fails.
+        comm: Argument of ``world_transport``. For a list of ranks, this returns at once.
+        peers: Ranks of the ended job.
+        timeout: Seconds after which a warning says which ranks are missing.
+        limit: Seconds after which this fails.
 
     Raises:
-        RankLostError: a process on this host has ended, or not all were ready in time.
+        RankLostError: A process on this host has exited, or not all were ready in time.
     """
     from mpi4py import MPI
 
@@ -89,7 +89,7 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
                 checked = now
                 gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
                 if gone:
-                    raise RankLostError(f"The job cannot start again: {gone[0]} has ended.")
+                    raise RankLostError(f"The job cannot start again: {gone[0]} has exited.")
             if now > began + limit:
                 raise RankLostError(
                     f"The job cannot start again: not all {len(peers)} ranks were ready within {limit:g} s "
@@ -100,7 +100,7 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
 
 
 def _expected(comm: Any) -> list[int]:
-    """Return which of the launcher's ranks form the job; empty for all."""
+    """Return which of the launcher's ranks form the job, or an empty list for all."""
     if comm is None:
         return []
     if not hasattr(comm, "Get_group"):
@@ -111,7 +111,7 @@ def _expected(comm: Any) -> list[int]:
 
 
 def check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Raise SettingError if something differs between ranks; ``everyone``: the host and values of each."""
+    """Raise SettingError if a value differs between ranks. ``everyone`` has each rank's host and values."""
     host, first = everyone[0]
     for rank, (other_host, other) in enumerate(everyone):
         for name, value in first.items():
@@ -124,7 +124,7 @@ def check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 
 def window_fits(everyone: Sequence[tuple[str, int]], vector_bytes: int, window_bytes: int) -> bool:
-    """Return whether all hosts have room for their windows; ``everyone``: each rank's host, free bytes."""
+    """Return True if all hosts have room for their windows. ``everyone`` has each rank's host, free bytes."""
     counts = Counter(host for host, _ in everyone)
     return all(has_room(free, counts[host], vector_bytes, window_bytes) for host, free in everyone)
 
@@ -135,7 +135,7 @@ def rank_list(comm: Any) -> list[int]:
         return [operator.index(rank) for rank in comm]
     except TypeError:
         raise ArgumentError(
-            f"init(comm=…): expected a list of ranks or an mpi4py communicator, got {comm!r}."
+            f"init(comm=…): expected a list of ranks or an mpi4py communicator, but got {comm!r}."
         ) from None
 
 
@@ -155,4 +155,5 @@ def _choose(mpi: Any, comm: Any) -> Any:
         )
     if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world.Get_size():
         raise ArgumentError(f"init(comm={ranks}): ranks must be distinct and below {world.Get_size()}.")
+
     return world.Create_group(world.Get_group().Incl(ranks))
