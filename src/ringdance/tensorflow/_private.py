@@ -1,7 +1,7 @@
 """Private TensorFlow names that the binding uses, with the reason and the behavior without each.
 
-Present in TensorFlow 2.16 to 2.21. Each name is looked up when this module is imported. If one is missing, the
-binding uses the alternative, which the tests cover too. The private names of Keras's optimizers are in
+Present in TensorFlow 2.16 to 2.21. Each name is looked up when this module is imported. If one is missing,
+the binding uses the alternative, which the tests cover too. The private names of Keras's optimizers are in
 ``ringdance.keras._private``.
 """
 
@@ -39,8 +39,8 @@ def record(kind: str, inputs: Sequence[Any], text: Callable[[], str], outputs: S
 profiler_running: Callable[[], bool] = _find("profiler.trace", "enabled", lambda: True)
 
 
-# ops.control_flow_util.GraphOrParentsInXlaContext: True if XLA will compile the graph. Without it, XLA reports
-# an unknown operation, and the user does not get our error message with the fix.
+# ops.control_flow_util.GraphOrParentsInXlaContext: True if XLA will compile the graph. Without it, XLA
+# reports an unknown operation, and the user does not get our error message with the fix.
 in_xla_context: Callable[[Any], bool] = _find(
     "ops.control_flow_util", "GraphOrParentsInXlaContext", lambda graph: False
 )

@@ -36,7 +36,7 @@ class TensorFlowState(VariablesState):
     """Variables and plain attributes, committed and restored together.
 
     Args:
-        variables: TensorFlow or Keras variables. In a ``tf.compat.v1`` graph, all global variables by default.
+        variables: TensorFlow or Keras variables. In a ``tf.compat.v1`` graph the default is all global ones.
         session: A ``tf.compat.v1`` session, or None in eager execution.
         kwargs: Further attributes.
 

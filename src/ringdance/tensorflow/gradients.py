@@ -195,7 +195,7 @@ class GradientReducer:
 
     def _key(self, variables: Sequence[Any]) -> str:
         # In the main thread, variables whose shapes differ by mistake must match under one name, so that the
-        # error shows the shapes. Other threads have no certain order: there the shapes distinguish the models.
+        # error shows the shapes. Other threads have no certain order, so shapes distinguish their models.
         shape = len if threading.current_thread() is threading.main_thread() else tuple
         described = repr([(shape(item.shape), tf.as_dtype(item.dtype).name) for item in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"

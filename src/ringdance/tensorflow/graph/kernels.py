@@ -1,9 +1,10 @@
 """Graph operations: collective calls, and numbers that are known at run time.
 
-``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory that will
-hold the result. ``RingdanceWait`` waits for several of them, and only operations that depend on it may read
-their results. These operations are stateful, so a function runs them in program order. All ranks therefore
-start in the same order, and a wait runs after everything it waits for has started: one thread is enough.
+``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory that
+will hold the result. ``RingdanceWait`` waits for several of them, and only operations that depend on it may
+read their results. These operations are stateful, so a function runs them in program order. All ranks
+therefore start in the same order, and a wait runs after everything it waits for has started: one thread is
+enough.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _mark_step(mark: StepMark) -> int:
 
 
 def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
-    """Run a call on arrays. An alltoall's second input is its splits, its second result the received splits."""
+    """Run a call on arrays. The splits are the second input and result of an alltoall."""
     engine = session.engine()
     if call.weights:
         weights.compare(engine, call, inputs[0])
@@ -126,8 +127,8 @@ def _wait_for(work: Work) -> None:
         if len(_waiting) >= threads:
             _log.warning(
                 "ringdance: rank %d: all %d threads in which TensorFlow runs operations wait for exchanges, "
-                "one of them for '%s'. If Python threads run programs in parallel, another rank may wait for an "
-                "exchange that gets no thread here. Run the programs in the same order on all ranks, or call "
+                "one of them for '%s'. If Python threads run programs in parallel, another rank may wait for "
+                "an exchange that gets no thread here. Run them in the same order on all ranks, or call "
                 "tf.config.threading.set_inter_op_parallelism_threads(%d) before hvd.init().",
                 basics.rank(), threads, work.name, threads + 2,
             )  # fmt: skip
