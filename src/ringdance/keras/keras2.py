@@ -1,9 +1,9 @@
-"""Where an optimizer of Keras 2 (``tf_keras``) reduces its gradients.
+"""Where a Keras 2 (``tf_keras``) optimizer reduces its gradients.
 
 New optimizers (``optimizers.Optimizer``) and legacy ones (``optimizers.legacy.Optimizer``) have two hooks,
-with or without an underscore: ``compute_gradients``, which ``fit()`` and ``minimize()`` call, and
-``aggregate_gradients``, which ``apply_gradients`` calls, and a ``LossScaleOptimizer`` before it looks for
-infinities. Gradients that the first has reduced are not reduced in the second.
+with or without an underscore. ``fit()`` and ``minimize()`` call ``compute_gradients``. ``apply_gradients``
+calls ``aggregate_gradients``, and so does a ``LossScaleOptimizer`` before it checks for infinities. Gradients
+that the first hook has reduced are not reduced again in the second.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from ringdance.tensorflow.passes import Pairs, PassSums, reduce_pairs
 
 
 class Keras2Distributed(Distributed):
-    """Reduces in ``compute_gradients``, or else in ``apply_gradients``."""
+    """Reduces gradients in ``compute_gradients``, or otherwise in ``apply_gradients``."""
 
     _passes: int = 1
     _average: bool = False
 
-    # Made when needed, as from_config() makes objects of this class too; __setattr__ would track them.
+    # Created when needed, because from_config() creates objects of this class too. __setattr__ would track
+    # them.
     @cached_property
     def _agg_helper(self) -> PassSums | None:
-        """The sums of several passes; scripts read its ``counter``."""
+        """Sums of several passes. Scripts read its ``counter``."""
         return PassSums(self._passes, self._average) if self._passes > 1 else None
 
     @cached_property
     def _reduced_in(self) -> set[Any]:
-        """The programs (None: eager execution) with reduced gradients that have not been applied yet."""
+        """Programs (None: eager execution) with reduced gradients that have not been applied yet."""
         return set()
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
-        """Return (gradient, variable) pairs; gradients are reduced over the ranks."""
+        """Return (gradient, variable) pairs. Gradients are reduced over the ranks."""
         return self._compute_gradients(loss, var_list, None, tape)
 
     def _compute_gradients(
@@ -51,7 +52,7 @@ class Keras2Distributed(Distributed):
         return self._reduce_pairs(pairs)
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
-        """Reduce over the ranks, after Keras has over the devices of this process."""
+        """Reduce over the ranks, after Keras has reduced over the devices of this process."""
         known: Any = super()
         aggregate = getattr(known, "_aggregate_gradients", None) or known.aggregate_gradients
         pairs = list(aggregate(grads_and_vars))
@@ -63,7 +64,7 @@ class Keras2Distributed(Distributed):
         self, grads_and_vars: Any, name: str | None = None, skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Update the variables; with several passes in the last of them only, ``iterations`` in each."""
+        """Update the variables: with several passes, only in the last one. ``iterations`` counts each pass."""
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         known: Any = super()
         pairs, sums = list(grads_and_vars), self._agg_helper
@@ -98,27 +99,27 @@ def _program() -> Any:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer in a LossScaleOptimizer, which calls it for all that concerns gradients."""
+    """Return the optimizer inside a LossScaleOptimizer, which delegates all gradient work to it."""
     if not isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
         return optimizer
     return optimizer.inner_optimizer
 
 
 def front(base: type) -> type:
-    """Return the class to put in front of an optimizer's."""
+    """Return the class to put in front of an optimizer's class."""
     return Keras2Distributed
 
 
 def class_options(base: type) -> dict[str, Any]:
-    """Return the attributes by which Keras takes a subclass for ``base`` when it saves it."""
+    """Return the attributes that make Keras save a subclass as ``base``."""
     names = {name: value for name, value in vars(base).items() if "_api_names" in name}
     return {"__module__": base.__module__, **names}
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Return the options for so many passes."""
+    """Return the options for this many passes."""
     return {"_passes": passes, "_average": average}
 
 
 def adapt() -> None:
-    """Change nothing: Keras 2 asks its optimizers wherever it matters."""
+    """Do nothing: Keras 2 needs no patch, because it calls its optimizers at all relevant points."""
