@@ -168,8 +168,7 @@ def compiled(
 
 def _callback(what: JaxCall, shapes: Shapes) -> Any:
     """Return a function of arrays that runs the exchange."""
-    return lambda *arrays: tuple(_run_compiled(what, tuple([array_of(value) for value in arrays]), None,
-    shapes))
+    return lambda *arrays: tuple(_run_compiled(what, tuple([array_of(arr) for arr in arrays]), None, shapes))
 
 
 def _sharding(ctx: Any) -> Any:

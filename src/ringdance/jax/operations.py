@@ -129,8 +129,7 @@ def _run(
     else:
         results = list(_recorded(what, shapes, *values))
     restored = zip(results, pairs, strict=False)
-    return [compression.decompress(small, context) for small, (_, context) in restored] + results[len(pairs)
-    :]
+    return [compression.decompress(out, context) for out, (_, context) in restored] + results[len(pairs) :]
 
 
 def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:

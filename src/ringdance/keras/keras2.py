@@ -64,7 +64,7 @@ class Keras2Distributed(Distributed):
         self, grads_and_vars: Any, name: str | None = None, skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Update the variables: with several passes, only in the last one. ``iterations`` counts each pass."""
+        """Update the variables, with several passes only in the last. ``iterations`` counts every pass."""
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         known: Any = super()
         pairs, sums = list(grads_and_vars), self._agg_helper
