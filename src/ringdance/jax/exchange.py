@@ -115,7 +115,7 @@ def _run_compiled(
 
 
 def is_traced(values: Sequence[Any]) -> bool:
-    """Return True if JAX is tracing a program, so that there are no values yet."""
+    """Return True if JAX is tracing a program, in which the arrays have no values yet."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 

@@ -66,7 +66,7 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite variables (``model.variables`` or an optimizer's) with those of global rank ``root_rank``.
+    """Overwrite ``model.variables`` or an optimizer's variables with the values of global rank ``root_rank``.
 
     Each rank keeps its own seeds of random generators. Between the passes of a step, it also keeps its own
     gradient sums. A rank whose sums are all zero takes the root's, for example after only rank 0 has loaded a

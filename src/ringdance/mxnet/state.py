@@ -18,7 +18,7 @@ from ringdance.training.process_sets import global_process_set
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
-    """Overwrite parameters with those of global rank ``root_rank``.
+    """Overwrite parameters with the values of global rank ``root_rank``.
 
     If a Gluon parameter has no values yet, because its shape is known only in the first forward pass, it is
     broadcast when it gets them.
