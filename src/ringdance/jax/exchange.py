@@ -176,8 +176,8 @@ def _sharding(ctx: Any) -> Any:
     context = ctx.module_context.axis_context
     if isinstance(context, _private.SPMDAxisContext):
         raise ArgumentError(
-            "Each device of this process would make a collective call within shard_map or pmap, in no "
-            "fixed order. Call it in jit around them: there it gets the whole array, however it is sharded."
+            "Within shard_map or pmap, each device of this process would call the collective, in no fixed "
+            "order. Call it in a jit around them: there it gets the whole array, however it is sharded."
         )
     if _devices(ctx) == 1:
         return None

@@ -36,8 +36,8 @@ _HEAD = {"struct_size": c_size_t, "extension_start": c_void_p}  # Most structure
 
 
 def _structure(name: str, **members: Any) -> Any:
-    made = _layout[f"XLA_FFI_{name}"] = type(name, (Structure,), {"_fields_": list(members.items())})
-    return made
+    structure = _layout[f"XLA_FFI_{name}"] = type(name, (Structure,), {"_fields_": list(members.items())})
+    return structure
 
 
 Extension = _structure("Extension_Base", struct_size=c_size_t, type=c_int, next=c_void_p)

@@ -91,8 +91,8 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
         first = counts[: engine.members(what.call.set_id).index(engine.rank)].sum(axis=0)
         slices = zip(results, first, rows, strict=True)
         results = tuple([jax.lax.dynamic_slice_in_dim(*args) for args in slices])
-    done = iter(results)
-    return tuple([next(done) if index in floating else None for index in range(len(gradients))])
+    remaining = iter(results)
+    return tuple([next(remaining) if index in floating else None for index in range(len(gradients))])
 
 
 def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
@@ -212,8 +212,8 @@ def compare_weights(
             one = jnp.stack([one.real, one.imag])
         if not jnp.issubdtype(one.dtype, jnp.floating):
             raise TypeError("only floats are compared")
-        chosen = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)
-        return one.size, chosen if traced else np.asarray(chosen)
+        sample = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)
+        return one.size, sample if traced else np.asarray(sample)
 
     call = weights.call_of(exchange, names, advice, set_id(process_set))
     sample = (jnp if traced else np).concatenate([*weights.rows_of(arrays, take)])

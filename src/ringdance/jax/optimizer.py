@@ -34,8 +34,8 @@ def _by_path(tree: Any) -> dict[str, Any]:
 def mean_of(tree: Any, name: str, process_set: ProcessSet) -> Any:
     """Return a tree of arrays averaged over the ranks, in one exchange."""
     leaves, structure = jax.tree.flatten(tree)
-    done = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
-    return jax.tree.unflatten(structure, done)
+    means = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
+    return jax.tree.unflatten(structure, means)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -116,13 +116,13 @@ def distributed(
     def reduced(gradients: Any) -> Any:
         paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
         leaves = [leaf for _, leaf in paths]
-        every = jax.tree.leaves(gradients, is_leaf=lambda leaf: leaf is None)
-        pattern = pattern_of(["none" if leaf is None else "dense" for leaf in every])
+        all_leaves = jax.tree.leaves(gradients, is_leaf=lambda leaf: leaf is None)
+        pattern = pattern_of(["none" if leaf is None else "dense" for leaf in all_leaves])
         if not leaves:
             return gradients
         names = [_name_of(path) for path, _ in paths]
-        done = reduce_gradients(leaves, name, operation, 1.0, 1.0, process_set, pattern, compression, names)
-        return jax.tree.unflatten(structure, done)
+        results = reduce_gradients(leaves, name, operation, 1.0, 1.0, process_set, pattern, compression, names)
+        return jax.tree.unflatten(structure, results)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not takes_part(process_set):

@@ -34,8 +34,8 @@ _log = logging.getLogger("ringdance")
 
 def by_address() -> bool:
     """Return True if XLA on the CPU may call back with the addresses of its memory."""
-    known = _private.abstract_token is not None
-    return known and session.engine().settings.jax_ffi != "off" and ffi.available()
+    has_token = _private.abstract_token is not None
+    return has_token and session.engine().settings.jax_ffi != "off" and ffi.available()
 
 
 # The rank and size for which programs have been traced.

@@ -97,13 +97,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             return
         complete = is_complete(self.model, getattr(self.model, "optimizer", None))
         choices = [self._variables(optimizers_of(self.model)), self._variables([])]
-        every = allgather_json([complete, *map(len, choices), _written()], "broadcast")
-        _check_written([entry[-1] for entry in every])
+        everywhere = allgather_json([complete, *map(len, choices), _written()], "broadcast")
+        _check_written([entry[-1] for entry in everywhere])
         for place, variables in enumerate(choices, 1):
-            if len({entry[place] for entry in every}) == 1:
+            if len({entry[place] for entry in everywhere}) == 1:
                 broadcast_variables(variables, self.root_rank)
                 break
-        self._done = all(entry[0] for entry in every)
+        self._done = all(entry[0] for entry in everywhere)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """After the first step, broadcast the variables that it created."""

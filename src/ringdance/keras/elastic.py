@@ -70,8 +70,8 @@ class KerasState(VariablesState):
 
     def _assign(self, values: list[Any]) -> None:
         saved = {id(variable) for variable in self._saved}
-        made = [variable for variable in self._variables() if id(variable) not in saved]
-        late = {id(variable) for variable in self.model.variables} & set(map(id, made))
+        new_variables = [variable for variable in self._variables() if id(variable) not in saved]
+        late = {id(variable) for variable in self.model.variables} & set(map(id, new_variables))
         if late:
             raise ArgumentError(
                 f"KerasState: {len(late)} variables were created after the state was saved. Call the model "
@@ -80,7 +80,7 @@ class KerasState(VariablesState):
         for variable, array in zip(self._saved, values, strict=True):
             variable.assign(array)
         # Momentum of an optimizer that had not been built: reset it to its initial value.
-        for variable in made:
+        for variable in new_variables:
             variable.assign(np.zeros_like(read(variable)))
         self._drop_gradients()
 

@@ -43,18 +43,18 @@ class Keras2Distributed(Distributed):
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> Pairs:
-        known: Any = super()
-        if hasattr(known, "_compute_gradients"):
-            pairs = known._compute_gradients(loss, var_list, grad_loss, tape)
+        base: Any = super()
+        if hasattr(base, "_compute_gradients"):
+            pairs = base._compute_gradients(loss, var_list, grad_loss, tape)
         else:
-            pairs = known.compute_gradients(loss, var_list, tape)
+            pairs = base.compute_gradients(loss, var_list, tape)
         self._reduced_in.add(_program())
         return self._reduce_pairs(pairs)
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
         """Reduce over the ranks, after Keras has reduced over the devices of this process."""
-        known: Any = super()
-        aggregate = getattr(known, "_aggregate_gradients", None) or known.aggregate_gradients
+        base: Any = super()
+        aggregate = getattr(base, "_aggregate_gradients", None) or base.aggregate_gradients
         pairs = list(aggregate(grads_and_vars))
         return pairs if self._reduced_in else self._reduce_pairs(pairs)
 
@@ -66,7 +66,7 @@ class Keras2Distributed(Distributed):
     ) -> Any:
         """Update the variables, with several passes only in the last. ``iterations`` counts every pass."""
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        known: Any = super()
+        base: Any = super()
         pairs, sums = list(grads_and_vars), self._agg_helper
         self._remember([variable for _, variable in pairs])
         if sums is not None and aggregate:
@@ -74,15 +74,15 @@ class Keras2Distributed(Distributed):
 
         def apply() -> Any:
             options = {} if aggregate else {"experimental_aggregate_gradients": False}
-            return known.apply_gradients(pairs, name, **options)
+            return base.apply_gradients(pairs, name, **options)
 
         def skip() -> Any:
             optimizer: Any = self
             return optimizer.iterations.assign_add(1)
 
-        done = apply() if sums is None else sums.apply(apply, skip)
+        result = apply() if sums is None else sums.apply(apply, skip)
         self._reduced_in.discard(_program())
-        return done
+        return result
 
     def _reduce_pairs(self, pairs: Pairs) -> Pairs:
         return reduce_pairs(pairs, self._reduce, self._agg_helper, self._reduction.sparse_as_dense)

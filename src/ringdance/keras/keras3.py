@@ -29,12 +29,12 @@ class Keras3Distributed(Distributed):
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce the gradients over the ranks, then update the variables with them."""
         gradients = list(grads)
-        known: Any = self
+        optimizer: Any = self
         targets = None if trainable_variables is None else list(trainable_variables)
         variables = _private.trainable_variables(self) if targets is None else targets
         self._remember(_private.trainable_variables(self, variables))
         # If the lengths differ, Keras raises an error. With accumulation, the reduction happens later.
-        if len(gradients) == len(variables) and not known.gradient_accumulation_steps:
+        if len(gradients) == len(variables) and not optimizer.gradient_accumulation_steps:
             gradients = self._reduce(gradients, variables)
         return super().apply(gradients, targets)  # type: ignore[misc]
 
@@ -43,14 +43,14 @@ class Keras3Distributed(Distributed):
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        known: Any = self
-        if known.gradient_accumulation_steps:
-            grads = self._reduce_accumulated(list(grads), known.gradient_accumulation_steps)
+        optimizer: Any = self
+        if optimizer.gradient_accumulation_steps:
+            grads = self._reduce_accumulated(list(grads), optimizer.gradient_accumulation_steps)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def _backend_reset_gradient_accumulators(self) -> None:
-        known: Any = super()
-        known._backend_reset_gradient_accumulators()
+        base: Any = super()
+        base._backend_reset_gradient_accumulators()
         if keras.backend.backend() == "torch":
             for variable in _private.accumulators(self):
                 variable.assign(keras.ops.zeros_like(variable))
@@ -60,8 +60,8 @@ class Keras3Distributed(Distributed):
         if keras.backend.backend() != "jax":
             return self._reduce(gradients, variables)
         # On JAX this runs in every step. Steps that only accumulate drop its result.
-        known: Any = self
-        update = (known._iterations + 1) % steps == 0
+        optimizer: Any = self
+        update = (optimizer._iterations + 1) % steps == 0
         return keras.ops.cond(
             update, lambda: self._reduce(gradients, variables), lambda: list(gradients)
         )

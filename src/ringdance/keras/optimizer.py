@@ -122,9 +122,9 @@ def PartialDistributedOptimizer(
     if local_layers is None:
         local_layers = []
     layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
-    wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, keras.layers.Layer)]
-    if wrong:
-        raise ArgumentError(f"local_layers must be Keras layers, got {', '.join(wrong)}.")
+    wrong_types = [type(layer).__name__ for layer in layers if not isinstance(layer, keras.layers.Layer)]
+    if wrong_types:
+        raise ArgumentError(f"local_layers must be Keras layers, got {', '.join(wrong_types)}.")
     optimizer = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
         gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients, 0, groups,
@@ -136,11 +136,11 @@ def PartialDistributedOptimizer(
 
 def _subclass(base: type, attributes: dict[str, Any]) -> type:
     """Return a distributed subclass that Keras saves as ``base``."""
-    made = type(base.__name__, (hooks.front(base), base), {**attributes, **hooks.class_options(base)})
+    subclass = type(base.__name__, (hooks.front(base), base), {**attributes, **hooks.class_options(base)})
     registered = keras.saving.get_registered_name(base)
-    if made.__module__ != "keras.optimizers" and registered != base.__name__:
-        _private.register_as(made, registered)
-    return made
+    if subclass.__module__ != "keras.optimizers" and registered != base.__name__:
+        _private.register_as(subclass, registered)
+    return subclass
 
 
 def load_model(

@@ -154,9 +154,9 @@ class Distributed:
 
     def save_assets(self, directory: str) -> None:
         """Write the options to the ``.keras`` file, because Keras does not. Plain Keras can still load it."""
-        known: Any = super()
-        if hasattr(known, "save_assets"):  # A user-defined optimizer may have this method.
-            known.save_assets(directory)
+        base: Any = super()
+        if hasattr(base, "save_assets"):  # A user-defined optimizer may have this method.
+            base.save_assets(directory)
         options = dict(self._options)
         if self._reduction.process_set is not global_process_set or self._local_ids():
             options["partial"] = True  # Recreating it needs objects from the script.
@@ -176,10 +176,10 @@ class Distributed:
         if len(variables) == len(place) or any(id(variable) not in place for variable in variables):
             return self._reduce_all(gradients, variables)
         places = [place[id(variable)] for variable in variables]
-        every: list[Any] = [None] * len(place)
+        all_gradients: list[Any] = [None] * len(place)
         for index, gradient in zip(places, gradients, strict=True):
-            every[index] = gradient
-        reduced = self._reduce_all(every, self._given)
+            all_gradients[index] = gradient
+        reduced = self._reduce_all(all_gradients, self._given)
         return [reduced[index] for index in places]
 
     def _reduce_all(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:

@@ -41,11 +41,11 @@ def allreduce(
     """
     operation = pick_operation(average, op)
     small, context = compression.compress(ops.convert_to_tensor(value))
-    done = binding().allreduce(
+    reduced = binding().allreduce(
         small, name=name, op=int(operation), prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
     )
-    return compression.decompress(done, context)
+    return compression.decompress(reduced, context)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:

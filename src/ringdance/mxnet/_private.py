@@ -14,9 +14,9 @@ NDArray = Any
 class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A Gluon trainer without kvstore that calls ``reduce_gradients`` where others push and pull.
 
-    ``_allreduce_grads``: ``step`` and ``allreduce_grads`` call it before ``_update``. MXNet has no public hook
-    between the computation of gradients and their use. Without this name, ``step`` would train each rank on
-    its own, so ``__init__`` checks for it. ``_params``: the parameters in the trainer's order.
+    ``_allreduce_grads``: ``step`` and ``allreduce_grads`` call it before ``_update``. MXNet has no public
+    hook between the computation of gradients and their use. Without this name, ``step`` would train each rank
+    on its own, so ``__init__`` checks for it. ``_params``: the parameters in the trainer's order.
     """
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any) -> None:

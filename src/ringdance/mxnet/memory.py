@@ -70,13 +70,13 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
 def empty(shape: tuple[int, ...], dtype: Any, like: NDArray) -> NDArray:
     """Return a new array of the class and on the device of ``like``."""
     if all(shape) and shape:
-        made = mx.nd.empty(shape, like.ctx, dtype)
+        result = mx.nd.empty(shape, like.ctx, dtype)
     else:
-        # Only for zero lengths and scalars, whose shape MXNet otherwise takes as unknown: np_shape is logged
-        # on first use.
+        # Only for scalars and zero lengths, which MXNet otherwise takes for unknown shapes: the first use of
+        # np_shape is logged.
         with mx.util.np_shape(True):
-            made = mx.nd.empty(shape, like.ctx, dtype)
-    return made.as_np_ndarray() if isinstance(like, mx.np.ndarray) else made
+            result = mx.nd.empty(shape, like.ctx, dtype)
+    return result.as_np_ndarray() if isinstance(like, mx.np.ndarray) else result
 
 
 def write(array: Array, tensor: NDArray) -> None:
@@ -89,10 +89,10 @@ def write(array: Array, tensor: NDArray) -> None:
 
 def from_array(array: Array, like: NDArray) -> NDArray:
     """Return values as an array of the class and on the device of ``like``."""
-    made = empty(array.shape, array.dtype, like)
+    result = empty(array.shape, array.dtype, like)
     if array.size:
-        write(array, made)
-    return made
+        write(array, result)
+    return result
 
 
 def sample_of(tensors: Sequence[NDArray]) -> Array:

@@ -171,8 +171,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self.__dict__.update(state)
 
     def _reduce(self, index: Any, weight: Any, grad: Any) -> None:
-        listed = isinstance(index, (tuple, list))
-        indices = list(index) if listed else [index]
+        is_list = isinstance(index, (tuple, list))
+        indices = list(index) if is_list else [index]
         if self._first is None:
             self.__dict__["_first"] = indices[0]
         elif self._first == indices[0]:  # Each step starts with this parameter.
@@ -181,8 +181,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             return
         names = [str(self._optimizer.idx2name.get(key, key)) for key in indices]
         suffix = f".{indices[0]}"
-        self._reduction(grad if listed else [grad], names, suffix)
-        self._reduction.compare(weight if listed else [weight], names, suffix)
+        self._reduction(grad if is_list else [grad], names, suffix)
+        self._reduction.compare(weight if is_list else [weight], names, suffix)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Average the gradients of parameters, then update the parameters."""

@@ -48,21 +48,21 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         else:
             # Every position that the mask keeps holds this many elements of a channel: the product of the
             # other axes' lengths.
-            chosen = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
-            each = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)
-            count = chosen * tf.cast(each, mean.dtype)
+            positions = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
+            per_position = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)
+            count = positions * tf.cast(per_position, mean.dtype)
         # An empty batch has no mean and counts as zero. In double precision, a difference of squares has all
         # digits of the variance that float32 can represent.
-        wide, spread = (tf.cast(tf.where(count > 0, moment, 0), tf.float64) for moment in (mean, variance))
-        weight, centre = tf.cast(count, tf.float64), tf.zeros_like(wide)
+        mean64, variance64 = (tf.cast(tf.where(count > 0, stat, 0), tf.float64) for stat in (mean, variance))
+        weight, center = tf.cast(count, tf.float64), tf.zeros_like(mean64)
         if inputs.dtype == tf.float64:  # It represents more digits: square the distances from the mean.
-            own = tf.stop_gradient(tf.stack([wide, tf.ones_like(wide)]) * weight)
-            sums = allreduce(own, op=Sum, name=f"sync_batch_norm.{self.name}.centre")
-            centre = sums[0] / sums[1]
-        wide -= centre
-        shares = tf.stack([wide, spread + wide * wide, tf.ones_like(wide)]) * weight
+            weighted = tf.stop_gradient(tf.stack([mean64, tf.ones_like(mean64)]) * weight)
+            sums = allreduce(weighted, op=Sum, name=f"sync_batch_norm.{self.name}.centre")
+            center = sums[0] / sums[1]
+        mean64 -= center
+        shares = tf.stack([mean64, variance64 + mean64 * mean64, tf.ones_like(mean64)]) * weight
         total = allreduce(shares, op=Sum, name=f"sync_batch_norm.{self.name}")
-        joined = total[0] / total[2]
+        joint_mean = total[0] / total[2]
         # Rounding can make the difference negative if all inputs are equal.
-        whole = tf.maximum(total[1] / total[2] - joined * joined, 0)
-        return tf.cast(joined + centre, mean.dtype), tf.cast(whole, mean.dtype)
+        joint_variance = tf.maximum(total[1] / total[2] - joint_mean * joint_mean, 0)
+        return tf.cast(joint_mean + center, mean.dtype), tf.cast(joint_variance, mean.dtype)

@@ -125,10 +125,10 @@ def _with_gradient(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> Any:
         results = run(given)
-        done = SimpleNamespace(inputs=given, outputs=results)
+        operation = SimpleNamespace(inputs=given, outputs=results)
 
         def gradient(*gradients: Tensor) -> list[Tensor]:
-            return _backward(call, done, list(gradients))
+            return _backward(call, operation, list(gradients))
 
         return tuple(results), gradient
 
@@ -226,12 +226,12 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
         works = [
             call.submit(engine, tuple([_view_of(tensor) for tensor in tensors])) for call, tensors in calls
         ]
-        done = [[_tensor_of(array) for array in work.wait()] for work in works]
+        all_results = [[_tensor_of(array) for array in work.wait()] for work in works]
         for call, _ in calls:
             call.completed()
-    for (call, tensors), results in zip(calls, done, strict=True):
+    for (call, tensors), results in zip(calls, all_results, strict=True):
         _private.record("RingdanceCall", tensors, partial(kernels.text_of, call), results)
-    return done
+    return all_results
 
 
 def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[list[Tensor], Tensor]:

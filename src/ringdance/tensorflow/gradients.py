@@ -102,8 +102,8 @@ class GradientReducer:
         self.operation = pick_operation(None, op)
         self.scales = scales_of(self.operation, predivide)
         check_groups(groups, [], lambda one: None)
-        listed = [item for part in groups for item in part] if isinstance(groups, (list, tuple)) else []
-        if not all(hasattr(item, "shape") for item in listed):
+        group_items = [item for part in groups for item in part] if isinstance(groups, (list, tuple)) else []
+        if not all(hasattr(item, "shape") for item in group_items):
             raise ArgumentError(f"groups={groups!r}: Use a positive number or a list of lists of variables.")
         self.groups = groups
         self.process_set = process_set

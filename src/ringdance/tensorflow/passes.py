@@ -69,12 +69,12 @@ class PassSums:
                 "backward_passes_per_step > 1 cannot sum IndexedSlices. Set sparse_as_dense=True."
             )
         pairs = list(zip(variables, gradients, strict=True))
-        every = [self._sum_of(*pair) for pair in pairs]
-        there = [index for index, total in enumerate(every) if total is not None]
-        if not there:
+        all_sums = [self._sum_of(*pair) for pair in pairs]
+        present = [index for index, total in enumerate(all_sums) if total is not None]
+        if not present:
             return reduce(gradients, variables)
-        sums = [every[index] for index in there]
-        added = [every[index].assign_add(new) for index, new in enumerate(gradients) if new is not None]
+        sums = [all_sums[index] for index in present]
+        added = [all_sums[index].assign_add(new) for index, new in enumerate(gradients) if new is not None]
         with tf.control_dependencies(added):
             count = self.counter.assign((self.counter.read_value() + 1) % self.passes)
             self._full = tf.equal(count, 0)
@@ -82,10 +82,10 @@ class PassSums:
         def reduced() -> list[Any]:
             divisor = self.passes if self.average else 1
             means = [
-                None if item is None else item.read_value() / tf.cast(divisor, item.dtype) for item in every
+                None if acc is None else acc.read_value() / tf.cast(divisor, acc.dtype) for acc in all_sums
             ]
-            done = reduce(means, variables)
-            results = [done[index] for index in there]
+            reduced_means = reduce(means, variables)
+            results = [reduced_means[index] for index in present]
             with tf.control_dependencies(results):
                 cleared = [total.assign(tf.zeros_like(total)) for total in sums]
             with tf.control_dependencies(cleared):
@@ -96,7 +96,7 @@ class PassSums:
         results: list[Any] = [None] * len(gradients)
         chosen = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
         order_after(chosen)
-        for index, result in zip(there, chosen, strict=True):
+        for index, result in zip(present, chosen, strict=True):
             results[index] = result
         return results
 

@@ -106,7 +106,7 @@ def drop(tensor: int | c_void_p) -> None:
 
 
 class Slot:
-    """What a graph knows about an input before it runs.
+    """What is known about an input before its graph runs.
 
     Args:
         index: Index of the input, and of the output with the same shape and type.

@@ -97,7 +97,7 @@ def call_of(text: str) -> Call:
 def _prepared(text: str) -> tuple[Call, list[Slot], list[Call]]:
     call, memory, others = json.loads(text)
     slots = [Slot(index, *known) for index, known in enumerate(memory)]
-    return Call.from_text(call), slots, [Call.from_text(text) for text in others]
+    return Call.from_text(call), slots, [Call.from_text(other) for other in others]
 
 
 def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> None:
