@@ -157,7 +157,10 @@ def reducescatter(
     array: Arrays, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, *, wait: bool = True,
 ) -> Any:
-    """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
+    """Reduce (Average or Sum) and return this rank's rows.
+
+    With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    """
     grouped = _is_group(array)
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
     return _run(call, array, None, wait)

@@ -56,7 +56,7 @@ def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
         if what.splits is not None:
             raise ArgumentError(_NO_SPLITS)
         if what.rows[0] % size:
-            raise ArgumentError(f"alltoall: {what.rows[0]} rows cannot be divided equally by {size} ranks.")
+            raise ArgumentError(f"alltoall: {what.rows[0]} rows cannot be divided evenly among {size} ranks.")
     return compiled(what, values, shapes, dtypes)
 
 

@@ -99,7 +99,7 @@ def distributed(
     Args:
         tx: An ``optax.GradientTransformation`` or ``optax.MultiSteps``.
         op: Average or Sum.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         process_set: The participating ranks. On other ranks the transformation is local.
 
     Raises:
@@ -121,8 +121,8 @@ def distributed(
         if not leaves:
             return gradients
         names = [_name_of(path) for path, _ in paths]
-        results = reduce_gradients(leaves, name, operation, 1.0, 1.0, process_set, pattern, compression, names)
-        return jax.tree.unflatten(structure, results)
+        out = reduce_gradients(leaves, name, operation, 1.0, 1.0, process_set, pattern, compression, names)
+        return jax.tree.unflatten(structure, out)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not takes_part(process_set):

@@ -48,7 +48,7 @@ def DistributedOptimizer(
         name: Name of the exchanges, equal on all ranks.
         device_dense: Device for dense gradients. Has an effect only on TensorFlow.
         device_sparse: Device for sparse gradients. Has an effect only on TensorFlow.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce ``tf.IndexedSlices`` as dense gradients.
         gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
         op: Average or Sum.

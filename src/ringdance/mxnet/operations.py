@@ -146,7 +146,10 @@ def reducescatter(
     tensor: NDArray, op: int = Average, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> NDArray:
-    """Reduce (Average or Sum) and return this rank's rows: d // n of d, one more on the first d % n ranks."""
+    """Reduce (Average or Sum) and return this rank's rows.
+
+    With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    """
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,))[0]
 

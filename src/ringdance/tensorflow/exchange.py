@@ -345,7 +345,7 @@ def reduce_rows(
         slices: This rank's rows of each table.
         names: Names of the tables, for messages.
         run: Runs the call.
-        tables: Number of rows of each table, or ``None`` if unknown. By default the slices tell.
+        tables: Number of rows of each table, or ``None`` if unknown. By default taken from the slices.
     """
     call = call.but(tables=tuple(names))
     inputs: list[Tensor] = []

@@ -105,7 +105,7 @@ def DistributedOptimizer(
         use_locking: Passed to ``tf.compat.v1.train.Optimizer``.
         device_dense: Device on which dense gradients enter the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         backward_passes_per_step: Number of steps whose gradients are summed before they are reduced and
             applied.

@@ -74,7 +74,7 @@ def DistributedGradientTape(
         gradtape: A ``tf.GradientTape``.
         device_dense: Device on which dense gradients enter the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         op: Average, Sum, Adasum, Min, Max or Product.
         gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
