@@ -1,8 +1,8 @@
 """Compare Horovod's public names, as listed in names.toml, with ours, and write the table for the docs.
 
 ``python compat/horovod/compare_names.py`` prints each difference that the list does not explain, and reports
-if docs/reference/horovod-names.md is out of date. The exit code is 1 if there is anything to report. With
-``--write`` it writes that page.
+whether docs/reference/horovod-names.md is out of date. The exit code is 1 if there is anything to report.
+With ``--write`` it writes that page.
 """
 
 from __future__ import annotations

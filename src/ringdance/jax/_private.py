@@ -47,7 +47,7 @@ abstract_token: Any = _find("core", "abstract_token")
 # name, they fail forever.
 drop_tokens: Callable[[], Any] = getattr(_find("dispatch", "runtime_tokens"), "clear", int)
 
-# jax._src.core.trace_state_clean: quickly tells if JAX is tracing nothing at all. Without it, calls outside
+# jax._src.core.trace_state_clean: tells quickly whether JAX is tracing at all. Without it, calls outside
 # of programs need some microseconds more to find out.
 no_trace: Callable[[], bool] = _find("core", "trace_state_clean", bool)
 

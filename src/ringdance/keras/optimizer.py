@@ -157,7 +157,7 @@ def load_model(
         custom_optimizers: Optimizer classes that are not part of Keras.
         custom_objects: Other custom classes and functions, by name.
         compression: Compression, as in DistributedOptimizer.
-        legacy_opts: Accepted and ignored. Keras 2 itself saves if its optimizer was a legacy one.
+        legacy_opts: Accepted and ignored. Keras 2 itself saves whether its optimizer is a legacy one.
 
     Raises:
         ArgumentError: The optimizer had local variables or a process set.

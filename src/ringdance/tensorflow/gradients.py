@@ -3,8 +3,8 @@
 Dense gradients are divided into buckets by size, starting from the last variable: backward computes the
 gradients in this order. Rows of IndexedSlices are exchanged together afterwards. In a graph, each bucket is
 submitted as soon as its gradients are computed, and one operation waits for all. The division depends only on
-the variables, so it is the same on all ranks. Each rank decides on its own if a bucket is exchanged while
-other gradients are being computed (``overlap``).
+the variables, so it is the same on all ranks. Each rank decides on its own whether a bucket is exchanged
+while other gradients are being computed (``overlap``).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class GradientReducer:
         check_groups(groups, [], lambda one: None)
         group_items = [item for part in groups for item in part] if isinstance(groups, (list, tuple)) else []
         if not all(hasattr(item, "shape") for item in group_items):
-            raise ArgumentError(f"groups={groups!r}: Use a positive number or a list of lists of variables.")
+            raise ArgumentError(f"groups={groups!r} is invalid. Use a positive number or lists of variables.")
         self.groups = groups
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients

@@ -15,7 +15,7 @@ __all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]
 
 _log = logging.getLogger("ringdance")
 
-_POLL_SECONDS = 0.1  # How often a thread with a full queue checks if the loader was closed.
+_POLL_SECONDS = 0.1  # How often a thread with a full queue checks whether the loader was closed.
 
 
 class BaseDataLoader(abc.ABC):
