@@ -1,7 +1,7 @@
-"""Compare Horovod's public names, as names.toml lists them, with what is here; write the table for the docs.
+"""Compare Horovod's public names, as listed in names.toml, with ours, and write the table for the docs.
 
-``python compat/horovod/compare_names.py`` prints each difference that the list does not explain, and
-whether docs/reference/horovod-names.md is current; the exit code is 1 if there is anything to print.
+``python compat/horovod/compare_names.py`` prints each difference that the list does not explain, and reports
+whether docs/reference/horovod-names.md is out of date. The exit code is 1 if there is anything to report.
 With ``--write`` it writes that page.
 """
 
@@ -30,7 +30,7 @@ def load(path: Path = DATA) -> tuple[dict[str, Section], list[str]]:
     """Return the sections by module, and the modules that must not be importable."""
     data = tomllib.loads(path.read_text())
     absent = data.pop("absent")
-    # A table [horovod.functions] is nested, ["horovod.torch".functions] is not.
+    # The table [horovod.functions] is nested, but ["horovod.torch".functions] is not.
     for module, section in data.items():
         unknown = set(section) - KINDS
         if unknown:
@@ -39,7 +39,7 @@ def load(path: Path = DATA) -> tuple[dict[str, Section], list[str]]:
 
 
 def find(module: str, name: str) -> Any:
-    """Return what a dotted name means in a module. Raises AttributeError or ImportError."""
+    """Return the object that a dotted name refers to in a module. Raises AttributeError or ImportError."""
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -47,13 +47,13 @@ def find(module: str, name: str) -> Any:
 
 
 def declared(parameters: str, module: str) -> list[inspect.Parameter]:
-    """Return the parameters of a list as in a def statement; its defaults are evaluated in the module."""
+    """Return the parameters in a list like a def statement's. Defaults are evaluated in the module."""
     names = dict(vars(importlib.import_module(module)))
     return list(inspect.signature(eval(f"(lambda {parameters}: None)", names)).parameters.values())
 
 
 def unlike(wanted: list[inspect.Parameter], found: list[inspect.Parameter]) -> str:
-    """Return what differs between two lists of parameters, in words; empty if nothing does."""
+    """Return the difference between two lists of parameters, in words, or an empty string."""
     names = [one.name for one in wanted], [one.name for one in found]
     if names[0] != names[1]:
         return f"the parameters are ({', '.join(names[1])}), expected ({', '.join(names[0])})"
@@ -97,7 +97,7 @@ def _same(module: str, name: str, other: str) -> str:
 
 
 def _checks(module: str, section: Section) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yield for each fact what it is about, and what to call to hear what is wrong with it."""
+    """Yield each fact's name, and a function that returns what is wrong with the fact."""
     for kind, word in (("functions", "function"), ("classes", "class")):
         for name, parameters in section.get(kind, {}).items():
             yield f"{module}.{name}", partial(_signature, section, module, name, parameters, word)
@@ -110,7 +110,7 @@ def _checks(module: str, section: Section) -> Iterator[tuple[str, Callable[[], s
 
 
 def here(section: Section) -> bool:
-    """Return whether the framework that a module needs is installed."""
+    """Return True if the framework that a module needs is installed."""
     needed = section.get("needs")
     return needed is None or importlib.util.find_spec(needed) is not None
 
@@ -144,7 +144,7 @@ def compare(data: dict[str, Section], absent: list[str]) -> list[str]:
 
 
 def advice(module: str) -> str:
-    """Return what importing an absent module says; empty if it can be imported."""
+    """Return the message of the error that importing a module raises, or an empty string if there is none."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -153,7 +153,7 @@ def advice(module: str) -> str:
 
 
 def names_of(section: Section) -> dict[str, str]:
-    """Return the names of a section with their parameters or values as text, in the order of the list."""
+    """Return a section's names with their parameters or values as text, in the order of the list."""
     listed: dict[str, str] = {}
     for name, value in section.get("values", {}).items():
         listed[name] = f" = {value}"

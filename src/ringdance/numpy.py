@@ -2,9 +2,9 @@
 
 bfloat16 is ``ml_dtypes.bfloat16``. The collectives have these forms:
 
-- a list or tuple of arrays is exchanged together, and gives a list;
-- ``out``: where the results are written, with the shapes and types of the inputs; these themselves to work
-  in place, without a copy;
+- If the input is a list or tuple of arrays, they are exchanged together, and the result is a list.
+- ``out`` receives the results. It has the inputs' shapes and types. Pass the inputs themselves to work in
+  place, without a copy.
 - ``wait=False`` returns a handle at once, for ``poll`` and ``synchronize``.
 """
 
@@ -50,7 +50,7 @@ def _check_out(arrays: tuple[Array, ...], views: tuple[Array, ...]) -> None:
         if array is view and view.flags.writeable:
             continue
         if not isinstance(array, np.ndarray) or not (array.flags.c_contiguous and array.flags.writeable):
-            raise ArgumentError("out needs contiguous, writable NumPy arrays.")
+            raise ArgumentError("out must consist of contiguous, writable NumPy arrays.")
         if (array.shape, array.dtype) != (view.shape, view.dtype):
             raise ArgumentError(
                 f"out has {array.dtype} {array.shape}, but the result has {view.dtype} {view.shape}."
@@ -67,7 +67,7 @@ def _run(call: Call, arrays: Any, out: Any = None, wait: bool = True, splits: An
             outputs = tuple(out) if grouped else (out,)
             if grouped or out is not views[0] or not out.flags.writeable:
                 _check_out(outputs, views)
-        elif call.keeps_shapes:  # the engine's own arrays, aligned for TensorFlow, cost 1 µs more
+        elif call.keeps_shapes:  # The engine's own arrays, aligned for TensorFlow, would cost 1 µs more.
             outputs = tuple(map(np.empty_like, views)) if grouped else (np.empty_like(views[0]),)
         rows = None if splits is None else (np.asarray(splits),)
     except (ArgumentError, TypeError, ValueError) as error:
@@ -94,21 +94,21 @@ def allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *, out: Any = None,
     wait: bool = True,
 ) -> Any:
-    """Return the reduction of ``array`` over all ranks: same shape and type.
+    """Return the reduction of ``array`` over all ranks, with the same shape and type.
 
     Args:
-        array: equal shape and type on all ranks; or a list of arrays.
-        name: key that matches the ranks' calls; without one they match by order.
+        array: An array with equal shape and type on all ranks, or a list of arrays.
+        name: Key that matches the ranks' calls. Unnamed calls match by order.
         op: Average (default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: multiplies the input of each rank.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part.
-        out: where the result is written and what is returned then; ``array`` itself to work in place.
-        wait: False returns a handle.
+        prescale_factor: Factor applied to each rank's input.
+        postscale_factor: Factor applied to the result.
+        process_set: The participating ranks.
+        out: Array (or list) that receives the result and is returned. Pass ``array`` itself to work in place.
+        wait: If False, return a handle.
 
     Raises:
-        ArgumentError: an argument is wrong; only this rank may see it.
-        MismatchError: ranks called it with different shapes, types or operations; raised on all.
+        ArgumentError: An argument is wrong. The error may be raised on this rank only.
+        MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
     """
     grouped = _is_group(array)
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
@@ -119,7 +119,7 @@ def allgather(
     array: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set, *,
     wait: bool = True,
 ) -> Any:
-    """Return the ranks' arrays joined along dimension 0, which may differ between ranks."""
+    """Return the ranks' arrays concatenated along dimension 0, whose length may differ between ranks."""
     return _run(movement(Collective.ALLGATHER, name, process_set, _is_group(array)), array, None, wait)
 
 
@@ -127,7 +127,7 @@ def broadcast(
     array: Arrays, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set, *,
     out: Any = None, wait: bool = True,
 ) -> Any:
-    """Return the array of global rank ``root_rank``; shape and type equal on all ranks."""
+    """Return the array of global rank ``root_rank``. Shape and type are equal on all ranks."""
     call = movement(Collective.BROADCAST, name, process_set, _is_group(array), root_rank)
     return _run(call, array, out, wait)
 
@@ -136,17 +136,18 @@ def alltoall(
     array: npt.ArrayLike, splits: npt.ArrayLike | None = None, name: str | None = None,
     process_set: ProcessSet = global_process_set, *, wait: bool = True,
 ) -> Any:
-    """Send ``splits[j]`` rows to rank j of the set and receive theirs, in rank order.
+    """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
 
     Args:
-        array: at least one dimension; all but the first equal on all ranks.
-        splits: integers, one for each rank; their sum may be less than the rows. Without: equal shares.
-        name: key that matches the ranks' calls.
-        process_set: the ranks that take part.
-        wait: False returns a handle.
+        array: Array with at least one dimension. All dimensions but the first are equal on all ranks.
+        splits: Rows to send to each rank. Their sum may be less than the number of rows. By default all ranks
+            get equal shares.
+        name: Key that matches the ranks' calls.
+        process_set: The participating ranks.
+        wait: If False, return a handle.
 
     Returns:
-        The received rows; with ``splits`` also how many came from each rank (int64).
+        The received rows. With ``splits``, also the number of rows from each rank (int64).
     """
     return _run(movement(Collective.ALLTOALL, name, process_set), array, None, wait, splits)
 
@@ -155,14 +156,17 @@ def reducescatter(
     array: Arrays, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, *, wait: bool = True,
 ) -> Any:
-    """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
+    """Reduce (Average or Sum) and return this rank's rows.
+
+    With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    """
     grouped = _is_group(array)
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
     return _run(call, array, None, wait)
 
 
 def join() -> int:
-    """Help the others with zeros until all ranks have joined; return the rank that joined last."""
+    """Contribute zeros until all ranks have joined. Return the rank that joined last."""
     return collectives.join(session.engine())
 
 

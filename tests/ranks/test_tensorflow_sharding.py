@@ -41,7 +41,7 @@ def mine(data: Any) -> list[Any]:
 @pytest.mark.parametrize("ends", ["pad", "drop", "join"])
 def test_the_same_plan_as_for_indices(ends: str, make: Any, layout: str) -> None:
     if make is unknown and layout == "contiguous":
-        with pytest.raises(ArgumentError, match="how many elements"):
+        with pytest.raises(ArgumentError, match="known number of elements"):
             hvd.shard(unknown(9), ends=ends, layout=layout)
         return
     for length in LENGTHS:
@@ -108,7 +108,7 @@ def check_epochs(data: Any, length: int, ends: str) -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ArgumentError, match="give a buffer's size"):
+    with pytest.raises(ArgumentError, match="Pass a buffer size"):
         hvd.shard(unknown(9), ends="pad", shuffle=True)
     with pytest.raises(ArgumentError, match="equally many rows"):
         hvd.shard((tf.zeros(3), tf.zeros(4)), ends="pad")

@@ -1,14 +1,14 @@
 """Ringdance for JAX: ``import ringdance.jax as hvd``.
 
-One process for each rank, each with devices of its own. The collectives work on arrays at once and within
-``jit``, ``grad`` and control flow; ``distributed`` makes an optax transformation reduce its gradients::
+Each rank is one process with its own devices. The collectives work on arrays immediately and within ``jit``,
+``grad`` and control flow. ``distributed`` makes an optax transformation reduce its gradients::
 
     hvd.init()
     tx = hvd.distributed(optax.adam(1e-3 * hvd.size()))
     params = hvd.broadcast_parameters(params, root_rank=0)
 """
 
-from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+from ringdance.training.exports import *  # isort: skip  # First, because some names are replaced below.
 
 from ringdance.jax import operations
 from ringdance.jax import threads as threads

@@ -1,11 +1,11 @@
-"""Exchanges of JAX arrays: at once, or as primitives of compiled programs.
+"""Exchanges of JAX arrays: immediate, or as primitives in compiled programs.
 
-A ``JaxCall`` describes by values alone what is exchanged, so that compiled code can hold it; it is the same
-for eager and compiled calls. Eagerly it runs at once on views of the arrays. In ``jit`` it becomes a
-primitive with an ordered effect: calls of one program keep their order, which has to be the same on all
-ranks, and none is dropped because its result is unused. On the CPU the primitive is a call through XLA's
-foreign function interface (``ffi``) that reads and writes XLA's own memory; where that is not possible (an
-accelerator, an unknown layout) it is a callback with arrays. ``programs`` says how programs are started.
+A ``JaxCall`` describes an exchange by values only, so that compiled code can hold it. It is the same for
+eager and compiled calls. An eager call runs immediately on views of the arrays. In ``jit`` it becomes a
+primitive with an ordered effect: a program's calls keep their order, which must be the same on all ranks, and
+no call is dropped because its result is unused. On the CPU, the primitive is a call through XLA's foreign
+function interface (``ffi``) that reads and writes XLA's own memory. If that is not possible (an accelerator,
+an unknown layout), it is a callback with arrays. ``programs`` describes how programs are started.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class JaxCall:
-    """A call with what JAX fixes about it beside the arrays; hashable.
+    """A call together with the values that JAX fixes besides the arrays. Hashable.
 
     Args:
-        call: the collective and its options.
-        splits: of an alltoall outside of programs, rows for each member.
-        rows: of each input, for collectives that change the number of rows.
+        call: The collective and its options.
+        splits: Rows for each member, for an alltoall outside of programs.
+        rows: Number of rows of each input, for collectives that change it.
     """
 
     call: Call
@@ -52,7 +52,7 @@ class JaxCall:
     rows: tuple[int, ...] = ()
 
 
-# Running it, on NumPy arrays.
+# Run an exchange on NumPy arrays.
 
 
 def run(
@@ -62,13 +62,14 @@ def run(
     """Run an exchange.
 
     Args:
-        what: the exchange.
-        inputs: contiguous arrays.
-        outputs: arrays to write the results to.
-        shapes: that the results must have.
+        what: The exchange.
+        inputs: Contiguous arrays.
+        outputs: Arrays to write the results to.
+        shapes: Shapes that the results must have.
 
     Raises:
-        CollectiveError: it failed, or a result has another shape than compiled code expects.
+        CollectiveError: The exchange failed, or a result's shape differs from the one that compiled code
+            expects.
     """
     engine, call = session.engine(), what.call
     if call.weights:
@@ -83,9 +84,9 @@ def run(
     for result, shape in zip(results, shapes or (), strict=False):
         if result.shape != shape:
             raise CollectiveError(
-                f"{call.kind.name.lower()} {call.name or ''} gave shape {result.shape}, but the compiled "
-                f"program expects {shape}: within jit the first dimension has to be equal on all ranks; "
-                "call it outside of jit."
+                f"{call.kind.name.lower()} {call.name or ''} returned shape {result.shape}, but the compiled "
+                f"program expects {shape}: within jit, the first dimension must be equal on all ranks. "
+                "Call it outside of jit."
             )
     if outputs is not None:
         for result, output in zip(results, outputs, strict=True):
@@ -100,38 +101,38 @@ def _run_compiled(
 ) -> list[Array]:
     try:
         results = run(what, inputs, outputs, shapes)
-    except Exception as error:  # which JAX raises only to who reads a result
+    except Exception as error:  # JAX raises it only where a result is read.
         if isinstance(error, CollectiveError):
             remember(error)
-        if not isinstance(error, (NotInitializedError, ShutDownError)):  # the script is over
+        if not isinstance(error, (NotInitializedError, ShutDownError)):  # The script has ended.
             session.note_unseen(error)
         raise
     session.note_unseen(None)
     return results
 
 
-# From JAX: at once, or as a part of a compiled program.
+# Calls from JAX: immediate, or as part of a compiled program.
 
 
 def is_traced(values: Sequence[Any]) -> bool:
-    """Return whether JAX is tracing a program, so that there are no values yet."""
+    """Return True if JAX is tracing a program, in which the arrays have no values yet."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def in_program(values: Sequence[Any]) -> bool:
-    """Return whether JAX is tracing a program to which an exchange of these values, or constants, belongs."""
+    """Return True if an exchange of these values, or constants, belongs to a program that JAX is tracing."""
     return is_traced(values) or (not _private.no_trace() and is_traced([jax.numpy.zeros(())]))
 
 
 def eager(what: JaxCall, values: Sequence[Any]) -> list[Any]:
-    """Run an exchange now, after programs in the background: in the order of the calls."""
+    """Run an exchange now. To keep the order of the calls, first wait for programs in the background."""
     settle()
     results = run(what, tuple([array_of(value) for value in values]))
     devices = [*values, *[None] * (len(results) - len(values))][: len(results)]
     return [from_array(result, like) for result, like in zip(results, devices, strict=True)]
 
 
-# JAX 0.7 has no such argument, and always returns the token.
+# JAX 0.7 does not have this argument and always returns the token.
 _known = inspect.signature(mlir.emit_python_callback).parameters
 _RETURNS_TOKEN = {"returns_token": True} if "returns_token" in _known else {}
 
@@ -140,7 +141,7 @@ _primitive.multiple_results = True
 
 
 def _abstract(*avals: Any, what: JaxCall, shapes: Shapes, dtypes: tuple[Any, ...]) -> Any:
-    return [jax.core.ShapedArray(*one) for one in zip(shapes, dtypes, strict=True)], {EFFECT}
+    return [jax.core.ShapedArray(*pair) for pair in zip(shapes, dtypes, strict=True)], {EFFECT}
 
 
 _primitive.def_impl(lambda *values, what, **_: eager(what, values))
@@ -153,10 +154,10 @@ def compiled(
     """Add an exchange to the program that is being traced.
 
     Args:
-        what: the exchange.
-        values: traced arrays.
-        shapes: of the results.
-        dtypes: of the results.
+        what: The exchange.
+        values: Traced arrays.
+        shapes: Shapes of the results.
+        dtypes: Types of the results.
     """
     kinds = tuple(np.dtype(kind) for kind in dtypes)
     if EFFECT is None:
@@ -167,24 +168,24 @@ def compiled(
 
 def _callback(what: JaxCall, shapes: Shapes) -> Any:
     """Return a function of arrays that runs the exchange."""
-    return lambda *arrays: tuple(_run_compiled(what, tuple([array_of(one) for one in arrays]), None, shapes))
+    return lambda *arrays: tuple(_run_compiled(what, tuple([array_of(arr) for arr in arrays]), None, shapes))
 
 
 def _sharding(ctx: Any) -> Any:
-    """Return the sharding by which a program for several devices calls Python once; None for one."""
+    """Return the sharding that makes a program for several devices call Python once. None for one device."""
     context = ctx.module_context.axis_context
     if isinstance(context, _private.SPMDAxisContext):
         raise ArgumentError(
-            "A collective within shard_map or pmap would be called by each device of this process, in no "
-            "order. Call it in jit around them: there it gets the whole array, however it is sharded."
+            "Within shard_map or pmap, each device of this process would call the collective, in no fixed "
+            "order. Call it in a jit around them: there it gets the whole array, however it is sharded."
         )
     if _devices(ctx) == 1:
         return None
-    # Before JAX 0.10 XLA's partitioner does not place the token that keeps the order.
+    # Before JAX 0.10, XLA's partitioner does not place the token that keeps the order.
     if jax.__version_info__ < (0, 10) or _private.one_device_of is None:
         raise ArgumentError(
-            "With this version of JAX a program with a collective must be for one device of this process: "
-            "use JAX 0.10 or newer, or keep the arrays on one device."
+            "With this version of JAX, a program with a collective must run on one device of this process. "
+            "Use JAX 0.10 or newer, or keep the arrays on one device."
         )
     return _private.one_device_of(context, None, ctx.avals_out)
 
@@ -194,7 +195,7 @@ def _devices(ctx: Any) -> int:
 
 
 def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: Any) -> Any:
-    """Lower to a call of Python with arrays: for accelerators, and where XLA's layout is unknown."""
+    """Lower to a Python call with arrays, for accelerators and if XLA's layout is unknown."""
     results, token, _ = mlir.emit_python_callback(
         ctx, _callback(what, shapes), ctx.tokens_in.get(EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
         has_side_effect=True, sharding=_sharding(ctx), **_RETURNS_TOKEN,
@@ -204,7 +205,7 @@ def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: A
 
 
 def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any) -> Any:
-    """Lower to a call with the addresses of XLA's memory, in place where possible."""
+    """Lower to a call with the addresses of XLA's memory, in place if possible."""
     if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {index + 1: index + 1 for index in range(len(operands)) if what.call.keeps_shapes}
@@ -226,7 +227,7 @@ def _call_from_xla(text: str, inputs: list[Array], outputs: list[Array]) -> None
 
 
 _Span = jax.profiler.TraceAnnotation
-# Not documented; without it each wait makes a span, which asks for itself.
+# is_enabled is not documented. Without it, each wait creates a span, which checks on its own.
 session.add_profiler(Profiler(getattr(_Span, "is_enabled", lambda: True), _Span))
 ffi.set_handler(_call_from_xla)
 mlir.register_lowering(_primitive, _by_callback)

@@ -1,7 +1,7 @@
-"""A handler of XLA's foreign function interface, by ctypes: Python gets the addresses of XLA's memory.
+"""A handler for XLA's foreign function interface, through ctypes. Python gets the addresses of XLA's memory.
 
-The structures are those of ``xla/ffi/api/c_api.h``, which jaxlib brings along. Before anything is registered
-that header is read: if a structure has other members than here, ``available()`` is False and no memory is
+The structures are declared in ``xla/ffi/api/c_api.h``, which is part of jaxlib. The header is read before
+anything is registered. If a structure has other members than here, ``available()`` is False and no memory is
 accessed.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  # makes NumPy know bfloat16 by its name
+import ml_dtypes  # noqa: F401  # Registers the name bfloat16 with NumPy.
 import numpy as np
 
 from ringdance.training.memory import array_at
@@ -31,13 +31,13 @@ _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 
-_layout: dict[str, Any] = {}  # the structures by their names in the header
-_HEAD = {"struct_size": c_size_t, "extension_start": c_void_p}  # most structures begin with these
+_layout: dict[str, Any] = {}  # The structures, by their names in the header.
+_HEAD = {"struct_size": c_size_t, "extension_start": c_void_p}  # Most structures start with these members.
 
 
 def _structure(name: str, **members: Any) -> Any:
-    made = _layout[f"XLA_FFI_{name}"] = type(name, (Structure,), {"_fields_": list(members.items())})
-    return made
+    structure = _layout[f"XLA_FFI_{name}"] = type(name, (Structure,), {"_fields_": list(members.items())})
+    return structure
 
 
 Extension = _structure("Extension_Base", struct_size=c_size_t, type=c_int, next=c_void_p)
@@ -46,44 +46,44 @@ Metadata = _structure(
     "Metadata", struct_size=c_size_t, api_version=ApiVersion, traits=c_uint32, state_type_id=c_int64
 )
 MetadataExtension = _structure("Metadata_Extension", extension_base=Extension, metadata=POINTER(Metadata))
-# As far as it is needed.
+# Only the leading members, which we need.
 Api = _structure("Api", **_HEAD, api_version=ApiVersion, internal_api=c_void_p, XLA_FFI_Error_Create=c_void_p)
 ErrorCreate = _structure("Error_Create_Args", **_HEAD, message=c_char_p, errc=c_int)
 Buffer = _structure("Buffer", **_HEAD, dtype=c_int, data=c_void_p, rank=c_int64, dims=c_void_p)
-# The last member of both is the address of an array of pointers to Buffer.
+# The last member of both structures is the address of an array of pointers to Buffer.
 Arguments = _structure("Args", **_HEAD, size=c_int64, types=c_void_p, args=c_size_t)
 Results = _structure("Rets", **_HEAD, size=c_int64, types=c_void_p, rets=c_size_t)
 ByteSpan = _structure("ByteSpan", ptr=c_void_p, len=c_size_t)
-_Spans = POINTER(POINTER(ByteSpan))  # all attributes used here are strings
+_Spans = POINTER(POINTER(ByteSpan))  # All attributes used here are strings.
 Attributes = _structure("Attrs", **_HEAD, size=c_int64, types=c_void_p, names=_Spans, attrs=_Spans)
 CallFrame = _structure(
     "CallFrame", struct_size=c_size_t, extension_start=POINTER(Extension), api=POINTER(Api), ctx=c_void_p,
     stage=c_int, args=Arguments, rets=Results, attrs=Attributes, future=c_void_p,
 )
-_LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # from JAX 0.12 on
+_LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Since JAX 0.12.
 
 _handler: list[Handler] = []
-_alive: list[Any] = []  # the registered function, for as long as the process lives
+_alive: list[Any] = []  # Keeps the registered function alive as long as the process.
 
 
 def set_handler(function: Handler) -> None:
-    """Set the function to call: with the attribute ``what``, the inputs and the outputs."""
+    """Set the function to call with the attribute ``what``, the inputs and the outputs."""
     _handler[:] = [function]
 
 
 def members(header: str, name: str) -> list[str]:
-    """Return the names of a structure's members as the header declares them."""
+    """Return the names of a structure's members as declared in the header."""
     plain = re.sub(r"//[^\n]*", "", header)
-    found = re.search(rf"struct {name} \{{(.*?)\n\}}", plain, re.DOTALL)
-    if found is None:
+    match = re.search(rf"struct {name} \{{(.*?)\n\}}", plain, re.DOTALL)
+    if match is None:
         return []
-    declarations = [one.strip() for one in found[1].split(";") if one.strip()]
-    return [re.split(r"[\s*(]+", one.rstrip(")"))[-1] for one in declarations]
+    declarations = [declaration.strip() for declaration in match[1].split(";") if declaration.strip()]
+    return [re.split(r"[\s*(]+", declaration.rstrip(")"))[-1] for declaration in declarations]
 
 
 @functools.cache
 def _version() -> tuple[int, int] | None:
-    """Return the interface's version if all structures are as here, else None."""
+    """Return the interface's version if all structures match this module's, otherwise None."""
     try:
         header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     except (OSError, AttributeError):
@@ -96,7 +96,7 @@ def _version() -> tuple[int, int] | None:
         theirs = members(header, name) or members(header, _LATER_NAMES.get(name, ""))
         if structure is Api:
             theirs = theirs[: len(ours)]
-        if structure is Metadata:  # the last member was added after jaxlib 0.7
+        if structure is Metadata:  # The last member was added after jaxlib 0.7.
             ours = ours[: max(len(theirs), 3)]
         if theirs != ours:
             return None
@@ -106,7 +106,7 @@ def _version() -> tuple[int, int] | None:
 
 @functools.cache
 def available() -> bool:
-    """Return whether XLA can call Python; registers the handler the first time."""
+    """Return True if XLA can call Python. Registers the handler on the first call."""
     if _version() is None:
         return False
     function = ctypes.CFUNCTYPE(c_void_p, POINTER(CallFrame))(_handle)
@@ -117,7 +117,7 @@ def available() -> bool:
 
 
 def _handle(frame: Any) -> int | None:
-    """Serve one call of XLA; return an error object, or None."""
+    """Serve one call from XLA. Return an error object, or None."""
     try:
         call = frame.contents
         extension = call.extension_start
@@ -126,7 +126,7 @@ def _handle(frame: Any) -> int | None:
         elif call.stage == _EXECUTE:
             _execute(call)
         return None
-    except BaseException as error:  # the caller is C++
+    except BaseException as error:  # The caller is C++.
         arguments = ErrorCreate(
             ctypes.sizeof(ErrorCreate), None, f"{type(error).__name__}: {error}".encode(), _INTERNAL
         )
@@ -136,7 +136,7 @@ def _handle(frame: Any) -> int | None:
 
 
 def _fill(metadata: Any) -> None:
-    """Write the version of the interface that this handler is for."""
+    """Write the version of the interface that this handler implements."""
     version = _version()
     assert version is not None
     metadata.api_version.struct_size = ctypes.sizeof(ApiVersion)
@@ -156,23 +156,24 @@ def _shapes(text: str) -> list[list[tuple[tuple[int, ...], np.dtype[Any]]]]:
 
 
 def _addresses(size: int, buffers: int) -> tuple[int, ...]:
-    """Return the addresses of the buffers' data, without the first: the token that keeps the order."""
-    # By numbers: ctypes objects for each of hundreds of gradients would take longer than the exchange.
+    """Return the addresses of the buffers' data, except the first: the token that keeps the order."""
+    # Works on integers: creating ctypes objects for hundreds of gradients would take longer than the
+    # exchange.
     offset = Buffer.data.offset
     pointers = (c_size_t * size).from_address(buffers)
     return tuple([c_size_t.from_address(pointer + offset).value for pointer in pointers[1:]])
 
 
-# XLA uses the same memory again and again; a view only refers to it.
+# Cached, because XLA reuses its memory. A view only refers to the memory.
 @functools.lru_cache(maxsize=256)
 def _views(
     text: str, addresses_in: tuple[int, ...], addresses_out: tuple[int, ...]
 ) -> tuple[list[Array], list[Array]]:
-    """Return views of the inputs and outputs, of the shapes in ``text``."""
+    """Return views of the inputs and outputs, with the shapes in ``text``."""
     shapes_in, shapes_out = _shapes(text)
     outputs = [array_at(address, *kind) for address, kind in zip(addresses_out, shapes_out, strict=True)]
     known = dict(zip(addresses_out, outputs, strict=True))
-    # An input whose memory is an output's is the same object: so the engine knows that it works in place.
+    # An input in an output's memory is the same object, which tells the engine that it works in place.
     inputs = [
         known[address] if address in known and known[address].nbytes else array_at(address, *kind)
         for address, kind in zip(addresses_in, shapes_in, strict=True)

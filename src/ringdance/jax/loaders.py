@@ -1,4 +1,4 @@
-"""Loaders that yield arrays of JAX."""
+"""Loaders that yield JAX arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Loaders(Loaders):
 
     def images(self, batch: Batch, device: Any) -> Batch:
         images, labels = jax.device_put((batch.images, batch.labels.astype("int32")), device)
-        return replace(batch, images=images, labels=labels)  # no device needs the indices
+        return replace(batch, images=images, labels=labels)  # The indices stay on the host.
 
 
 _own = _Loaders()

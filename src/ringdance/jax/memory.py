@@ -1,7 +1,7 @@
-"""Convert between JAX arrays and NumPy views, without copying where that is possible.
+"""Convert between JAX arrays and NumPy views, without copying if possible.
 
-JAX has no 64-bit types unless ``jax_enable_x64`` is set, and cuts what it is given to 32 bits. So NumPy's
-values of 64 bits stay NumPy arrays, as arguments and as results.
+JAX has no 64-bit types unless ``jax_enable_x64`` is set, and truncates its inputs to 32 bits. So 64-bit NumPy
+values stay NumPy arrays, both as arguments and as results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 def exact(value: Any) -> Any:
-    """Return what is given as a JAX array; as NumPy's where JAX would cut it to 32 bits."""
+    """Return a value as a JAX array, or as a NumPy array if JAX would truncate it to 32 bits."""
     if isinstance(value, (np.ndarray, np.generic)) and _is_cut(value.dtype):
         return np.asarray(value)
     return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
@@ -31,16 +31,16 @@ def _is_cut(dtype: Any) -> bool:
 
 
 def array_of(value: Any) -> Array:
-    """Return the values of an array: a view on the CPU, else a copy.
+    """Return the values of an array: a view on the CPU, otherwise a copy.
 
-    The view is for reading; it is marked as writable only because MPI refuses other memory.
+    The view is for reading. It is marked as writable only because MPI refuses read-only memory.
 
     Raises:
-        ArgumentError: it is spread over the devices of several processes.
+        ArgumentError: The array is spread over the devices of several processes.
     """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise ArgumentError(
-            "An array that is spread over several processes cannot be exchanged: give each rank its own."
+            "An array that is spread over several processes cannot be exchanged. Pass each rank's own array."
         )
     view = np.asarray(value)
     if not view.flags.c_contiguous:
@@ -51,23 +51,23 @@ def array_of(value: Any) -> Array:
 
 
 def from_array(array: Array, like: Any = None) -> Any:
-    """Return an array of the engine as a JAX array on the device of ``like``; itself if JAX would cut it.
+    """Return an engine array as a JAX array on the device of ``like``, or unchanged if JAX would truncate it.
 
-    On the CPU it shares the memory if that is aligned to 64 bytes, as the engine's is. Rows that cannot be
-    divided among the devices of ``like`` are on the default device. Where ``like`` is not committed to its
-    device, the result is not either, and goes into programs on several devices.
-    """
+    On the CPU it shares the memory if that is aligned to 64 bytes, as the engine's memory is. If the rows
+    cannot be divided among the devices of ``like``, the result is on the default device. If ``like`` is not
+    committed to its device, the result is not committed either and can be used in programs on several
+    devices. """
     if _is_cut(array.dtype):
         return array
     sharding = like.sharding if isinstance(like, jax.Array) and like.committed else None
     try:
         return jax.device_put(array, sharding, may_alias=True)
-    except ValueError:  # a number of rows that cannot be divided among its devices
+    except ValueError:  # The number of rows cannot be divided among its devices.
         return jax.device_put(array, may_alias=True)
 
 
 def _floating_dtype(array: Any) -> Any:
-    """Return JAX's data type for the array if it is floating, else None."""
+    """Return JAX's data type for the array if it is floating, otherwise None."""
     floating = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
     return jax.dtypes.canonicalize_dtype(array.dtype) if floating else None
 

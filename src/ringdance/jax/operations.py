@@ -1,11 +1,11 @@
-"""The collectives on JAX arrays: at once, or within ``jit``, ``grad`` and control flow.
+"""Collectives on JAX arrays: immediate, or within ``jit``, ``grad`` and control flow.
 
-Within ``jit`` all shapes are fixed when the program is traced: there ``allgather`` and ``alltoall`` need
-equally many rows on all ranks, and ``splits`` cannot be given. Unnamed calls match by order, which XLA keeps.
-Gradients are for ``grad`` and ``vjp``; forward-mode differentiation (``jvp``) is not defined, nor is
-``vmap``: exchange the whole batch outside of it. Arrays that are sharded over several devices of this process
-are exchanged whole; within ``shard_map`` there is an error. A failure within ``jit`` is raised as
-``jax.errors.JaxRuntimeError`` with the message of the error that is raised outside.
+Within ``jit``, all shapes are fixed when the program is traced. There ``allgather`` and ``alltoall`` need
+equal numbers of rows on all ranks, and ``splits`` is not supported. Unnamed calls match by order, which XLA
+keeps. ``grad`` and ``vjp`` are supported. Forward-mode differentiation (``jvp``) and ``vmap`` are not
+defined: exchange the whole batch outside of ``vmap``. Arrays that are sharded over several devices of this
+process are exchanged whole. A collective within ``shard_map`` raises an error. A failure within ``jit`` is
+raised as ``jax.errors.JaxRuntimeError``, with the message of the error that is raised outside ``jit``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 Values = Sequence[Any]
 
-_NO_SPLITS = "alltoall(splits=...) gives results of unknown shape: call it outside of jit."
+_NO_SPLITS = "alltoall(splits=...) has results of unknown shape. Call it outside of jit."
 
 
 # Gradients.
@@ -45,7 +45,7 @@ _NO_SPLITS = "alltoall(splits=...) gives results of unknown shape: call it outsi
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
-    """Return the exchange's results, which within ``jit`` have ``shapes``."""
+    """Return the exchange's results. Within ``jit`` they have ``shapes``."""
     if not is_traced(values):
         return tuple(eager(what, values))
     dtypes = [value.dtype for value in values]
@@ -55,7 +55,7 @@ def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
         if what.splits is not None:
             raise ArgumentError(_NO_SPLITS)
         if what.rows[0] % size:
-            raise ArgumentError(f"alltoall: {what.rows[0]} rows cannot be cut equally for {size} ranks.")
+            raise ArgumentError(f"alltoall: {what.rows[0]} rows cannot be divided evenly among {size} ranks.")
     return compiled(what, values, shapes, dtypes)
 
 
@@ -69,18 +69,18 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
     rule = what.call.backward(engine)
     if what.call.kind is Collective.ALLTOALL:
         return (_alltoall_back(rule.call, what.rows[0], received, gradients[0]),)
-    # optax calls the vjp functions of losses with a number of Python.
-    gradients = tuple([one if hasattr(one, "dtype") else jnp.asarray(one) for one in gradients])
-    # Integers have no gradient, and what JAX passes for them cannot be exchanged.
-    floating = [index for index, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+    # optax calls the vjp functions of losses with a Python number.
+    gradients = tuple([value if hasattr(value, "dtype") else jnp.asarray(value) for value in gradients])
+    # Integers have no gradient, and JAX's placeholder for it cannot be exchanged.
+    floating = [index for index, gradient in enumerate(gradients) if gradient.dtype != jax.dtypes.float0]
     if not floating:
         return (None,) * len(gradients)
     chosen = [gradients[index] for index in floating]
     rows = [what.rows[index] for index in floating] if what.rows else []
-    shapes = tuple([one.shape for one in chosen])
+    shapes = tuple([gradient.shape for gradient in chosen])
     if what.call.kind is Collective.REDUCESCATTER:
-        chosen = [one * rule.scale for one in chosen]
-        shapes = tuple([(count, *one.shape[1:]) for count, one in zip(rows, chosen, strict=True)])
+        chosen = [gradient * rule.scale for gradient in chosen]
+        shapes = tuple([(count, *gradient.shape[1:]) for count, gradient in zip(rows, chosen, strict=True)])
     back = JaxCall(rule.call, rows=_shapes(rule.call, chosen)[1])
     results = _recorded(back, shapes, *chosen)
     if rule.keep is Keep.ROOT and engine.rank != what.call.root:
@@ -88,14 +88,14 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
     if rule.keep is Keep.OWN_ROWS:
         counts = _run(Call(Collective.ALLGATHER, set_id=what.call.set_id), [jnp.array([rows])])[0]
         first = counts[: engine.members(what.call.set_id).index(engine.rank)].sum(axis=0)
-        given = zip(results, first, rows, strict=True)
-        results = tuple([jax.lax.dynamic_slice_in_dim(*one) for one in given])
-    done = iter(results)
-    return tuple([next(done) if index in floating else None for index in range(len(gradients))])
+        slices = zip(results, first, rows, strict=True)
+        results = tuple([jax.lax.dynamic_slice_in_dim(*args) for args in slices])
+    remaining = iter(results)
+    return tuple([next(remaining) if index in floating else None for index in range(len(gradients))])
 
 
 def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
-    """Send the gradient back the way the rows came; rows that were not sent get zeros."""
+    """Send the gradient's rows back to where they came from. Rows that were not sent get zeros."""
     splits = None if is_traced((received,)) else tuple(np.asarray(received).tolist())
     if splits is not None and is_traced((gradient,)) and len(set(splits)) == 1:
         splits = None
@@ -110,9 +110,9 @@ _recorded.defvjp(_forward, _backward)
 def _run(
     call: Call, arrays: Values, splits: tuple[int, ...] | None = None, compression: Any = Compression.none
 ) -> list[Any]:
-    """Exchange arrays now or in the traced program; of an alltoall also return received splits."""
+    """Exchange arrays now or in the traced program. For an alltoall, also return the received splits."""
     traced = in_program(arrays)
-    if traced:  # programs have JAX's types
+    if traced:  # Programs have JAX's types.
         arrays = [jnp.asarray(array) for array in arrays]
     pairs = [compression.compress(exact(array)) for array in arrays]
     if not pairs:
@@ -128,16 +128,16 @@ def _run(
     else:
         results = list(_recorded(what, shapes, *values))
     restored = zip(results, pairs, strict=False)
-    return [compression.decompress(one, context) for one, (_, context) in restored] + results[len(pairs) :]
+    return [compression.decompress(out, context) for out, (_, context) in restored] + results[len(pairs) :]
 
 
 def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
-    """Return the results' shapes for equally many rows on all ranks, and the inputs' rows."""
+    """Return the results' shapes for equal numbers of rows on all ranks, and the inputs' numbers of rows."""
     if call.keeps_shapes:
         return tuple([value.shape for value in values]), ()
     if not all(value.ndim for value in values):
         name = call.kind.name.lower()
-        raise ArgumentError(f"{name} needs arrays with at least one dimension; use x.reshape(1).")
+        raise ArgumentError(f"{name} needs arrays with at least one dimension. Use x.reshape(1).")
     engine = session.engine()
     members = engine.members(call.set_id)
     size, rows = len(members), tuple([value.shape[0] for value in values])
@@ -148,7 +148,7 @@ def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
     else:
         set_rank = members.index(engine.rank) if engine.rank in members else 0
         counts = [count // size + (set_rank < count % size) for count in rows]
-    return tuple([(count, *one.shape[1:]) for count, one in zip(counts, values, strict=True)]), rows
+    return tuple([(count, *value.shape[1:]) for count, value in zip(counts, values, strict=True)]), rows
 
 
 # The collectives.
@@ -159,20 +159,20 @@ def allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *,
     compression: Any = Compression.none,
 ) -> Any:
-    """Return the reduction of ``array`` over all ranks: same shape and type, differentiable.
+    """Return the reduction of ``array`` over all ranks, with the same shape and type. Differentiable.
 
     Args:
-        array: equal shape and type on all ranks.
-        name: key that matches the ranks' calls; without one they match by order.
+        array: Array with equal shape and type on all ranks.
+        name: Key that matches the ranks' calls. Unnamed calls match by order.
         op: Average (default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: multiplies the input of each rank.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part.
+        prescale_factor: Factor applied to each rank's input.
+        postscale_factor: Factor applied to the result.
+        process_set: The participating ranks.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
 
     Raises:
-        ArgumentError: an argument is wrong; only this rank may see it.
-        MismatchError: ranks called it with different shapes, types or operations; raised on all.
+        ArgumentError: An argument is wrong. The error may be raised on this rank only.
+        MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return _run(call, [array], None, compression)[0]
@@ -183,7 +183,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *,
     compression: Any = Compression.none,
 ) -> list[Any]:
-    """Return the reductions of several arrays, in one exchange; as ``allreduce``."""
+    """Return the reductions of several arrays, in one exchange. See ``allreduce``."""
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return _run(call, arrays, None, compression)
 
@@ -192,7 +192,7 @@ def reduce_gradients(
     arrays: Values, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     pattern: str, compression: Any = Compression.none, parameters: Sequence[str] = (),
 ) -> list[Any]:
-    """Return the reductions of all gradients of a step, which ends with it; ``parameters``: their names."""
+    """Return a step's reduced gradients and mark the step's end. ``parameters``: the parameters' names."""
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER, pattern)
     return _run(call, arrays, None, compression)
@@ -201,7 +201,7 @@ def reduce_gradients(
 def compare_weights(
     arrays: Values, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
-    """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
+    """Compare the parameters of a gradient exchange over the ranks when it is due. See ``weights``."""
     traced, engine = in_program(arrays), session.engine()
     if not traced and not weights.due(engine, set_id(process_set), exchange):
         return
@@ -211,8 +211,8 @@ def compare_weights(
             one = jnp.stack([one.real, one.imag])
         if not jnp.issubdtype(one.dtype, jnp.floating):
             raise TypeError("only floats are compared")
-        chosen = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)
-        return one.size, chosen if traced else np.asarray(chosen)
+        sample = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)
+        return one.size, sample if traced else np.asarray(sample)
 
     call = weights.call_of(exchange, names, advice, set_id(process_set))
     sample = (jnp if traced else np).concatenate([*weights.rows_of(arrays, take)])
@@ -223,9 +223,9 @@ def compare_weights(
 
 
 def allgather(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Return the ranks' arrays joined along dimension 0, differentiable.
+    """Return the ranks' arrays concatenated along dimension 0. Differentiable.
 
-    That dimension may differ between ranks, but not within ``jit``.
+    The length of dimension 0 may differ between ranks, except within ``jit``.
     """
     return _run(movement(Collective.ALLGATHER, name, process_set), [array])[0]
 
@@ -233,38 +233,40 @@ def allgather(array: Any, name: str | None = None, process_set: ProcessSet = glo
 def grouped_allgather(
     arrays: Values, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gather several arrays; as ``allgather``."""
+    """Gather several arrays. See ``allgather``."""
     return _run(movement(Collective.ALLGATHER, name, process_set, grouped=True), arrays)
 
 
 def broadcast(
     array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the array of global rank ``root_rank``; shape and type equal on all ranks; differentiable."""
+    """Return the array of global rank ``root_rank``. Shape and type match on all ranks. Differentiable."""
     return _run(movement(Collective.BROADCAST, name, process_set, root=root_rank), [array])[0]
 
 
 def grouped_broadcast(
     arrays: Values, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Broadcast several arrays in one exchange; as ``broadcast``."""
+    """Broadcast several arrays in one exchange. See ``broadcast``."""
     return _run(movement(Collective.BROADCAST, name, process_set, grouped=True, root=root_rank), arrays)
 
 
 def alltoall(
     array: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Send ``splits[j]`` rows to rank j of the set, receive theirs in rank order; differentiable.
+    """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
+
+    Differentiable.
 
     Args:
-        array: at least one dimension; all but the first equal on all ranks.
-        splits: integers, one for each rank; their sum may be less than the rows. Not within ``jit``.
-            Without it all ranks receive equally many.
-        name: key that matches the ranks' calls.
-        process_set: the ranks that take part.
+        array: Array with at least one dimension. All dimensions but the first are equal on all ranks.
+        splits: Rows to send to each rank. Their sum may be less than the number of rows. Not supported within
+            ``jit``. By default all ranks receive equal shares.
+        name: Key that matches the ranks' calls.
+        process_set: The participating ranks.
 
     Returns:
-        The received rows; with ``splits`` also how many came from each rank (int32).
+        The received rows. With ``splits``, also the number of rows from each rank (int32).
     """
     if splits is not None and is_traced((splits,)):
         raise ArgumentError(_NO_SPLITS)
@@ -280,7 +282,7 @@ def reducescatter(
 ) -> Any:
     """Reduce (Average or Sum) and return this rank's rows.
 
-    Of d rows each of n ranks gets d // n, the first d % n ranks one more.
+    With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
     """
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return _run(call, [array])[0]
@@ -291,16 +293,16 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Reduce and scatter several arrays; as ``reducescatter``."""
+    """Reduce and scatter several arrays. See ``reducescatter``."""
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return _run(call, arrays)
 
 
 def join() -> int:
-    """Take part in other ranks' reductions with zeros until all ranks have joined.
+    """Contribute zeros to other ranks' reductions until all ranks have joined.
 
     Returns:
-        The global rank that joined last, the same on all.
+        The global rank that joined last, equal on all ranks.
     """
     settle()
     return collectives.join(session.engine())

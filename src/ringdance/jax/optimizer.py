@@ -19,11 +19,11 @@ from ringdance.training.gradients.options import pattern_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
 _ADVICE = "params, state = hvd.broadcast_parameters((params, state), root_rank=0)"
-_numbers = itertools.count()  # all ranks make their transformations in one order
+_numbers = itertools.count()  # All ranks create their transformations in the same order.
 
 
 def _name_of(path: Any) -> str:
-    """Return a leaf's path as text: dense/bias."""
+    """Return a leaf's path as text, for example dense/bias."""
     return str(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
@@ -32,15 +32,15 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def mean_of(tree: Any, name: str, process_set: ProcessSet) -> Any:
-    """Return a tree of arrays as the mean over the ranks, exchanged together."""
+    """Return a tree of arrays averaged over the ranks, in one exchange."""
     leaves, structure = jax.tree.flatten(tree)
-    done = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
-    return jax.tree.unflatten(structure, done)
+    means = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
+    return jax.tree.unflatten(structure, means)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _with_mean_gradient(tree: Any, name: str, process_set: ProcessSet) -> Any:
-    """Return what is given; its gradient becomes the mean of the ranks' gradients."""
+    """Return ``tree``. Its gradient becomes the mean of the ranks' gradients."""
     return tree
 
 
@@ -51,14 +51,14 @@ _with_mean_gradient.defvjp(
 
 
 def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
-    """Return an extra argument of ``update``; what optax computes by it is the mean over the ranks."""
+    """Return an extra argument of ``update``, changed so that optax computes with the mean over the ranks."""
     mean = functools.partial(mean_of, name=f"{name}.{key}", process_set=process_set)
     if key in ("value", "grad"):
         return mean(given)
     if not callable(given) or key not in ("value_fn", "grad_fn"):
         return given
 
-    @functools.wraps(given)  # optax passes the arguments that are in its signature
+    @functools.wraps(given)  # optax passes the arguments that are in its signature.
     def everywhere(params: Any, *args: Any, **kwargs: Any) -> Any:
         if key == "value_fn":
             params = _with_mean_gradient(params, f"{name}.{key}.gradient", process_set)
@@ -71,7 +71,7 @@ _REFUSED = ("apply_if_finite.", "MultiSteps.")
 
 
 def _check_caller() -> None:
-    """Raise ArgumentError within what decides by this rank's gradients, or sums them, before the exchange."""
+    """Raise ArgumentError in a wrapper that would skip or sum this rank's gradients before the exchange."""
     if session.engine().size == 1:
         return
     for frame, _ in traceback.walk_stack(None):
@@ -79,9 +79,9 @@ def _check_caller() -> None:
         if name.startswith(_REFUSED):
             outer = name.partition(".")[0]
             raise ArgumentError(
-                f"optax.{outer}(hvd.distributed(tx), ...) sees the gradients of this rank only, and may skip "
-                f"an exchange for which other ranks wait. Write hvd.distributed(optax.{outer}(tx, ...)): "
-                "there all ranks see the reduced gradients."
+                f"optax.{outer}(hvd.distributed(tx), ...) sees only this rank's gradients and may skip "
+                f"an exchange that other ranks wait for. Write hvd.distributed(optax.{outer}(tx, ...)), so "
+                "that all ranks see the reduced gradients."
             )
 
 
@@ -91,19 +91,20 @@ def distributed(
 ) -> Any:
     """Return an optax transformation that reduces gradients over the ranks and passes them to ``tx``.
 
-    All leaves go in one exchange. What ``tx`` does (clipping, weight decay) sees reduced gradients, and the
-    means of the ranks' ``value``, ``grad``, ``value_fn`` and ``grad_fn`` where ``update`` is given them, as
-    for ``optax.contrib.reduce_on_plateau`` and line searches. Works within ``jit`` and outside.
+    All leaves are reduced in one exchange. ``tx`` (for example clipping or weight decay) sees reduced
+    gradients. If ``update`` receives ``value``, ``grad``, ``value_fn`` or ``grad_fn``, ``tx`` sees their
+    means over the ranks, for ``optax.contrib.reduce_on_plateau`` and line searches. Works both within ``jit``
+    and outside.
 
     Args:
-        tx: an ``optax.GradientTransformation``, or ``optax.MultiSteps``.
+        tx: An ``optax.GradientTransformation`` or ``optax.MultiSteps``.
         op: Average or Sum.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        process_set: the ranks that take part; on others the transformation is local.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        process_set: The participating ranks. On other ranks the transformation is local.
 
     Raises:
-        ArgumentError: an argument is wrong; from ``update`` where several ranks take part: it is called by
-            ``optax.apply_if_finite`` or ``optax.MultiSteps``, which belong within:
+        ArgumentError: An argument is wrong. On several ranks, ``update`` also raises it if it is called by
+            ``optax.apply_if_finite`` or ``optax.MultiSteps``. Put these inside:
             ``distributed(optax.apply_if_finite(tx, 3))``.
     """
     import optax
@@ -115,23 +116,23 @@ def distributed(
     def reduced(gradients: Any) -> Any:
         paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
         leaves = [leaf for _, leaf in paths]
-        every = jax.tree.leaves(gradients, is_leaf=lambda one: one is None)
-        pattern = pattern_of(["none" if one is None else "dense" for one in every])
+        all_leaves = jax.tree.leaves(gradients, is_leaf=lambda leaf: leaf is None)
+        pattern = pattern_of(["none" if leaf is None else "dense" for leaf in all_leaves])
         if not leaves:
             return gradients
         names = [_name_of(path) for path, _ in paths]
-        done = reduce_gradients(leaves, name, operation, 1.0, 1.0, process_set, pattern, compression, names)
-        return jax.tree.unflatten(structure, done)
+        out = reduce_gradients(leaves, name, operation, 1.0, 1.0, process_set, pattern, compression, names)
+        return jax.tree.unflatten(structure, out)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not takes_part(process_set):
             return inner.update(gradients, state, params, **extra)
         _check_caller()
-        extra = {key: _of_all_ranks(name, key, one, process_set) for key, one in extra.items()}
+        extra = {key: _of_all_ranks(name, key, value, process_set) for key, value in extra.items()}
         mean = reduced(gradients)
-        trained = _by_path(gradients)  # what has no gradient may be each rank's own
-        if found := {path: one for path, one in _by_path(params).items() if path in trained}:
-            compare_weights([*found.values()], [*found], name, _ADVICE, process_set)
+        trained = _by_path(gradients)  # A parameter without a gradient may differ between ranks.
+        if compared := {path: leaf for path, leaf in _by_path(params).items() if path in trained}:
+            compare_weights([*compared.values()], [*compared], name, _ADVICE, process_set)
         return inner.update(mean, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -1,14 +1,15 @@
-"""Keep compiled programs with exchanges in order, and start them by JAX's C++ code.
+"""Keep compiled programs with exchanges in order, and start them from JAX's C++ code.
 
-Note [Programs without tokens]: within a program an ordered effect keeps the exchanges in order: JAX passes
-a token from one to the next, through loops, branches and nested functions. Between programs JAX passes a
-token, too; but it starts a program that takes tokens by its Python code instead of its C++ code, which for
-hundreds of arrays takes longer than to exchange them.
+Note [Programs without tokens]: Within a program, an ordered effect keeps the exchanges in order. JAX passes
+a token from one exchange to the next, through loops, branches and nested functions. JAX passes a token
+between programs too. But then it starts a program from its Python code instead of its C++ code, and for
+hundreds of arrays this takes longer than the exchange.
 
-Where all programs run on one CPU device that token is redundant: a thread's programs run one after the
-other, in the order in which they were started (``runtime_tokens`` of JAX relies on the same). So there the
-effect ends where the program ends: before JAX lowers the traced program, it becomes one operation
-without an effect that makes the first token itself. JAX has no public place for that: see ``_private``.
+If all programs run on one CPU device, the token between programs is redundant: a thread's programs run one
+after the other, in the order in which they were started (JAX's ``runtime_tokens`` relies on this too). So in
+this case we end the effect where the program ends. Before JAX lowers the traced program, we turn it into one
+operation without an effect, which makes the first token itself. JAX has no public hook for this: see
+``_private``.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ _log = logging.getLogger("ringdance")
 
 
 def by_address() -> bool:
-    """Return whether XLA on the CPU may call back with the addresses of its memory."""
-    known = _private.abstract_token is not None
-    return known and session.engine().settings.jax_ffi != "off" and ffi.available()
+    """Return True if XLA on the CPU may call back with the addresses of its memory."""
+    has_token = _private.abstract_token is not None
+    return has_token and session.engine().settings.jax_ffi != "off" and ffi.available()
 
 
-# The rank and the size for which programs have been traced.
+# The rank and size for which programs have been traced.
 _world: list[tuple[int, int]] = []
 
 
 def _forget_programs() -> None:
-    """Let JAX trace again what was traced at another size: its shapes differ, alone nothing is exchanged."""
+    """Make JAX retrace programs at another rank or size: shapes differ, and one rank exchanges nothing."""
     _private.drop_tokens()
     engine = session.engine()
     world = engine.rank, engine.size
@@ -61,7 +62,7 @@ _program.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
 
 
 def _lower_program(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
-    """Lower the program's operations after a token of its own; the last token is dropped."""
+    """Lower the program's operations after a token of its own. The last token is dropped."""
     inner = ctx.replace(tokens_in=mlir.TokenSet.create([EFFECT]), tokens_out=None)
     return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *operands)
 
@@ -70,18 +71,19 @@ mlir.register_lowering(_program, _lower_program)
 
 
 def _without_effect(jaxpr: Any) -> Any:
-    """Return the traced program as that operation."""
+    """Return the traced program as a single ``_program`` operation."""
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
     return jax.make_jaxpr(functools.partial(_program.bind, jaxpr=jaxpr))(*arguments)
 
 
-# For each device whose programs jax.effects_barrier() does not wait for: starts one more, returns its result.
+# For each device whose programs jax.effects_barrier() does not wait for: a function that starts one more
+# program and returns its result.
 _last: dict[Any, Callable[[], jax.Array]] = {}
 _EXIT_SECONDS = 10.0
 
 
 def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
-    """Return whether a program with this effect alone keeps its order without tokens."""
+    """Return True if a program that has only this effect keeps its order without tokens."""
     return (
         set(jaxpr.effects) == {EFFECT}
         and backend.platform == "cpu"
@@ -91,27 +93,27 @@ def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
 
 
 def start_quickly() -> None:
-    """Let JAX's C++ code start programs that are compiled from now on, where that is possible."""
+    """Let JAX's C++ code start the programs that are compiled from now on, if possible."""
     original = _private.lowering_to_hlo()
     if original is None:
-        _log.debug("JAX %s: programs with exchanges are started by its Python code.", jax.__version__)
+        _log.debug("JAX %s: its Python code starts programs with exchanges.", jax.__version__)
         return
 
     def lower(jaxpr: Any, *rest: Any, **named: Any) -> Any:
         if EFFECT in jaxpr.effects:
             try:
-                backend = next(one for one in rest if hasattr(one, "local_devices"))
+                backend = next(argument for argument in rest if hasattr(argument, "local_devices"))
                 if _may_be_quick(jaxpr, backend):
                     lowered = original(_without_effect(jaxpr), *rest, **named)
                     _watch(backend.local_devices()[0])
                     return lowered
             except Exception as error:
-                # An error of the program itself is raised again below, in terms of the program.
-                _log.debug("JAX %s: a program is started by its Python code: %r", jax.__version__, error)
+                # If the error is the program's own, the call below raises it again in terms of the program.
+                _log.debug("JAX %s: its Python code starts a program because of %r", jax.__version__, error)
         return original(jaxpr, *rest, **named)
 
     _private.replace_lowering_to_hlo(lower)
-    atexit.register(settle)  # registered before the job is joined: runs after the job has been left
+    atexit.register(settle)  # Registered before the job is joined, so it runs after the job has been left.
 
 
 def _watch(device: Any) -> None:
@@ -122,14 +124,14 @@ def _watch(device: Any) -> None:
         zero = jax.device_put(0, device)
     program = jax.jit(jax.numpy.negative).lower(zero).compile()
     if not _last:
-        atexit.register(_finish)  # runs before the job is left
+        atexit.register(_finish)  # Runs before the job is left.
     _last[device] = lambda: program(zero)
 
 
 def settle() -> None:
-    """Wait until all exchanges in programs that this thread has started are complete.
+    """Wait until all exchanges in programs started by this thread are complete.
 
-    Where these have tokens and one has failed, raise its error, once.
+    If they have tokens and one has failed, raise its error once.
     """
     try:
         jax.effects_barrier()
@@ -141,9 +143,9 @@ def settle() -> None:
 
 
 def _finish() -> None:
-    """Wait for programs that still run when the script ends: other ranks wait for their exchanges.
+    """Wait for programs that still run when the script ends, because other ranks wait for their exchanges.
 
-    Only for a while: where other ranks do not take part, they are to see that this rank has ended.
+    The wait is limited: if other ranks do not join in the exchanges, they must see that this rank has exited.
     """
     until = time.monotonic() + _EXIT_SECONDS
     for result in [start() for start in tuple(_last.values())]:

@@ -26,13 +26,13 @@ def broadcast_parameters(
 ) -> Any:
     """Return ``params`` with the leaves of global rank ``root_rank``: parameters, optimizer state, anything.
 
-    Arrays, random keys included, go in one exchange; other leaves (numbers, strings) as an object. NumPy
-    arrays of types that JAX does not have enabled (64 bits) stay NumPy arrays.
+    Arrays, including random keys, are broadcast in one exchange. Other leaves (numbers, strings) are
+    broadcast as an object. NumPy arrays of types that JAX does not have enabled (64 bits) stay NumPy arrays.
 
     Args:
-        params: a pytree of equal structure, shapes and types on all ranks; it is not changed.
-        root_rank: global rank.
-        process_set: the ranks that take part.
+        params: A pytree with equal structure, shapes and types on all ranks. It is not changed.
+        root_rank: Global rank.
+        process_set: The participating ranks.
     """
     leaves, structure = jax.tree.flatten(params)
     if session.engine().size == 1 or not leaves:

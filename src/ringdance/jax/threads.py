@@ -7,15 +7,15 @@ import os
 from ringdance.training import session
 from ringdance.training.gradients.options import share_of_cores
 
-# Both are XLA's; the second is the older one.
+# XLA reads both. The second is the older one.
 _VARIABLES = ("PJRT_NPROC", "NPROC")
 
 
 def _limit() -> None:
     """Limit XLA to this rank's share of the cores, after ``init()``.
 
-    Otherwise each process would use all cores of the host. The user's ``NPROC`` or ``PJRT_NPROC`` stays.
-    If JAX was in use before, XLA keeps as many threads as there are cores.
+    Otherwise each process would use all cores of the host. If the user has set ``NPROC`` or ``PJRT_NPROC``,
+    it is kept. If JAX was already in use, XLA keeps one thread per core of the host.
     """
     if session.engine().local_size > 1 and not any(name in os.environ for name in _VARIABLES):
         os.environ |= dict.fromkeys(_VARIABLES, str(share_of_cores()))

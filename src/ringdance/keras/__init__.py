@@ -1,4 +1,4 @@
-"""Ringdance for Keras 3, on the backends tensorflow, torch and jax: ``import ringdance.keras as hvd``.
+"""Ringdance for Keras 3 on the TensorFlow, torch and JAX backends: ``import ringdance.keras as hvd``.
 
 ::
 
@@ -10,11 +10,11 @@
     ]
     if hvd.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
-    x, y = hvd.shard(len(x), ends="pad").take(x, y)  # this rank's share, equally many on all
+    x, y = hvd.shard(len(x), ends="pad").take(x, y)  # This rank's share, equally long on all ranks.
     model.fit(x, y, callbacks=callbacks, verbose=int(hvd.rank() == 0))
 """
 
-from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+from ringdance.training.exports import *  # isort: skip  # First, because some names are replaced below.
 
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic

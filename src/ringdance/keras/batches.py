@@ -1,4 +1,4 @@
-"""Loaders as Keras reads them in ``model.fit``."""
+"""Loaders in the form that Keras reads in ``model.fit``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Sequence: Any = keras.utils.Sequence if KERAS2 else keras.utils.PyDataset
 
 
 class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets the loader's epoch to that of ``fit``; the first one keeps its position."""
+    """Sets the loader's epoch to the epoch of ``fit``. The first epoch keeps its position."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
         if epoch != self._loader.plan.epoch:
             self._loader.set_epoch(epoch)
         steps = self.params.get("steps")
-        if steps != len(self._loader):  # Keras asks once, at the start of fit
+        if steps != len(self._loader):  # Keras reads the length once, when fit starts.
             raise ArgumentError(
-                f"fit() counts on {steps} batches in each epoch; epoch {epoch} has {len(self._loader)} left. "
-                "Finish an epoch that begins in its middle in a fit() of its own, with "
-                "epochs=initial_epoch + 1, and do not give steps_per_epoch."
+                f"fit() expects {steps} batches per epoch, but epoch {epoch} has {len(self._loader)} left. "
+                "To resume in the middle of an epoch, finish it in a separate fit() call with "
+                "epochs=initial_epoch + 1, and do not pass steps_per_epoch."
             )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -43,16 +43,16 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Measurement(_Epochs):
-    """For ``ringdance bench input``: ``fit`` may read the loader in a thread; steps end in the main one."""
+    """Measures for ``ringdance bench input``: ``fit`` may read in a thread, but steps end in the main one."""
 
-    steps = 1 << 30  # of the only epoch
+    steps = 1 << 30  # In the only epoch.
 
     def __init__(self, loader: WatchedLoader) -> None:
         super().__init__(loader)
-        self._sizes: deque[int] = deque()  # of the batches that were read, and not yet trained with
+        self._sizes: deque[int] = deque()  # Sizes of the batches that were read but not yet trained with.
 
     def batches(self) -> Iterator[Any]:
-        """Yield batches without an end."""
+        """Yield batches endlessly."""
         self._sizes.clear()
         for batch in self._loader.drawn():
             self._sizes.append(samples_of(batch))
@@ -60,7 +60,7 @@ class _Measurement(_Epochs):
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._loader.part == "loader":
-            for _ in self._loader:  # until it ends the script
+            for _ in self._loader:  # The loader ends the script.
                 pass
         self._loader.begin()
 
@@ -72,15 +72,15 @@ class _Measurement(_Epochs):
 
 
 class BatchSequence(_Sequence):  # type: ignore[misc]
-    """What the loaders return: a ``keras.utils.PyDataset`` that is read in its order.
+    """A ``keras.utils.PyDataset`` that must be read in order. The loader functions return it.
 
     Args:
-        loader: yields ``ringdance.data.Batch``, or ``TableBatch``.
-        inputs: returns what the model gets of a batch.
+        loader: Yields ``ringdance.data.Batch`` or ``TableBatch``.
+        inputs: Returns the model's input from a batch.
 
     Attributes:
-        loader: the same loader.
-        callback: for ``fit``, so that each epoch has its own order.
+        loader: The loader passed as argument.
+        callback: Callback for ``fit`` that gives each epoch its own order.
     """
 
     def __init__(self, loader: Batches, inputs: Callable[[Any], Any]) -> None:
@@ -92,11 +92,11 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         self._next = 0
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Choose the epoch, and after how many samples of its order to begin: before ``fit``."""
+        """Choose the epoch, and the number of its samples to skip. Call it before ``fit``."""
         self.loader.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
-        """Return the position after so many batches of the epoch: that of a checkpoint."""
+        """Return the position after this many batches of the epoch, for a checkpoint."""
         return self.loader.position_after(batches)
 
     def __len__(self) -> int:
@@ -106,14 +106,14 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         """Return a batch: inputs, labels (n,), and weights (n,) float32.
 
         Raises:
-            ArgumentError: it is not the batch after the last one, nor the first.
+            ArgumentError: ``index`` is neither 0 nor the index after the previous batch's.
         """
         if index == 0:
             self.loader.leave()
             self._batches, self._next = (self._measurement or self.loader).batches(), 0
         if index != self._next:
             raise ArgumentError(
-                f"Batch {index} was asked for, and {self._next} is the next: pass shuffle=False to fit(); "
+                f"Batch {index} was requested, but batch {self._next} is next. Pass shuffle=False to fit(): "
                 "the loader shuffles."
             )
         self._next += 1
@@ -121,36 +121,36 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         return self._inputs(batch), batch.labels, np.full(len(batch.labels), batch.weight, np.float32)
 
     def close(self) -> None:
-        """End the threads that prepare batches."""
+        """Stop the threads that prepare batches."""
         self.loader.close()
 
 
 class _Ahead:
-    """An epoch of a PyDataset, read by as many threads as it has workers."""
+    """An epoch of a PyDataset, read by as many threads as the PyDataset has workers."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:
         if getattr(self._data, "use_multiprocessing", False):
-            raise ArgumentError("A PyDataset cannot be measured with use_multiprocessing=True: leave it out.")
+            raise ArgumentError("A PyDataset with use_multiprocessing=True cannot be measured: remove it.")
         with ThreadPoolExecutor(max(1, getattr(self._data, "workers", 1))) as pool:
             ahead = deque[Future[Any]]()
             for index in range(len(self._data)):
                 ahead.append(pool.submit(self._data.__getitem__, index))
                 if len(ahead) >= getattr(self._data, "max_queue_size", 10):
                     yield ahead.popleft().result()
-            yield from (one.result() for one in ahead)
+            yield from (future.result() for future in ahead)
         self._data.on_epoch_end()
 
 
 def _measuring(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Keras' ``fit``, which also takes a watched loader: it reads that as a generator."""
+    """Return Keras's ``fit``, extended to read a watched loader as a generator."""
 
     @functools.wraps(fit)
     def measured(*args: Any, **options: Any) -> Any:
-        given = inspect.signature(fit).bind(*args, **options)
-        loader = given.arguments.get("x")
+        bound = inspect.signature(fit).bind(*args, **options)
+        loader = bound.arguments.get("x")
         if isinstance(loader, WatchedLoader):
             if isinstance(loader.source, _Sequence):
                 loader.source = _Ahead(loader.source)
@@ -158,13 +158,13 @@ def _measuring(fit: Callable[..., Any]) -> Callable[..., Any]:
             if loader.part == "loader":
                 measurement.on_train_begin()
             batches = measurement.batches()
-            given.arguments["x"] = (tuple(b) if isinstance(b, tuple | list) else (b,) for b in batches)
-            given.arguments["shuffle"] = False  # the loader does
-            given.arguments["callbacks"] = [measurement, *(given.arguments.get("callbacks") or [])]
-        return fit(*given.args, **given.kwargs)
+            bound.arguments["x"] = (tuple(b) if isinstance(b, tuple | list) else (b,) for b in batches)
+            bound.arguments["shuffle"] = False  # The loader shuffles.
+            bound.arguments["callbacks"] = [measurement, *(bound.arguments.get("callbacks") or [])]
+        return fit(*bound.args, **bound.kwargs)
 
     return measured
 
 
-if "RINGDANCE_INPUT_CHECK" in os.environ:  # of `ringdance bench input`
+if "RINGDANCE_INPUT_CHECK" in os.environ:  # Set by `ringdance bench input`.
     keras.Model.fit = _measuring(keras.Model.fit)

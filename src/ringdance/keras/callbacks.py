@@ -23,56 +23,56 @@ __all__ = [
     "LearningRateWarmupCallback", "MetricAverageCallback",
 ]
 
-_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # what each writes
+_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # Each callback's path attribute.
 _PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
 
 
 def _written() -> dict[str, str]:
-    """Return the paths to which this rank's callbacks of the running ``fit`` write: path to callback."""
+    """Return the paths that this rank's callbacks of the running ``fit`` write to: path to callback name."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None)]
-    lists = [one.callbacks for one in callers if isinstance(one, keras.callbacks.CallbackList)]
+    lists = [caller.callbacks for caller in callers if isinstance(caller, keras.callbacks.CallbackList)]
     return {
-        os.path.abspath(getattr(one, attribute)): name
-        for one in (lists[0] if lists else ()) if not isinstance(one, BestModelCheckpoint)
-        for name, attribute in _PATHS.items() if isinstance(one, getattr(keras.callbacks, name))
+        os.path.abspath(getattr(callback, attribute)): name
+        for callback in (lists[0] if lists else ()) if not isinstance(callback, BestModelCheckpoint)
+        for name, attribute in _PATHS.items() if isinstance(callback, getattr(keras.callbacks, name))
     }
 
 
 def _check_written(everywhere: list[dict[str, str]]) -> None:
-    """Raise or warn if ranks of one host write to one path."""
+    """Raise an error or warn if several ranks of a host write to the same path."""
     engine = session.engine()
     users: dict[tuple[str, str, str], list[int]] = {}
     for rank, written in enumerate(everywhere):
         for place in written.items():
             users.setdefault((*place, engine.hosts[rank]), []).append(rank)
     for (path, name, host), ranks in users.items():
-        text = f"{name} writes to {path} on the ranks {ranks} of {host}, which spoil each other's files. "
+        text = f"{name} writes to {path} on ranks {ranks} of {host}, which overwrite each other's files. "
         if len(ranks) > 1 and name == "BackupAndRestore":
             raise ArgumentError(text + _EACH_ITS_OWN)
         if len(ranks) > 1 and engine.rank == ranks[0]:
-            text += "Let rank 0 alone write: "
+            text += "Write on rank 0 only: "
             text += f"if hvd.rank() == 0: callbacks.append(keras.callbacks.{name}(...))."
             warnings.warn(text, stacklevel=level_of_caller())
 
 
 _EACH_ITS_OWN = (
-    "BackupAndRestore has to restore all ranks: give each a directory of its own, as in "
+    "BackupAndRestore must restore all ranks. Give each rank its own directory, for example "
     'keras.callbacks.BackupAndRestore(f"backup-{hvd.rank()}").'
 )
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Broadcasts the root's model and optimizers, when training starts or resumes from a checkpoint.
+    """Broadcasts the root's model and optimizers when training starts or resumes from a checkpoint.
 
-    That happens before the first step; after it once more, if on some rank a layer or an optimizer had no
-    variables before (layers that a subclassed model has not called yet, optimizers that it holds as
-    attributes). Put it first in the list of callbacks. It warns if callbacks of several ranks of a host
-    write to one path.
+    The broadcast happens before the first step. It is repeated after that step if on some rank a layer or an
+    optimizer had no variables before: layers that a subclassed model has not called yet, or optimizers that
+    it holds as attributes. Put this callback first in the list. It warns if callbacks on several ranks of a
+    host write to the same path.
 
     Args:
-        root_rank: global rank.
-        device: accepted and ignored.
-        local_variables: variables to leave out.
+        root_rank: Global rank.
+        device: Accepted and ignored.
+        local_variables: Variables to skip.
     """
 
     def __init__(
@@ -84,34 +84,34 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def register_local_var(self, var: Any) -> None:
-        """Leave this variable out."""
+        """Exclude this variable from the broadcast."""
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast what all ranks have.
+        """Broadcast the variables that all ranks have.
 
         Raises:
-            ArgumentError: ranks of one host have one directory for ``BackupAndRestore``; on all ranks.
+            ArgumentError: Ranks of one host share a directory for ``BackupAndRestore``. Raised on all ranks.
         """
         if self._done:
             return
         complete = is_complete(self.model, getattr(self.model, "optimizer", None))
         choices = [self._variables(optimizers_of(self.model)), self._variables([])]
-        every = allgather_json([complete, *map(len, choices), _written()], "broadcast")
-        _check_written([one[-1] for one in every])
-        for place, found in enumerate(choices, 1):
-            if len({one[place] for one in every}) == 1:
-                broadcast_variables(found, self.root_rank)
+        everywhere = allgather_json([complete, *map(len, choices), _written()], "broadcast")
+        _check_written([entry[-1] for entry in everywhere])
+        for place, variables in enumerate(choices, 1):
+            if len({entry[place] for entry in everywhere}) == 1:
+                broadcast_variables(variables, self.root_rank)
                 break
-        self._done = all(one[0] for one in every)
+        self._done = all(entry[0] for entry in everywhere)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first step what was made in it."""
+        """After the first step, broadcast the variables that it created."""
         if batch:
             self._broadcast()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Broadcast after an epoch of one step what was made in it."""
+        """After an epoch of one step, broadcast the variables that it created."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -121,52 +121,52 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _variables(self, optimizers: Sequence[Any]) -> list[Any]:
         local = set().union(*map(forms, self._local))
-        found = variables_with(self.model, optimizers)
-        return [one for one in found if local.isdisjoint(forms(one))]
+        variables = variables_with(self.model, optimizers)
+        return [variable for variable in variables if local.isdisjoint(forms(variable))]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages the metrics of an epoch over the ranks, for later callbacks.
+    """Averages an epoch's metrics over the ranks, for later callbacks.
 
     Args:
-        device: accepted and ignored.
+        device: Accepted and ignored.
     """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Replace the metrics in ``logs`` by their averages.
+        """Replace the metrics in ``logs`` with their averages.
 
         Raises:
-            MismatchError: the ranks have different metrics; raised on all.
+            MismatchError: The ranks have different metrics. Raised on all ranks.
         """
         if logs is None or session.engine().size == 1:
             return
         everywhere = allgather_json({name: float(value) for name, value in logs.items()}, "metrics")
-        for rank, found in enumerate(everywhere):
-            if set(found) != set(everywhere[0]):
+        for rank, metrics in enumerate(everywhere):
+            if set(metrics) != set(everywhere[0]):
                 raise MismatchError(
                     f"MetricAverageCallback: rank 0 has the metrics {sorted(everywhere[0])}, rank {rank} "
-                    f"({session.engine().hosts[rank]}) has {sorted(found)}. Use the same metrics and "
+                    f"({session.engine().hosts[rank]}) has {sorted(metrics)}. Use the same metrics and "
                     "validation data on all ranks, and put callbacks that add to the logs on all of them."
                 )
         for name in sorted(logs):
-            logs[name] = sum(found[name] for found in everywhere) / len(everywhere)
+            logs[name] = sum(metrics[name] for metrics in everywhere) / len(everywhere)
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Saves the model whenever the monitored metric is the best so far; rank 0 alone writes.
+    """Saves the model whenever the monitored metric is the best so far. Only rank 0 writes.
 
-    ``MetricAverageCallback`` before it makes all ranks see the same metric.
+    Put ``MetricAverageCallback`` before it, so that all ranks see the same metric.
 
     Args:
-        monitor: name of the metric.
-        verbose: 1 prints when it saves.
-        save_weights_only: weights instead of the model.
+        monitor: Name of the metric.
+        verbose: 1 prints a line on each save.
+        save_weights_only: Save weights instead of the model.
         mode: "min", "max" or "auto".
         save_freq: "epoch", or a number of batches.
-        filepath: where to save; may be set later as an attribute.
+        filepath: Path to save to. May be set later as an attribute.
     """
 
     def __init__(
@@ -191,19 +191,20 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` until ``end_epoch``.
 
-    The learning rate of an epoch is written to its logs as ``lr``.
+    Each epoch's learning rate is written to its logs as ``lr``.
 
     Args:
-        initial_lr: the learning rate to be multiplied.
-        multiplier: a function of the epoch, or a constant c, meaning ``c ** (epoch - start_epoch)``.
-        start_epoch: the first epoch in which this callback acts.
-        end_epoch: the first in which it no longer acts; None: no end.
-        staircase: once at the beginning of each epoch; False: in each batch, with a fractional epoch.
-        momentum_correction: see ``set_learning_rate``.
-        steps_per_epoch: needed for ``staircase=False`` if ``fit`` does not know it.
+        initial_lr: The learning rate to multiply.
+        multiplier: A function of the epoch, or a constant c, meaning ``c ** (epoch - start_epoch)``.
+        start_epoch: The first epoch in which this callback acts.
+        end_epoch: The first epoch in which it no longer acts. None means no end.
+        staircase: If True, set the rate once at the beginning of each epoch. Otherwise set it in each batch,
+            with a fractional epoch.
+        momentum_correction: Passed to ``set_learning_rate``.
+        steps_per_epoch: Steps per epoch. Needed for ``staircase=False`` if ``fit`` does not know it.
 
     Raises:
-        ArgumentError: ``initial_lr`` is None, or the steps of an epoch are not known.
+        ArgumentError: ``initial_lr`` is None, or the number of steps per epoch is not known.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self.multiplier = lambda epoch: constant ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Determine the number of steps in an epoch."""
+        """Determine the number of steps per epoch."""
         if self.staircase or self.steps_per_epoch:
             return
         self.steps_per_epoch = (self.params or {}).get("steps")
@@ -242,7 +243,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the learning rate, in the first batch or in each."""
+        """Set the learning rate, in the first batch or in each batch."""
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
@@ -262,15 +263,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate batch by batch from ``initial_lr / size`` to ``initial_lr``.
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr``, batch by batch.
 
-    With ``steps_per_execution`` the steps of one execution have the rate of the first of them.
+    With ``steps_per_execution``, all steps of one execution have the rate of its first step.
 
     Args:
-        initial_lr: the rate for all ranks together: that of one process times the number of ranks.
-        warmup_epochs: how many epochs it takes.
-        momentum_correction: see ``set_learning_rate``.
-        steps_per_epoch: see LearningRateScheduleCallback.
+        initial_lr: The rate for all ranks together: one process's rate times the number of ranks.
+        warmup_epochs: Duration of the warm-up in epochs.
+        momentum_correction: Passed to ``set_learning_rate``.
+        steps_per_epoch: Passed to ``LearningRateScheduleCallback``.
         verbose: 1 prints a line on rank 0 at the end.
     """
 
@@ -282,7 +283,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
         def multiplier(epoch: float) -> float:
-            # So that the rate is the full one in the last batch of the warm-up.
+            # The full rate is reached in the last batch of the warm-up.
             part = min(1.0, (epoch + 1.0 / (self.steps_per_epoch or 1)) / warmup_epochs)
             size = session.engine().size
             return (1.0 + part * (size - 1)) / size
@@ -293,9 +294,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Write the learning rate to the logs; at the end of the warm-up set the full one, and print it."""
+        """Write the learning rate to the logs. At the end of the warm-up, set the full rate and print it."""
         if epoch == math.ceil(self.warmup_epochs) - 1:
-            # The last batch may not have begun an execution of several steps.
+            # The last batch may not have been the first of an execution with several steps.
             self.model.optimizer.learning_rate = self.initial_lr
             if self.verbose > 0 and session.engine().rank == 0:
                 print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self.initial_lr:g}.")

@@ -1,6 +1,6 @@
 """Elastic training with Keras: the state of a model, and callbacks that commit it within ``fit``.
 
-See ``ringdance.training.elastic`` for what is saved and restored when.
+``ringdance.training.elastic`` describes what is saved and restored, and when.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function whose first argument is a state.
 
-    Collectives may also fail within a compiled step, where the backend raises errors of its own.
+    Collectives may also fail within a compiled step, where the backend raises its own errors.
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":
@@ -44,20 +44,21 @@ class KerasState(VariablesState):
     """A model, its optimizer and plain attributes, committed and restored together.
 
     Args:
-        model: a model that has its weights.
-        optimizer: by default the one that the model was compiled with, and those that it holds as attributes.
-        kwargs: more attributes; see ObjectState.
+        model: A model that has its weights.
+        optimizer: An optimizer. By default the one that the model was compiled with, and the optimizers that
+            the model holds as attributes.
+        kwargs: Further attributes. See ``ObjectState``.
 
     Raises:
-        ArgumentError: the model has no weights yet.
+        ArgumentError: The model has no weights yet.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if not model.built:
-            raise ArgumentError("KerasState needs a model that has its weights: model.build(shape).")
+            raise ArgumentError("KerasState needs a model that has its weights. Call model.build(shape).")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        is_complete(model, self.optimizer)  # the state has an optimizer's momentum from the beginning
+        is_complete(model, self.optimizer)  # The state includes an optimizer's momentum from the start.
         super().__init__(**kwargs)
 
     def _variables(self) -> list[Any]:
@@ -65,21 +66,22 @@ class KerasState(VariablesState):
 
     def _read(self) -> list[Any]:
         self._saved = self._variables()
-        return [read(one) for one in self._saved]
+        return [read(variable) for variable in self._saved]
 
     def _assign(self, values: list[Any]) -> None:
-        saved = {id(one) for one in self._saved}
-        made = [one for one in self._variables() if id(one) not in saved]
-        late = {id(one) for one in self.model.variables} & set(map(id, made))
+        saved = {id(variable) for variable in self._saved}
+        new_variables = [variable for variable in self._variables() if id(variable) not in saved]
+        late = {id(variable) for variable in self.model.variables} & set(map(id, new_variables))
         if late:
             raise ArgumentError(
-                f"KerasState: {len(late)} variables were made after the state was saved. Call the model on a "
-                "batch before KerasState(model)."
+                f"KerasState: {len(late)} variables were created after the state was saved. Call the model "
+                "on a batch before KerasState(model)."
             )
-        for one, array in zip(self._saved, values, strict=True):
-            one.assign(array)
-        for one in made:  # momentum of an optimizer that had not been built: as it was when it was made
-            one.assign(np.zeros_like(read(one)))
+        for variable, array in zip(self._saved, values, strict=True):
+            variable.assign(array)
+        # Momentum of an optimizer that had not been built: reset it to its initial value.
+        for variable in new_variables:
+            variable.assign(np.zeros_like(read(variable)))
         self._drop_gradients()
 
     def _broadcast(self) -> None:
@@ -87,12 +89,12 @@ class KerasState(VariablesState):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Drop the failed step's sums; sums of passes in Keras 3 are variables of the optimizer."""
+        """Drop the failed step's sums. In Keras 3, sums of passes are variables of the optimizer."""
         if KERAS2:
             importlib.import_module("ringdance.tensorflow.passes").reset_sums()
         elif keras.backend.backend() == "torch":
-            for one in self.model.trainable_variables:
-                one.value.grad = None
+            for variable in self.model.trainable_variables:
+                variable.value.grad = None
 
 
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -127,7 +129,7 @@ class CommitStateCallback(_StateCallback):
 
 
 class UpdateBatchStateCallback(_StateCallback):
-    """Keeps ``state.batch``, the number of the batch; 0 after an epoch. Before CommitStateCallback."""
+    """Keeps the batch number in ``state.batch``, 0 after an epoch. Put it before ``CommitStateCallback``."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Store the batch."""
@@ -139,11 +141,12 @@ class UpdateBatchStateCallback(_StateCallback):
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Keeps ``state.epoch``, the number of epochs done, also over restarts. Before CommitStateCallback.
+    """Keeps the number of finished epochs in ``state.epoch``, across restarts.
 
-    Both ``fit(initial_epoch=state.epoch, epochs=n)`` and ``fit(epochs=n - state.epoch)`` make n epochs.
+    Put it before ``CommitStateCallback``.
+    Both ``fit(initial_epoch=state.epoch, epochs=n)`` and ``fit(epochs=n - state.epoch)`` train n epochs.
     """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count the epoch; its number is of no use, as Keras may count from 0 in each ``fit``."""
+        """Count the epoch. ``epoch`` is not used, because Keras may count from 0 in each ``fit``."""
         self.state.epoch += 1

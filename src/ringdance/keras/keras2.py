@@ -1,9 +1,9 @@
-"""Where an optimizer of Keras 2 (``tf_keras``) reduces its gradients.
+"""Where a Keras 2 (``tf_keras``) optimizer reduces its gradients.
 
 New optimizers (``optimizers.Optimizer``) and legacy ones (``optimizers.legacy.Optimizer``) have two hooks,
-with or without an underscore: ``compute_gradients``, which ``fit()`` and ``minimize()`` call, and
-``aggregate_gradients``, which ``apply_gradients`` calls, and a ``LossScaleOptimizer`` before it looks for
-infinities. Gradients that the first has reduced are not reduced in the second.
+with or without an underscore. ``fit()`` and ``minimize()`` call ``compute_gradients``. ``apply_gradients``
+calls ``aggregate_gradients``, and so does a ``LossScaleOptimizer`` before it checks for infinities. Gradients
+that the first hook has reduced are not reduced again in the second.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ from ringdance.tensorflow.passes import Pairs, PassSums, reduce_pairs
 
 
 class Keras2Distributed(Distributed):
-    """Reduces in ``compute_gradients``, or else in ``apply_gradients``."""
+    """Reduces gradients in ``compute_gradients``, or otherwise in ``apply_gradients``."""
 
     _passes: int = 1
     _average: bool = False
 
-    # Made when needed, as from_config() makes objects of this class too; __setattr__ would track them.
+    # Created when needed, because from_config() creates objects of this class too. __setattr__ would track
+    # them.
     @cached_property
     def _agg_helper(self) -> PassSums | None:
-        """The sums of several passes; scripts read its ``counter``."""
+        """Sums of several passes. Scripts read its ``counter``."""
         return PassSums(self._passes, self._average) if self._passes > 1 else None
 
     @cached_property
     def _reduced_in(self) -> set[Any]:
-        """The programs (None: eager execution) with reduced gradients that have not been applied yet."""
+        """Programs (None: eager execution) with reduced gradients that have not been applied yet."""
         return set()
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
-        """Return (gradient, variable) pairs; gradients are reduced over the ranks."""
+        """Return (gradient, variable) pairs. Gradients are reduced over the ranks."""
         return self._compute_gradients(loss, var_list, None, tape)
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> Pairs:
-        known: Any = super()
-        if hasattr(known, "_compute_gradients"):
-            pairs = known._compute_gradients(loss, var_list, grad_loss, tape)
+        base: Any = super()
+        if hasattr(base, "_compute_gradients"):
+            pairs = base._compute_gradients(loss, var_list, grad_loss, tape)
         else:
-            pairs = known.compute_gradients(loss, var_list, tape)
+            pairs = base.compute_gradients(loss, var_list, tape)
         self._reduced_in.add(_program())
         return self._reduce_pairs(pairs)
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
-        """Reduce over the ranks, after Keras has over the devices of this process."""
-        known: Any = super()
-        aggregate = getattr(known, "_aggregate_gradients", None) or known.aggregate_gradients
+        """Reduce over the ranks, after Keras has reduced over the devices of this process."""
+        base: Any = super()
+        aggregate = getattr(base, "_aggregate_gradients", None) or base.aggregate_gradients
         pairs = list(aggregate(grads_and_vars))
         return pairs if self._reduced_in else self._reduce_pairs(pairs)
 
@@ -63,9 +64,9 @@ class Keras2Distributed(Distributed):
         self, grads_and_vars: Any, name: str | None = None, skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Update the variables; with several passes in the last of them only, ``iterations`` in each."""
+        """Update the variables, with several passes only in the last. ``iterations`` counts every pass."""
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        known: Any = super()
+        base: Any = super()
         pairs, sums = list(grads_and_vars), self._agg_helper
         self._remember([variable for _, variable in pairs])
         if sums is not None and aggregate:
@@ -73,15 +74,15 @@ class Keras2Distributed(Distributed):
 
         def apply() -> Any:
             options = {} if aggregate else {"experimental_aggregate_gradients": False}
-            return known.apply_gradients(pairs, name, **options)
+            return base.apply_gradients(pairs, name, **options)
 
         def skip() -> Any:
             optimizer: Any = self
             return optimizer.iterations.assign_add(1)
 
-        done = apply() if sums is None else sums.apply(apply, skip)
+        result = apply() if sums is None else sums.apply(apply, skip)
         self._reduced_in.discard(_program())
-        return done
+        return result
 
     def _reduce_pairs(self, pairs: Pairs) -> Pairs:
         return reduce_pairs(pairs, self._reduce, self._agg_helper, self._reduction.sparse_as_dense)
@@ -98,27 +99,27 @@ def _program() -> Any:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer in a LossScaleOptimizer, which calls it for all that concerns gradients."""
+    """Return the optimizer inside a LossScaleOptimizer, which delegates all gradient work to it."""
     if not isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
         return optimizer
     return optimizer.inner_optimizer
 
 
 def front(base: type) -> type:
-    """Return the class to put in front of an optimizer's."""
+    """Return the class to put in front of an optimizer's class."""
     return Keras2Distributed
 
 
 def class_options(base: type) -> dict[str, Any]:
-    """Return the attributes by which Keras takes a subclass for ``base`` when it saves it."""
+    """Return the attributes that make Keras save a subclass as ``base``."""
     names = {name: value for name, value in vars(base).items() if "_api_names" in name}
     return {"__module__": base.__module__, **names}
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Return the options for so many passes."""
+    """Return the options for this many passes."""
     return {"_passes": passes, "_average": average}
 
 
 def adapt() -> None:
-    """Change nothing: Keras 2 asks its optimizers wherever it matters."""
+    """Do nothing: Keras 2 needs no patch, because it calls its optimizers at all relevant points."""

@@ -1,13 +1,13 @@
-"""Where an optimizer of Keras 3 reduces its gradients.
+"""Where a Keras 3 optimizer reduces its gradients.
 
-- in ``apply()``, before any other processing; ``fit()``, ``apply_gradients()`` and ``stateless_apply()`` all
-  call it;
-- with ``gradient_accumulation_steps``: where the accumulated gradients are clipped, once for each update;
-- of a ``LossScaleOptimizer``: before it looks for infinities, so that all ranks skip the same steps.
+- In ``apply()``, before any other processing. ``fit()``, ``apply_gradients()`` and ``stateless_apply()`` all
+  call it.
+- With ``gradient_accumulation_steps``: where the accumulated gradients are clipped, once per update.
+- In a ``LossScaleOptimizer``: before it checks for infinities, so that all ranks skip the same steps.
 
-``compile()`` under ``mixed_float16`` wraps a DistributedOptimizer in a LossScaleOptimizer, which looks for
-infinities in this rank's own gradients. It is made to ask all ranks: a rank that skipped a step alone
-would leave the others waiting for its gradients.
+Under ``mixed_float16``, ``compile()`` wraps a DistributedOptimizer in a LossScaleOptimizer, which checks for
+infinities in this rank's own gradients. We patch it to check all ranks: if only one rank skipped a step, the
+others would wait for its gradients.
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ from ringdance.keras.reduction import Distributed, is_distributed, true_on_all
 
 
 class Keras3Distributed(Distributed):
-    """For the optimizers of Keras 3."""
+    """Reduces gradients in Keras 3 optimizers."""
 
     _applied_to: tuple[Any, ...] = ()
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        """Update the variables with gradients that are reduced over the ranks first."""
+        """Reduce the gradients over the ranks, then update the variables with them."""
         gradients = list(grads)
-        known: Any = self
-        given = None if trainable_variables is None else list(trainable_variables)
-        variables = _private.trainable_variables(self) if given is None else given
+        optimizer: Any = self
+        targets = None if trainable_variables is None else list(trainable_variables)
+        variables = _private.trainable_variables(self) if targets is None else targets
         self._remember(_private.trainable_variables(self, variables))
-        # Other lengths are a mistake that Keras explains; with accumulation it is done afterwards.
-        if len(gradients) == len(variables) and not known.gradient_accumulation_steps:
+        # If the lengths differ, Keras raises an error. With accumulation, the reduction happens later.
+        if len(gradients) == len(variables) and not optimizer.gradient_accumulation_steps:
             gradients = self._reduce(gradients, variables)
-        return super().apply(gradients, given)  # type: ignore[misc]
+        return super().apply(gradients, targets)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         object.__setattr__(self, "_applied_to", tuple(trainable_variables))
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        known: Any = self
-        if known.gradient_accumulation_steps:
-            grads = self._reduce_accumulated(list(grads), known.gradient_accumulation_steps)
+        optimizer: Any = self
+        if optimizer.gradient_accumulation_steps:
+            grads = self._reduce_accumulated(list(grads), optimizer.gradient_accumulation_steps)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def _backend_reset_gradient_accumulators(self) -> None:
-        known: Any = super()
-        known._backend_reset_gradient_accumulators()
+        base: Any = super()
+        base._backend_reset_gradient_accumulators()
         if keras.backend.backend() == "torch":
-            for one in _private.accumulators(self):
-                one.assign(keras.ops.zeros_like(one))
+            for variable in _private.accumulators(self):
+                variable.assign(keras.ops.zeros_like(variable))
 
     def _reduce_accumulated(self, gradients: list[Any], steps: int) -> list[Any]:
         variables = self._applied_to
         if keras.backend.backend() != "jax":
             return self._reduce(gradients, variables)
-        # On JAX this runs in every step, and its result is dropped in those that only accumulate.
-        known: Any = self
-        update = (known._iterations + 1) % steps == 0
+        # On JAX this runs in every step. Steps that only accumulate drop its result.
+        optimizer: Any = self
+        update = (optimizer._iterations + 1) % steps == 0
         return keras.ops.cond(
             update, lambda: self._reduce(gradients, variables), lambda: list(gradients)
         )
 
 
 class _ScalesLoss(Keras3Distributed):
-    """For a LossScaleOptimizer, which on JAX does not go through ``apply``."""
+    """Reduces gradients in a LossScaleOptimizer, which on JAX does not go through ``apply``."""
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """Return updated variables; gradients are reduced over the ranks first."""
+        """Return updated variables. Gradients are reduced over the ranks first."""
         variables = _private.trainable_variables(self)
         with keras.StatelessScope(state_mapping=zip(variables, trainable_variables, strict=True)):
             grads = self._reduce(list(grads), variables)
@@ -79,24 +79,24 @@ class _ScalesLoss(Keras3Distributed):
 
 
 def front(base: type) -> type:
-    """Return the class to put in front of an optimizer's."""
+    """Return the class to put in front of an optimizer's class."""
     return _ScalesLoss if issubclass(base, keras.optimizers.LossScaleOptimizer) else Keras3Distributed
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that reduces: the argument, also if it is a LossScaleOptimizer."""
+    """Return the optimizer that reduces: the argument itself, even if it is a LossScaleOptimizer."""
     return optimizer
 
 
 def class_options(base: type) -> dict[str, Any]:
-    """Return the attributes by which Keras takes a subclass for ``base`` when it saves it."""
-    # On torch the instance's class is not the public one, but derived from it.
-    public = [one for one in base.__mro__ if getattr(keras.optimizers, one.__name__, None) is one]
+    """Return the attributes that make Keras save a subclass as ``base``."""
+    # On torch, the instance's class is derived from the public class.
+    public = [kind for kind in base.__mro__ if getattr(keras.optimizers, kind.__name__, None) is kind]
     return {"__module__": "keras.optimizers" if public else base.__module__}
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Let Keras accumulate over ``passes``; return the options for a sum instead of its mean."""
+    """Let Keras accumulate over ``passes``. Return the options for a sum instead of its mean."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if passes > 1 or inner.gradient_accumulation_steps:
         _private.check_accumulation(inner)
@@ -105,11 +105,11 @@ def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
     if inner.gradient_accumulation_steps not in (None, passes):
         raise ArgumentError(
             f"backward_passes_per_step={passes}, but the optimizer has gradient_accumulation_steps="
-            f"{inner.gradient_accumulation_steps}: give one of the two."
+            f"{inner.gradient_accumulation_steps}. Set only one of the two."
         )
     if inner.built and not inner.gradient_accumulation_steps:
         raise ArgumentError(
-            "backward_passes_per_step > 1 needs an optimizer that has not been used: make it with "
+            "backward_passes_per_step > 1 needs an optimizer that has not been used. Create it with "
             f"gradient_accumulation_steps={passes} instead."
         )
     inner.gradient_accumulation_steps = passes

@@ -1,7 +1,7 @@
-"""The Keras in use: Keras 3, or Keras 2 (``tf_keras``) where ``TF_USE_LEGACY_KERAS`` makes it ``tf.keras``.
+"""The Keras in use: Keras 3, or Keras 2 (``tf_keras``) if ``TF_USE_LEGACY_KERAS`` makes it ``tf.keras``.
 
-All modules here take ``keras`` from this one. What the two spell differently is here, but for the way in
-which an optimizer applies gradients: see ``keras3`` and ``keras2``.
+All modules of this package import ``keras`` from here. This module hides the differences between the two,
+except the way in which an optimizer applies gradients, which is in ``keras3`` and ``keras2``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from ringdance.errors import pip_install
 from ringdance.training.gradients.compression import compression_for
 
-KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # as TensorFlow reads it
+KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # The values that TensorFlow accepts.
 
 keras: Any
-ops: Any  # keras.ops; of Keras 2 those that are used here
+ops: Any  # keras.ops. For Keras 2, the operations that are used here.
 optimizer_types: tuple[Any, ...]
 if KERAS2:
     try:
@@ -28,8 +28,8 @@ if KERAS2:
         if error.name != "tf_keras":
             raise
         raise ImportError(
-            "TF_USE_LEGACY_KERAS asks for Keras 2, which is not installed: "
-            f"{pip_install('tf_keras')}, of TensorFlow's version; or unset the variable to use Keras 3.",
+            "TF_USE_LEGACY_KERAS selects Keras 2, which is not installed. Install TensorFlow's version with "
+            f"{pip_install('tf_keras')}, or unset the variable to use Keras 3.",
             name="tf_keras",
         ) from None
     tf = importlib.import_module("tensorflow")
@@ -45,7 +45,7 @@ else:
 
 
 def read(variable: Any) -> np.ndarray[Any, Any]:
-    """Return a copy of a variable's value, contiguous."""
+    """Return a contiguous copy of a variable's value."""
     value = variable if KERAS2 else variable.value
     return np.array(ops.convert_to_numpy(value), order="C")
 
@@ -56,7 +56,7 @@ def number(value: Any) -> float:
 
 
 def forms(variable: Any) -> set[int]:
-    """Return the ids of Keras's variable and, on TensorFlow, of the tf.Variable in it; loops use both."""
+    """Return the ids of a Keras variable and, on TensorFlow, of its tf.Variable. Loops use both."""
     # On JAX a variable has no value while a step is compiled.
     both = not KERAS2 and keras.backend.backend() == "tensorflow" and isinstance(variable, keras.Variable)
     return {id(variable), id(variable.value if both else variable)}
@@ -64,12 +64,12 @@ def forms(variable: Any) -> set[int]:
 
 def variables_of(optimizer: Any) -> list[Any]:
     """Return the variables of an optimizer, which may be None."""
-    found = getattr(optimizer, "variables", ())
-    return list(found() if callable(found) else found)
+    variables = getattr(optimizer, "variables", ())
+    return list(variables() if callable(variables) else variables)
 
 
 def is_built(optimizer: Any) -> bool:
-    """Return whether an optimizer has made its variables."""
+    """Return True if an optimizer has created its variables."""
     if not KERAS2:
         return bool(optimizer.built)
     is_legacy = not hasattr(optimizer, "build")
@@ -77,7 +77,7 @@ def is_built(optimizer: Any) -> bool:
 
 
 def _floating_dtype(tensor: Any) -> Any:
-    """Return the tensor's data type if it is floating, else None."""
+    """Return the tensor's data type if it is floating, otherwise None."""
     return tensor.dtype if ops.is_tensor(tensor) and "float" in str(tensor.dtype) else None
 
 

@@ -12,21 +12,22 @@ from ringdance.training.loaders.binding import arrays
 def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence:
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
-    A collective call: all ranks make it, and it compares their arguments. It gives images (n, size, size, 3)
-    uint8, labels (n,) int64, and weights of the samples: with them the average of the ranks' gradients is the
-    mean over the samples of all ranks, also in the last batch of an epoch, which may be short::
+    All ranks must make this call, and it compares their arguments. It yields images (n, size, size, 3) uint8,
+    labels (n,) int64, and sample weights. With the weights, the average of the ranks' gradients is the mean
+    over all ranks' samples, even for the last batch of an epoch, which may be short::
 
         loader = hvd.image_loader(dataset, 32)
         model.fit(loader, epochs=90, shuffle=False, callbacks=[loader.callback, ...])
 
-    ``fit`` reckons with equally many batches in all its epochs: after ``loader.set_epoch(epoch, position)``
-    finish that epoch in a call of its own, ``fit(..., initial_epoch=epoch, epochs=epoch + 1)``.
+    ``fit`` expects the same number of batches in each of its epochs. After ``loader.set_epoch(epoch,
+    position)``, finish that epoch in a separate call: ``fit(..., initial_epoch=epoch, epochs=epoch + 1)``.
 
     Args:
-        dataset: a ``ringdance.data.Dataset`` or ``Synthetic``.
-        batch_size: images for each rank in each batch.
-        options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``transform``, ``shuffle``,
-            ``seed``, ``threads``, ``prefetch``, ``drop_last``, ``read_bytes``; and ``process_set``.
+        dataset: A ``ringdance.data.Dataset`` or ``Synthetic``.
+        batch_size: Images per batch on each rank.
+        options: Options of ``ringdance.data.Loader`` (``image_size``, ``augment``, ``transform``,
+            ``shuffle``, ``seed``, ``threads``, ``prefetch``, ``drop_last``, ``read_bytes``) and
+            ``process_set``.
     """
     loader = arrays.image_loader(dataset, batch_size, **options)
     return BatchSequence(loader, lambda batch: batch.images)
@@ -35,19 +36,19 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence
 def table_loader(table: Table, batch_size: int, **options: Any) -> BatchSequence:
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
-    A collective call: all ranks make it, and it compares their arguments. It gives a mapping with "ids"
-    (n, fields) int64 and "values" (n, fields) float32, labels (n,) float32, and weights of the samples: see
-    ``image_loader``, whose remarks on ``fit`` hold here. A loop of your own takes ``loader.loader``, which
-    yields ``ringdance.data.TableBatch`` of NumPy arrays::
+    All ranks must make this call, and it compares their arguments. It yields a mapping with "ids" (n, fields)
+    int64 and "values" (n, fields) float32, labels (n,) float32, and sample weights. The remarks on weights
+    and ``fit`` in ``image_loader`` apply here too. In your own training loop, use ``loader.loader``, which
+    yields a ``ringdance.data.TableBatch`` of NumPy arrays::
 
         loader = hvd.table_loader(Table.open("/data/criteo"), 1024)
         model.fit(loader, epochs=3, shuffle=False, callbacks=[loader.callback, ...])
 
     Args:
-        table: a ``ringdance.data.Table``.
-        batch_size: rows for each rank in each batch.
-        options: those of ``ringdance.data.TableLoader``: ``shuffle``, ``seed``, ``threads``, ``prefetch``,
-            ``drop_last``; and ``process_set``.
+        table: A ``ringdance.data.Table``.
+        batch_size: Rows per batch on each rank.
+        options: Options of ``ringdance.data.TableLoader`` (``shuffle``, ``seed``, ``threads``, ``prefetch``,
+            ``drop_last``) and ``process_set``.
     """
     loader = arrays.table_loader(table, batch_size, **options)
     return BatchSequence(loader, lambda batch: {"ids": batch.ids, "values": batch.values})

@@ -1,9 +1,9 @@
 """DistributedOptimizer: a Keras optimizer whose gradients are reduced over the ranks.
 
-One implementation for Keras 3 on the backends tensorflow, torch and jax, and for Keras 2. The optimizer stays
-the same object, with its variables and settings; its class becomes a subclass of its own class that
-reduces gradients before any other processing: see ``keras3`` and ``keras2``. Clipping, weight decay, EMA and
-loss scaling then see what one process would see on the joined batch.
+One implementation covers Keras 3 on the TensorFlow, torch and JAX backends, and Keras 2. The optimizer stays
+the same object, with its variables and settings. Its class is replaced by a subclass that reduces gradients
+before any other processing: see ``keras3`` and ``keras2``. Clipping, weight decay, EMA and loss scaling then
+see the same gradients as a single process that trains on the combined batch.
 """
 
 from __future__ import annotations
@@ -38,29 +38,32 @@ def DistributedOptimizer(
 ) -> Any:
     """Make an optimizer reduce its gradients over the ranks, and return it.
 
-    It stays the same object; its class becomes a subclass with the same name, which Keras saves and loads as
-    the plain one. All ranks call this, and use several optimizers in the same order.
+    The optimizer stays the same object. Its class becomes a subclass with the same name, which Keras saves
+    and loads like the plain class. All ranks call this function, and use several optimizers in the same
+    order.
 
     Args:
-        optimizer: any of the Keras in use, also a ``LossScaleOptimizer`` or a legacy one of Keras 2.
-        name: of the exchanges; the same on all ranks.
-        device_dense: accepted; of effect on TensorFlow.
-        device_sparse: accepted; of effect on TensorFlow.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients.
-        gradient_predivide_factor: with Average, divides before and multiplies after the sum.
+        optimizer: Any optimizer of the Keras in use, including a ``LossScaleOptimizer`` and Keras 2's legacy
+            optimizers.
+        name: Name of the exchanges, equal on all ranks.
+        device_dense: Device for dense gradients. Has an effect only on TensorFlow.
+        device_sparse: Device for sparse gradients. Has an effect only on TensorFlow.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        sparse_as_dense: Reduce ``tf.IndexedSlices`` as dense gradients.
+        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
         op: Average or Sum.
-        backward_passes_per_step: gradients of so many steps are summed locally, and exchanged and applied
-            in the last of them; in Keras 3 by ``gradient_accumulation_steps``, whose mean is made a sum.
-        average_aggregated_gradients: leaves it the mean.
-        num_groups: deprecated; use ``groups``.
-        groups: on TensorFlow, a number of groups or lists of variables that are exchanged together. Other
-            backends exchange all gradients together, and the engine cuts them.
-        process_set: the ranks that take part; on others the optimizer is local.
-        scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
+        backward_passes_per_step: Number of steps whose gradients are summed locally, then exchanged and
+            applied in the last one. Keras 3 uses ``gradient_accumulation_steps``, whose mean is scaled to a
+            sum.
+        average_aggregated_gradients: If True, gradients are averaged over the passes instead of summed.
+        num_groups: Deprecated. Use ``groups``.
+        groups: Number of groups, or lists of variables that are exchanged together (TensorFlow only). Other
+            backends exchange all gradients together, and the engine divides them.
+        process_set: The participating ranks. On other ranks the optimizer is local.
+        scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
 
     Raises:
-        ArgumentError: an argument is wrong.
+        ArgumentError: An argument is wrong.
     """
     operation = pick_operation(None, op)
     if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -69,8 +72,8 @@ def DistributedOptimizer(
         raise ArgumentError(_wrong_optimizer(type(optimizer)))
     check_passes(backward_passes_per_step)
     if is_distributed(optimizer):
-        raise ArgumentError("This optimizer is a DistributedOptimizer already.")
-    binding()  # raises if there is none for this backend
+        raise ArgumentError("This optimizer is already a DistributedOptimizer.")
+    binding()  # Raises an error if this backend has no binding.
     session.engine()
     reducing = hooks.unwrapped(optimizer)
     name = name or f"Distributed{type(reducing).__name__}"
@@ -96,7 +99,7 @@ def DistributedOptimizer(
 
 
 def _wrong_optimizer(kind: type) -> str:
-    """Return an error message for what is not an optimizer of the Keras in use."""
+    """Return an error message for an object that is not an optimizer of the Keras in use."""
     wanted = f"Keras {2 if KERAS2 else 3}, {keras.__name__}.optimizers.*"
     text = f"Expected an optimizer of {wanted}, got {kind.__module__}.{kind.__name__}."
     if kind.__module__.partition(".")[0] == ("keras" if KERAS2 else "tf_keras"):
@@ -115,13 +118,13 @@ def PartialDistributedOptimizer(
     process_set: ProcessSet = global_process_set, local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As DistributedOptimizer; gradients of ``local_layers`` (a layer, or several) stay on each rank."""
+    """Return a DistributedOptimizer that keeps the gradients of ``local_layers`` (one or several) local."""
     if local_layers is None:
         local_layers = []
     layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
-    wrong = [type(one).__name__ for one in layers if not isinstance(one, keras.layers.Layer)]
-    if wrong:
-        raise ArgumentError(f"local_layers must be Keras layers, got {', '.join(wrong)}.")
+    wrong_types = [type(layer).__name__ for layer in layers if not isinstance(layer, keras.layers.Layer)]
+    if wrong_types:
+        raise ArgumentError(f"local_layers must be Keras layers, got {', '.join(wrong_types)}.")
     optimizer = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
         gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients, 0, groups,
@@ -132,12 +135,12 @@ def PartialDistributedOptimizer(
 
 
 def _subclass(base: type, attributes: dict[str, Any]) -> type:
-    """Return a distributed subclass that Keras takes for ``base`` when it saves it."""
-    made = type(base.__name__, (hooks.front(base), base), {**attributes, **hooks.class_options(base)})
+    """Return a distributed subclass that Keras saves as ``base``."""
+    subclass = type(base.__name__, (hooks.front(base), base), {**attributes, **hooks.class_options(base)})
     registered = keras.saving.get_registered_name(base)
-    if made.__module__ != "keras.optimizers" and registered != base.__name__:
-        _private.register_as(made, registered)
-    return made
+    if subclass.__module__ != "keras.optimizers" and registered != base.__name__:
+        _private.register_as(subclass, registered)
+    return subclass
 
 
 def load_model(
@@ -146,20 +149,20 @@ def load_model(
 ) -> Any:
     """Load a model, with its optimizer as a DistributedOptimizer in the saved state.
 
-    Its options are those with which it was saved in a ``.keras`` file, but for ``compression``, ``groups``
-    and devices. Other formats do not keep them: a warning says that the defaults are used.
+    A ``.keras`` file keeps the optimizer's options, except ``compression``, ``groups`` and devices. For other
+    formats, a warning says that the defaults are used.
 
     Args:
-        filepath: what ``model.save()`` wrote, on any number of ranks, with or without Ringdance.
-        custom_optimizers: classes of optimizers that Keras does not have.
-        custom_objects: other classes and functions that it does not have, by name.
-        compression: as for DistributedOptimizer.
-        legacy_opts: accepted and ignored: Keras 2 has saved whether its optimizer was a legacy one.
+        filepath: A model written by ``model.save()``, on any number of ranks, with or without Ringdance.
+        custom_optimizers: Optimizer classes that are not part of Keras.
+        custom_objects: Other custom classes and functions, by name.
+        compression: Compression, as in DistributedOptimizer.
+        legacy_opts: Accepted and ignored. Keras 2 itself saves whether its optimizer is a legacy one.
 
     Raises:
-        ArgumentError: the optimizer had local variables or a process set.
+        ArgumentError: The optimizer had local variables or a process set.
     """
-    objects = {one.__name__: one for one in custom_optimizers or ()}
+    objects = {kind.__name__: kind for kind in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or is_distributed(optimizer):
@@ -167,7 +170,7 @@ def load_model(
     options = _saved_options(filepath)
     if options.pop("partial", False):
         raise ArgumentError(
-            f"{filepath} was saved by an optimizer with local variables, or of a process set. Load it by "
+            f"{filepath} was saved by an optimizer with local variables or a process set. Load it with "
             "keras.models.load_model(), and wrap model.optimizer in the same way as before it was saved."
         )
     DistributedOptimizer(optimizer, compression=compression, **options)
@@ -175,17 +178,17 @@ def load_model(
 
 
 def _saved_options(filepath: Any) -> dict[str, Any]:
-    """Return the options of the DistributedOptimizer with which a model was saved; none of a plain one."""
+    """Return the options of the DistributedOptimizer that a model was saved with, or none for a plain one."""
     if not zipfile.is_zipfile(filepath):
         if session.engine().rank == 0:
             warnings.warn(
-                f"{filepath} does not say how gradients were reduced, as .keras files do: now by "
+                f"{filepath} does not say how gradients were reduced, as .keras files do. Using "
                 "DistributedOptimizer with its defaults (op=Average, all ranks, no local layers).",
                 stacklevel=level_of_caller(),
             )
         return {}
     with zipfile.ZipFile(filepath) as archive:
-        optimizer = "assets/optimizer/"  # not those of others, which a model may hold as attributes
-        found = [n for n in archive.namelist() if n.startswith(optimizer) and n.endswith(f"/{OPTIONS_FILE}")]
-        options: dict[str, Any] = json.loads(archive.read(found[0])) if found else {}
+        optimizer = "assets/optimizer/"  # Skips other optimizers, which a model may hold as attributes.
+        files = [n for n in archive.namelist() if n.startswith(optimizer) and n.endswith(f"/{OPTIONS_FILE}")]
+        options: dict[str, Any] = json.loads(archive.read(files[0])) if files else {}
     return options

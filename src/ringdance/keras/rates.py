@@ -1,4 +1,4 @@
-"""A learning rate that changes in mid-training, with the momentum that goes with it."""
+"""A learning rate that changes during training, with the momentum adjusted to it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from ringdance.keras.library import number, variables_of
 
 
 def set_learning_rate(optimizer: Any, rate: float, momentum_correction: bool = True) -> None:
-    """Set an optimizer's learning rate; its momentum continues at the new one.
+    """Set an optimizer's learning rate and adjust its momentum.
 
-    Keras's velocity contains the rate: ``v = momentum * v - rate * g``. Without correction the steps after a
-    tenfold decay of the rate are ten times too long, and fade with the momentum; PyTorch, where the rate
-    multiplies the velocity, has nothing to correct. Source: Goyal et al. 2017, arXiv 1706.02677, remark 2.
+    Keras's velocity contains the rate: ``v = momentum * v - rate * g``. Without correction, the steps after a
+    tenfold decay of the rate are ten times too long until the old momentum fades. PyTorch needs no
+    correction, because there the rate multiplies the velocity. Source: Goyal et al. 2017, arXiv 1706.02677,
+    remark 2.
 
     Args:
-        optimizer: compiled or not, also a ``LossScaleOptimizer``.
-        rate: the new one.
-        momentum_correction: multiply the velocities by new/old rate, of optimizers with ``momentum``.
+        optimizer: A compiled or uncompiled optimizer, or a ``LossScaleOptimizer``.
+        rate: The new learning rate.
+        momentum_correction: Multiply the velocities of optimizers with ``momentum`` by new/old rate.
     """
     old = number(optimizer.learning_rate)
-    if np.float32(rate) == np.float32(old):  # which is kept in 32 bits
+    if np.float32(rate) == np.float32(old):  # Keras stores the rate in 32 bits.
         return
     optimizer.learning_rate = rate
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if momentum_correction and old and hasattr(inner, "momentum"):
-        for one in _velocities(inner):
-            one.assign(one * (rate / old))
+        for velocity in _velocities(inner):
+            velocity.assign(velocity * (rate / old))
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    for name in ("momentums", "_momentums"):  # of SGD, RMSprop
-        if found := getattr(optimizer, name, None):
-            return list(found)
-    return [one for one in variables_of(optimizer) if "/momentum" in one.name]  # Keras 2's legacy ones
+    for name in ("momentums", "_momentums"):  # SGD, RMSprop
+        if velocities := getattr(optimizer, name, None):
+            return list(velocities)
+    # Legacy optimizers of Keras 2.
+    return [variable for variable in variables_of(optimizer) if "/momentum" in variable.name]

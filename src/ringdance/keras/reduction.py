@@ -1,4 +1,4 @@
-"""Reduce gradients by the binding of Keras's backend, in optimizers of Keras 2 or 3."""
+"""Reduce gradients through the binding of Keras's backend, in Keras 2 or Keras 3 optimizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdance.training import session
 from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-OPTIONS_FILE = "ringdance.json"  # among the assets in a .keras file
+OPTIONS_FILE = "ringdance.json"  # Among the assets in a .keras file.
 ADVICE = (
     "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] in fit(), or "
     "hvd.broadcast_variables([*model.variables, *model.optimizer.variables], root_rank=0)"
@@ -27,20 +27,20 @@ def binding() -> Any:
     """Return the binding of Keras's backend: the module with its collectives.
 
     Raises:
-        ArgumentError: there is none for this backend.
+        ArgumentError: Ringdance has no binding for this backend.
     """
     name = keras.backend.backend()
     if name not in BACKENDS:
-        raise ArgumentError(f"Keras runs on {name!r}; Ringdance has bindings for {', '.join(BACKENDS)}.")
+        raise ArgumentError(f"Keras runs on {name!r}, but Ringdance has bindings for {', '.join(BACKENDS)}.")
     return importlib.import_module(f"ringdance.{name}")
 
 
 if keras.backend.backend() in BACKENDS:
-    binding()  # whose ``init()`` limits a rank to its share of the cores: it has to be imported before
+    binding()  # Imported before ``init()``, so that ``init()`` limits a rank to its share of the cores.
 
 
 def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
-    """Return a boolean scalar: whether ``condition`` is true on all ranks; eagerly or in a program."""
+    """Return a boolean scalar that is True if ``condition`` is True on all ranks. Works in programs too."""
     if not takes_part(process_set):
         return condition
     value = ops.cast(condition, "float32")
@@ -52,17 +52,18 @@ _order = UseOrder()
 
 
 class GradientReduction:
-    """Reduces the gradients of an optimizer, in one exchange for each step.
+    """Reduces an optimizer's gradients, in one exchange per step.
 
     Args:
-        name: the same on all ranks. Optimizers of one name are numbered in the order of their first use:
-            one that only some ranks have, for example to read a file, does not count.
+        name: Name of the exchanges, equal on all ranks. Optimizers with the same name are numbered in the
+            order of their first use. An optimizer that only some ranks have, for example to read a file, does
+            not count as long as it is not used.
         operation: Average or Sum.
-        predivide: with Average, divides before and multiplies after the sum.
+        predivide: Divisor before the sum, undone after it (Average only).
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, or an object with compress and decompress.
-        sparse_as_dense: reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
-        process_set: the ranks that take part; on others gradients stay local.
-        options: more for ``ringdance.tensorflow.gradients.GradientReducer``.
+        sparse_as_dense: Reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
+        process_set: The participating ranks. On other ranks gradients stay local.
+        options: Further options for ``ringdance.tensorflow.gradients.GradientReducer``.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class GradientReduction:
         return f"{self._base_name}.{_order.number(key, self)}"
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients; ``None`` stays. Results may use the memory of the inputs."""
+        """Return the reduced gradients; ``None`` stays ``None``. Results may reuse the inputs' memory."""
         if self._in_tensorflow is not None:
             self._in_tensorflow.name, self._in_tensorflow.advice = self.name, ADVICE
             return self._in_tensorflow.reduce(gradients, variables)
@@ -100,64 +101,66 @@ class GradientReduction:
             if keras.backend.backend() == "torch":
                 session.mark_step()
             return list(gradients)
-        pattern = pattern_of(["none" if one is None else "dense" for one in gradients])
+        pattern = pattern_of(["none" if gradient is None else "dense" for gradient in gradients])
         pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
-        names = [str(one.path) for _, one in pairs]
+        names = [str(variable.path) for _, variable in pairs]
         present = [(gradient, name) for (gradient, _), name in zip(pairs, names, strict=True)]
         reduced = iter(self._reduced(present, pattern) if present else ())
-        if values := [one.value for _, one in pairs]:
+        if values := [variable.value for _, variable in pairs]:
             binding().operations.compare_weights(values, names, self.name, ADVICE, self.process_set)
-        return [None if one is None else next(reduced) for one in gradients]
+        return [None if gradient is None else next(reduced) for gradient in gradients]
 
     def _reduced(self, named: Sequence[tuple[Any, str]], pattern: str) -> list[Any]:
         reduce = binding().operations.reduce_gradients
-        packed = [self.compression.compress(one) for one, _ in named]
-        small = [one for one, _ in packed]
+        packed = [self.compression.compress(gradient) for gradient, _ in named]
+        small = [tensor for tensor, _ in packed]
         scales = self.prescale, self.postscale
-        given = (small, self.name, int(self.operation), *scales, self.process_set, pattern)
-        small = reduce(*given, parameters=[name for _, name in named])
-        return [self.compression.decompress(one, pair[1]) for one, pair in zip(small, packed, strict=True)]
+        args = (small, self.name, int(self.operation), *scales, self.process_set, pattern)
+        small = reduce(*args, parameters=[name for _, name in named])
+        return [self.compression.decompress(part, pair[1]) for part, pair in zip(small, packed, strict=True)]
 
 
 class _Listed(list[Any]):
-    """A list that can be called as well, as ``optimizer.variables`` could in TensorFlow 2's Keras."""
+    """A list that can also be called, like ``optimizer.variables`` in TensorFlow 2's Keras."""
 
     def __call__(self) -> list[Any]:
         return self
 
 
 class Distributed:
-    """The base that comes before the optimizer's own class; options are attributes of the subclass.
+    """The base class placed before the optimizer's own class. Options are attributes of the subclass.
 
-    Derived classes call ``_reduce`` where their Keras processes the gradients of a step.
+    Derived classes call ``_reduce`` at the point where their Keras version processes a step's gradients.
     """
 
     _reduction: GradientReduction
     _scale_local: bool
-    _factor: float = 1.0  # of reduced gradients: a sum of several passes where Keras takes their mean
-    _options: dict[str, Any]  # as DistributedOptimizer was given them
-    _local_layers: frozenset[Any] = frozenset()  # Keras would save a list of layers with the optimizer
+    # Factor for reduced gradients. Turns Keras's mean over several passes into a sum.
+    _factor: float = 1.0
+    _options: dict[str, Any]  # Options passed to DistributedOptimizer.
+    _local_layers: frozenset[Any] = frozenset()  # Keras would save a list of layers with the optimizer.
     _local_variables: tuple[Any, ...] = ()
-    _given: tuple[Any, ...] = ()  # variables of the step, also those without a gradient, which Keras drops
+    # The step's variables, including those without a gradient, which Keras drops.
+    _given: tuple[Any, ...] = ()
 
     @property
     def variables(self) -> list[Any]:
-        """The optimizer's variables; ``optimizer.variables()`` is the same."""
+        """The optimizer's variables. ``optimizer.variables()`` returns them too."""
         return _Listed(variables_of(super()))
 
     def register_local_var(self, var: Any) -> None:
-        """Leave this variable's gradient on this rank; see ``scale_local_gradients``."""
+        """Keep this variable's gradient local to this rank. See ``scale_local_gradients``."""
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
     def save_assets(self, directory: str) -> None:
-        """Write to a ``.keras`` file what Keras does not save; it can be loaded without, as a plain one."""
-        known: Any = super()
-        if hasattr(known, "save_assets"):  # of an optimizer of the user's
-            known.save_assets(directory)
+        """Write the options to the ``.keras`` file, because Keras does not. Plain Keras can still load it."""
+        base: Any = super()
+        if hasattr(base, "save_assets"):  # A user-defined optimizer may have this method.
+            base.save_assets(directory)
         options = dict(self._options)
         if self._reduction.process_set is not global_process_set or self._local_ids():
-            options["partial"] = True  # it takes objects of the script to make it again
-        text = json.dumps(options, default=lambda number: number.item())  # NumPy's
+            options["partial"] = True  # Recreating it needs objects from the script.
+        text = json.dumps(options, default=lambda number: number.item())  # For NumPy numbers.
         Path(directory, OPTIONS_FILE).write_text(text)
 
     def _local_ids(self) -> set[int]:
@@ -168,29 +171,29 @@ class Distributed:
         object.__setattr__(self, "_given", tuple(variables))
 
     def _reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return reduced gradients of some of the variables of the step."""
-        place = {id(one): index for index, one in enumerate(self._given)}
-        if len(variables) == len(place) or any(id(one) not in place for one in variables):
+        """Return reduced gradients for some of the step's variables."""
+        place = {id(variable): index for index, variable in enumerate(self._given)}
+        if len(variables) == len(place) or any(id(variable) not in place for variable in variables):
             return self._reduce_all(gradients, variables)
-        places = [place[id(one)] for one in variables]
-        every: list[Any] = [None] * len(place)
-        for index, one in zip(places, gradients, strict=True):
-            every[index] = one
-        reduced = self._reduce_all(every, self._given)
+        places = [place[id(variable)] for variable in variables]
+        all_gradients: list[Any] = [None] * len(place)
+        for index, gradient in zip(places, gradients, strict=True):
+            all_gradients[index] = gradient
+        reduced = self._reduce_all(all_gradients, self._given)
         return [reduced[index] for index in places]
 
     def _reduce_all(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         ids = self._local_ids()
-        # An average over the ranks is n times smaller than the sum; so is the gradient of one rank alone.
+        # An average over n ranks is n times smaller than the sum. Scale a local gradient in the same way.
         share = 1 / (self._reduction.process_set.size() or 1) if self._scale_local else 1.0
         return reduce_shared(
-            self._reduction, gradients, variables, lambda one: not ids.isdisjoint(forms(one)),
+            self._reduction, gradients, variables, lambda variable: not ids.isdisjoint(forms(variable)),
             self._factor * share, self._factor,
         )
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether an optimizer is a DistributedOptimizer, or wraps one."""
+    """Return True if an optimizer is a DistributedOptimizer or wraps one."""
     if isinstance(optimizer, Distributed):
         return True
     inner = getattr(optimizer, "inner_optimizer", None)

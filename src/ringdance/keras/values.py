@@ -1,4 +1,4 @@
-"""The collectives on what Keras converts to tensors of its backend, run at once."""
+"""Collectives that run immediately, on anything that Keras converts to tensors of its backend."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ def allreduce(
     value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, op: int | None = None, compression: Any = Compression.none,
 ) -> Any:
-    """Reduce a tensor, array or number over all ranks; return a tensor of the backend.
+    """Reduce a tensor, array or number over all ranks. Return a tensor of the backend.
 
     Args:
-        value: equal shape and type on all ranks.
-        name: key that matches the ranks' calls.
-        average: deprecated form of ``op``: True is Average, False is Sum.
-        prescale_factor: multiplies the input of each rank.
-        postscale_factor: multiplies the result.
+        value: Value with equal shape and type on all ranks.
+        name: Key that matches the ranks' calls.
+        average: Deprecated form of ``op``: True means Average, False means Sum.
+        prescale_factor: Factor applied to each rank's input.
+        postscale_factor: Factor applied to the result.
         op: Average (default), Sum, Min, Max or Product.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
 
     Raises:
-        ArgumentError: an argument is wrong.
-        MismatchError: ranks called it with different shapes, types or operations; raised on all.
+        ArgumentError: An argument is wrong.
+        MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
     """
     operation = pick_operation(average, op)
     small, context = compression.compress(ops.convert_to_tensor(value))
-    done = binding().allreduce(
+    reduced = binding().allreduce(
         small, name=name, op=int(operation), prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
     )
-    return compression.decompress(done, context)
+    return compression.decompress(reduced, context)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Return the ranks' tensors joined along dimension 0, which may differ between ranks."""
+    """Return the ranks' tensors concatenated along dimension 0, whose length may differ between ranks."""
     return binding().allgather(ops.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the tensor of global rank ``root_rank``; shape and type equal on all ranks."""
+    """Return the tensor of global rank ``root_rank``. Shape and type are equal on all ranks."""
     return binding().broadcast(ops.convert_to_tensor(value), root_rank, name=name)
 
 
@@ -66,39 +66,40 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite variables with those of global rank ``root_rank``: ``model.variables``, an optimizer's.
+    """Overwrite ``model.variables`` or an optimizer's variables with the values of global rank ``root_rank``.
 
-    Seeds of random generators stay each rank's own, and sums of gradients between the passes of a step too.
-    A rank without any takes the root's, as after a checkpoint that rank 0 alone has loaded.
+    Each rank keeps its own seeds of random generators. Between the passes of a step, it also keeps its own
+    gradient sums. A rank whose sums are all zero takes the root's, for example after only rank 0 has loaded a
+    checkpoint.
 
     Args:
-        variables: Keras variables, of equal shapes and types and in the same order on all ranks.
-        root_rank: global rank.
-        process_set: the ranks that take part.
+        variables: Keras variables with equal shapes and types, in the same order on all ranks.
+        root_rank: Global rank.
+        process_set: The participating ranks.
     """
     engine = session.engine()
-    chosen = [one for one in variables if not is_random_state(one)]
+    chosen = [variable for variable in variables if not is_random_state(variable)]
     if not chosen or len(engine.members(set_id(process_set))) == 1:
         return
-    arrays = tuple([read(one) for one in chosen])
+    arrays = tuple([read(variable) for variable in chosen])
     pairs = list(zip(chosen, arrays, strict=True))
-    if any(array.any() for one, array in pairs if is_gradient_sum(one)):
-        pairs = [(one, array) for one, array in pairs if not is_gradient_sum(one)]
+    if any(array.any() for variable, array in pairs if is_gradient_sum(variable)):
+        pairs = [(variable, array) for variable, array in pairs if not is_gradient_sum(variable)]
     call = movement(Collective.BROADCAST, "broadcast_variables", process_set, True, root_rank)
     call.submit(engine, arrays, arrays).wait()
     if engine.rank != root_rank:
-        for one, array in pairs:
-            one.assign(array)
+        for variable, array in pairs:
+            variable.assign(array)
 
 
 def broadcast_global_variables(root_rank: int) -> None:
     """Raise RuntimeError: Keras has no list of all variables.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: Always.
     """
     raise RuntimeError(
-        "broadcast_global_variables() belongs to TensorFlow 1's graphs. Use broadcast_variables("
+        "broadcast_global_variables() works only in TensorFlow 1 graphs. Use broadcast_variables("
         f"model.variables, root_rank={root_rank}), or BroadcastGlobalVariablesCallback({root_rank}) in fit()."
     )
 

@@ -1,13 +1,13 @@
 """Ringdance for MXNet 1.9: ``import ringdance.mxnet as hvd``.
 
-One process for each rank, with one device. The collectives work on ``mx.nd`` and ``mx.np`` arrays::
+Each rank is one process with one device. The collectives work on ``mx.nd`` and ``mx.np`` arrays::
 
     hvd.init()
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1 * hvd.size()})
 """
 
-from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+from ringdance.training.exports import *  # isort: skip  # First, because some names are replaced below.
 
 from ringdance.mxnet import operations
 from ringdance.mxnet.memory import Compression

@@ -1,4 +1,4 @@
-"""Names of MXNet that are not documented, each with its reason; seen in 1.9.1."""
+"""Undocumented MXNet names that the binding uses, with the reason for each. Present in 1.9.1."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NDArray = Any
 class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A Gluon trainer without kvstore that calls ``reduce_gradients`` where others push and pull.
 
-    ``_allreduce_grads``: ``step`` and ``allreduce_grads`` call it before ``_update``; there is no public
-    place between computing gradients and using them. Without it ``step`` would train each rank by itself, so
-    ``__init__`` looks for it. ``_params``: the parameters in the trainer's order.
+    ``_allreduce_grads``: ``step`` and ``allreduce_grads`` call it before ``_update``. MXNet has no public
+    hook between the computation of gradients and their use. Without this name, ``step`` would train each rank
+    on its own, so ``__init__`` checks for it. ``_params``: the parameters in the trainer's order.
     """
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any) -> None:
         if not hasattr(mx.gluon.Trainer, "_allreduce_grads"):
-            raise ImportError(f"MXNet {mx.__version__} has no Trainer._allreduce_grads: use mxnet==1.9.1.")
+            raise ImportError(f"MXNet {mx.__version__} has no Trainer._allreduce_grads. Use mxnet==1.9.1.")
         super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
 
     def reduce_gradients(self) -> None:
@@ -33,18 +33,18 @@ class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def trained(self) -> list[Any]:
         """Return the parameters that have gradients."""
-        return [one for one in self._params if one.grad_req != "null"]
+        return [parameter for parameter in self._params if parameter.grad_req != "null"]
 
 
 def after_init(parameter: Any, function: Callable[[list[NDArray]], None]) -> None:
-    """Call a function with a Gluon parameter's arrays when it gets its first values; so with its deep copies.
+    """Call a function with a Gluon parameter's arrays when it gets its first values. Deep copies call it too.
 
-    ``_init_impl``: where they are set, also if the shape is known only in the first forward pass.
+    ``_init_impl``: sets the values, even if the shape is known only in the first forward pass.
     """
 
     def then(self: Any, *args: Any, **kwargs: Any) -> None:
         type(self)._init_impl(self, *args, **kwargs)
-        vars(self).pop("_init_impl", None)  # a rank may set values again by itself
+        vars(self).pop("_init_impl", None)  # A rank may set values again on its own.
         function(self.list_data())
 
     parameter._init_impl = types.MethodType(then, parameter)

@@ -1,4 +1,4 @@
-"""Raise Ringdance's errors as MXNet's too, so that ``except mx.MXNetError`` catches them."""
+"""Raise Ringdance's errors as MXNet errors too, so that ``except mx.MXNetError`` catches them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ringdance.errors import RingdanceError, optional
 
 MXNetError = optional(
     "mxnet.base", ImportError, "MXNet is not installed", "mxnet>=1.9.1",
-    ". Ringdance takes MXNet 1.9.1, which needs Python 3.11 and NumPy below 1.24: Ringdance's extra `mxnet`",
+    ". Ringdance supports MXNet 1.9.1, which needs Python 3.11 and NumPy below 1.24: use the extra `mxnet`",
 ).MXNetError  # fmt: skip
 
 
 @lru_cache
 def _joined(ours: Any) -> Any:
-    def reduce(self: Any) -> Any:  # by the name pickle would find the error that is not MXNet's
+    def reduce(self: Any) -> Any:  # By its name, pickle would find the original class, without MXNetError.
         return _made, (ours, self.args)
 
     return type(ours.__name__, (ours, MXNetError), {"__module__": ours.__module__, "__reduce__": reduce})
@@ -29,7 +29,7 @@ def _made(ours: Any, args: Any) -> Any:
 
 @contextmanager
 def as_mxnet() -> Iterator[None]:
-    """Raise Ringdance's errors within the block as MXNet's too."""
+    """Raise Ringdance's errors within the block as MXNet errors too."""
     try:
         yield
     except RingdanceError as error:

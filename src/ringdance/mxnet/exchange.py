@@ -1,4 +1,4 @@
-"""Run collective calls on MXNet's arrays."""
+"""Run collective calls on MXNet arrays."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Tensors = Sequence[NDArray]
 
 
 def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
-    """Run a call; return new arrays, of an alltoall also how many rows came from each rank (int32).
+    """Run a call. Return new arrays, and for an alltoall also the number of rows from each rank (int32).
 
     Args:
-        call: what to do.
-        tensors: the members of a group, or one array.
-        splits: of an alltoall: numbers, or an array of integers.
+        call: The collective and its options.
+        tensors: The members of a group, or one array.
+        splits: Numbers or an array of integers, for an alltoall.
     """
     with as_mxnet():
         work, outputs = _submit(call, tensors, splits=splits)
         results = work.wait()
         if outputs is None:
-            outputs = [from_array(one, like) for one, like in zip(results, tensors, strict=True)]
+            outputs = [from_array(result, like) for result, like in zip(results, tensors, strict=True)]
         else:
             _deliver(results, outputs)
         if work.received_splits is not None:
@@ -40,9 +40,10 @@ def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
 
 
 def run_in_place(calls: Sequence[tuple[Call, Tensors]]) -> None:
-    """Run calls that are under way together; each writes to its arrays.
+    """Run calls concurrently. Each writes to its arrays.
 
-    One that fails is raised when all are over: the other ranks make all of them, and none may write later.
+    An error is raised after all calls have finished, because the other ranks make all of them, and no call
+    may write later.
     """
     works: list[tuple[Work, Call, Tensors]] = []
     errors: list[Exception] = []
@@ -65,14 +66,14 @@ def run_in_place(calls: Sequence[tuple[Call, Tensors]]) -> None:
 def _submit(
     call: Call, tensors: Tensors, in_place: bool = False, splits: Any = None
 ) -> tuple[Work, list[NDArray] | None]:
-    """Submit a call; return its work and the arrays for its results, ``None`` where shapes may change."""
+    """Submit a call. Return its work and the result arrays, or ``None`` if shapes may change."""
     engine = session.engine()
     outputs: list[NDArray] | None = None
     try:
         views = tuple([array_of(tensor, in_place) for tensor in tensors])
         if not call.keeps_shapes and not all(view.ndim for view in views):
             what = call.kind.name.lower()
-            raise ArgumentError(f"{what} needs arrays with at least one dimension: use x.reshape(1).")
+            raise ArgumentError(f"{what} needs arrays with at least one dimension. Use x.reshape(1).")
         splits = array_of(splits) if isinstance(splits, mx.nd.NDArray) else splits
         rows = None if splits is None else (np.asarray(splits),)
         if in_place:
@@ -88,12 +89,12 @@ def _submit(
 
 def _memory_of(outputs: Tensors) -> tuple[Array, ...]:
     return tuple([
-        array_of(one, written=True) if on_host(one) else np.empty(one.shape, one.dtype) for one in outputs
+        array_of(out, written=True) if on_host(out) else np.empty(out.shape, out.dtype) for out in outputs
     ])
 
 
 def _deliver(results: Sequence[Array], outputs: Tensors) -> None:
-    """Copy results to arrays that do not lie in host memory."""
+    """Copy results to arrays that are not in host memory."""
     for result, output in zip(results, outputs, strict=True):
         if not on_host(output):
             write(result, output)

@@ -1,8 +1,8 @@
-"""Convert between MXNet's arrays and NumPy views, without copying where that is possible.
+"""Convert between MXNet arrays and NumPy views, without copying if possible.
 
 MXNet computes in the background: an operation returns an array at once, and a thread fills it later. A view
-of an array's memory is made after what writes to it is done, and one that is written to after what reads it
-is done too. Whatever MXNet starts afterwards sees what was written.
+for reading is made after pending writes to the array are complete. A view for writing also waits for pending
+reads. Operations that MXNet starts afterwards see the new values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringdance.training.gradients.weights import rows_of, step_of
 from ringdance.training.memory import array_at
 
 Array = np.ndarray[Any, Any]
-NDArray = Any  # mx.nd.NDArray, of which mx.np.ndarray is a subclass
+NDArray = Any  # mx.nd.NDArray, or its subclass mx.np.ndarray
 
 
 def _floating_dtype(tensor: NDArray) -> Any:
@@ -29,7 +29,7 @@ def _floating_dtype(tensor: NDArray) -> Any:
 
 
 class Compression:
-    """The compressions: MXNet's operators have no bfloat16 on hosts."""
+    """Compression algorithms, without bf16: MXNet's operators do not support bfloat16 on hosts."""
 
     _all = compression_for(__name__, np.float16, None, _floating_dtype, lambda one, kind: one.astype(kind))
     none: type[Compressor] = _all.none
@@ -37,27 +37,27 @@ class Compression:
 
 
 def on_host(tensor: NDArray) -> bool:
-    """Return whether an array lies in host memory."""
+    """Return True if an array is in host memory."""
     return str(tensor.ctx.device_type).startswith("cpu")
 
 
 def array_of(tensor: NDArray, written: bool = False) -> Array:
-    """Return the values of an array: a view in host memory, else a copy.
+    """Return the values of an array: a view if it is in host memory, otherwise a copy.
 
     Args:
-        tensor: is complete on return.
-        written: whether the view will be written to; then nothing reads the array any more.
+        tensor: The array. It is complete on return.
+        written: If True, the view is for writing, and no operation reads the array any more on return.
 
     Raises:
-        ArgumentError: not an array, or a sparse one.
-        MXNetError: what computes it has failed.
+        ArgumentError: The value is not an array, or it is a sparse one.
+        MXNetError: The operation that computes the array has failed.
     """
     if not isinstance(tensor, mx.nd.NDArray):
         raise ArgumentError(f"Expected an mx.nd.NDArray or an mx.np.ndarray, got {type(tensor).__name__}.")
     if tensor.stype != "default":
         raise ArgumentError(
-            f"A {tensor.stype} array cannot be exchanged: use tostype('default'), and for gradients of an "
-            "embedding sparse_grad=False."
+            f"A {tensor.stype} array cannot be exchanged. Use tostype('default'), and sparse_grad=False for "
+            "an embedding's gradients."
         )
     if not on_host(tensor):
         return tensor.asnumpy()
@@ -68,33 +68,35 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
 
 
 def empty(shape: tuple[int, ...], dtype: Any, like: NDArray) -> NDArray:
-    """Return a new array on the device of ``like`` and of its class."""
+    """Return a new array of the class and on the device of ``like``."""
     if all(shape) and shape:
-        made = mx.nd.empty(shape, like.ctx, dtype)
+        result = mx.nd.empty(shape, like.ctx, dtype)
     else:
-        with mx.util.np_shape(True):  # whose first use is logged, so only where these are not unknown lengths
-            made = mx.nd.empty(shape, like.ctx, dtype)
-    return made.as_np_ndarray() if isinstance(like, mx.np.ndarray) else made
+        # Only for scalars and zero lengths, which MXNet otherwise takes for unknown shapes: the first use of
+        # np_shape is logged.
+        with mx.util.np_shape(True):
+            result = mx.nd.empty(shape, like.ctx, dtype)
+    return result.as_np_ndarray() if isinstance(like, mx.np.ndarray) else result
 
 
 def write(array: Array, tensor: NDArray) -> None:
-    """Copy values to an array of the same shape, whatever its device."""
+    """Copy values to an array of the same shape on any device."""
     if on_host(tensor):
         array_of(tensor, written=True)[...] = array
     else:
-        tensor[()] = array  # MXNet knows neither [:] nor [...] for an mx.np array without dimensions
+        tensor[()] = array  # MXNet supports neither [:] nor [...] for an mx.np array without dimensions.
 
 
 def from_array(array: Array, like: NDArray) -> NDArray:
-    """Return values as an array on the device of ``like`` and of its class."""
-    made = empty(array.shape, array.dtype, like)
+    """Return values as an array of the class and on the device of ``like``."""
+    result = empty(array.shape, array.dtype, like)
     if array.size:
-        write(array, made)
-    return made
+        write(array, result)
+    return result
 
 
 def sample_of(tensors: Sequence[NDArray]) -> Array:
-    """Return a sample of the elements: see ``weights``."""
+    """Return a sample of the elements. See ``weights``."""
 
     def take(one: NDArray) -> tuple[int, Array]:
         if _floating_dtype(one) is None:

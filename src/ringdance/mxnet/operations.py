@@ -1,9 +1,10 @@
-"""The collective functions on MXNet's arrays, with Horovod's names, order of arguments and results.
+"""Collective functions on MXNet arrays, with Horovod's names, argument order and results.
 
-``allreduce`` describes the arguments of all: ``name`` is the key that matches the ranks' calls (without one
-they match by order), ``process_set`` the ranks that take part, and errors are of the same kinds. Forms that
-end in ``_`` write into their argument; ``grouped_`` forms exchange several arrays together. None is
-differentiable. A call returns when its results are there; ``priority`` has no effect.
+The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
+ranks' calls; unnamed calls match by order. ``process_set`` holds the participating ranks. All functions raise
+the same kinds of errors. Functions whose names end with ``_`` write into their argument. ``grouped_``
+functions exchange several arrays together. None is differentiable. A call returns when its results are
+complete. ``priority`` has no effect.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ def allreduce(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> NDArray:
-    """Return the reduction of ``tensor`` over all ranks: same shape and type.
+    """Return the reduction of ``tensor`` over all ranks, with the same shape and type.
 
     Args:
-        tensor: equal shape and type on all ranks.
-        average: old form of ``op``: True is Average, False is Sum.
-        name: key that matches the ranks' calls; without one they match by order.
-        priority: without effect.
-        prescale_factor: multiplies the input of each rank.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part.
+        tensor: Array with equal shape and type on all ranks.
+        average: Old form of ``op``: True means Average, False means Sum.
+        name: Key that matches the ranks' calls. Unnamed calls match by order.
+        priority: Accepted and ignored.
+        prescale_factor: Factor applied to each rank's input.
+        postscale_factor: Factor applied to the result.
+        process_set: The participating ranks.
         op: Average (default), Sum, Adasum, Min, Max or Product.
 
     Raises:
-        ValueError: an argument is wrong; only this rank may see it. As all of Ringdance's errors here
-            it is an MXNetError too.
-        MismatchError: ranks called it with different shapes, types or operations; raised on all.
+        ValueError: An argument is wrong. The error may be raised on this rank only. Like all of Ringdance's
+            errors in this module, it is also an MXNetError.
+        MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,))[0]
@@ -71,7 +72,7 @@ def grouped_allreduce(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[NDArray]:
-    """Return the reductions of several arrays; as ``allreduce``."""
+    """Return the reductions of several arrays. See ``allreduce``."""
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return run(call, tensors) if tensors else []
 
@@ -91,14 +92,14 @@ def grouped_allreduce_(
 def allgather(
     tensor: NDArray, name: str | None = None, priority: int = 0, process_set: ProcessSet = global_process_set
 ) -> NDArray:
-    """Return the ranks' arrays joined along dimension 0, which may differ between ranks."""
+    """Return the ranks' arrays concatenated along dimension 0, whose length may differ between ranks."""
     return run(movement(Collective.ALLGATHER, name, process_set), (tensor,))[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, priority: int = 0, process_set: ProcessSet = global_process_set
 ) -> list[NDArray]:
-    """Gather several arrays; as ``allgather``."""
+    """Gather several arrays. See ``allgather``."""
     return run(movement(Collective.ALLGATHER, name, process_set, True), tensors) if tensors else []
 
 
@@ -106,7 +107,7 @@ def broadcast(
     tensor: NDArray, root_rank: int, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray:
-    """Return the array of global rank ``root_rank``; shape and type equal on all ranks."""
+    """Return the array of global rank ``root_rank``. Shape and type are equal on all ranks."""
     return run(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
@@ -114,7 +115,7 @@ def broadcast_(
     tensor: NDArray, root_rank: int, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray:
-    """Overwrite ``tensor`` with that of global rank ``root_rank`` and return it."""
+    """Overwrite ``tensor`` with the tensor of global rank ``root_rank`` and return it."""
     run_in_place([(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))])
     return tensor
 
@@ -123,18 +124,18 @@ def alltoall(
     tensor: NDArray, splits: Any = None, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray | tuple[NDArray, NDArray]:
-    """Send ``splits[j]`` rows to rank j of the set, receive theirs in rank order.
+    """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
 
     Args:
-        tensor: at least one dimension; all but the first equal on all ranks.
-        splits: a list or an int32 array, one number for each rank; their sum may be less than the rows.
-            Without it all ranks get equally many.
-        name: key that matches the ranks' calls.
-        priority: without effect.
-        process_set: the ranks that take part.
+        tensor: Array with at least one dimension. All dimensions but the first are equal on all ranks.
+        splits: Rows to send to each rank: a list or an int32 array. Their sum may be less than the number of
+            rows. By default all ranks get equal shares.
+        name: Key that matches the ranks' calls.
+        priority: Accepted and ignored.
+        process_set: The participating ranks.
 
     Returns:
-        The received rows; with ``splits`` also how many came from each rank (int32).
+        The received rows. With ``splits``, also the number of rows from each rank (int32).
     """
     output, received = run(movement(Collective.ALLTOALL, name, process_set), (tensor,), splits)
     return output if splits is None else (output, received)
@@ -144,7 +145,10 @@ def reducescatter(
     tensor: NDArray, op: int = Average, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> NDArray:
-    """Reduce (Average or Sum) and return this rank's rows: d // n of d, the first d % n ranks one more."""
+    """Reduce (Average or Sum) and return this rank's rows.
+
+    With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    """
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,))[0]
 
@@ -153,14 +157,14 @@ def grouped_reducescatter(
     tensors: Tensors, op: int = Average, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[NDArray]:
-    """Reduce and scatter several arrays; as ``reducescatter``."""
+    """Reduce and scatter several arrays. See ``reducescatter``."""
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return run(call, tensors) if tensors else []
 
 
 @as_mxnet()
 def join() -> int:
-    """Help the other ranks with zeros until all have joined; return the global rank that joined last."""
+    """Contribute zeros until all ranks have joined. Return the global rank that joined last."""
     return collectives.join(session.engine())
 
 

@@ -1,4 +1,4 @@
-"""Gluon's trainer and the optimizer of a Module, with gradients reduced over the ranks."""
+"""Gluon's trainer and a Module's optimizer, with gradients reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 _ADVICE = "hvd.broadcast_parameters(net.collect_params(), root_rank=0)"
-_numbers = itertools.count()  # all ranks make their trainers in one order
+_numbers = itertools.count()  # All ranks create their trainers in the same order.
 
 
 class _Reduction:
-    """How gradients are averaged in place.
+    """Averages gradients in place.
 
     Args:
-        name: of the exchange, the same on all ranks.
-        predivide: divides before and multiplies after the sum.
-        groups: in how many lists gradients are exchanged; 0: in one.
-        process_set: the ranks that take part.
-        compression: for the exchange.
+        name: Name of the exchange, equal on all ranks.
+        predivide: Divisor before the sum, undone after it.
+        groups: Number of lists in which gradients are exchanged. 0 means one list.
+        process_set: The participating ranks.
+        compression: Compression for the exchange.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class _Reduction:
         self.compression = compression
 
     def __call__(self, gradients: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """Average gradients; ``names``: of their parameters; ``suffix``: what is in a step once."""
-        pairs = [self.compression.compress(one) for one in gradients]
+        """Average gradients. ``names``: their parameters' names. ``suffix``: a text unique in the step."""
+        pairs = [self.compression.compress(gradient) for gradient in gradients]
         calls = []
         parts = np.array_split(np.arange(len(pairs)), min(self.groups, len(pairs)) or 1)
-        for number, part in enumerate(one.tolist() for one in parts):
+        for number, part in enumerate(indices.tolist() for indices in parts):
             name = f"{self.name}{suffix}" + (f".{number}" if len(parts) > 1 else "")
-            labels.note(f"grouped_allreduce.{name}", self.name, "gradients", [names[one] for one in part])
+            labels.note(f"grouped_allreduce.{name}", self.name, "gradients", [names[index] for index in part])
             call = allreduce_call(name, None, Average, *self.scales, self.process_set, True)
-            calls.append((call, [pairs[one][0] for one in part]))
+            calls.append((call, [pairs[index][0] for index in part]))
         run_in_place(calls)
         for gradient, (small, context) in zip(gradients, pairs, strict=True):
             if small is not gradient:
                 gradient[()] = self.compression.decompress(small, context)
 
     def compare(self, tensors: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """Compare parameters over the ranks if that is due: see ``weights``."""
+        """Compare parameters over the ranks when it is due. See ``weights``."""
         name, number = f"{self.name}{suffix}", set_id(self.process_set)
         with as_mxnet():
             weights.compare_if_due(name, names, _ADVICE, number, lambda: sample_of(tensors))
@@ -72,22 +72,22 @@ class _Reduction:
 class DistributedTrainer(Trainer):
     """A ``gluon.Trainer`` that averages the gradients over the ranks in ``step`` and ``allreduce_grads``.
 
-    Each process trains on one device. Gradients that ``grad_req="add"`` sums up over several passes are
+    Each process trains on one device. If ``grad_req="add"`` sums gradients over several passes, the sum is
     averaged each time.
 
     Args:
-        params: as of ``gluon.Trainer``, equal on all ranks.
-        optimizer: likewise; a name or an optimizer.
-        optimizer_params: likewise.
+        params: Parameters, as in ``gluon.Trainer``. Equal on all ranks.
+        optimizer: A name or an optimizer, as in ``gluon.Trainer``. Equal on all ranks.
+        optimizer_params: Options of the optimizer, as in ``gluon.Trainer``. Equal on all ranks.
         compression: ``Compression.fp16`` halves the bytes of float32 gradients.
-        gradient_predivide_factor: divides gradients before the sum; the result is the average all the same.
-        prefix: name of the exchange, where not all ranks make their trainers in one order.
-        num_groups: gradients are exchanged in so many lists; 0: in one.
-        process_set: the ranks that take part; on others it is a plain trainer.
+        gradient_predivide_factor: Divisor before the sum, undone after it. The result is still the average.
+        prefix: Name of the exchange. Needed if the ranks do not create their trainers in the same order.
+        num_groups: Number of lists in which gradients are exchanged. 0 means one list.
+        process_set: The participating ranks. On other ranks this is a plain trainer.
 
     Raises:
-        ValueError: parameters on several devices, an argument of the wrong kind, or a
-            ``DistributedOptimizer`` with another process set or predivide factor.
+        ValueError: Parameters are on several devices, an argument has the wrong kind, or a
+            ``DistributedOptimizer`` has another process set or predivide factor.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DistributedTrainer(Trainer):
             _check_same(optimizer._reduction, process_set, gradient_predivide_factor)
             optimizer = optimizer._optimizer
             warnings.warn(
-                "DistributedTrainer averages gradients by itself: it takes the optimizer out of the "
+                "DistributedTrainer averages gradients on its own, so it uses the optimizer inside the "
                 "DistributedOptimizer.", stacklevel=2,
             )
         super().__init__(params, optimizer, optimizer_params)
@@ -110,41 +110,41 @@ class DistributedTrainer(Trainer):
         """Average the gradients over the ranks."""
         trained = self.trained()
         if trained and takes_part(self._reduction.process_set):
-            names = [one.name for one in trained]
-            self._reduction([self._only(one.list_grad(), one) for one in trained], names)
-            self._reduction.compare([one.list_data()[0] for one in trained], names)
+            names = [parameter.name for parameter in trained]
+            self._reduction([self._only(parameter.list_grad(), parameter) for parameter in trained], names)
+            self._reduction.compare([parameter.list_data()[0] for parameter in trained], names)
         session.mark_step()
 
     @staticmethod
     def _only(arrays: Sequence[NDArray], parameter: Any) -> NDArray:
         if len(arrays) > 1:
             raise ArgumentError(
-                f"{parameter.name} is on {len(arrays)} devices: start one process for each device, and give "
-                "it that one, as mx.gpu(hvd.local_rank())."
+                f"{parameter.name} is on {len(arrays)} devices. Start one process per device, and give "
+                "each process one device, for example mx.gpu(hvd.local_rank())."
             )
         return arrays[0]
 
 
 def _check_same(given: _Reduction, process_set: ProcessSet, predivide: float) -> None:
-    """Refuse a DistributedOptimizer of which a trainer would lose a setting."""
+    """Refuse a DistributedOptimizer with a setting that the trainer would lose."""
     sets, scales = (process_set, global_process_set), (scales_of(ReduceOp.AVERAGE, predivide), (1.0, 1.0))
-    if not any(given.process_set is one for one in sets) or given.scales not in scales:
+    if not any(given.process_set is allowed for allowed in sets) or given.scales not in scales:
         raise ArgumentError(
             "The DistributedOptimizer has a process_set or gradient_predivide_factor that this "
-            "DistributedTrainer would not use: give the same to DistributedTrainer(...)."
+            "DistributedTrainer would not use. Pass the same values to DistributedTrainer(...)."
         )
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
-    """An optimizer of ``mx.mod.Module`` that averages gradients in place before it updates parameters.
+    """A ``mx.mod.Module`` optimizer that averages gradients in place before it updates parameters.
 
-    Everything else is the given optimizer's. Use ``kvstore=None``.
+    Everything else is delegated to the wrapped optimizer. Use ``kvstore=None``.
 
     Args:
-        optimizer: the optimizer.
-        gradient_predivide_factor: divides gradients before the sum; the result is the average all the same.
-        num_groups: gradients given together are exchanged in so many lists; 0: in one.
-        process_set: the ranks that take part; on others it only updates.
+        optimizer: The optimizer to wrap.
+        gradient_predivide_factor: Divisor before the sum, undone after it. The result is still the average.
+        num_groups: Number of lists in which gradients passed together are exchanged. 0 means one list.
+        process_set: The participating ranks. On other ranks it only updates.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self.__dict__.update(_optimizer=optimizer, _reduction=reduction, _first=None)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_optimizer", "_reduction", "_first"):  # while it is unpickled
+        if name in ("_optimizer", "_reduction", "_first"):  # Missing while it is unpickled.
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -165,39 +165,39 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         setattr(self._optimizer, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # MXNet's own leaves out what the given optimizer has
+        return dict(vars(self))  # MXNet's own method drops attributes that the wrapped optimizer has.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def _reduce(self, index: Any, weight: Any, grad: Any) -> None:
-        listed = isinstance(index, (tuple, list))
-        indices = list(index) if listed else [index]
+        is_list = isinstance(index, (tuple, list))
+        indices = list(index) if is_list else [index]
         if self._first is None:
             self.__dict__["_first"] = indices[0]
-        elif self._first == indices[0]:  # which begins each step
+        elif self._first == indices[0]:  # Each step starts with this parameter.
             session.mark_step()
         if not takes_part(self._reduction.process_set):
             return
-        names = [str(self._optimizer.idx2name.get(one, one)) for one in indices]
+        names = [str(self._optimizer.idx2name.get(key, key)) for key in indices]
         suffix = f".{indices[0]}"
-        self._reduction(grad if listed else [grad], names, suffix)
-        self._reduction.compare(weight if listed else [weight], names, suffix)
+        self._reduction(grad if is_list else [grad], names, suffix)
+        self._reduction.compare(weight if is_list else [weight], names, suffix)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Average the gradients of parameters and update these."""
+        """Average the gradients of parameters, then update the parameters."""
         self._reduce(index, weight, grad)
         self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Average the gradients of parameters and update these, with 32-bit copies of 16-bit ones."""
+        """Average gradients, then update the parameters, using 32-bit copies of 16-bit parameters."""
         self._reduce(index, weight, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def create_state(self, index: Any, weight: Any) -> Any:
-        """Return the optimizer's state of a parameter."""
+        """Return the optimizer's state for a parameter."""
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """Return the optimizer's state of a parameter, with a 32-bit copy of a 16-bit one."""
+        """Return the optimizer's state for a parameter, with a 32-bit copy of a 16-bit parameter."""
         return self._optimizer.create_state_multi_precision(index, weight)

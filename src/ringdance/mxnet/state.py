@@ -1,4 +1,4 @@
-"""Give all ranks the parameters of one."""
+"""Broadcast one rank's parameters to all ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ringdance.training.process_sets import global_process_set
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
-    """Overwrite parameters with those of global rank ``root_rank``.
+    """Overwrite parameters with the values of global rank ``root_rank``.
 
-    Those of Gluon without values yet, as their shape is known only in the first forward pass, follow when
-    they get them.
+    If a Gluon parameter has no values yet, because its shape is known only in the first forward pass, it is
+    broadcast when it gets them.
 
     Args:
-        params: what ``collect_params()`` returns, or a dictionary of parameters or arrays, with equal keys
-            on all ranks.
-        root_rank: global rank.
-        prefix: begins the names of the operations, followed by the key.
+        params: The result of ``collect_params()``, or a dictionary of parameters or arrays. Keys are equal on
+            all ranks.
+        root_rank: Global rank.
+        prefix: Prefix for the names of the operations. The key follows it.
 
     Raises:
         ValueError: ``params`` is something else.
@@ -39,15 +39,15 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     if session.engine().size == 1:
         return
     now = []
-    for key, one in sorted(params.items()):
+    for key, parameter in sorted(params.items()):
         name = f"{prefix or ''}{key}"
-        if isinstance(one, mx.nd.NDArray):
-            now.append((name, [one]))
+        if isinstance(parameter, mx.nd.NDArray):
+            now.append((name, [parameter]))
             continue
         try:
-            now.append((name, one.list_data()))
+            now.append((name, parameter.list_data()))
         except mx.gluon.parameter.DeferredInitializationError:
-            after_init(one, partial(_later, name, root_rank))
+            after_init(parameter, partial(_later, name, root_rank))
     _broadcast(now, root_rank)
 
 
@@ -56,7 +56,7 @@ def _later(name: str, root_rank: int, arrays: list[NDArray]) -> None:
 
 
 def _broadcast(named: list[tuple[str, list[NDArray]]], root_rank: int) -> None:
-    """Broadcast arrays, each with its copies on other devices of this process."""
+    """Broadcast arrays, then copy each to its replicas on other devices of this process."""
     calls = [
         (movement(Collective.BROADCAST, name, global_process_set, root=root_rank), (arrays[0],))
         for name, arrays in named

@@ -1,9 +1,9 @@
 """Ringdance for TensorFlow: ``import ringdance.tensorflow as hvd``.
 
-Names, signatures and results are those of Horovod's tensorflow module; see the functions.
+Names, signatures and results match Horovod's tensorflow module. The functions document them.
 """
 
-from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+from ringdance.training.exports import *  # isort: skip  # First, because some names are replaced below.
 
 from ringdance.tensorflow import elastic as elastic
 from ringdance.tensorflow import operations, state

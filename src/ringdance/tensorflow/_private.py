@@ -1,8 +1,8 @@
-"""Private names of TensorFlow that the binding uses: why, and what happens without each.
+"""Private TensorFlow names that the binding uses, with the reason and the behavior without each.
 
-Seen in TensorFlow 2.16 to 2.21. Each is looked up when this module is imported; where one is missing, the way
-without it is taken, which the tests try too. Those of Keras's optimizers
-are in ``ringdance.keras._private``.
+Present in TensorFlow 2.16 to 2.21. Each name is looked up when this module is imported. If one is missing,
+the binding uses the alternative, which the tests cover too. The private names of Keras's optimizers are in
+``ringdance.keras._private``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def _find(module: str, name: str, default: Any = None) -> Any:
         return default
 
 
-# eager.execute.must_record_gradient, eager.execute.record_gradient (which needs eager.backprop imported):
-# record a call for gradient tapes as an operation of a type, whose gradient is registered. Without them
-# tf.custom_gradient records it, and takes several times as long for each call.
+# eager.execute.must_record_gradient, eager.execute.record_gradient (needs eager.backprop to be imported):
+# record a call for gradient tapes as an operation whose type has a registered gradient. Without these names,
+# tf.custom_gradient records the call, which takes several times as long.
 _find("eager.backprop", "_record_gradient")
 _must_record = _find("eager.execute", "must_record_gradient")
 _record_gradient = _find("eager.execute", "record_gradient")
@@ -34,29 +34,29 @@ def record(kind: str, inputs: Sequence[Any], text: Callable[[], str], outputs: S
         _record_gradient(kind, list(inputs), ("text", text().encode()), list(outputs))
 
 
-# profiler.trace.enabled: whether TensorFlow's profiler is recording. Without it each wait makes a span, which
-# asks for itself.
+# profiler.trace.enabled: True while TensorFlow's profiler is recording. Without it, each wait creates a span,
+# which checks on its own.
 profiler_running: Callable[[], bool] = _find("profiler.trace", "enabled", lambda: True)
 
 
-# ops.control_flow_util.GraphOrParentsInXlaContext: whether XLA will compile the graph. Without it XLA says
-# that it does not know the operation, instead of an error here that says what to do.
+# ops.control_flow_util.GraphOrParentsInXlaContext: True if XLA will compile the graph. Without it, XLA
+# reports an unknown operation, and the user does not get our error message with the fix.
 in_xla_context: Callable[[Any], bool] = _find(
     "ops.control_flow_util", "GraphOrParentsInXlaContext", lambda graph: False
 )
 
 
-# keras.layers.BatchNormalization._moments: overridden, Keras calls it in training. Without it
-# SyncBatchNormalization is refused, as its statistics would be those of one rank.
+# keras.layers.BatchNormalization._moments: overridden here, called by Keras in training. Without it,
+# SyncBatchNormalization is refused, because its statistics would be a single rank's.
 def check_moments(layer: type) -> None:
     """Raise NotImplementedError if this Keras computes moments in an unknown way."""
     if not hasattr(layer, "_moments"):
         raise NotImplementedError("SyncBatchNormalization does not support this version of Keras.")
 
 
-# EagerTensor._numpy: its memory as an array. Without it numpy() copies.
+# EagerTensor._numpy: the tensor's memory as an array. Without it, numpy() copies.
 def numpy_of(tensor: Any) -> Any:
-    """Return an eager tensor's values, without a copy where they are in the host's memory."""
+    """Return an eager tensor's values, without a copy if they are in host memory."""
     try:
         return tensor._numpy()
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, as a Keras layer."""
+"""Batch normalization over the batches of all ranks, as a Keras layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ keras: Any = tf.keras  # Keras 3, or 2 with TF_USE_LEGACY_KERAS=1
 
 @keras.utils.register_keras_serializable("ringdance")
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
-    """Keras's ``BatchNormalization`` whose statistics in training are those of all ranks' batches together.
+    """Keras's ``BatchNormalization`` with training statistics computed over all ranks' batches.
 
-    Batches may differ in size between ranks, and then count by their elements. Gradients flow through the
-    exchange. With one rank, and in inference, it is the plain layer.
+    Batch sizes may differ between ranks: each batch counts by its number of elements. Gradients flow through
+    the exchange. With one rank and in inference, this is the plain layer.
 
     Args:
-        fused: must be False; the fused kernel knows only its own batch.
-        **kwargs: as ``keras.layers.BatchNormalization``.
+        fused: Must be False, because the fused kernel knows only its own batch.
+        **kwargs: Arguments of ``keras.layers.BatchNormalization``.
 
     Raises:
         ArgumentError: ``fused`` is True or ``None``.
@@ -32,36 +32,37 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused is not False:
-            raise ArgumentError("SyncBatchNormalization cannot be fused: leave fused away, or fused=False.")
+            raise ArgumentError("SyncBatchNormalization cannot be fused. Omit fused or pass fused=False.")
         check_moments(keras.layers.BatchNormalization)
         super().__init__(**kwargs)
-        self.fused = False  # Keras 2 would choose; Keras 3 has no such thing
+        self.fused = False  # Keras 2 would choose on its own. Keras 3 has no fused kernel.
 
     def _moments(self, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Return mean and variance of each channel over all ranks (Keras calls this in training)."""
+        """Return each channel's mean and variance over all ranks. Keras calls this in training."""
         mean, variance = super()._moments(inputs, *args, **options)
-        mask = options["mask"] if "mask" in options else args[-1]  # by name in Keras 2, last in Keras 3
+        mask = options["mask"] if "mask" in options else args[-1]  # By name in Keras 2, last in Keras 3.
         if session.engine().size == 1:
             return mean, variance
         if mask is None:
             count = tf.cast(tf.size(inputs) / tf.size(mean), mean.dtype)
         else:
-            # Every position that counts has as many elements of a channel as the other axes are long.
-            chosen = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
-            each = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)
-            count = chosen * tf.cast(each, mean.dtype)
-        # An empty batch has no mean, and counts nothing. In double precision a difference of squares has all
-        # digits of the variance that float32 can show.
-        wide, spread = (tf.cast(tf.where(count > 0, one, 0), tf.float64) for one in (mean, variance))
-        weight, centre = tf.cast(count, tf.float64), tf.zeros_like(wide)
-        if inputs.dtype == tf.float64:  # it can show more: squares are those of distances from the mean
-            own = tf.stop_gradient(tf.stack([wide, tf.ones_like(wide)]) * weight)
-            sums = allreduce(own, op=Sum, name=f"sync_batch_norm.{self.name}.centre")
-            centre = sums[0] / sums[1]
-        wide -= centre
-        shares = tf.stack([wide, spread + wide * wide, tf.ones_like(wide)]) * weight
+            # Every position that the mask keeps holds this many elements of a channel: the product of the
+            # other axes' lengths.
+            positions = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
+            per_position = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)
+            count = positions * tf.cast(per_position, mean.dtype)
+        # An empty batch has no mean and counts as zero. In double precision, a difference of squares has all
+        # digits of the variance that float32 can represent.
+        mean64, variance64 = (tf.cast(tf.where(count > 0, stat, 0), tf.float64) for stat in (mean, variance))
+        weight, center = tf.cast(count, tf.float64), tf.zeros_like(mean64)
+        if inputs.dtype == tf.float64:  # It represents more digits: square the distances from the mean.
+            weighted = tf.stop_gradient(tf.stack([mean64, tf.ones_like(mean64)]) * weight)
+            sums = allreduce(weighted, op=Sum, name=f"sync_batch_norm.{self.name}.centre")
+            center = sums[0] / sums[1]
+        mean64 -= center
+        shares = tf.stack([mean64, variance64 + mean64 * mean64, tf.ones_like(mean64)]) * weight
         total = allreduce(shares, op=Sum, name=f"sync_batch_norm.{self.name}")
-        joined = total[0] / total[2]
-        # Rounding can make the difference negative where all inputs are alike.
-        whole = tf.maximum(total[1] / total[2] - joined * joined, 0)
-        return tf.cast(joined + centre, mean.dtype), tf.cast(whole, mean.dtype)
+        joint_mean = total[0] / total[2]
+        # Rounding can make the difference negative if all inputs are equal.
+        joint_variance = tf.maximum(total[1] / total[2] - joint_mean * joint_mean, 0)
+        return tf.cast(joint_mean + center, mean.dtype), tf.cast(joint_variance, mean.dtype)

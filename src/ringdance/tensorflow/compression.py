@@ -1,4 +1,4 @@
-"""Compression of gradients for the exchange: casts to 16 bits."""
+"""Gradient compression for the exchange: casts to 16 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringdance.training.gradients.compression import compression_for
 
 
 def _floating_dtype(tensor: Any) -> Any:
-    """Return the tensor's data type if it is floating, else None."""
+    """Return the tensor's data type if it is floating, otherwise None."""
     return tensor.dtype if tensor.dtype.is_floating else None
 
 

@@ -1,6 +1,6 @@
 """Restart training after an error: ``hvd.elastic.run`` and states for TensorFlow.
 
-See ``ringdance.training.elastic`` for what is saved and restored when.
+``ringdance.training.elastic`` describes what is saved and restored, and when.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function whose first argument is a state.
 
-    Collectives may fail within a ``tf.function`` as well as eagerly.
+    Collectives may fail both eagerly and within a ``tf.function``.
     """
     return elastic.run_translating(func, tf.errors.OpError)
 
@@ -36,18 +36,18 @@ class TensorFlowState(VariablesState):
     """Variables and plain attributes, committed and restored together.
 
     Args:
-        variables: TensorFlow's or Keras's; in a graph of ``tf.compat.v1`` by default all global ones.
-        session: of ``tf.compat.v1``, or None in eager execution.
-        kwargs: more attributes.
+        variables: TensorFlow or Keras variables. In a ``tf.compat.v1`` graph the default is all global ones.
+        session: A ``tf.compat.v1`` session, or None in eager execution.
+        kwargs: Further attributes.
 
     Raises:
-        ArgumentError: no variables are given in eager execution.
+        ArgumentError: No variables are passed in eager execution.
     """
 
     def __init__(self, variables: Any = None, session: Any = None, **kwargs: Any) -> None:
         if variables is None:
             if session is None and tf.executing_eagerly():
-                raise ArgumentError("TensorFlowState needs variables: model.variables, for example.")
+                raise ArgumentError("TensorFlowState needs variables, for example model.variables.")
             variables = tf.compat.v1.global_variables()
         self._session = session
         self._listed = list(variables)
@@ -57,7 +57,7 @@ class TensorFlowState(VariablesState):
     def _read(self) -> list[Any]:
         if self._session is not None:
             return self._session.run(self._listed)
-        return [np.array(variable_of(one).numpy()) for one in self._listed]
+        return [np.array(variable_of(variable).numpy()) for variable in self._listed]
 
     def _assign(self, values: list[Any]) -> None:
         for variable, value in zip(map(variable_of, self._listed), values, strict=True):
@@ -68,17 +68,17 @@ class TensorFlowState(VariablesState):
         reset_sums(self._session)
 
     def _broadcast(self) -> None:
-        if self._operation is None:  # as it stays in eager execution, which broadcasts at once
+        if self._operation is None:  # It stays None in eager execution, which broadcasts at once.
             self._operation = broadcast_variables(self._listed, 0)
         if self._session is not None:
             self._session.run(self._operation)
 
 
 class TensorFlowKerasState:
-    """A ``ringdance.keras.elastic.KerasState``; ``backend`` is accepted and ignored."""
+    """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted and ignored."""
 
     def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-        """Make the state; Keras is imported here, not with TensorFlow's binding."""
+        """Create the state. Keras is imported here rather than with the TensorFlow binding."""
         keras: Any = importlib.import_module("ringdance.keras")
         return object.__new__(type(cls.__name__, (cls, keras.elastic.KerasState), {}))
 

@@ -1,8 +1,8 @@
-"""Raise Ringdance's errors as TensorFlow's too.
+"""Raise Ringdance's errors as TensorFlow errors too.
 
-Eager calls raise a class that is derived from both, so that ``except tf.errors.FailedPreconditionError`` and
-``except hvd.HorovodInternalError`` both catch it. From a graph TensorFlow raises its own class, of
-the same code, with the message.
+Eager calls raise a class derived from both, so both ``except tf.errors.FailedPreconditionError`` and
+``except hvd.HorovodInternalError`` catch it. From a graph, TensorFlow raises its own class with the same code
+and the message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tensorflow as tf
 from ringdance import errors
 from ringdance.training.checks import UnsupportedOperationError
 
-# The first that fits; those that Horovod raises for a mismatch, a wrong argument and so on.
+# The first match counts. The classes are the ones that Horovod raises for a mismatch, a wrong argument etc.
 _KINDS: tuple[tuple[type[BaseException], Any], ...] = (
     (errors.MismatchError, tf.errors.FailedPreconditionError),
     (errors.NotInitializedError, tf.errors.FailedPreconditionError),
@@ -35,7 +35,7 @@ def _kind(error: BaseException) -> Any:
 
 
 def code_of(error: BaseException) -> int:
-    """Return TensorFlow's number for this kind of error."""
+    """Return TensorFlow's error code for this kind of error."""
     return int(_kind(error)(None, None, "").error_code)
 
 
@@ -46,7 +46,7 @@ def _joined(ours: Any, theirs: Any) -> Any:
 
 @contextmanager
 def as_tensorflow() -> Iterator[None]:
-    """Raise Ringdance's errors within the block as TensorFlow's too."""
+    """Raise Ringdance's errors within the block as TensorFlow errors too."""
     try:
         yield
     except errors.RingdanceError as error:

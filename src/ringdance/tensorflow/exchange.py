@@ -1,9 +1,8 @@
-"""Run collective calls on tensors, eagerly or in graphs, and their gradients; reduce ``tf.IndexedSlices``.
+"""Run collective calls and their gradients on tensors, eagerly or in graphs; reduce ``tf.IndexedSlices``.
 
-Eager calls go straight to the engine, on views of the tensors' memory. In a graph they become the
-operations of ``graph.kernels``. Both are recorded for gradient tapes in the same way, by the type of
-operation. All ranks of the process set have to run the backward pass. A call's gradient is named
-``<name>.grad``.
+Eager calls go directly to the engine, on views of the tensors' memory. In a graph they become the operations
+in ``graph.kernels``. Gradient tapes record both in the same way, by the type of operation. All ranks of the
+process set must run the backward pass. A call's gradient is named ``<name>.grad``.
 """
 
 from __future__ import annotations
@@ -38,50 +37,51 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def plain(function: Function) -> Function:
-    """Return a function that AutoGraph does not convert where a ``tf.function`` calls it."""
+    """Return a function that AutoGraph does not convert when a ``tf.function`` calls it."""
     return tf.autograph.experimental.do_not_convert(function)
 
 
 def in_session() -> bool:
-    """Return whether a session will run what is added now, in an order of its own: also in ``tf.cond``."""
+    """Return True if a session will run operations added now, in its own order; also within ``tf.cond``."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):  # of a branch, without an order either
+    while getattr(graph, "is_control_flow_graph", False):  # A branch's graph has no order either.
         graph = graph.outer_graph
     return not graph.building_function
 
 
 def unique_in_session(name: str) -> str:
-    """Return a name that is the only one in the graph of a session, whatever function is traced now."""
+    """Return a name that is unique in the session's graph, even while a function is being traced."""
     with tf.init_scope():
         return str(tf.compat.v1.get_default_graph().unique_name(name))
 
 
 def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
-    """Return the results of a call; of an alltoall also the received splits.
+    """Return the results of a call. For an alltoall, the last result holds the received splits.
 
     Args:
-        call: the collective and its options.
-        tensors: the members of a group or one tensor; of an alltoall with splits also these.
-        name: of the operation in a graph.
+        call: The collective and its options.
+        tensors: One tensor or the members of a group. For an alltoall with splits, the tensor and the splits.
+        name: The operation's name in a graph.
 
     Raises:
-        RingdanceError: eager only, and also one of ``tf.errors``; running a graph raises the latter alone.
+        RingdanceError: In eager calls, where the error is also a ``tf.errors`` class. Running a graph raises
+            only the ``tf.errors`` class.
     """
     if in_session() or not _private.RECORDS:
         run = _from_data_set if in_session() else _run
-        return _with_gradient(call, tensors, lambda given: run(call, given, name))
+        return _with_gradient(call, tensors, lambda inputs: run(call, inputs, name))
     results = _run(call, tensors, name)
     _private.record("RingdanceCall", tensors, partial(kernels.text_of, call), results)
     return results
 
 
 def _run(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor]:
-    """Run a call at once, or add it to the function that is being traced."""
+    """Run a call now, or add it to the function that is being traced."""
     if tf.executing_eagerly():
         with as_tensorflow():
-            return [_tensor_of(one) for one in kernels.run(call, [_view_of(tensor) for tensor in tensors])]
+            return [_tensor_of(out) for out in kernels.run(call, [_view_of(tensor) for tensor in tensors])]
     types = [tensor.dtype for tensor in tensors]
     if call.kind is Collective.ALLTOALL:
         types = [types[0], tf.int32]
@@ -98,21 +98,21 @@ def _run(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor
 
 
 def _view_of(tensor: Any) -> Array:
-    """Return a contiguous view of an eager tensor; a copy if it is on a GPU."""
+    """Return a contiguous view of an eager tensor, or a copy if it is on a GPU."""
     return np.asarray(_private.numpy_of(tensor))
 
 
 def _tensor_of(array: Array) -> Any:
-    """Return an eager tensor that shares the memory of an array.
+    """Return an eager tensor that shares an array's memory.
 
-    The array must not change any more. TensorFlow needs memory aligned to 64 bytes, as the engine's own is;
-    other memory is copied.
+    The array must not change afterwards. TensorFlow needs memory aligned to 64 bytes. The engine's memory is
+    aligned; other memory is copied.
     """
     if array.ctypes.data % 64 and array.size:
         aligned = aligned_empty(array.shape, array.dtype)
         aligned[...] = array
         array = aligned
-    if array.dtype == _BFLOAT16:  # which NumPy cannot export by DLPack: the same bits under another name
+    if array.dtype == _BFLOAT16:  # NumPy cannot export bfloat16 through DLPack: export the bits as uint16.
         return tf.bitcast(tf.experimental.dlpack.from_dlpack(array.view(np.uint16).__dlpack__()), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
@@ -120,15 +120,15 @@ def _tensor_of(array: Array) -> Any:
 def _with_gradient(
     call: Call, tensors: Sequence[Tensor], run: Callable[[Sequence[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
-    """Run a call so that tapes and ``tf.gradients`` know its gradient, without TensorFlow's private names."""
+    """Run a call so that tapes and ``tf.gradients`` know its gradient, using only TensorFlow's public API."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> Any:
         results = run(given)
-        done = SimpleNamespace(inputs=given, outputs=results)
+        operation = SimpleNamespace(inputs=given, outputs=results)
 
         def gradient(*gradients: Tensor) -> list[Tensor]:
-            return _backward(call, done, list(gradients))
+            return _backward(call, operation, list(gradients))
 
         return tuple(results), gradient
 
@@ -136,21 +136,22 @@ def _with_gradient(
 
 
 def _from_data_set(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor]:
-    """Add a call to a graph of ``tf.compat.v1``, by tf.data.
+    """Add a call to a ``tf.compat.v1`` graph, wrapped in a tf.data pipeline.
 
-    There nothing orders operations, so that ranks may run them in different orders, and a session has few
-    threads, which must not block. tf.data runs the function of a data set of one element on a new thread.
+    Nothing orders the operations of such a graph, so ranks may run them in different orders. A session also
+    has few threads, which must not block. For a data set of one element, tf.data runs the function on a new
+    thread.
     """
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def function(*given: Tensor) -> tuple[Tensor, ...]:
         return tuple(_run(call, given, name))
 
-    concrete = function.get_concrete_function(*[tf.TensorSpec(one.shape, one.dtype) for one in tensors])
+    concrete = function.get_concrete_function(*[tf.TensorSpec(item.shape, item.dtype) for item in tensors])
     concrete.add_to_graph(tf.compat.v1.get_default_graph())
-    types = [one.dtype for one in concrete.outputs]
-    shapes = [one.shape for one in concrete.outputs]
-    elements = tf.raw_ops.TensorDataset(components=tensors, output_shapes=[one.shape for one in tensors])
+    types = [output.dtype for output in concrete.outputs]
+    shapes = [output.shape for output in concrete.outputs]
+    elements = tf.raw_ops.TensorDataset(components=tensors, output_shapes=[item.shape for item in tensors])
     mapped = tf.raw_ops.MapDataset(
         input_dataset=elements, other_arguments=[], f=concrete, output_types=types, output_shapes=shapes,
         use_inter_op_parallelism=False,
@@ -164,22 +165,22 @@ def _operation(
     """Add an operation to the graph and return it.
 
     Args:
-        kind: the type of operation.
-        name: of the operation; by default the kind.
-        inputs: tensors.
-        outputs: types of the results.
-        attributes: texts, numbers, and lists of types.
+        kind: The type of operation.
+        name: The operation's name. By default the kind.
+        inputs: Input tensors.
+        outputs: Types of the results.
+        attributes: Strings, numbers, and lists of types.
 
     Raises:
-        ArgumentError: in a function that XLA compiles.
+        ArgumentError: The operation would be part of a function that XLA compiles.
     """
     graph = tf.compat.v1.get_default_graph()
     if _private.in_xla_context(graph):
         raise ArgumentError(
-            f"{name or kind}: a function with jit_compile=True cannot hold communication between ranks, "
-            "which XLA would have to compile. Use jit_compile=False for the function (for Keras: "
-            "model.compile(..., jit_compile=False)), or compile only what computes the gradients "
-            "and reduce them in a function around it."
+            f"{name or kind}: a function with jit_compile=True cannot contain communication between ranks, "
+            "because XLA cannot compile it. Use jit_compile=False for the function (for Keras: "
+            "model.compile(..., jit_compile=False)), or compile only the gradient computation "
+            "and reduce the gradients in a function around it."
         )
     attrs = {key: _attribute(value) for key, value in attributes.items()}
     return graph.create_op(kind, list(inputs), list(outputs), name=name or kind, attrs=attrs)
@@ -190,31 +191,32 @@ def _attribute(value: Any) -> Any:
         return tf.compat.v1.AttrValue(s=value.encode())
     if isinstance(value, int):
         return tf.compat.v1.AttrValue(i=value)
-    types = [one.as_datatype_enum for one in value]
+    types = [dtype.as_datatype_enum for dtype in value]
     return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))
 
 
 def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tensor]]:
-    """Return the results of several reductions that are under way together.
+    """Return the results of several reductions that run concurrently.
 
-    In a function each is submitted when its tensors are there, and one operation waits for all; in a session
-    after the first, so that nothing waits for ranks to which that was refused.
+    In a function, each reduction is submitted when its tensors are ready, and one operation waits for all. In
+    a session, the others start after the first: if a rank has refused the first, it fails on all ranks, and
+    nothing waits for that rank.
     """
     if len(calls) == 1 or in_session() or not _private.RECORDS:
         first = perform(*calls[0])
         with tf.control_dependencies(first if in_session() else []):
-            return [first, *[perform(*one) for one in calls[1:]]]
+            return [first, *[perform(*pair) for pair in calls[1:]]]
     if tf.executing_eagerly():
         return _together(calls)
     listed = [call for call, _ in calls]
     started = [
         _start(call, tensors, [] if index else listed[1:]) for index, (call, tensors) in enumerate(calls)
     ]
-    # It has no results: the operation itself is what the others have to wait for.
+    # The operation has no results: later operations must depend on the operation itself.
     wait = _operation("RingdanceWait", None, [number for _, number in started], [], N=len(started), text="")
     with tf.control_dependencies([wait]):
-        # One operation of TensorFlow's own for all: nothing else may see the results before they are there.
-        results = iter(tf.raw_ops.IdentityN(input=[one for group, _ in started for one in group]))
+        # One built-in operation passes on all results: nothing else may read them before they are complete.
+        results = iter(tf.raw_ops.IdentityN(input=[tensor for group, _ in started for tensor in group]))
     return [[next(results) for _ in tensors] for _, tensors in calls]
 
 
@@ -224,18 +226,19 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
         works = [
             call.submit(engine, tuple([_view_of(tensor) for tensor in tensors])) for call, tensors in calls
         ]
-        done = [[_tensor_of(array) for array in work.wait()] for work in works]
+        all_results = [[_tensor_of(array) for array in work.wait()] for work in works]
         for call, _ in calls:
             call.completed()
-    for (call, tensors), results in zip(calls, done, strict=True):
+    for (call, tensors), results in zip(calls, all_results, strict=True):
         _private.record("RingdanceCall", tensors, partial(kernels.text_of, call), results)
-    return done
+    return all_results
 
 
 def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[list[Tensor], Tensor]:
-    """Add a start to the graph; return its future results, and its number.
+    """Add a RingdanceStart operation to the graph. Return its future results and its number.
 
-    ``others``: for the first of a group the others, which are refused if a run fails before they start.
+    ``others``: For the first call of a group, the other calls. They are refused if the run fails before they
+    start.
     """
     types = [tensor.dtype for tensor in tensors]
     *results, number = _operation(
@@ -249,7 +252,7 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
 
 
 def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
-    """Return one of ``kernels.NUMBERS`` as an int32 tensor; in graphs read at run time."""
+    """Return one of ``kernels.NUMBERS`` as an int32 tensor. In graphs it is read at run time."""
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](str(about)), tf.int32)
@@ -259,10 +262,11 @@ def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
 
 
 def order_after(results: Sequence[Tensor]) -> None:
-    """Run the calls that a function makes from here on after these results of ``tf.cond``.
+    """Run calls that a function makes from now on after these results of ``tf.cond``.
 
-    TensorFlow runs the stateful operations of a function in their order, but orders nothing after those
-    within ``tf.cond``. Ranks with one thread for operations would wait for different calls, forever.
+    TensorFlow runs a function's stateful operations in program order, but does not order later ones after
+    those inside ``tf.cond``. Ranks with a single thread for operations could then wait for different calls
+    forever.
     """
     if not tf.executing_eagerly() and not in_session():
         with tf.control_dependencies(results):
@@ -289,44 +293,44 @@ def _call_of(op: Any) -> Call:
 
 
 def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    """Return the gradients of an operation's inputs: see ``Backward``.
+    """Return the gradients of an operation's inputs. See ``Backward``.
 
     Args:
-        call: the operation's call.
-        op: has its ``inputs`` and ``outputs``.
-        gradients: of the outputs.
+        call: The operation's call.
+        op: The operation, or an object with its ``inputs`` and ``outputs``.
+        gradients: Gradients of the outputs.
     """
     engine = session.engine()
     rule = call.backward(engine)
     back, keep = rule.call, rule.keep
     name = None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
-    if in_session() and back.name is not None:  # asked for twice, both may be in one run
+    if in_session() and back.name is not None:  # If requested twice, both may be in one run.
         back = back.but(name=unique_in_session(back.name))
     if call.tables:
         return _rows_gradient(back, op, gradients)
     if keep is Keep.PADDED:
         return _padded(perform(back, [gradients[0], op.outputs[1]], name)[0], op.inputs)
     if rule.scale != 1.0:
-        gradients = [one * tf.cast(rule.scale, one.dtype) for one in gradients]
+        gradients = [gradient * tf.cast(rule.scale, gradient.dtype) for gradient in gradients]
     results = perform(back, gradients, name)
-    if keep is Keep.ROOT:  # a session runs only what results depend on, so all ranks' depend on the call
-        return [tf.where(engine.rank == call.root, one, tf.zeros_like(one)) for one in results]
+    if keep is Keep.ROOT:  # A session runs only what results depend on: all ranks' results use the call.
+        return [tf.where(engine.rank == call.root, result, tf.zeros_like(result)) for result in results]
     if keep is Keep.OWN_ROWS:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
         key = None if back.name is None else f"{back.name}.rows"
         gathered = perform(Call(Collective.ALLGATHER, key, set_id=call.set_id), [rows[None]], name)[0]
         first = tf.reduce_sum(gathered[: engine.members(call.set_id).index(engine.rank)], 0)
-        return [one[first[index] : first[index] + rows[index]] for index, one in enumerate(results)]
+        return [result[first[index] : first[index] + rows[index]] for index, result in enumerate(results)]
     return results
 
 
 def _padded(returned: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return an alltoall's gradient: the returned rows, and zeros for those that were not sent."""
-    given = inputs[0]
-    rest = tf.shape(given)[0] - tf.shape(returned)[0]
-    padding = tf.concat([[[0, rest]], tf.zeros((tf.rank(given) - 1, 2), tf.int32)], 0)
+    """Return an alltoall's gradient: the returned rows, then zeros for the rows that were not sent."""
+    tensor = inputs[0]
+    rest = tf.shape(tensor)[0] - tf.shape(returned)[0]
+    padding = tf.concat([[[0, rest]], tf.zeros((tf.rank(tensor) - 1, 2), tf.int32)], 0)
     result = tf.pad(returned, padding)
-    result.set_shape(given.shape)
+    result.set_shape(tensor.shape)
     return [result] + [None] * (len(inputs) - 1)
 
 
@@ -334,24 +338,24 @@ def reduce_rows(
     call: Call, slices: Sequence[Any], names: Sequence[str],
     run: Callable[[Call, Sequence[Tensor]], list[Tensor]], tables: Sequence[int | None] = (),
 ) -> list[Any]:
-    """Return the rows of all ranks as IndexedSlices: ascending indices, each once. Differentiable.
+    """Return all ranks' rows as IndexedSlices with unique, ascending indices. Differentiable.
 
     Args:
-        call: an all-reduce: Average or Sum, its name and process set.
-        slices: this rank's rows of each table.
-        names: of the tables, for messages.
-        run: runs the call.
-        tables: how many rows each table has, ``None`` where that is not known; without, as the slices say.
+        call: An all-reduce (Average or Sum) with its name and process set.
+        slices: This rank's rows of each table.
+        names: Names of the tables, for messages.
+        run: Runs the call.
+        tables: Number of rows of each table, or ``None`` if unknown. By default taken from the slices.
     """
     call = call.but(tables=tuple(names))
-    given: list[Tensor] = []
-    for index, one in enumerate(slices):
-        given += [one.values, one.indices, _rows_of_table(one, tables[index] if tables else None)]
+    inputs: list[Tensor] = []
+    for index, rows in enumerate(slices):
+        inputs += [rows.values, rows.indices, _rows_of_table(rows, tables[index] if tables else None)]
 
-    results = run(call, given)
+    results = run(call, inputs)
     return [
-        tf.IndexedSlices(results[3 * index], results[3 * index + 1], one.dense_shape)
-        for index, one in enumerate(slices)
+        tf.IndexedSlices(results[3 * index], results[3 * index + 1], rows.dense_shape)
+        for index, rows in enumerate(slices)
     ]
 
 
@@ -362,10 +366,10 @@ def _rows_of_table(one: Any, known: int | None) -> Tensor:
 
 
 def _rows_gradient(back: Call, op: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce the gradients of the resulting rows; return for each input row that of its row."""
-    arrived = [tf.convert_to_tensor(one) for one in gradients[::3]]
+    """Reduce the gradients of the resulting rows. Return the matching row's gradient for each input row."""
+    arrived = [tf.convert_to_tensor(gradient) for gradient in gradients[::3]]
     results: list[Tensor] = []
-    for index, one in enumerate(perform(back.but(tables=(), grouped=True), arrived)):
+    for index, reduced in enumerate(perform(back.but(tables=(), grouped=True), arrived)):
         rows = tf.searchsorted(op.outputs[3 * index + 1], op.inputs[3 * index + 1])
-        results += [tf.gather(one, rows), None, None]
+        results += [tf.gather(reduced, rows), None, None]
     return results

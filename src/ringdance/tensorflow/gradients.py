@@ -1,10 +1,10 @@
-"""Reduce the gradients of a step together, for tapes and optimizers.
+"""Reduce a step's gradients together, for tapes and optimizers.
 
-The dense gradients of a step are divided into buckets by size, from the last variable on, in the order in
-which backward yields them; rows of IndexedSlices are exchanged together afterwards. In a graph each
-bucket is submitted as soon as its gradients are computed, and one operation waits for all. The division
-depends only on the variables, so it is the same on all ranks; whether a bucket is exchanged while others
-are being computed (``overlap``) is decided on each rank.
+Dense gradients are divided into buckets by size, starting from the last variable: backward computes the
+gradients in this order. Rows of IndexedSlices are exchanged together afterwards. In a graph, each bucket is
+submitted as soon as its gradients are computed, and one operation waits for all. The division depends only on
+the variables, so it is the same on all ranks. Each rank decides on its own whether a bucket is exchanged
+while other gradients are being computed (``overlap``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _order = UseOrder()
 
 
 def variable_of(one: Any) -> Any:
-    """Return TensorFlow's variable of a Keras one, and others as they are."""
+    """Return the TensorFlow variable of a Keras variable. Anything else is returned unchanged."""
     if isinstance(one, tf.Variable) or not hasattr(one, "value"):
         return one
     return one.value() if callable(one.value) else one.value
@@ -75,19 +75,19 @@ class GradientReducer:
     """Reduces lists of gradients over the ranks.
 
     Args:
-        name: of the tape or optimizer; begins the names of the exchanges.
-        compression: casts dense gradients for the exchange.
-        sparse_as_dense: reduce IndexedSlices as dense tensors.
-        op: Average, Sum, ...
-        predivide: with Average, divides before and multiplies after the sum.
+        name: Name of the tape or optimizer. The names of its exchanges start with it.
+        compression: Cast for dense gradients in the exchange.
+        sparse_as_dense: Reduce IndexedSlices as dense tensors.
+        op: Average, Sum or another operation.
+        predivide: Divisor before the sum, undone after it (Average only).
         groups: ``None``, a number, or lists of variables to be reduced together.
-        process_set: the ranks that take part.
-        scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
-        device_dense, device_sparse: devices on which gradients enter the exchange.
-        step_mark: who marks a step with each exchange.
+        process_set: The participating ranks.
+        scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
+        device_dense, device_sparse: Devices on which gradients enter the exchange.
+        step_mark: What marks the step's end when an exchange completes. See ``StepMark``.
 
     Raises:
-        ArgumentError: arguments that exclude each other.
+        ArgumentError: Arguments exclude each other.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class GradientReducer:
         self.operation = pick_operation(None, op)
         self.scales = scales_of(self.operation, predivide)
         check_groups(groups, [], lambda one: None)
-        listed = [one for part in groups for one in part] if isinstance(groups, (list, tuple)) else []
-        if not all(hasattr(one, "shape") for one in listed):
-            raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of variables.")
+        group_items = [item for part in groups for item in part] if isinstance(groups, (list, tuple)) else []
+        if not all(hasattr(item, "shape") for item in group_items):
+            raise ArgumentError(f"groups={groups!r} is invalid. Use a positive number or lists of variables.")
         self.groups = groups
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
@@ -114,20 +114,20 @@ class GradientReducer:
         self.advice = "hvd.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)"
 
     def register_local(self, variable: Any) -> None:
-        """Do not reduce the gradient of this variable."""
+        """Exclude this variable's gradient from the reduction."""
         self.local.add(id(variable_of(variable)))
 
     def is_local(self, variable: Any) -> bool:
-        """Return whether a variable was registered as local."""
+        """Return True if the variable is registered as local."""
         return id(variable_of(variable)) in self.local
 
     @plain
     def reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
-        """Return the reduced gradients, in the same order; ``None`` stays ``None``.
+        """Return the reduced gradients in the same order; ``None`` stays ``None``.
 
         Args:
-            gradients: tensors, IndexedSlices or ``None``, in the same pattern on all ranks.
-            variables: one for each gradient; alike on all ranks.
+            gradients: Tensors, IndexedSlices or ``None``, in the same pattern on all ranks.
+            variables: The variable of each gradient, in the same order on all ranks.
         """
         if not takes_part(self.process_set):
             self._mark_step()
@@ -136,7 +136,7 @@ class GradientReducer:
         return reduce_shared(self._reduce, gradients, variables, self.is_local, share)
 
     def _mark_step(self) -> None:
-        """Mark a step in which nothing is exchanged; in a session nothing would run it."""
+        """Mark a step without an exchange. Does nothing in a session, which would not run the operation."""
         if tf.executing_eagerly():
             session.mark_step(self.step_mark)
             return
@@ -147,8 +147,8 @@ class GradientReducer:
     def _reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
         results = list(gradients)
         if self.sparse_as_dense:
-            results = [one if one is None else tf.convert_to_tensor(one) for one in results]
-        kinds = [_kind(one) for one in results]
+            results = [value if value is None else tf.convert_to_tensor(value) for value in results]
+        kinds = [_kind(gradient) for gradient in results]
         sparse = [index for index, kind in enumerate(kinds) if kind == "rows"]
         dense = [index for index, kind in enumerate(kinds) if kind == "dense"]
         key = self._key(variables)
@@ -158,25 +158,25 @@ class GradientReducer:
                 with tf.device(self.devices[0]):
                     self._reduce_dense(results, dense, variables, call, last=not sparse)
             if sparse:
-                first = [results[dense[0]]] if dense and in_session() else []  # see perform_all
+                first = [results[dense[0]]] if dense and in_session() else []  # See perform_all.
                 with tf.device(self.devices[1]), tf.control_dependencies(first):
                     named = call("rows" if dense else 0, True, [variables[index] for index in sparse])
                     self._reduce_sparse(results, sparse, variables, named)
-            if not dense and not sparse and variables:  # others may have some, and wait for this rank
+            if not dense and not sparse and variables:  # Other ranks may have some and wait for this one.
                 perform(call(0, True), [tf.zeros(1)])
             self._compare_weights(key, [variables[index] for index in sorted([*dense, *sparse])])
         return results
 
     def _compare_weights(self, key: str, variables: Sequence[Any]) -> None:
-        """Compare the ranks' variables if that is due: see ``training.gradients.weights``."""
-        named = [(_name_of(one), variable_of(one)) for one in variables]
+        """Compare the ranks' variables when it is due. See ``training.gradients.weights``."""
+        named = [(_name_of(variable), variable_of(variable)) for variable in variables]
         named = [
-            (name, one) for name, one in named
-            if isinstance(one, tf.Variable) and (one.dtype.is_floating or one.dtype.is_complex)
-            and one.shape.is_fully_defined()
+            (name, variable) for name, variable in named
+            if isinstance(variable, tf.Variable) and (variable.dtype.is_floating or variable.dtype.is_complex)
+            and variable.shape.is_fully_defined()
         ]
-        names, floats = [name for name, _ in named], [one for _, one in named]
-        if not floats or in_session():  # whose order of operations is not the program's
+        names, floats = [name for name, _ in named], [variable for _, variable in named]
+        if not floats or in_session():  # A session does not keep the program's order of operations.
             return
         call = weights.call_of(key, names, self.advice, set_id(self.process_set))
 
@@ -194,12 +194,12 @@ class GradientReducer:
         order_after([tf.cond(due, compare, lambda: 0)])
 
     def _key(self, variables: Sequence[Any]) -> str:
-        # Shapes that differ by mistake meet under one name, for an error that shows them; but they separate
-        # the models of threads, whose order is not certain.
+        # In the main thread, variables whose shapes differ by mistake must match under one name, so that the
+        # error shows the shapes. Other threads have no certain order, so shapes distinguish their models.
         shape = len if threading.current_thread() is threading.main_thread() else tuple
-        described = repr([(shape(one.shape), tf.as_dtype(one.dtype).name) for one in variables])
+        described = repr([(shape(item.shape), tf.as_dtype(item.dtype).name) for item in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
-        if in_session():  # it may run two exchanges at once
+        if in_session():  # It may run two exchanges at the same time.
             return unique_in_session(key)
         last = variable_of(variables[-1]) if variables else None
         if not isinstance(last, tf.Variable):
@@ -210,15 +210,15 @@ class GradientReducer:
     def _call(
         self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()
     ) -> Call:
-        """Return the call of a part of a step's gradients; the first has one name, whatever it holds.
+        """Return the call for a part of a step's gradients. The first part's name is always the same.
 
-        ``tensors``: variables of the gradients, for messages.
+        ``tensors``: Variables of the gradients, for messages.
         """
-        given = (Collective.ALLREDUCE, f"{key}.{part}", self.operation, *self.scales)
+        fields = (Collective.ALLREDUCE, f"{key}.{part}", self.operation, *self.scales)
         mark = self.step_mark if last else StepMark.NONE
         if tensors:
             labels.note(f"grouped_allreduce.{key}.{part}", key, "gradients", list(map(_name_of, tensors)))
-        return prepared(*given, set_id(self.process_set), -1, True, step_mark=mark, pattern=pattern)
+        return prepared(*fields, set_id(self.process_set), -1, True, step_mark=mark, pattern=pattern)
 
     def _reduce_dense(
         self, results: list[Tensor], dense: list[int], variables: Sequence[Any],
@@ -247,7 +247,7 @@ class GradientReducer:
     ) -> None:
         if self.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise NotImplementedError(
-                f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}: set "
+                f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}. Set "
                 "sparse_as_dense=True."
             )
         names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
@@ -255,12 +255,12 @@ class GradientReducer:
         tables = [shape[0] for shape in shapes]
         call = call.but(pattern=f"{call.pattern} of shape {', '.join(map(str, shapes))}")
         reduced = reduce_rows(call, [results[index] for index in sparse], names, perform, tables)
-        for index, one in zip(sparse, reduced, strict=True):
-            results[index] = one
+        for index, gradient in zip(sparse, reduced, strict=True):
+            results[index] = gradient
 
 
 def _kind(gradient: Tensor) -> str:
-    """Return what kind of gradient it is, for ``pattern_of``."""
+    """Return the kind of a gradient, for ``pattern_of``."""
     return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 

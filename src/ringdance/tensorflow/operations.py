@@ -1,12 +1,13 @@
-"""The collectives on TensorFlow's tensors, under Horovod's names.
+"""Collectives on TensorFlow tensors, under Horovod's names.
 
-They work eagerly, in a ``tf.function`` and in graphs of ``tf.compat.v1``, and are differentiable. Beyond
-Horovod: bfloat16, bool, complex numbers and all integers everywhere.
+They work eagerly, in a ``tf.function`` and in ``tf.compat.v1`` graphs, and are differentiable. Unlike in
+Horovod, all of them support bfloat16, bool, complex numbers and all integers.
 
-Arguments of ``allreduce`` mean the same for all: ``name`` is the key that matches the ranks' calls. Without
-one eager calls match by order, and those in a graph by the name of their operation, made from the
-tensor's name and the name scopes (``ignore_name_scope``: without these). ``process_set`` are the
-ranks that take part. Errors are of ``tf.errors``, in eager calls Ringdance's as well.
+The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
+ranks' calls. Without a name, eager calls match by order. Calls in a graph match by their operation's name,
+which is made from the tensor's name and the name scopes (with ``ignore_name_scope``, without the scopes).
+``process_set`` holds the participating ranks. Errors are ``tf.errors`` classes. In eager calls they are also
+Ringdance's classes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Tensor = Any
 
 
 def _run(call: Call, tensors: Sequence[Tensor], ignore_name_scope: bool = False) -> list[Tensor]:
-    """Run a call; one without a name gets that of its operation in a graph."""
+    """Run a call. In a graph, an unnamed call gets its operation's name."""
     if tf.executing_eagerly():
         return perform(call, tensors)
     kind = ("Grouped" if call.grouped else "") + call.kind.name.title()
@@ -52,12 +53,12 @@ def _reduce(
     with tf.device(device):
         pairs = [compression.compress(_tensor(tensor)) for tensor in tensors]
         results = _run(call, [small for small, _ in pairs], ignore_name_scope)
-        return [compression.decompress(one, pair[1]) for one, pair in zip(results, pairs, strict=True)]
+        return [compression.decompress(result, pair[1]) for result, pair in zip(results, pairs, strict=True)]
 
 
 def _label(tensor: Tensor) -> str:
-    """Return what a graph calls a tensor, as part of a name."""
-    # An eager tensor from outside has a number for a name, which counts what this process alone has made.
+    """Return a tensor's name in the graph, in a form that can be part of another name."""
+    # An eager tensor from outside the graph has a number for a name. It counts only this process's tensors.
     return "captured" if tensor.op.name.isdigit() else re.sub("[^a-zA-Z0-9]", "_", tensor.name)
 
 
@@ -71,7 +72,7 @@ def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, tf.IndexedSlices) or (isinstance(value, tf.Tensor) and tf.executing_eagerly()):
         return value
-    return tf.convert_to_tensor(value)  # in a graph this also captures tensors from outside
+    return tf.convert_to_tensor(value)  # In a graph this also captures tensors from outside.
 
 
 @plain
@@ -81,27 +82,27 @@ def allreduce(
     postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Tensor:
-    """Return the reduction of ``tensor`` over all ranks: same shape and type.
+    """Return the reduction of ``tensor`` over all ranks, with the same shape and type.
 
     Args:
-        tensor: equal shape and type on all ranks; or ``tf.IndexedSlices``: the rows that any rank
-            has are summed, each once.
-        average: deprecated form of ``op``: True is Average, False is Sum.
-        device_dense: device on which a dense tensor enters the exchange.
-        device_sparse: the same for IndexedSlices.
+        tensor: A tensor with equal shape and type on all ranks, or ``tf.IndexedSlices``. With IndexedSlices,
+            the result holds the sum of each row that any rank has.
+        average: Deprecated form of ``op``: True means Average, False means Sum.
+        device_dense: Device on which a dense tensor enters the exchange.
+        device_sparse: Device on which IndexedSlices enter the exchange.
         compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with compress and decompress.
         op: Average (default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: multiplies the input of each rank.
-        postscale_factor: multiplies the result.
-        name: key that matches the ranks' calls.
-        process_set: the ranks that take part.
-        ignore_name_scope: in a graph, whether the key is without the name scopes.
+        prescale_factor: Factor applied to each rank's input.
+        postscale_factor: Factor applied to the result.
+        name: Key that matches the ranks' calls.
+        process_set: The participating ranks.
+        ignore_name_scope: If True, a graph's name scopes are not part of the key.
 
     Raises:
-        ValueError: both ``average`` and ``op`` are given, or ``op`` is unknown.
-        NotImplementedError: IndexedSlices with another operation than Average and Sum, or with factors.
-        tf.errors.OpError: FailedPreconditionError where ranks called it with different things, raised on
-            all; InvalidArgumentError for what only this rank can see.
+        ValueError: Both ``average`` and ``op`` are passed, or ``op`` is unknown.
+        NotImplementedError: IndexedSlices with an operation other than Average or Sum, or with factors.
+        tf.errors.OpError: FailedPreconditionError on all ranks if their calls do not match.
+            InvalidArgumentError for an error that only this rank can detect.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     if isinstance(tensor, tf.IndexedSlices):
@@ -115,12 +116,12 @@ def _reduce_rows(
     """Run a reduction of IndexedSlices."""
     if call.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise NotImplementedError(
-            f"IndexedSlices can be reduced by Average or Sum, not by {call.operation.name.title()}: make "
-            "them dense first (tf.convert_to_tensor, or sparse_as_dense=True of the optimizer or tape)."
+            f"IndexedSlices can be reduced by Average or Sum, not by {call.operation.name.title()}. Make "
+            "them dense first (tf.convert_to_tensor, or sparse_as_dense=True in the optimizer or tape)."
         )
     if (call.prescale, call.postscale) != (1.0, 1.0):
-        raise NotImplementedError("prescale_factor and postscale_factor are not for IndexedSlices.")
-    # Integers are divided as TensorFlow does it, into fractions.
+        raise NotImplementedError("IndexedSlices do not support prescale_factor and postscale_factor.")
+    # Like TensorFlow, divide integers into fractions.
     fractions = call.operation is ReduceOp.AVERAGE and slices.dtype.is_integer
     if fractions:
         call = call.but(operation=ReduceOp.SUM)
@@ -142,17 +143,17 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False, name: str | None = None,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors: the dense ones together, IndexedSlices one by one."""
+    """Return the reductions of several tensors: dense tensors together, IndexedSlices one at a time."""
     group = _group(tensors)
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
-    dense = [one for one in group if not isinstance(one, tf.IndexedSlices)]
+    dense = [tensor for tensor in group if not isinstance(tensor, tf.IndexedSlices)]
     reduced = iter(_reduce(call, dense, device_dense, compression, ignore_name_scope) if dense else ())
     return [
         _reduce_rows(
-            call.but(name=name and f"{name}.{index}", grouped=False), one, process_set, device_sparse,
+            call.but(name=name and f"{name}.{index}", grouped=False), tensor, process_set, device_sparse,
             ignore_name_scope,
-        ) if isinstance(one, tf.IndexedSlices) else next(reduced)
-        for index, one in enumerate(group)
+        ) if isinstance(tensor, tf.IndexedSlices) else next(reduced)
+        for index, tensor in enumerate(group)
     ]  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def allgather(
     tensor: Tensor, name: str | None = None, ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the ranks' tensors joined along dimension 0, which may differ between ranks."""
+    """Return the ranks' tensors concatenated along dimension 0, whose length may differ between ranks."""
     call = movement(Collective.ALLGATHER, name, process_set)
     return _run(call, [_tensor(tensor)], ignore_name_scope)[0]
 
@@ -171,7 +172,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Gather several tensors together; as ``allgather``."""
+    """Gather several tensors together. See ``allgather``."""
     call = movement(Collective.ALLGATHER, name, process_set, grouped=True)
     return _run(call, _group(tensors), ignore_name_scope)
 
@@ -181,7 +182,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the tensor of global rank ``root_rank``; shapes and types are equal on all ranks."""
+    """Return the tensor of global rank ``root_rank``. Shapes and types are equal on all ranks."""
     call = movement(Collective.BROADCAST, name, process_set, root=root_rank)
     return _run(call, [_tensor(tensor)], ignore_name_scope)[0]
 
@@ -194,7 +195,7 @@ def broadcast_(
     """Assign the values of global rank ``root_rank`` to variables.
 
     Returns:
-        The variables, in a list; in a graph of ``tf.compat.v1`` the operations that assign to them.
+        The variables, in a list. In a ``tf.compat.v1`` graph, the operations that assign to them.
     """
     listed = list(variables)
     call = movement(Collective.BROADCAST, name, process_set, grouped=True, root=root_rank)
@@ -211,21 +212,22 @@ def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send ``splits[j]`` rows to rank j of the set and receive theirs, in rank order.
+    """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
 
     Args:
-        tensor: at least one dimension; all but the first equal on all ranks.
-        splits: int32, one for each rank; their sum may be less than the rows. Without: equal shares.
-        name: key that matches the ranks' calls.
-        ignore_name_scope: in a graph, whether the key is without the name scopes.
-        process_set: the ranks that take part.
+        tensor: Tensor with at least one dimension. All dimensions but the first are equal on all ranks.
+        splits: Rows to send to each rank (int32). Their sum may be less than the number of rows. By default
+            all ranks get equal shares.
+        name: Key that matches the ranks' calls.
+        ignore_name_scope: If True, a graph's name scopes are not part of the key.
+        process_set: The participating ranks.
 
     Returns:
-        The received rows; with ``splits`` also how many came from each rank (int32).
+        The received rows. With ``splits``, also the number of rows from each rank (int32).
     """
     call = movement(Collective.ALLTOALL, name, process_set, equal_splits=splits is None)
-    given = [_tensor(tensor)] if splits is None else [_tensor(tensor), tf.convert_to_tensor(splits, tf.int32)]
-    output, received = _run(call, given, ignore_name_scope)
+    args = [_tensor(tensor)] if splits is None else [_tensor(tensor), tf.convert_to_tensor(splits, tf.int32)]
+    output, received = _run(call, args, ignore_name_scope)
     return output if splits is None else (output, received)
 
 
@@ -237,7 +239,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduce (Average or Sum) and return this rank's rows.
 
-    Of d rows each of n ranks gets d // n, the first d % n ranks one more.
+    With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
     """
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return _reduce(call, [tensor], device_dense, compression, ignore_name_scope)[0]
@@ -248,42 +250,42 @@ def grouped_reducescatter(
     tensors: Sequence[Tensor], device_dense: str = "", compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce and scatter several tensors together; as ``reducescatter``."""
+    """Reduce and scatter several tensors together. See ``reducescatter``."""
     call = reducescatter_call(None, None, op, prescale_factor, postscale_factor, process_set, True)
     return _reduce(call, _group(tensors), device_dense, compression, False)
 
 
 @plain
 def join() -> Tensor:
-    """Take part with zeros until all ranks have joined; return the last of them."""
+    """Contribute zeros until all ranks have joined. Return the last rank to join."""
     return number("join")
 
 
 @plain
 def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """Return the number of ranks in a set as an int32 scalar; in graphs read at run time."""
+    """Return the number of ranks in a set as an int32 scalar. In graphs it is read at run time."""
     return number("size", process_set_id, name)
 
 
 @plain
 def local_size_op(name: str | None = None) -> Tensor:
-    """Return the number of ranks on this host; as ``size_op``."""
+    """Return the number of ranks on this host. See ``size_op``."""
     return number("local_size", 0, name)
 
 
 @plain
 def rank_op(name: str | None = None) -> Tensor:
-    """Return this process's rank; as ``size_op``."""
+    """Return this process's rank. See ``size_op``."""
     return number("rank", 0, name)
 
 
 @plain
 def local_rank_op(name: str | None = None) -> Tensor:
-    """Return this process's rank on its host; as ``size_op``."""
+    """Return this process's rank on its host. See ``size_op``."""
     return number("local_rank", 0, name)
 
 
 @plain
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """Return 1 if this process is in the set, else 0; as ``size_op``."""
+    """Return 1 if this process is in the set, otherwise 0. See ``size_op``."""
     return number("included", process_set_id, name)

@@ -1,6 +1,6 @@
 """Optimizers whose gradients are reduced over the ranks.
 
-Here are those of ``tf.compat.v1.train``; for Keras's, ``ringdance.keras`` has the one for all backends.
+This module wraps optimizers of ``tf.compat.v1.train``. ``ringdance.keras`` wraps Keras's for all backends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _delegated(name: str) -> Any:
 
 
 class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """An optimizer of ``tf.compat.v1`` around another one."""
+    """A ``tf.compat.v1`` optimizer that wraps another one."""
 
     def __init__(
         self, optimizer: Any, reducer: GradientReducer, use_locking: bool, sums: PassSums | None = None
@@ -39,7 +39,7 @@ class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._sums = sums
 
     def register_local_var(self, var: Any) -> None:
-        """Do not reduce this variable's gradient."""
+        """Exclude this variable's gradient from the reduction."""
         self._reducer.register_local(var)
 
     compute_gradients, apply_gradients, get_slot, get_slot_names, variables = map(
@@ -51,12 +51,12 @@ class _Reducing(_Delegating):
     """Reduces in ``compute_gradients``, which every training loop calls."""
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Return (gradient, variable) pairs; gradients are reduced."""
+        """Return (gradient, variable) pairs with reduced gradients."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         return reduce_pairs(pairs, self._reducer.reduce, self._sums, self._reducer.sparse_as_dense)
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Apply the gradients, with several passes in the last of them only."""
+        """Apply the gradients. With several passes per step, only the last pass applies them."""
         if self._sums is None:
             return self._optimizer.apply_gradients(grads_and_vars, global_step, name)
         pairs = list(grads_and_vars)
@@ -67,10 +67,10 @@ class _Reducing(_Delegating):
 
 
 class _Delta(_Delegating):
-    """Adasum: each rank makes its own step, and the changes of the weights are combined."""
+    """Adasum: each rank applies its own step, and the weight changes are combined."""
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Apply this rank's gradients, then move the weights by the combination of all ranks' changes."""
+        """Apply this rank's gradients, then move the weights by the combined changes of all ranks."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
         variables = [variable for _, variable in pairs]
         before = [tf.identity(variable) for variable in variables]
@@ -99,24 +99,26 @@ def DistributedOptimizer(
     """Return an optimizer whose gradients are reduced over the ranks.
 
     Args:
-        optimizer: one of ``tf.compat.v1.train``, or a Keras optimizer.
-        name: by default "Distributed" and the class's name; begins the names of the exchanges.
-        use_locking: as in ``tf.compat.v1.train.Optimizer``.
-        device_dense: device on which dense gradients enter the exchange.
-        device_sparse: the same for IndexedSlices.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering their rows.
-        backward_passes_per_step: gradients of so many steps are summed before they are reduced and applied.
-        op: Average, Sum or Adasum (then the change of the weights is combined, not the gradient).
-        gradient_predivide_factor: with Average, divides before and multiplies after the sum.
-        average_aggregated_gradients: divide the sums by ``backward_passes_per_step``.
-        num_groups: deprecated; use ``groups``.
-        groups: a number of groups, or lists of variables, that are exchanged together.
-        process_set: the ranks that take part; on others the optimizer is local.
-        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        optimizer: A ``tf.compat.v1.train`` optimizer or a Keras optimizer.
+        name: Name of the optimizer. The names of its exchanges start with it. By default "Distributed" and
+            the class name.
+        use_locking: Passed to ``tf.compat.v1.train.Optimizer``.
+        device_dense: Device on which dense gradients enter the exchange.
+        device_sparse: Device on which IndexedSlices enter the exchange.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
+        backward_passes_per_step: Number of steps whose gradients are summed before they are reduced and
+            applied.
+        op: Average, Sum or Adasum. Adasum combines the weight changes instead of the gradients.
+        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
+        average_aggregated_gradients: Divide the sums by ``backward_passes_per_step``.
+        num_groups: Deprecated. Use ``groups``.
+        groups: Number of groups, or lists of variables that are exchanged together.
+        process_set: The participating ranks. On other ranks the optimizer is local.
+        scale_local_gradients: Divide gradients of local variables by the number of ranks.
 
     Raises:
-        ArgumentError: an argument is wrong.
+        ArgumentError: An argument is wrong.
     """
     options: dict[str, Any] = {
         "compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
@@ -133,11 +135,11 @@ def DistributedOptimizer(
         )
     check_passes(backward_passes_per_step)
     if op == ReduceOp.ADASUM and average_aggregated_gradients:
-        raise ArgumentError("average_aggregated_gradients does not go together with op=Adasum.")
+        raise ArgumentError("average_aggregated_gradients cannot be combined with op=Adasum.")
     if backward_passes_per_step > 1 and tf.executing_eagerly():
         raise ArgumentError(
-            "backward_passes_per_step > 1 with an optimizer of tf.compat.v1 needs a graph; in eager "
-            "execution use a Keras optimizer."
+            "backward_passes_per_step > 1 with a tf.compat.v1 optimizer needs a graph. In eager "
+            "execution, use a Keras optimizer."
         )
     adasum = op == ReduceOp.ADASUM
     name = name or ("DistributedDelta" if adasum else "Distributed") + type(optimizer).__name__
@@ -147,7 +149,7 @@ def DistributedOptimizer(
         sums = PassSums(passes, average_aggregated_gradients) if passes > 1 else None
         return _Reducing(optimizer, reducer, use_locking, sums)
     if process_set is not global_process_set:
-        raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
+        raise NotImplementedError("The Adasum optimizer works only on all ranks, not on a process set.")
     if backward_passes_per_step > 1:
-        raise NotImplementedError("The Adasum optimizer of tf.compat.v1 makes one pass in a step.")
+        raise NotImplementedError("The tf.compat.v1 Adasum optimizer supports one pass per step only.")
     return _Delta(optimizer, reducer, use_locking)

@@ -1,4 +1,4 @@
-"""Gradients of several passes, summed before they are reduced."""
+"""Gradient sums over several passes before a reduction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.exchange import in_session, order_after, plain
 
-Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
+Pairs = list[tuple[Any, Any]]  # (gradient, variable)
 Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
 
 _NAME = "ringdance_sums"
@@ -20,61 +20,61 @@ _eager: weakref.WeakSet[PassSums] = weakref.WeakSet()
 
 
 def reset_sums(session: Any = None) -> None:
-    """Clear all sums in the graph of a session, or with None in eager execution.
+    """Clear all sums in a session's graph, or in eager execution if ``session`` is None.
 
-    After an error ranks may be in different passes.
+    Needed because ranks may be in different passes after an error.
     """
     if session is not None:
-        for one in session.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES):
-            if _NAME in one.name:
-                one.load(np.zeros(one.shape, one.dtype.base_dtype.as_numpy_dtype), session)
+        for variable in session.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES):
+            if _NAME in variable.name:
+                variable.load(np.zeros(variable.shape, variable.dtype.base_dtype.as_numpy_dtype), session)
         return
     for sums in list(_eager):
-        for one in (sums.counter, *[one for _, one in sums._sums.values()]):
-            one.assign(tf.zeros_like(one))
+        for variable in (sums.counter, *[variable for _, variable in sums._sums.values()]):
+            variable.assign(tf.zeros_like(variable))
 
 
 class PassSums:
-    """Sums of gradients in variables: eagerly, in a ``tf.function`` or in a session.
+    """Sums of gradients, kept in variables: eagerly, in a ``tf.function`` or in a session.
 
     Args:
-        passes: how many are summed.
-        average: whether their mean is wanted.
+        passes: Number of passes to sum.
+        average: If True, the mean is reduced instead of the sum.
 
     Attributes:
-        counter: a variable, the passes since the last exchange; None before the first pass.
+        counter: Variable that counts the passes since the last exchange. None before the first pass.
     """
 
     def __init__(self, passes: int, average: bool) -> None:
         self.passes = passes
         self.average = average
         self.counter: Any = None
-        self._sums: dict[int, Any] = {}  # by the id of the variable, which is kept beside the sum
-        self._full: Any = None  # in the graph of a session: whether this pass is the last of its row
+        self._sums: dict[int, Any] = {}  # By the variable's id. The variable is kept next to its sum.
+        self._full: Any = None  # In a session's graph: True in the last pass before an exchange.
 
     @plain
     def add(self, gradients: list[Any], variables: Sequence[Any], reduce: Reduce) -> list[Any]:
-        """Return what to apply: reduced sums in every last pass, else zeros.
+        """Return the gradients to apply: reduced sums in the last of the passes, otherwise zeros.
 
         Args:
-            gradients: dense tensors or None.
-            variables: what they belong to.
-            reduce: gets the sums, ``None`` for what never had a gradient, and the variables.
+            gradients: Dense tensors or None.
+            variables: Variable of each gradient.
+            reduce: Receives the sums (``None`` for a variable that never had a gradient) and the variables.
 
         Raises:
-            ArgumentError: there are IndexedSlices.
+            ArgumentError: There are IndexedSlices.
         """
-        if any(isinstance(one, tf.IndexedSlices) for one in gradients):
+        if any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise ArgumentError(
-                "backward_passes_per_step > 1 cannot sum IndexedSlices: set sparse_as_dense=True."
+                "backward_passes_per_step > 1 cannot sum IndexedSlices. Set sparse_as_dense=True."
             )
         pairs = list(zip(variables, gradients, strict=True))
-        every = [self._sum_of(*pair) for pair in pairs]
-        there = [index for index, one in enumerate(every) if one is not None]
-        if not there:
+        all_sums = [self._sum_of(*pair) for pair in pairs]
+        present = [index for index, total in enumerate(all_sums) if total is not None]
+        if not present:
             return reduce(gradients, variables)
-        sums = [every[index] for index in there]
-        added = [every[index].assign_add(one) for index, one in enumerate(gradients) if one is not None]
+        sums = [all_sums[index] for index in present]
+        added = [all_sums[index].assign_add(new) for index, new in enumerate(gradients) if new is not None]
         with tf.control_dependencies(added):
             count = self.counter.assign((self.counter.read_value() + 1) % self.passes)
             self._full = tf.equal(count, 0)
@@ -82,27 +82,27 @@ class PassSums:
         def reduced() -> list[Any]:
             divisor = self.passes if self.average else 1
             means = [
-                None if one is None else one.read_value() / tf.cast(divisor, one.dtype) for one in every
+                None if acc is None else acc.read_value() / tf.cast(divisor, acc.dtype) for acc in all_sums
             ]
-            done = reduce(means, variables)
-            results = [done[index] for index in there]
+            reduced_means = reduce(means, variables)
+            results = [reduced_means[index] for index in present]
             with tf.control_dependencies(results):
-                cleared = [one.assign(tf.zeros_like(one)) for one in sums]
+                cleared = [total.assign(tf.zeros_like(total)) for total in sums]
             with tf.control_dependencies(cleared):
-                return [tf.identity(one) for one in results]
+                return [tf.identity(result) for result in results]
 
         with tf.control_dependencies([self._full]):
-            chosen = tf.cond(self._full, reduced, lambda: [tf.zeros_like(one) for one in sums])
+            chosen = tf.cond(self._full, reduced, lambda: [tf.zeros_like(total) for total in sums])
         results: list[Any] = [None] * len(gradients)
         chosen = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
         order_after(chosen)
-        for index, one in zip(there, chosen, strict=True):
-            results[index] = one
+        for index, result in zip(present, chosen, strict=True):
+            results[index] = result
         return results
 
     @plain
     def apply(self, apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Run ``apply`` in every last pass, else ``skip``; return a tensor that is True."""
+        """Run ``apply`` in the last of the passes, otherwise ``skip``. Return a tensor that is True."""
         if self.counter is None:
             return apply()
 
@@ -114,7 +114,7 @@ class PassSums:
         return tf.cond(full, lambda: true_after(apply()), lambda: true_after(skip()))
 
     def _sum_of(self, variable: Any, gradient: Any) -> Any:
-        """Return the sum of a variable's gradients; None: it has not had one yet."""
+        """Return the sum of a variable's gradients, or None if it has not had a gradient yet."""
         if id(variable) not in self._sums:
             if gradient is None:
                 return None
@@ -132,10 +132,10 @@ def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_
     if sums is None:
         return list(zip(reduce(gradients, variables), variables, strict=True))
     if sparse_as_dense:
-        gradients = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
+        gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
     return list(zip(sums.add(gradients, variables, reduce), variables, strict=True))
 
 
 def _variable(shape: Any, dtype: Any) -> Any:
-    with tf.init_scope():  # not in a tf.function, which may make variables in its first trace only
+    with tf.init_scope():  # Not in a tf.function, which may create variables only in its first trace.
         return tf.Variable(lambda: tf.zeros(shape, dtype), trainable=False, name=_NAME)

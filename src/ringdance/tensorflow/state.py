@@ -24,34 +24,34 @@ def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Assign the values of global rank ``root_rank`` to variables: TensorFlow's or Keras's, but for seeds.
+    """Assign the values of global rank ``root_rank`` to TensorFlow or Keras variables, except seeds.
 
-    All ranks give equally many. Sums of gradients of Keras 3 stay each rank's own between the passes of a
-    step, unless a rank has none. ``inplace`` is accepted and ignored: values are always assigned.
+    All ranks pass the same number of variables. Between the passes of a step, each rank keeps its own Keras 3
+    gradient sums, unless they are all zero. ``inplace`` is accepted and ignored: values are always assigned.
 
     Returns:
-        ``None``; in a graph of ``tf.compat.v1`` the operation to be run.
+        ``None``. In a ``tf.compat.v1`` graph, the operation to run.
     """
-    chosen = [one for one in variables if not is_random_state(one)]
-    sums = [variable_of(one) for one in chosen if is_gradient_sum(one)]
-    before = [tf.identity(one) for one in sums]
+    chosen = [variable for variable in variables if not is_random_state(variable)]
+    sums = [variable_of(variable) for variable in chosen if is_gradient_sum(variable)]
+    before = [tf.identity(variable) for variable in sums]
     assigned = broadcast_(list(map(variable_of, chosen)), root_rank, "broadcast_variables", process_set)
     has_own = sums and tf.reduce_any([tf.reduce_any(value != 0) for value in before])
-    for one, value in zip(sums, before, strict=True):
-        one.assign(tf.where(has_own, value, one))
+    for variable, value in zip(sums, before, strict=True):
+        variable.assign(tf.where(has_own, value, variable))
     return None if tf.compat.v1.executing_eagerly_outside_functions() else tf.group(*assigned)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """In a graph of ``tf.compat.v1``: return the operation that broadcasts all global variables.
+    """Return the operation that broadcasts all global variables of a ``tf.compat.v1`` graph.
 
     Raises:
-        RuntimeError: there is no graph, and so no collection of global variables.
+        RuntimeError: Called in eager execution, which has no collection of global variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
-            "broadcast_global_variables() is for graphs of tf.compat.v1. In eager execution use "
-            "hvd.broadcast_variables(model.variables, root_rank=0), after the first step."
+            "broadcast_global_variables() works only in graphs of tf.compat.v1. In eager execution, use "
+            "hvd.broadcast_variables(model.variables, root_rank=0) after the first step."
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
@@ -60,8 +60,9 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
     """Broadcasts all variables when a ``tf.compat.v1.train.MonitoredTrainingSession`` begins.
 
     Args:
-        root_rank: global rank whose values all get, also those it alone has loaded from a checkpoint.
-        device: where the operation is placed.
+        root_rank: Global rank whose values all ranks receive, including values that only it has loaded from a
+            checkpoint.
+        device: Device for the operation.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -71,7 +72,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self.bcast_op: Any = None
 
     def begin(self) -> None:
-        """Make the operation, once for each graph."""
+        """Create the operation, once per graph."""
         if self.bcast_op is None or self.bcast_op.graph != tf.compat.v1.get_default_graph():
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
@@ -85,7 +86,7 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object, which cloudpickle must support, on every member; ``session`` is ignored."""
+    """Return the root's object on every member. cloudpickle must support it. ``session`` is ignored."""
     with as_tensorflow():
         return objects.broadcast_object(obj, root_rank, name, process_set)
 
@@ -94,7 +95,7 @@ def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return ``broadcast_object`` as a function of the object alone."""
+    """Return ``broadcast_object`` as a function of the object only."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 

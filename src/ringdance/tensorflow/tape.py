@@ -17,12 +17,12 @@ from ringdance.training.process_sets import ProcessSet, global_process_set
 
 
 class _Tape:
-    """The methods of a distributed tape, a base before the tape's own class."""
+    """Methods of a distributed tape, mixed in before the tape's own class."""
 
     _reducer: GradientReducer
 
     def register_local_source(self, source: Any) -> None:
-        """Do not reduce this variable's gradient."""
+        """Exclude this variable's gradient from the reduction."""
         self._reducer.register_local(source)
 
     @plain
@@ -33,11 +33,11 @@ class _Tape:
         """Return the reduced gradients of ``target``, in the order and structure of ``sources``.
 
         Args:
-            target: as the tape's own method.
-            sources: variables, alike on all ranks.
-            output_gradients: as the tape's own method.
-            use_generic_names: accepted; names never depend on how the function was traced.
-            **others: as the tape's own method (``unconnected_gradients``).
+            target: Passed to the tape's own method.
+            sources: Variables, in the same order on all ranks.
+            output_gradients: Passed to the tape's own method.
+            use_generic_names: Accepted and ignored. Names never depend on how the function was traced.
+            **others: Passed to the tape's own method (``unconnected_gradients``).
         """
         computed = super().gradient(target, sources, output_gradients, **others)  # type: ignore[misc]
         if isinstance(sources, (tf.Variable, tf.Tensor)) or not isinstance(sources, Iterable):
@@ -51,7 +51,7 @@ class _Tape:
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return (source, gradient) pairs: those of local sources, and the reduced ones of the others."""
+        """Return (source, gradient) pairs: one list for local sources, one for the others, reduced."""
         listed = list(sources)
         gradients = self.gradient(target, listed, output_gradients, use_generic_names)
         pairs = list(zip(listed, gradients, strict=True))
@@ -68,24 +68,25 @@ def DistributedGradientTape(
 ) -> Any:
     """Return a tape that shares the recording of ``gradtape`` and whose ``gradient`` reduces over the ranks.
 
-    Works eagerly and in a ``tf.function``, made before or after the ``with`` block.
+    Works eagerly and in a ``tf.function``, and may be created before or after the ``with`` block.
 
     Args:
-        gradtape: a ``tf.GradientTape``.
-        device_dense: device on which dense gradients enter the exchange.
-        device_sparse: the same for IndexedSlices.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering their rows.
+        gradtape: A ``tf.GradientTape``.
+        device_dense: Device on which dense gradients enter the exchange.
+        device_sparse: Device on which IndexedSlices enter the exchange.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         op: Average, Sum, Adasum, Min, Max or Product.
-        gradient_predivide_factor: with Average, divides before and multiplies after the sum.
-        num_groups: deprecated; use ``groups``.
-        groups: a number of groups, or lists of variables, that are exchanged together.
-        process_set: the ranks that take part; on others gradients stay local.
-        scale_local_gradients: divide gradients of local sources by the number of ranks.
-        name: of the exchanges, the same on all ranks; one for each model where threads train several.
+        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
+        num_groups: Deprecated. Use ``groups``.
+        groups: Number of groups, or lists of variables that are exchanged together.
+        process_set: The participating ranks. On other ranks gradients stay local.
+        scale_local_gradients: Divide gradients of local sources by the number of ranks.
+        name: Name of the exchanges, equal on all ranks. If threads train several models, use one name per
+            model.
 
     Raises:
-        ArgumentError: an argument is wrong.
+        ArgumentError: An argument is wrong.
     """
     reducer = GradientReducer(
         name, compression=compression, sparse_as_dense=sparse_as_dense, op=op,
@@ -95,8 +96,8 @@ def DistributedGradientTape(
     )
     base = type(gradtape)
     if issubclass(base, _Tape):
-        raise ArgumentError("This tape is a DistributedGradientTape already.")
-    # Not an attribute of the tape: of one recording there may be several distributed tapes.
+        raise ArgumentError("This tape is already a DistributedGradientTape.")
+    # Not an attribute of the tape: several distributed tapes may share one recording.
     options = {"__module__": __name__, "_reducer": reducer}
     result: Any = object.__new__(type(base.__name__, (_Tape, base), options))
     result.__dict__ = gradtape.__dict__
@@ -110,13 +111,13 @@ def PartialDistributedGradientTape(
     process_set: ProcessSet = global_process_set, local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a ``DistributedGradientTape`` that leaves the gradients of some Keras layers local.
+    """Return a ``DistributedGradientTape`` that keeps the gradients of some Keras layers local.
 
-    ``local_layers`` is a built layer or several; their trainable weights may differ between ranks, also in
+    ``local_layers`` is one or several built layers. Their trainable weights may differ between ranks, even in
     shape and number.
 
     Raises:
-        ArgumentError: something in ``local_layers`` is not a Keras layer.
+        ArgumentError: An element of ``local_layers`` is not a Keras layer.
     """
     layers = [] if local_layers is None else local_layers
     if isinstance(layers, tf.keras.layers.Layer) or not isinstance(layers, Iterable):

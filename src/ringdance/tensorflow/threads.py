@@ -14,7 +14,7 @@ from ringdance.training.gradients.options import share_of_cores
 
 
 def _chosen() -> int:
-    """Return the user's number of threads within an operation, 0 if there is none."""
+    """Return the number of threads within an operation that the user has set, or 0."""
     text = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     number = tf.config.threading.get_intra_op_parallelism_threads()
     return int(number) or (int(text) if text.isdigit() else 0)
@@ -26,19 +26,19 @@ def _on_gpu() -> bool:
 
 
 def computing_threads() -> int:
-    """Return how many cores TensorFlow keeps busy; one if a GPU computes."""
+    """Return the number of cores that TensorFlow keeps busy, or 1 if a GPU computes."""
     return 1 if _on_gpu() else _chosen() or usable_cores()
 
 
 def _limit() -> None:
     """Limit TensorFlow to this rank's share of the cores, after ``init()``.
 
-    Otherwise each process would compute on all cores of the host. The user's own number stays; if TensorFlow
-    was in use before, it keeps its threads. How many operations run at once is not limited: a call that
-    waits for other ranks blocks one.
+    Otherwise each process would compute on all cores of the host. A number set by the user is kept, and so
+    are the threads if TensorFlow was already in use. The number of operations that run at once is not
+    limited, because a call that waits for other ranks blocks a thread.
     """
     if session.engine().local_size > 1 and not _chosen():
-        with contextlib.suppress(RuntimeError):  # TensorFlow was in use before
+        with contextlib.suppress(RuntimeError):  # TensorFlow was already in use.
             tf.config.threading.set_intra_op_parallelism_threads(share_of_cores())
 
 

@@ -582,13 +582,13 @@ def test_ranks_that_write_to_one_path_are_noticed(shared: Path) -> None:
         said = [str(one.message) for one in caught if "CSVLogger" in str(one.message)]
         assert len(said) == (several and RANK == 0)
         for text in said:
-            assert f"CSVLogger writes to {log} on the ranks {ALL} of " in text
+            assert f"CSVLogger writes to {log} on ranks {ALL} of " in text
             assert "if hvd.rank() == 0: callbacks.append(keras.callbacks.CSVLogger(...))" in text
     assert dict(callbacks._PATHS) == {  # as Keras names them
         name: attribute for name, attribute in callbacks._PATHS.items()
         if hasattr(getattr(keras.callbacks, name)("a.keras"), attribute)
     }
-    with pytest.raises(ArgumentError, match=r"one.*\[0, 1.*of its own.*backup-{hvd.rank"):
+    with pytest.raises(ArgumentError, match=r"one.*\[0, 1.*its own directory.*backup-{hvd.rank"):
         train(1, keras.callbacks.BackupAndRestore(shared / "one"))
 
 

@@ -83,7 +83,7 @@ def test_fit_is_that_of_all_samples_resumed_or_not() -> None:
 def test_wrong_uses_are_refused() -> None:
     loader = hvd.image_loader(Memory(6 * SIZE), 2, image_size=8)
     loader.set_epoch(0, 2 * SIZE)
-    with pytest.raises(ArgumentError, match="in a fit"):
+    with pytest.raises(ArgumentError, match="separate fit"):
         model().fit(loader, epochs=2, shuffle=False, verbose=0, callbacks=[loader.callback])
     loader[0]
     with pytest.raises(ArgumentError, match="shuffle=False"):

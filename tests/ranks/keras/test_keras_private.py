@@ -25,7 +25,7 @@ def test_without_hooks_of_accumulation(name: str, monkeypatch: pytest.MonkeyPatc
     for kind in keras.optimizers.SGD.__mro__:
         if name in vars(kind):
             monkeypatch.delattr(kind, name)
-    with pytest.raises(ArgumentError, match=f"accumulates gradients.*{name}.*one pass in each step"):
+    with pytest.raises(ArgumentError, match=f"accumulates gradients.*{name}.*one pass per step"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=2)
     with pytest.raises(ArgumentError, match="accumulates gradients"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))

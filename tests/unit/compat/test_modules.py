@@ -42,7 +42,7 @@ def test_mxnet_that_cannot_be_imported_names_the_versions(tmp_path: Path, code: 
     done = python("import horovod.mxnet", PYTHONPATH=str(tmp_path))
     last = done.stderr.splitlines()[-1]
     assert ("MXNet is not installed: " in last) is not bool(code)
-    assert "MXNet 1.9.1, which needs Python 3.11 and NumPy below 1.24: Ringdance's extra `mxnet`" in last
+    assert "MXNet 1.9.1, which needs Python 3.11 and NumPy below 1.24: use the extra `mxnet`" in last
 
 
 @pytest.mark.parametrize(

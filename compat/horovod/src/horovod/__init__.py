@@ -1,7 +1,7 @@
-"""Horovod's import paths, by Ringdance.
+"""Horovod's import paths, implemented by Ringdance.
 
-``import horovod.torch as hvd`` gives ``ringdance.torch``, and so on: this package holds names,
-``horovodrun``, and the tf.data service, which has no other names. Importing it imports no framework.
+``import horovod.torch as hvd`` yields the names of ``ringdance.torch``, and so on. This package holds names,
+``horovodrun`` and the tf.data service, which exists only here. Importing it imports no framework.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import ringdance
 if TYPE_CHECKING:
     from horovod.runner import run
 
-__all__ = ["__version__", "run"]  # run: see __getattr__
+__all__ = ["__version__", "run"]  # __getattr__ provides run.
 
-# The version of Horovod whose interface this is, for scripts that compare; then Ringdance's own.
+# The Horovod version whose interface this is, for scripts that compare versions, then Ringdance's own
+# version.
 __version__ = f"0.28.1+ringdance.{ringdance.__version__}"
 
 
 def _refuse_the_original() -> None:
-    """Raise ImportError if the distribution ``horovod`` is installed too: its files and these are mixed."""
+    """Raise ImportError if the distribution ``horovod`` is also installed: their files are then mixed."""
     try:
         original = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +38,7 @@ _refuse_the_original()
 
 
 def __getattr__(name: str) -> object:
-    # PEP 562: those who only train do not need the launcher.
+    # PEP 562: a script that only trains does not need the launcher.
     if name == "run":
         return importlib.import_module("horovod.runner").run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

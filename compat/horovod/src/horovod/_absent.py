@@ -1,4 +1,4 @@
-"""The sentence with which a module says that it is not here."""
+"""The error of modules that this distribution does not provide."""
 
 from __future__ import annotations
 

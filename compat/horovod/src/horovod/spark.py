@@ -1,4 +1,4 @@
-"""Spark: not here; importing it says what to use."""
+"""Spark: not available. Importing this module tells what to use instead."""
 
 from horovod._absent import absent
 

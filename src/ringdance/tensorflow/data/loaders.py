@@ -26,27 +26,27 @@ image_loader, table_loader = _own.image_loader, _own.table_loader
 
 
 def image_dataset(loader: ImageBatches) -> Any:
-    """Return the batches of a loader as a ``tf.data.Dataset``: each iteration is the rest of its epoch.
+    """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of its epoch.
 
-    The elements are images (n, size, size, 3) uint8, labels (n,) int64, and weights (n,) float32, all equal
-    to ``Batch.weight``: what Keras takes as weights of the samples.
+    The elements are images (n, size, size, 3) uint8, labels (n,) int64, and weights (n,) float32. All weights
+    of a batch equal ``Batch.weight``. Keras takes them as sample weights.
 
     Args:
-        loader: of ``image_loader``; call its ``set_epoch`` before each iteration.
+        loader: A loader from ``image_loader``. Call its ``set_epoch`` before each iteration.
     """
     images = tf.TensorSpec((None, loader.image_size, loader.image_size, 3), tf.uint8)
     return _dataset(loader, lambda batch: batch.images, images, tf.int64)
 
 
 def table_dataset(loader: TableLoader) -> Any:
-    """Return the batches of a loader as a ``tf.data.Dataset``: each iteration is the rest of its epoch.
+    """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of its epoch.
 
     The elements are a mapping with "ids" (n, fields) int64 and "values" (n, fields) float32, labels (n,)
-    float32, and weights (n,) float32, all equal to ``TableBatch.weight``: what Keras takes as weights of the
-    samples.
+    float32, and weights (n,) float32. All weights of a batch equal ``TableBatch.weight``. Keras takes them as
+    sample weights.
 
     Args:
-        loader: of ``table_loader``; call its ``set_epoch`` before each iteration.
+        loader: A loader from ``table_loader``. Call its ``set_epoch`` before each iteration.
     """
     shape = None, loader.table.fields
     inputs = {"ids": tf.TensorSpec(shape, tf.int64), "values": tf.TensorSpec(shape, tf.float32)}

@@ -1,1 +1,1 @@
-"""Collectives as operations of a TensorFlow graph: their kernels, written in Python."""
+"""Collectives as TensorFlow graph operations, with kernels written in Python."""

@@ -1,6 +1,6 @@
-"""TensorFlow's C interface for operations and kernels, by ctypes, as far as it is needed.
+"""The part of TensorFlow's C interface for operations and kernels that we need, through ctypes.
 
-The functions are those of tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h, stable since 2.4. They are
+The functions are declared in tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h and stable since 2.4. They are
 called with the GIL held (``PyDLL``): each is short, and releasing the GIL would cost more than the call.
 """
 
@@ -26,7 +26,7 @@ from ringdance.training.memory import array_at
 
 Array = np.ndarray[Any, Any]
 
-# The type of the result, then those of the arguments: p pointer, s char*, i int, q int64_t, n size_t, b bool.
+# The result's type, then the arguments' types: p pointer, s char*, i int, q int64_t, n size_t, b bool.
 _TYPES = {
     "v": None, "p": c_void_p, "s": ctypes.c_char_p, "i": c_int, "q": c_int64, "n": c_size_t,
     "b": ctypes.c_bool,
@@ -70,7 +70,7 @@ def _library() -> Any:
     """Return TensorFlow's library with the functions declared.
 
     Raises:
-        ImportError: this TensorFlow has no library with them.
+        ImportError: This TensorFlow has no library with the functions.
     """
     directory = Path(tf.__file__).parent
     for pattern in ("libtensorflow_framework*", "libtensorflow_cc*", "python/_pywrap_tensorflow_internal*"):
@@ -78,12 +78,12 @@ def _library() -> Any:
             library = ctypes.PyDLL(str(path))
             if all(hasattr(library, name) for name in _FUNCTIONS):
                 for name, letters in _FUNCTIONS.items():
-                    function, types = getattr(library, name), [_TYPES[one] for one in letters]
+                    function, types = getattr(library, name), [_TYPES[letter] for letter in letters]
                     function.restype, function.argtypes = types[0], types[1:]
                 return library
     raise ImportError(
-        f"ringdance.tensorflow does not find the C interface for kernels in TensorFlow {tf.__version__} "
-        f"({directory}); versions from 2.16 on have it."
+            f"ringdance.tensorflow cannot find the C interface for kernels in TensorFlow {tf.__version__} "
+            f"({directory}). Use TensorFlow 2.16 or later."
     )
 
 
@@ -92,11 +92,11 @@ def _dtype(number: int) -> np.dtype[Any]:
         return _DTYPES[number]
     except KeyError:
         name = tf.as_dtype(number).name
-        text = f"Elements of type {name} cannot be exchanged: numbers and booleans can."
+        text = f"Elements of type {name} cannot be exchanged. Use numbers or booleans."
         raise ArgumentError(text) from None
 
 
-# TensorFlow uses memory again and again; a view only refers to it.
+# Cached, because TensorFlow reuses its memory. A view only refers to the memory.
 _view_at: Callable[..., Array] = lru_cache(maxsize=1 << 14)(array_at)
 
 
@@ -106,12 +106,12 @@ def drop(tensor: int | c_void_p) -> None:
 
 
 class Slot:
-    """What a graph knows of one input before it runs.
+    """What is known about an input before its graph runs.
 
     Args:
-        index: of the input, and of the output that is like it.
-        number: TensorFlow's number of its type.
-        shape: complete, or None if it is known only at run time.
+        index: Index of the input, and of the output with the same shape and type.
+        number: TensorFlow's number of the input's type.
+        shape: The complete shape, or None if it is known only at run time.
     """
 
     __slots__ = ("candidate", "dims", "kind", "nbytes")
@@ -138,7 +138,7 @@ class Context:
             raise RuntimeError(self._library.TF_Message(self._status).decode(errors="replace"))
 
     def _take(self, index: int) -> c_void_p:
-        """Return a new reference to an input tensor; release it with ``drop``."""
+        """Return a new reference to an input tensor. Release it with ``drop``."""
         handle = c_void_p()
         self._library.TF_GetInput(self._pointer, index, byref(handle), self._status)
         if not handle:
@@ -146,7 +146,7 @@ class Context:
         return handle
 
     def _view(self, tensor: int | c_void_p) -> Array:
-        """Return a tensor's memory, valid as long as TensorFlow holds the tensor."""
+        """Return a tensor's memory, which is valid as long as TensorFlow holds the tensor."""
         library = self._library
         shape = tuple([library.TF_Dim(tensor, axis) for axis in range(library.TF_NumDims(tensor))])
         return array_at(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
@@ -159,19 +159,19 @@ class Context:
             try:
                 views.append(self._view(tensor))
             finally:
-                drop(tensor)  # the caller of the kernel has a reference of its own
+                drop(tensor)  # The kernel's caller has its own reference.
         return views
 
     def in_place(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
-        """Make an output like each input, in the input's own memory where TensorFlow can spare it.
+        """Allocate an output like each input, in the input's own memory if TensorFlow can spare it.
 
-        Hundreds of gradients pass here in each step, so it makes as few calls for each as possible.
+        Hundreds of gradients pass through here in each step, so it makes as few calls per tensor as possible.
 
         Args:
-            slots: one for each input.
+            slots: The slot of each input.
 
         Returns:
-            Views of the inputs; of the outputs, the same objects where the memory is the same; and
+            Views of the inputs, views of the outputs (the same objects if the memory is the same), and the
             references to release with ``drop`` after the last access through the views.
         """
         library, pointer, status = self._library, self._pointer, self._status
@@ -186,12 +186,12 @@ class Context:
         try:
             for index, slot in enumerate(slots):
                 get(pointer, index, to_handle, status)
-                # A static shape can be wrong (``set_shape``): the size of the memory is the tensor's.
+                # A static shape can be wrong (``set_shape``): compare with the tensor's actual size.
                 known = size(handle) == slot.nbytes
                 try:
                     view = _view_at(data(handle), *slot.kind) if known else self._view(handle)
                 finally:
-                    drop(handle)  # while this reference exists it could not become the output
+                    drop(handle)  # As long as this reference exists, the memory cannot become the output.
                 dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
                 tensor = forward(
                     pointer, slot.candidate, 1, index, dims, len(dims), to_used, status
@@ -203,7 +203,7 @@ class Context:
                 if used.value == index:
                     outputs.append(view)
                     continue
-                # The input must stay where it is until it has been read.
+                # The input must stay in place until it has been read.
                 kept.append(self._take(index))
                 outputs.append(_view_at(data(tensor), *slot.kind) if known else self._view(tensor))
         except BaseException:
@@ -226,12 +226,12 @@ class Context:
         """Make output ``index`` an int64 scalar.
 
         Args:
-            index: of the output.
-            number: its value, another one each time.
-            on_free: called with it, on any thread, when the last reference to the output is gone: the
-                operations that read it have run, or the graph's run has failed. It must not raise.
+            index: Index of the output.
+            number: Its value, different on each call.
+            on_free: Called with the number, on any thread, when the last reference to the output is released:
+                the operations that read it have run, or the graph's run has failed. It must not raise.
         """
-        memory = aligned_empty((1,), np.dtype(np.int64))  # TensorFlow would copy what is not aligned
+        memory = aligned_empty((1,), np.dtype(np.int64))  # TensorFlow would copy unaligned memory.
         memory[0] = number
         _numbers_in_use[number] = memory, on_free
         tensor = self._library.TF_NewTensor(
@@ -242,12 +242,12 @@ class Context:
         self._check()
 
 
-# Memory of the outputs of ``set_number``, and the function to call when it is free.
+# Memory of the outputs made by ``set_number``, and the function to call when it is released.
 _numbers_in_use: dict[int, tuple[Array, Callable[[int], None]]] = {}
 
 
 def _on_free(data: int, length: int, number: int) -> None:
-    """Forget the memory of an output; TensorFlow's ``deallocator``."""
+    """Forget an output's memory. This is TensorFlow's ``deallocator``."""
     _, on_free = _numbers_in_use.pop(number)
     on_free(number)
 
@@ -255,7 +255,7 @@ def _on_free(data: int, length: int, number: int) -> None:
 _freed = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)(_on_free)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-_callbacks: list[Any] = []  # functions that TensorFlow calls must live as long as it does
+_callbacks: list[Any] = []  # Functions that TensorFlow calls must live as long as TensorFlow does.
 
 
 def _text_of(construction: int) -> bytes:
@@ -275,18 +275,18 @@ def register(
     name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str],
     prepare: Callable[[str], Any], compute: Callable[[Any, Context], None],
 ) -> None:
-    """Register a stateful operation with a kernel for the CPU.
+    """Register a stateful operation with a CPU kernel.
 
-    Note [Kernels]: what TensorFlow keeps of a kernel is a number, that of its attribute ``text``, so it has
-    nothing to release: the last kernels are deleted after Python has ended.
+    Note [Kernels]: For each kernel, TensorFlow keeps only a number, which identifies its ``text`` attribute.
+    So there is nothing to release: TensorFlow deletes the last kernels after Python has exited.
 
     Args:
-        name: of the operation.
-        inputs: specifications as in TensorFlow's ``REGISTER_OP``; so are the next two.
-        outputs: likewise.
-        attributes: those beside ``text``.
-        prepare: called with each value of ``text``; its result is passed to ``compute``.
-        compute: called with that and the context.
+        name: Name of the operation.
+        inputs: Input specifications, as in TensorFlow's ``REGISTER_OP``.
+        outputs: Output specifications.
+        attributes: Specifications of attributes other than ``text``.
+        prepare: Called with each value of ``text``. Its result is passed to ``compute``.
+        compute: Called with the prepared value and the context.
     """
     library = _library()
     status = library.TF_NewStatus()
@@ -296,8 +296,8 @@ def register(
         (library.TF_OpDefinitionBuilderAddOutput, outputs),
         (library.TF_OpDefinitionBuilderAddAttr, ("text: string", *attributes)),
     ):
-        for one in specifications:
-            add(builder, one.encode())
+        for specification in specifications:
+            add(builder, specification.encode())
     library.TF_OpDefinitionBuilderSetIsStateful(builder, True)
     library.TF_RegisterOpDefinition(builder, status)
 
@@ -334,4 +334,4 @@ def register(
     code, message = library.TF_GetCode(status), library.TF_Message(status)
     library.TF_DeleteStatus(status)
     if code:
-        raise ImportError(f"TensorFlow {tf.__version__} does not take {name}: {message.decode()}")
+        raise ImportError(f"TensorFlow {tf.__version__} does not accept {name}: {message.decode()}")

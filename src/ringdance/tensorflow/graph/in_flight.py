@@ -1,10 +1,10 @@
-"""Exchanges that a graph has started and not yet waited for.
+"""Exchanges that a graph has started but not yet waited for.
 
-Note [Failed runs]: any operation of a graph may fail after some exchanges have been started, and then no
-operation waits for them. They cannot be withdrawn, since other ranks may know of them: they are executed,
-their memory is kept until then, and the same call of a later run waits for that. Calls of the same group that
-have not been started are refused, so that the other ranks' runs fail too. Otherwise a later run of this rank
-would be reduced with an earlier one of theirs.
+Note [Failed runs]: Any operation of a graph may fail after some exchanges have started, and then no operation
+waits for them. They cannot be withdrawn, because other ranks may know about them. They are executed, their
+memory is kept until they are complete, and a later run waits for them before it makes the same call. Calls of
+the same group that have not started are refused, so that the other ranks' runs fail too. Otherwise a later
+run on this rank would be reduced with an earlier run on theirs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ringdance.errors import RingdanceError
 from ringdance.tensorflow.graph.capi import drop
 from ringdance.training.collectives import Call
 
-_FAILED = "the run of its graph ended in an error before it came to the call; see the output of that rank."
+_FAILED = "the run of its graph failed before it reached the call. See that rank's output."
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Calls that one operation waits for: not yet started, or by their numbers."""
+    """Calls that one operation waits for: the calls not yet started, and the numbers of the started ones."""
 
     engine: Engine
     calls: set[Call]
@@ -35,7 +35,7 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A started call, and the references to tensors whose memory the engine reads and writes."""
+    """A started call, with references to the tensors whose memory the engine reads and writes."""
 
     call: Call
     work: Work
@@ -50,20 +50,20 @@ _leftover: list[InFlight] = []
 
 
 def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
-    """Return the group of a call before it starts; wait for the same call of an earlier run.
+    """Return a call's group before the call starts. First wait for the same call of an earlier run.
 
     Args:
-        engine: the engine.
-        call: the call.
-        others: the other calls of the group if it is the first, else empty.
+        engine: The engine.
+        call: The call.
+        others: The other calls of the group if this is its first call, otherwise empty.
     """
-    for one in list(_leftover):
-        if one.call == call and not one.work.done():
+    for leftover in list(_leftover):
+        if leftover.call == call and not leftover.work.done():
             with contextlib.suppress(RingdanceError):
-                one.work.wait()
-        if one.work.done():
-            _leftover.remove(one)
-            _drop_all(one)
+                leftover.work.wait()
+        if leftover.work.done():
+            _leftover.remove(leftover)
+            _drop_all(leftover)
     group = _unstarted.pop(call, None)
     if group is None:
         group = Group(engine, set(others), [])
@@ -73,7 +73,7 @@ def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
 
 
 def add(one: InFlight) -> int:
-    """Register a started call; return its number."""
+    """Register a started call. Return its number."""
     number = next(_numbers)
     _started[number] = one
     one.group.numbers.append(number)
@@ -81,28 +81,28 @@ def add(one: InFlight) -> int:
 
 
 def take(number: int) -> InFlight:
-    """Remove and return the call of a number, to wait for and then to ``release``."""
+    """Remove a call by its number and return it. The caller waits for it, then calls ``release``."""
     return _started.pop(number)
 
 
 def pending() -> list[Work]:
-    """Return the work of calls that have been started and not been waited for."""
-    return [one.work for one in list(_started.values())]
+    """Return the works of calls that have started and that nothing has waited for."""
+    return [started.work for started in list(_started.values())]
 
 
 def on_freed(number: int) -> None:
-    """Release a group for which no operation can wait any more. See Note [Failed runs]."""
+    """Release a group that no operation can wait for any more. See Note [Failed runs]."""
     first = _started.get(number)
     if first is None:
         return
     abandon(first.group)
-    for one in [_started.pop(each, None) for each in first.group.numbers]:
-        if one is not None:
-            release(one)
+    for started in [_started.pop(each, None) for each in first.group.numbers]:
+        if started is not None:
+            release(started)
 
 
 def release(one: InFlight) -> None:
-    """Release the memory of a call, at once if it is complete, else later."""
+    """Release a call's memory: now if it is complete, otherwise later."""
     if one.work.done():
         _drop_all(one)
         return
@@ -112,7 +112,7 @@ def release(one: InFlight) -> None:
 
 
 def abandon(group: Group) -> None:
-    """Refuse the calls of a group that have not been started."""
+    """Refuse the calls of a group that have not started."""
     calls, group.calls = group.calls, set()
     for call in calls:
         if _unstarted.get(call) is group:

@@ -1,10 +1,10 @@
-"""The operations of a graph: collective calls, and numbers known at run time.
+"""Graph operations: collective calls, and numbers that are known at run time.
 
-``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory in which
-the result will be; ``RingdanceWait`` waits for several of them, and only operations that depend on it
-may read their results. A function runs these operations in the order in which it was written (they are
-stateful), so all ranks start in one order, and a wait comes when all it waits for has been started: one
-thread is enough.
+``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory that
+will hold the result. ``RingdanceWait`` waits for several of them, and only operations that depend on it may
+read their results. These operations are stateful, so a function runs them in program order. All ranks
+therefore start in the same order, and a wait runs after everything it waits for has started: one thread is
+enough.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _mark_step(mark: StepMark) -> int:
 
 
 def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
-    """Run a call on arrays; splits are the second input and result of an alltoall."""
+    """Run a call on arrays. The splits are the second input and result of an alltoall."""
     engine = session.engine()
     if call.weights:
         weights.compare(engine, call, inputs[0])
@@ -74,50 +74,50 @@ def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
 
 
 def text_of(call: Call, tensors: Sequence[Any] = (), others: Sequence[Call] = ()) -> str:
-    """Return the attribute ``text`` of an operation.
+    """Return an operation's ``text`` attribute.
 
     Args:
-        call: the collective and its options.
-        tensors: the inputs; the text has their types and, where known, shapes.
-        others: the other calls of a group if this is the first.
+        call: The collective and its options.
+        tensors: The inputs. The text holds their types and, if known, their shapes.
+        others: The other calls of a group if this is its first call.
     """
     memory = [
-        [one.dtype.as_datatype_enum, one.shape.as_list() if one.shape.is_fully_defined() else None]
-        for one in tensors
+        [tensor.dtype.as_datatype_enum, tensor.shape.as_list() if tensor.shape.is_fully_defined() else None]
+        for tensor in tensors
     ]
     return json.dumps([call.text(), memory, [other.text() for other in others]])
 
 
 def call_of(text: str) -> Call:
-    """Return the call in the attribute ``text`` of an operation."""
+    """Return the call in an operation's ``text`` attribute."""
     return Call.from_text(json.loads(text)[0])
 
 
 def _prepared(text: str) -> tuple[Call, list[Slot], list[Call]]:
     call, memory, others = json.loads(text)
     slots = [Slot(index, *known) for index, known in enumerate(memory)]
-    return Call.from_text(call), slots, [Call.from_text(one) for one in others]
+    return Call.from_text(call), slots, [Call.from_text(other) for other in others]
 
 
 def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> None:
     (call, slots, _), engine = prepared, session.engine()
     if call.keeps_shapes:
-        one = _submit(call, slots, [], engine, context, wake=False)
+        started = _submit(call, slots, [], engine, context, wake=False)
         try:
-            _wait_for(one.work)
+            _wait_for(started.work)
         finally:
-            in_flight.release(one)
+            in_flight.release(started)
         call.completed()
         return
     for index, array in enumerate(run(call, context.inputs())):
         context.set_output(index, array)
 
 
-_waiting: set[int] = set()  # the threads of TensorFlow's that wait in kernels
+_waiting: set[int] = set()  # TensorFlow's threads that are waiting in kernels
 
 
 def _wait_for(work: Work) -> None:
-    """Wait; say so if no thread is left in which TensorFlow could run what another rank waits for."""
+    """Wait. Warn if no thread is left in which TensorFlow could run an operation that another rank awaits."""
     _waiting.add(get_ident())
     try:
         work.wait(session.engine().settings.deadlock_time / 2 or None)
@@ -126,8 +126,8 @@ def _wait_for(work: Work) -> None:
         if len(_waiting) >= threads:
             _log.warning(
                 "ringdance: rank %d: all %d threads in which TensorFlow runs operations wait for exchanges, "
-                "one for '%s'. Where Python threads run programs side by side, another rank may wait for one "
-                "that gets no thread here: run them in one order on all ranks, or call "
+                "one of them for '%s'. If Python threads run programs in parallel, another rank may wait for "
+                "an exchange that gets no thread here. Run them in the same order on all ranks, or call "
                 "tf.config.threading.set_inter_op_parallelism_threads(%d) before hvd.init().",
                 basics.rank(), threads, work.name, threads + 2,
             )  # fmt: skip
@@ -136,7 +136,7 @@ def _wait_for(work: Work) -> None:
         _waiting.discard(get_ident())
 
 
-@lru_cache(maxsize=1)  # TensorFlow's threads do not change once it computes, and reading their number is slow
+@lru_cache(maxsize=1)  # TensorFlow's threads do not change once it computes, and counting them is slow.
 def _overlaps(engine: Engine) -> bool:
     return wants_overlap(engine, computing_threads())
 
@@ -159,10 +159,10 @@ def _submit(
 
 
 def _start(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> None:
-    """Submit; output the results' memory, and a number for ``_wait``."""
+    """Submit a call. Output the results' memory and a number for ``_wait``."""
     (call, slots, others), engine = prepared, session.engine()
     number = in_flight.add(_submit(call, slots, others, engine, context, _overlaps(engine)))
-    if others:  # the first of its group: its number frees those of all
+    if others:  # The first call of its group: freeing its number releases the whole group.
         context.set_number(len(slots), number, in_flight.on_freed)
     else:
         context.set_output(len(slots), np.array(number, np.int64))
@@ -172,13 +172,13 @@ def _wait(_: str, context: Context) -> None:
     """Wait for the calls whose numbers are the inputs."""
     error: BaseException | None = None
     for number in context.inputs():
-        one = in_flight.take(int(number))
+        started = in_flight.take(int(number))
         try:
-            _wait_for(one.work)
-            one.call.completed()
+            _wait_for(started.work)
+            started.call.completed()
         except BaseException as problem:
             error = error or problem
-        in_flight.release(one)
+        in_flight.release(started)
     if error is not None:
         raise error
 
@@ -189,7 +189,7 @@ def _number(text: str, context: Context) -> None:
 
 
 def register_all() -> None:
-    """Register the operations; once in a process."""
+    """Register the operations. Called once per process."""
     several = ["Tin: list(type) >= 1", "Tout: list(type) >= 1"]
     capi.register("RingdanceCall", ["tensors: Tin"], ["results: Tout"], several, _prepared, _call)
     capi.register(

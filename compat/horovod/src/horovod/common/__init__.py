@@ -1,1 +1,1 @@
-"""What all frameworks share."""
+"""Parts that all frameworks share."""

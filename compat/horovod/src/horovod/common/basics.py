@@ -1,4 +1,4 @@
-"""Start, stop, and where this process stands in the job."""
+"""Start and stop, and this process's place in the job."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["HorovodBasics"]
 
 
 class HorovodBasics:
-    """The functions that every framework's module has, as methods. The arguments have no effect."""
+    """The functions of every framework's module, as methods. The arguments have no effect."""
 
     def __init__(self, pkg_path: str, *args: str) -> None:
         pass
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        """Return the members of every registered set, by id."""
+        """Return the members of every registered process set, by id."""
         return {number: list(ranks) for number, ranks in session.engine().process_sets().items()}
 
 

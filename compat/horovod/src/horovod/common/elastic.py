@@ -1,4 +1,4 @@
-"""State and loop of elastic training, for all frameworks."""
+"""State and training loop for elastic training, for all frameworks."""
 
 from ringdance.training.elastic import ObjectState, State, run_fn
 

@@ -1,4 +1,4 @@
-"""The errors that scripts catch. The first two are Ringdance's own classes."""
+"""Errors that scripts catch. The first two are Ringdance's own classes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A framework has another version than was compiled against. Never raised: nothing is compiled here.
+    """A framework's version differs from the one compiled against. Never raised: nothing is compiled here.
 
     Args:
-        name: the framework.
-        version: the version that is imported.
-        installed_version: the version that was compiled against.
+        name: The framework.
+        version: The imported version.
+        installed_version: The version that was compiled against.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:

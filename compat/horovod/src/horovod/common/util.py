@@ -1,4 +1,4 @@
-"""Small helpers that scripts and libraries take from here. What was compiled in is asked of Ringdance."""
+"""Small helpers for scripts and libraries. Ringdance answers what Horovod decides at compile time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FRAMEWORKS = ("torch", "tensorflow", "mxnet")
 
 
 def _cache(function: Callable[..., T]) -> Callable[..., T]:
-    """Remember the results of a function; its arguments must be hashable."""
+    """Cache a function's results. Its arguments must be hashable."""
     return functools.cache(function)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether ``horovod.<ext_base_name>`` works here: "torch", if PyTorch is installed."""
+    """Return True if ``horovod.<ext_base_name>`` works here: "torch" if PyTorch is installed."""
     framework = ext_base_name.rpartition(".")[2]
     available = framework in _FRAMEWORKS and importlib.util.find_spec(framework) is not None
     if verbose:
@@ -42,7 +42,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     """Raise ImportError unless the framework of ``ext_name`` ("horovod.torch") can be used.
 
-    The other arguments are about the compiled library of the original, and have no effect.
+    The other arguments concern the original's compiled library and have no effect.
     """
     name = ext_name.removeprefix("horovod.")
     if not extension_available(name):
@@ -52,7 +52,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether the framework sees a GPU."""
+    """Return True if the framework sees a GPU."""
     if not extension_available(ext_base_name, verbose):
         return False
     framework = ext_base_name.rpartition(".")[2]
@@ -69,12 +69,12 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return whether this process has ``HOROVOD_RANK``, which scripts take for Gloo's; Gloo is not used."""
+    """Return True if this process has ``HOROVOD_RANK``, which scripts read as Gloo's. Gloo is not used."""
     return basics.gloo_built()
 
 
 def nccl_built(verbose: bool = False) -> bool:
-    """Return whether NCCL exchanges PyTorch's tensors on GPUs."""
+    """Return True if NCCL exchanges PyTorch's GPU tensors."""
     return extension_available("torch") and bool(importlib.import_module("horovod.torch").nccl_built())
 
 
@@ -100,7 +100,7 @@ def rocm_built(verbose: bool = False) -> bool:
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables (``None`` removes one) and put the former ones back at the end."""
+    """Set environment variables (``None`` removes one), and restore the previous values at the end."""
     former = {name: os.environ.get(name) for name in kwargs}
     _set(kwargs)
     try:
@@ -118,19 +118,19 @@ def _set(variables: dict[str, str | None]) -> None:
 
 
 def split_list(l: Sequence[T], n: int) -> list[list[T]]:  # noqa: E741  # the parameter's public name
-    """Return ``n`` lists of nearly equal length with the elements in order; the first ones are longer."""
+    """Return ``n`` lists of nearly equal length with the elements in order. The first ones are longer."""
     short, more = divmod(len(l), n)
     ends = [part * short + min(part, more) for part in range(n + 1)]
     return [list(l[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether the number is 1, 2, 4, 8, ..."""
+    """Return True if the number is a power of two (1, 2, 4, 8, ...)."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def is_iterable(x: Any) -> bool:
-    """Return whether ``iter(x)`` works."""
+    """Return True if ``iter(x)`` works."""
     try:
         iter(x)
     except TypeError:
@@ -139,10 +139,10 @@ def is_iterable(x: Any) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Return whether version ``ver`` is at least ``target``; both have at least two dots or the last is 0.
+    """Return True if version ``ver`` is at least ``target``. A missing third number counts as 0.
 
     Raises:
-        ValueError: either is not a version such as "1.2.3".
+        ValueError: One of them is not a version such as "1.2.3".
     """
     return _release(ver) >= _release(target)
 

@@ -1,4 +1,4 @@
-"""Loaders that work ahead."""
+"""Loaders that prepare batches ahead."""
 
 from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 

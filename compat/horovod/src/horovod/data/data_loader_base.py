@@ -15,11 +15,11 @@ __all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]
 
 _log = logging.getLogger("ringdance")
 
-_POLL_SECONDS = 0.1  # how often a thread with a full queue checks whether the loader was closed
+_POLL_SECONDS = 0.1  # How often a thread with a full queue checks whether the loader was closed.
 
 
 class BaseDataLoader(abc.ABC):
-    """The base of loaders: subclasses define the batches and their number."""
+    """Base class of loaders. Subclasses define the batches and their number."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -30,17 +30,17 @@ class BaseDataLoader(abc.ABC):
         """Yield the batches of an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an epoch, each as ``_process_batch`` returns it."""
+        """Yield the batches of an epoch, each processed by ``_process_batch``."""
         for batch in self._iterate():
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """Return what is yielded for a batch; in the iterating thread."""
+        """Return the value to yield for a batch. Runs in the iterating thread."""
         return batch
 
 
 class _Failed:
-    """An exception of the thread, to be raised in the iterating thread."""
+    """An exception from the loader thread, to be raised in the iterating thread."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -49,18 +49,18 @@ class _Failed:
 class AsyncDataLoaderMixin:
     """Runs a loader's ``_iterate`` ahead in a thread, epoch after epoch.
 
-    Name it before the loader::
+    Put it before the loader in the list of bases::
 
         class Loader(AsyncDataLoaderMixin, PlainLoader): ...
 
-        loader = Loader(async_loader_queue_size=8, ...)   # the rest goes to PlainLoader
+        loader = Loader(async_loader_queue_size=8, ...)   # The other arguments go to PlainLoader.
 
-    An exception of the thread is raised where the loader is iterated. It is a daemon
-    thread; ``close_async_loader`` ends it earlier.
+    An exception in the thread is raised where the loader is iterated. The thread is a daemon thread.
+    ``close_async_loader`` stops it earlier.
 
     Args:
-        async_loader_queue_size: batches that may wait, of the next epoch too; 0: nothing is done ahead.
-        debug_data_loader: log each epoch's start and end.
+        async_loader_queue_size: Batches that may wait, including the next epoch's. 0 disables the thread.
+        debug_data_loader: Log the start and end of each epoch.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch; of one that was left in the middle, what remains."""
+        """Yield the batches of the next epoch, or the rest of an epoch whose iteration was interrupted."""
         if self.async_loader_queue_size == 0:
             yield from super().__iter__()  # type: ignore[misc]
             return
@@ -119,7 +119,7 @@ class AsyncDataLoaderMixin:
         return False
 
     def close_async_loader(self) -> None:
-        """End the thread and forget what it has loaded. Iterating afterwards begins anew."""
+        """Stop the thread and drop the batches it has loaded. Iterating afterwards starts again."""
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None:

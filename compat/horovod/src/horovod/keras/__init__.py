@@ -7,7 +7,7 @@ from ringdance.keras import *
 from ringdance.keras import Average, Compression
 from ringdance.keras import __all__ as _names
 
-# Last: the modules of this package, not Ringdance's.
+# Last, so that these names are the modules of this package, not Ringdance's.
 from horovod.keras import (  # type: ignore[no-redef]  # isort: skip
     callbacks as callbacks,
     elastic as elastic,
@@ -21,7 +21,7 @@ def DistributedOptimizer(  # type: ignore[no-redef]
     compression: Any = Compression.none, sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0, op: int = Average, num_groups: int = 0, groups: Any = None,
 ) -> Any:
-    """As ``ringdance.keras.DistributedOptimizer``, with the arguments that Horovod has in this module."""
+    """Call ``ringdance.keras.DistributedOptimizer`` with the arguments that Horovod has in this module."""
     return _ringdance.DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
         gradient_predivide_factor, op, num_groups=num_groups, groups=groups,
@@ -32,7 +32,7 @@ def allreduce(
     value: Any, name: str | None = None, average: bool | None = True, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, op: int | None = None, compression: Any = Compression.none,
 ) -> Any:
-    """As ``ringdance.keras.allreduce``; to give ``op``, give ``average=None`` as well."""
+    """Call ``ringdance.keras.allreduce``. To pass ``op``, pass ``average=None`` too."""
     if average is True and op is None:
-        average = None  # the default; no reason for a warning
+        average = None  # The default. It should not cause a warning.
     return _ringdance.allreduce(value, name, average, prescale_factor, postscale_factor, op, compression)

@@ -1,4 +1,4 @@
-"""``hvd.elastic``: training that goes on after an error."""
+"""``hvd.elastic``: training that continues after an error."""
 
 from ringdance.keras.elastic import *
 from ringdance.keras.elastic import __all__ as __all__

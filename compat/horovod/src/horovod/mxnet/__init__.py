@@ -3,7 +3,7 @@
 from ringdance.mxnet import *
 from ringdance.mxnet import __all__ as _names
 
-# Last: the modules of this package, not Ringdance's.
+# Last, so that these names are the modules of this package, not Ringdance's.
 from horovod.mxnet import (  # isort: skip
     compression as compression,
     functions as functions,

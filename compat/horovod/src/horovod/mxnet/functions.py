@@ -1,4 +1,4 @@
-"""Objects from one rank to all, and from all."""
+"""Broadcast and gather objects."""
 
 from ringdance.mxnet import allgather_object, broadcast_object
 

@@ -1,4 +1,4 @@
-"""Horovod's executor for Ray: that of Ringdance. Elastic executors are not here."""
+"""Horovod's Ray executor, provided by Ringdance. Elastic executors are not included."""
 
 from __future__ import annotations
 

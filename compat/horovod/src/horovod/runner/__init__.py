@@ -1,4 +1,4 @@
-"""Start jobs: the function ``run``, and ``horovodrun`` in ``horovod.runner.launch``."""
+"""Start jobs with the function ``run``, or with ``horovodrun`` in ``horovod.runner.launch``."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` in `num_proc` new processes; what it returned, by rank.
+    """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes. Return the results by rank.
 
-    The other parameters are the options of ``horovodrun`` of the same name; `slots` is
-    ``--slots-per-host``. `executable` is the Python to use. `np`, `min_np`, `max_np` and
-    `network_interface` are deprecated names.
+    The other parameters are the ``horovodrun`` options of the same name. ``slots`` is ``--slots-per-host``.
+    ``executable`` is the Python to use. ``np``, ``min_np``, ``max_np`` and ``network_interface`` are
+    deprecated names.
 
     Raises:
-        ValueError: parameters that exclude one another, or a value that cannot be used.
-        RuntimeError: nothing could be started, or a process failed: with its rank and traceback.
+        ValueError: Parameters exclude each other, or a value cannot be used.
+        RuntimeError: Nothing could be started, or a process failed. The message has its rank and traceback.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     for old, new in {**_RENAMED, "network_interface": "network_interfaces"}.items():

@@ -1,4 +1,4 @@
-"""``horovodrun --check-build``: what can be used here."""
+"""``horovodrun --check-build``: print what can be used here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["check_build"]
 
 
 def check_build(verbose: bool = False) -> str:
-    """The report: a title, then a line ``[X]`` or ``[ ]`` for each framework, controller and operation.
+    """Return the report: a title, then a line ``[X]`` or ``[ ]`` per framework, controller and operation.
 
     Args:
-        verbose: add which MPI library was found, or why none.
+        verbose: Add the MPI library, or the reason why it was not found.
     """
     found, about = _mpi()
     blocks: dict[str, dict[str, bool]] = {

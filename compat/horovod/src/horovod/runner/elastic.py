@@ -1,4 +1,4 @@
-"""Elastic jobs' driver: not here yet; importing this says what there is."""
+"""Driver of elastic jobs: not available yet. Importing this module tells what is available."""
 
 from horovod._absent import absent
 

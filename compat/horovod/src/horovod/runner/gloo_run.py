@@ -1,4 +1,4 @@
-"""Gloo: not used; importing this says what to use."""
+"""Gloo: not used. Importing this module tells what to use instead."""
 
 from horovod._absent import absent
 

@@ -1,4 +1,4 @@
-"""LSF's jsrun: not used; importing this says what to use."""
+"""LSF's jsrun: not used. Importing this module tells what to use instead."""
 
 from horovod._absent import absent
 

@@ -1,4 +1,4 @@
-"""``horovodrun``, also ``python -m horovod.runner.launch``: Horovod's command line for our launcher."""
+"""``horovodrun`` and ``python -m horovod.runner.launch``: Horovod's command line for our launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["check_build", "parse_args", "run_commandline"]
 
 
 def run_commandline() -> int:
-    """Do what this process's command line says; the exit code."""
+    """Run this process's command line. Return the exit code."""
     open_standard_streams()
     return as_program("horovodrun", _main)
 
@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
     if ready.plan.multi_host:
         from ringdance.tools.doctor.preflight import check_hosts
 
-        # Warnings only: Horovod starts whatever it can reach, and has no option for going on all the same.
+        # Only warn: Horovod starts whatever it can reach, and has no option to continue despite an error.
         check_hosts(ready, _say, required=False)
     return run_in_terminal(ready)
 

@@ -1,4 +1,4 @@
-"""Which MPI library starts the processes."""
+"""Detect the MPI library that starts the processes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def _family() -> str:
 
 
 def mpi_available(env: Mapping[str, str] | None = None) -> bool:
-    """Whether an MPI library and its mpiexec are installed. `env` has no effect."""
+    """Return True if an MPI library and its mpiexec are installed. ``env`` has no effect."""
     return bool(_family())
 
 
 def is_open_mpi(env: Mapping[str, str] | None = None) -> bool:
-    """Whether it is Open MPI."""
+    """Return True if it is Open MPI."""
     return _family() == "openmpi"
 
 
 def is_mpich(env: Mapping[str, str] | None = None) -> bool:
-    """Whether it is MPICH."""
+    """Return True if it is MPICH."""
     return _family() == "mpich"
 
 
 def is_intel_mpi(env: Mapping[str, str] | None = None) -> bool:
-    """Whether it is Intel MPI."""
+    """Return True if it is Intel MPI."""
     return _family() == "intel"
 
 
 def is_spectrum_mpi(env: Mapping[str, str] | None = None) -> bool:
-    """Whether it is IBM Spectrum MPI: never, it is started as Open MPI."""
+    """Return False: IBM Spectrum MPI is started in the same way as Open MPI."""
     return False

@@ -1,4 +1,4 @@
-"""The command line of ``horovodrun``: what is accepted, and as what it is parsed."""
+"""The command line of ``horovodrun``: the options it accepts and how they are parsed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
     ),
     "command": [],
 }  # fmt: skip
-"""Attributes of the parsed arguments, with the values that they have when nothing sets them."""
+"""Attributes of the parsed arguments, with the values they have if nothing sets them."""
 
 _NO_VALUE: dict[str, Any] = {"action": "store_true"}
 
@@ -67,7 +67,7 @@ class _Interfaces(argparse.Action):
 
 
 class _Deprecated(argparse.Action):
-    """An older option of the same meaning; `const` is (value, what to use)."""
+    """An older option with the same meaning. ``const`` holds the value and the option to use instead."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         value, instead = self.const
@@ -76,7 +76,7 @@ class _Deprecated(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    # Without defaults: what is in the namespace has been given on the command line.
+    # No defaults: the namespace holds only what was passed on the command line.
     parser = Parser(
         prog="horovodrun",
         usage="horovodrun -np N [options] COMMAND [ARGUMENTS...]",
@@ -215,11 +215,11 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments in `argv` (default: this process's), the configuration file's values filled in.
+    """Parse ``argv`` (default: this process's arguments) and fill in the configuration file's values.
 
     Raises:
-        ValueError: a value cannot be used; names the option, or the file.
-        SystemExit: argparse has printed what is wrong, the help or the version.
+        ValueError: A value cannot be used. The message names the option or the file.
+        SystemExit: argparse has printed an error, the help or the version.
     """
     given = vars(_parser().parse_args(argv))
     args = argparse.Namespace(**{**DEFAULTS, **given})
@@ -230,7 +230,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Fill in what the environment says, and check all values. ValueError: one cannot be used."""
+    """Fill in values from the environment, then check all values. Raises ValueError if one cannot be used."""
     config_parser.validate_config_args(args)
     if args.start_timeout is None:
         args.start_timeout = _number("HOROVOD_START_TIMEOUT", 30)

@@ -1,4 +1,4 @@
-"""From Horovod's arguments to an order for Ringdance's launcher, and what has to be said about it."""
+"""Turn Horovod's arguments into a job for Ringdance's launcher, and report options without effect."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script", "reset_limi
 
 
 def order_of(args: argparse.Namespace, command: Sequence[str]) -> JobSpec:
-    """The order for parsed arguments; the options of single processes become variables for the ranks.
+    """Return the job for parsed arguments. Options for the processes become environment variables.
 
     Raises:
-        ValueError: an option's text cannot be used.
-        LaunchError: the hosts cannot be understood or found.
+        ValueError: An option's text cannot be used.
+        LaunchError: The hosts cannot be parsed or found.
     """
     exports: dict[str, str] = {}
     config_parser.set_env_from_args(exports, args)
-    timeline = ""  # a file on this host, wherever rank 0 runs
+    timeline = ""  # A file on this host, no matter where rank 0 runs.
     if exports.get("HOROVOD_TIMELINE") != "DYNAMIC":
         timeline = exports.pop("HOROVOD_TIMELINE", "")
     if args.elastic_timeout is not None:
         exports["HOROVOD_ELASTIC_TIMEOUT"] = str(args.elastic_timeout)
     ranks, hosts = _size(args)
     names = [name for name, _ in hosts or ()]
-    if len(local_names(names)) == len(set(names)):  # other hosts' are looked at when they are asked
+    if len(local_names(names)) == len(set(names)):  # Interfaces of other hosts are checked there.
         _check_interfaces(args.nics or ())
-    # The ranks need not tell again what `tell` says.
+    # The ranks need not repeat the warnings that ``tell`` prints.
     exports[WARNED] = ",".join(name for name, _, _ in without_effect({**os.environ, **exports}))
     return JobSpec(
         command,
@@ -61,7 +61,7 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         output_directory=args.output_filename or "",
         timeline=timeline,
         start_timeout=args.start_timeout,
-        grace=5.0,  # Horovod's
+        grace=5.0,  # Horovod's value.
         verbose=args.verbose,
         binding=None if args.binding_args is None else _words("--binding-args", args.binding_args),
         mpi_args=_words("--mpi-args", args.mpi_args or ""),
@@ -91,7 +91,7 @@ def _check_interfaces(names: Collection[str]) -> None:
 
 
 def _size(args: argparse.Namespace) -> tuple[int | None, HostList | None]:
-    """How many ranks, and where."""
+    """Return the number of ranks, and their hosts."""
     hosts: HostList | None = None
     if args.host_discovery_script:
         hosts = _discover(args.host_discovery_script, args.slots, args.start_timeout)
@@ -103,13 +103,13 @@ def _size(args: argparse.Namespace) -> tuple[int | None, HostList | None]:
     slots = sum(count for _, count in hosts or ())
     elastic = args.host_discovery_script or args.min_num_proc
     if elastic and hosts and least and slots >= least:
-        # As in an elastic job: all slots that there are, up to the most that is wanted.
+        # As in an elastic job: use all available slots, up to the maximum.
         return min(slots, args.max_num_proc or slots), hosts
     return least, hosts
 
 
 def _discover(script: str, slots: int | None, timeout: float) -> list[tuple[str, int]]:
-    """Hosts that the discovery script prints now, one a line: ``host`` or ``host:slots``."""
+    """Return the hosts that the discovery script prints now, one per line: ``host`` or ``host:slots``."""
     path = os.path.abspath(script) if os.path.exists(script) else script
     process = None
     try:
@@ -144,7 +144,7 @@ def _discover(script: str, slots: int | None, timeout: float) -> list[tuple[str,
 
 
 def tell(args: argparse.Namespace, order: JobSpec, say: Callable[[str], None]) -> None:
-    """Say, a line for each reason, which of the given things will change nothing."""
+    """Report which of the passed options have no effect, with one line per reason."""
     for line in _lines(args, order):
         say(line)
 

@@ -3,7 +3,7 @@
 from ringdance.tensorflow import *
 from ringdance.tensorflow import __all__ as _names
 
-# Last: the modules of this package, not Ringdance's.
+# Last, so that these names are the modules of this package, not Ringdance's.
 from horovod.tensorflow import (  # isort: skip
     compression as compression,
     elastic as elastic,
@@ -12,6 +12,6 @@ from horovod.tensorflow import (  # isort: skip
     sync_batch_norm as sync_batch_norm,
     util as util,
 )
-from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly  # isort: skip  # scripts ask it here
+from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly  # isort: skip  # scripts use it
 
 __all__ = list(_names)

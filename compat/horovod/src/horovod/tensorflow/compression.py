@@ -1,4 +1,4 @@
-"""Compression of gradients."""
+"""Gradient compression."""
 
 from ringdance.tensorflow import Compression, Compressor
 from ringdance.training.gradients.compression import NoneCompressor

@@ -1,4 +1,4 @@
-"""Training that goes on after an error."""
+"""Training that continues after an error."""
 
 from ringdance.tensorflow.elastic import *
 from ringdance.tensorflow.elastic import __all__ as __all__

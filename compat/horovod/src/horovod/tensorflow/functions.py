@@ -1,4 +1,4 @@
-"""Variables and objects from one rank to all."""
+"""Broadcast variables and objects, and gather objects."""
 
 from ringdance.tensorflow import (
     allgather_object,

@@ -1,4 +1,4 @@
-"""The collective functions, and what belongs to them."""
+"""Collective functions and related helpers."""
 
 from horovod.common.basics import HorovodBasics
 from ringdance.tensorflow import *

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks."""
+"""Batch normalization over the batches of all ranks."""
 
 from ringdance.tensorflow import SyncBatchNormalization
 

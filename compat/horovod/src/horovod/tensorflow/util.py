@@ -1,4 +1,4 @@
-"""What scripts ask of TensorFlow by this module."""
+"""TensorFlow helpers that scripts import from this module."""
 
 import tensorflow as tf
 
@@ -6,5 +6,5 @@ __all__ = ["_executing_eagerly"]
 
 
 def _executing_eagerly() -> bool:
-    """Return whether operations are executed at once."""
+    """Return True if operations are executed eagerly."""
     return bool(tf.executing_eagerly())

@@ -3,7 +3,7 @@
 from ringdance.torch import *
 from ringdance.torch import __all__ as _names
 
-# Last: the modules of this package, not Ringdance's.
+# Last, so that these names are the modules of this package, not Ringdance's.
 from horovod.torch import (  # isort: skip
     compression as compression,
     elastic as elastic,
@@ -13,6 +13,6 @@ from horovod.torch import (  # isort: skip
     sync_batch_norm as sync_batch_norm,
 )
 
-from horovod.torch.mpi_ops import synchronize as synchronize  # isort: skip  # gives None where Horovod does
+from horovod.torch.mpi_ops import synchronize as synchronize  # isort: skip  # Returns None as in Horovod.
 
 __all__ = list(_names)

@@ -1,4 +1,4 @@
-"""State and objects from one rank to all."""
+"""Broadcast state and objects, and gather objects."""
 
 from ringdance.torch import (
     allgather_object,

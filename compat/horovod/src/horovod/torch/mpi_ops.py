@@ -1,4 +1,4 @@
-"""The collective functions, and what belongs to them."""
+"""Collective functions and related helpers."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ __all__ = list(_names)
 
 @compiler_disable
 def synchronize(handle: int) -> Any:
-    """Wait for the operation and return its result; ``None`` for an unknown or already used handle.
+    """Wait for the operation and return its result. Return ``None`` if the handle is unknown or already used.
 
     Raises:
-        HorovodInternalError: the operation failed.
+        HorovodInternalError: The operation failed.
     """
     return _synchronize(handle) if handles.known(handle) else None

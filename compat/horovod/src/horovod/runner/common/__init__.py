@@ -1,1 +1,1 @@
-"""What the launcher's parts share."""
+"""Parts that the launcher's modules share."""

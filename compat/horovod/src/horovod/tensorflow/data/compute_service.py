@@ -1,7 +1,7 @@
 """A tf.data service: processes on other cores or hosts that prepare batches.
 
-Two jobs. The *compute* job runs workers (``compute_worker``) and writes a configuration file. The
-*training* job reads it and has its data set computed there::
+There are two jobs. The *compute* job runs workers (``compute_worker``) and writes a configuration file. The
+*training* job reads the file and has its data set computed by the workers::
 
     config = TfDataServiceConfig.read("service.json", wait_for_file_creation=True)
     data = data.send_to_data_service(config, hvd.rank(), hvd.size(), reuse_dataset=True)
@@ -38,18 +38,19 @@ _CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class TfDataServiceConfig:
-    """What the training job has to know of a tf.data service.
+    """The training job's description of a tf.data service.
 
     Args:
-        dispatchers: number of dispatchers.
-        workers_per_dispatcher: number of workers of each.
-        dispatcher_side: the job in which dispatchers run: "training" or "compute".
-        addresses, key: accepted as in Horovod, and not used.
-        timeout: seconds to wait for dispatchers and workers.
-        directory: of the files by which processes find each other, on a file system that both jobs share.
+        dispatchers: Number of dispatchers.
+        workers_per_dispatcher: Number of workers per dispatcher.
+        dispatcher_side: The job in which dispatchers run: "training" or "compute".
+        addresses, key: Accepted as in Horovod, but not used.
+        timeout: Seconds to wait for dispatchers and workers.
+        directory: Directory of the files through which processes find each other, on a file system that both
+            jobs share.
 
     Raises:
-        ArgumentError: a number below one, or an unknown side.
+        ArgumentError: A number is below one, or the side is unknown.
     """
 
     dispatchers: int
@@ -70,11 +71,11 @@ class TfDataServiceConfig:
             raise ArgumentError(text)
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """Return a client to register and to wait with. ``verbose`` is accepted and ignored."""
+        """Return a client that registers processes and waits for them. ``verbose`` has no effect."""
         return ComputeClient(self.directory, self.workers_per_dispatcher, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as JSON can hold it."""
+        """Return the configuration in a form that JSON can hold."""
         return {**asdict(self), "key": self.key.hex()}
 
     @staticmethod
@@ -91,12 +92,13 @@ class TfDataServiceConfig:
         """Return the configuration in a file.
 
         Args:
-            filename: the file; it may have another path here than on the hosts of the compute job.
-            wait_for_file_creation: wait for it, up to five minutes: the compute job may start later.
+            filename: The file. Its path may differ from the path on the compute job's hosts.
+            wait_for_file_creation: Wait up to five minutes for the file, because the compute job may start
+                later.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            TimeoutError: it has not appeared.
+            FileNotFoundError: The file does not exist.
+            TimeoutError: The file has not appeared.
         """
         if wait_for_file_creation:
             advice = "The compute job writes it when it starts."
@@ -108,7 +110,7 @@ class TfDataServiceConfig:
 
 
 def start_dispatcher() -> tuple[Any, str]:
-    """Start a dispatcher in this process; return it and its address, such as grpc://10.0.0.1:4711."""
+    """Start a dispatcher in this process. Return it and its address, such as grpc://10.0.0.1:4711."""
     server = tf.data.experimental.service.DispatchServer()
     port = server.target.rpartition(":")[2]
     return server, f"grpc://{own_address()}:{port}"
@@ -124,7 +126,7 @@ def start_worker(dispatcher_address: str) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise RegistryError unless a dispatcher listens at ``address``; TensorFlow would retry for minutes."""
+    """Raise RegistryError unless a dispatcher listens at ``address``. TensorFlow would retry for minutes."""
     host, _, port = address.partition("://")[2].rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
@@ -139,16 +141,16 @@ def _check_reachable(address: str) -> None:
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
     """Yield the address of this rank's dispatcher once it has all its workers.
 
-    With ``dispatcher_side="training"`` the first ranks run the dispatchers until all ranks of the job have
+    With ``dispatcher_side="training"``, the first ranks run the dispatchers until all ranks of the job have
     left the block.
 
     Args:
-        compute_config: what the compute job has written.
-        rank: of this process in the training job.
+        compute_config: The configuration that the compute job has written.
+        rank: Rank of this process in the training job.
 
     Raises:
-        TimeoutError: dispatchers or workers did not register.
-        RegistryError: the compute job cannot be reached.
+        TimeoutError: Dispatchers or workers did not register.
+        RegistryError: The compute job cannot be reached.
     """
     client = compute_config.compute_client()
     number = rank % compute_config.dispatchers
@@ -161,8 +163,8 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     client.wait_for_dispatcher_worker_registration(number)
     yield address
     if compute_config.dispatcher_side == "training" and session.is_initialized():
-        collectives.barrier(session.engine())  # others may still read from this rank's dispatcher
-    del server  # TensorFlow's servers stop when the last reference goes
+        collectives.barrier(session.engine())  # Other ranks may still read from this rank's dispatcher.
+    del server  # TensorFlow's servers stop when the last reference is dropped.
 
 
 def send_to_data_service(
@@ -171,20 +173,21 @@ def send_to_data_service(
 ) -> Dataset:
     """Return a data set whose elements are computed by the workers of a tf.data service.
 
-    What is before in the pipeline runs there, spread over the workers; what comes after runs here. Also a
-    method of ``tf.data.Dataset``.
+    Everything before this step in the pipeline runs on the workers, and everything after it runs here. Also
+    available as a method of ``tf.data.Dataset``.
 
     Args:
-        dataset: what to compute.
-        compute_config: what the compute job has written.
-        rank: of this process in the training job.
-        size: of the training job; needed for ``round_robin``.
-        reuse_dataset: the ranks of a dispatcher share one pass over the data: each element goes to one
-            of them. Without, each rank gets all elements.
-        round_robin: with ``reuse_dataset``: in turn, all ranks at one pace; the data set must be endless.
+        dataset: The data set to compute.
+        compute_config: The configuration that the compute job has written.
+        rank: Rank of this process in the training job.
+        size: Number of ranks in the training job. Needed for ``round_robin``.
+        reuse_dataset: If True, the ranks of a dispatcher share one pass over the data, and each element goes
+            to one of them. Otherwise each rank gets all elements.
+        round_robin: With ``reuse_dataset``, serve the ranks in turn, all at the same pace. The data set must
+            be endless.
 
     Raises:
-        RuntimeError: the dispatchers run in the training job: use ``tf_data_service``.
+        RuntimeError: The dispatchers run in the training job. Use ``tf_data_service``.
         ArgumentError: ``round_robin`` without ``size``.
     """
     if compute_config.dispatcher_side == "training":

@@ -19,17 +19,18 @@ __all__ = ["main", "run_worker"]
 def run_worker(
     filename: str, dispatchers: int = 1, dispatcher_side: str = "compute", timeout: int = 60
 ) -> None:
-    """Run the compute job of a tf.data service until the training job ends it, on all its ranks.
+    """Run a tf.data service's compute job on all its ranks, until the training job ends it.
 
     Args:
-        filename: configuration file to write, on a file system that both jobs share.
-        dispatchers: number of dispatchers; rank r is a worker of dispatcher ``r % dispatchers``.
-        dispatcher_side: "compute" runs them in the first ranks of this job, "training" in those of the other.
-        timeout: seconds to wait for dispatchers and workers.
+        filename: Configuration file to write, on a file system that both jobs share.
+        dispatchers: Number of dispatchers. Rank r is a worker of dispatcher ``r % dispatchers``.
+        dispatcher_side: "compute" runs the dispatchers in this job's first ranks, "training" in the training
+            job's first ranks.
+        timeout: Seconds to wait for dispatchers and workers.
 
     Raises:
-        ArgumentError: the number of ranks is not a multiple of that of dispatchers.
-        TimeoutError: a dispatcher did not register.
+        ArgumentError: The number of ranks is not a multiple of the number of dispatchers.
+        TimeoutError: A dispatcher did not register.
     """
     basics.init()
     rank, size = basics.rank(), basics.size()
@@ -54,7 +55,7 @@ def run_worker(
     worker = start_worker(client.wait_for_dispatcher_registration(number))
     client.register_worker_for_dispatcher(number, rank)
     client.wait_for_shutdown()
-    # TensorFlow's servers stop when the last reference goes: first all workers, then what they need.
+    # TensorFlow's servers stop when the last reference is dropped: first all workers, then the dispatchers.
     del worker
     collectives.barrier(session.engine())
     del dispatcher

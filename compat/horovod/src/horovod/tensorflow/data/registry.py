@@ -1,7 +1,7 @@
-"""Files by which the processes of a tf.data service find each other.
+"""Files through which the processes of a tf.data service find each other.
 
-The compute job makes a directory beside its configuration file, on a file system that both jobs share.
-Dispatchers and workers register by writing small files into it; others poll for them.
+The compute job creates a directory next to its configuration file, on a file system that both jobs share.
+Dispatchers and workers register by writing small files into it. Other processes poll for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RegistryError(RingdanceError, RuntimeError):
 
 
 def own_address() -> str:
-    """Return an IP address of this host as in URLs, if possible not the loopback."""
+    """Return an IP address of this host in URL form, if possible not the loopback address."""
     try:
         found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
@@ -55,10 +55,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def wait_for(look: Callable[[], T | None], what: str, seconds: float, advice: str) -> T:
-    """Poll until ``look`` returns something else than ``None``; log a warning after ten seconds.
+    """Poll until ``look`` returns something other than ``None``. Log a warning after ten seconds.
 
     Raises:
-        TimeoutError: ``what`` did not happen within ``seconds``; the message ends with ``advice``.
+        TimeoutError: ``what`` did not happen within ``seconds``. The message ends with ``advice``.
     """
     start, warned = time.monotonic(), False
     while (found := look()) is None:
@@ -73,12 +73,12 @@ def wait_for(look: Callable[[], T | None], what: str, seconds: float, advice: st
 
 
 class ComputeClient:
-    """Register dispatchers and workers, and wait for those of other processes.
+    """Registers dispatchers and workers, and waits for those in other processes.
 
     Args:
-        directory: that of the service; made by the compute job, removed when it ends.
-        workers_per_dispatcher: number of workers of each dispatcher.
-        timeout: seconds for which waiting functions wait.
+        directory: Directory of the service. The compute job creates it, and removes it when the job ends.
+        workers_per_dispatcher: Number of workers per dispatcher.
+        timeout: Timeout in seconds for methods that wait.
     """
 
     def __init__(self, directory: str, workers_per_dispatcher: int, timeout: float = 60.0) -> None:
@@ -87,7 +87,7 @@ class ComputeClient:
         self._timeout = timeout
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """Publish a dispatcher's address. Raises ArgumentError if it has another one already."""
+        """Publish a dispatcher's address. Raises ArgumentError if it already has a different one."""
         known = self._read(f"dispatcher-{dispatcher_id}") or dispatcher_address
         if known != dispatcher_address:
             raise ArgumentError(
@@ -116,16 +116,16 @@ class ComputeClient:
         self._wait(complete, f"all workers of dispatcher {dispatcher_id}", timeout)
 
     def shutdown(self) -> None:
-        """Ask the workers to end."""
+        """Ask the workers to exit."""
         self._write("shutdown", "")
 
     def wait_for_shutdown(self) -> None:
-        """Return after ``shutdown()`` was called by any process; no timeout."""
+        """Return after any process has called ``shutdown()``, without a timeout."""
         while "shutdown" not in self._names():
             time.sleep(_POLL_SECONDS)
 
     def _names(self) -> set[str]:
-        # Listing makes an NFS client look again, where a file that was missing may be remembered as missing.
+        # Listing makes an NFS client look again. Otherwise it may remember that a file was missing.
         try:
             return set(os.listdir(self._directory))
         except OSError as error:

@@ -3,7 +3,7 @@
 from ringdance.keras import *
 from ringdance.keras import __all__ as _names
 
-# Last: the modules of this package, not Ringdance's.
+# Last, so that these names are the modules of this package, not Ringdance's.
 from horovod.tensorflow.keras import (  # type: ignore[no-redef]  # isort: skip
     callbacks as callbacks,
     elastic as elastic,

@@ -1,7 +1,7 @@
-"""``hvd.elastic``: training that goes on after an error."""
+"""``hvd.elastic``: training that continues after an error."""
 
 from ringdance.torch.elastic import *
 from ringdance.torch.elastic import __all__ as __all__
 
-# Last: the modules of this package.
+# Last, so that these names are the modules of this package.
 from horovod.torch.elastic import sampler as sampler, state as state  # isort: skip

@@ -1,4 +1,4 @@
-"""The state of a training in PyTorch."""
+"""The state of a PyTorch training run."""
 
 from ringdance.torch.elastic import *
 from ringdance.torch.elastic import __all__ as __all__

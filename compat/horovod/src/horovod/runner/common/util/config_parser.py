@@ -1,7 +1,7 @@
 """Options that become ``HOROVOD_*`` variables, and the configuration file (YAML) that can hold them.
 
-One table: attribute of the parsed arguments, variable, section and key of the file, type. The file's
-values fill what the command line leaves open; both win over the caller's environment.
+A single table lists the attribute of the parsed arguments, the variable, the section and key of the file, and
+the type. The file sets what the command line leaves open. Both take precedence over the caller's environment.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ __all__ = [
 
 
 def number(text: Any) -> int | float:
-    """A whole number where it is one. ValueError if it is none at all."""
+    """Return a number, as an int if it is whole. Raises ValueError if ``text`` is not a number."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One such option.
+    """One option that becomes a variable.
 
     Attributes:
-        dest: attribute of the parsed arguments; the option is ``--`` and this with dashes.
-        env: the variable's name, without ``HOROVOD_``.
-        section, key: place in the configuration file.
-        kind: type of the value: bool, int, float, str, or :func:`number`.
-        inverted: the file says the opposite of the attribute.
+        dest: Attribute of the parsed arguments. The option is ``--`` and this name with dashes.
+        env: Name of the variable, without ``HOROVOD_``.
+        section, key: Place in the configuration file.
+        kind: Type of the value: bool, int, float, str, or ``number``.
+        inverted: If True, the file's value is the opposite of the attribute's.
     """
 
     dest: str
@@ -44,19 +44,19 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """As typed on the command line."""
+        """The option as typed on the command line."""
         return "--" + self.dest.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """The whole name of the environment variable."""
+        """The full name of the environment variable."""
         return f"HOROVOD_{self.env}"
 
     def text(self, value: Any) -> str:
-        """The variable's text for a value of the attribute."""
+        """Return the variable's text for a value of the attribute."""
         if self.dest == "fusion_threshold_mb":
             value *= 1 << 20
-        if self.dest == "log_with_timestamp":  # the variable says whether to hide it
+        if self.dest == "log_with_timestamp":  # The variable means that the time is hidden.
             value = not value
         return str(int(value) if isinstance(value, bool) else value)
 
@@ -92,7 +92,7 @@ SETTINGS = (
     Setting("log_with_timestamp", "LOG_HIDE_TIME", "logging", "with_timestamp", bool),
 )  # fmt: skip
 
-# HOROVOD_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD", and so on: scripts take the names from here.
+# HOROVOD_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD" and so on: scripts import the names from here.
 globals().update({setting.variable: setting.variable for setting in SETTINGS})
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -100,10 +100,10 @@ _CONTROLLERS = ("gloo", "mpi")
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The mapping in a configuration file.
+    """Return the mapping in a configuration file.
 
     Raises:
-        ValueError: it cannot be read, is no YAML, or is no mapping of mappings; names the file.
+        ValueError: The file cannot be read, is not YAML, or is not a mapping. The message names the file.
     """
     import yaml
 
@@ -120,7 +120,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    """Sections and keys (``section.key``) that mean nothing."""
+    """Yield sections and keys (``section.key``) that are unknown."""
     known = {(setting.section, setting.key) for setting in SETTINGS}
     for section, content in config.items():
         if section == "controller":
@@ -134,10 +134,10 @@ def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
 def set_args_from_config(
     args: argparse.Namespace, config: Mapping[str, Any], override_args: Collection[str] = ()
 ) -> None:
-    """Take from `config` what is not in `override_args`, the attributes that the command line has set.
+    """Set attributes from ``config``, except those in ``override_args``, which the command line has set.
 
     Raises:
-        ValueError: a value of a wrong type, or an unknown controller.
+        ValueError: A value has the wrong type, or the controller is unknown.
     """
     given = {"use_gloo", "use_mpi", "use_jsrun"} & set(override_args)
     controller = config.get("controller")
@@ -159,7 +159,7 @@ def set_args_from_config(
 def _convert(setting: Setting, value: Any) -> Any:
     name = f"{setting.section}.{setting.key}={value}"
     if setting.kind is bool:
-        if value not in (True, False):  # 1 and 0 are
+        if value not in (True, False):  # 1 and 0 are valid too.
             raise ValueError(f"{name} must be true or false")
         return bool(value)
     cores = setting.dest == "thread_affinity" and type(value) is list
@@ -198,7 +198,7 @@ def validate_config_args(args: argparse.Namespace) -> None:
 
 
 def set_env_from_args(env: MutableMapping[str, str], args: argparse.Namespace) -> MutableMapping[str, str]:
-    """Set in `env` the variables of what is given in `args`; the others stay as they are. Returns `env`."""
+    """Set the variables for all values in ``args``, leave other variables unchanged, and return ``env``."""
     for setting in SETTINGS:
         value = getattr(args, setting.dest, None)
         if value is None:

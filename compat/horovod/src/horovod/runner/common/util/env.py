@@ -1,4 +1,4 @@
-"""Which variables of the caller's environment travel to the ranks, and a rank's numbers in it."""
+"""The variables of the caller's environment that are passed to the ranks, and a rank's numbers in them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES"}
 
 
 def is_exportable(v: str) -> bool:
-    """Whether a variable of that name is given to processes on other hosts."""
+    """Return True if a variable with this name is passed to processes on other hosts."""
     return not any(re.match(pattern, v) for pattern in IGNORE_REGEXES)
 
 
 def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """This process's rank and the number of ranks, as its launcher tells them; (0, 1) without one."""
+    """Return this process's rank and the number of ranks, as set by its launcher, or (0, 1) without one."""
     environ = os.environ if environ is None else environ
     if "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ:
         return int(environ["HOROVOD_RANK"]), int(environ["HOROVOD_SIZE"])

@@ -1,4 +1,4 @@
-"""A text that tells machines apart."""
+"""A string that distinguishes machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["host_hash"]
 
 
 def host_hash(salt: str | None = None) -> str:
-    """This machine's name and a hash of what tells it (and this container) from others of that name."""
+    """Return this machine's name, and a hash that distinguishes it (and this container) from namesakes."""
     name = os.uname().nodename
     words = [name, os.environ.get("CONTAINER_ID", "")]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/uts"):

@@ -1,4 +1,4 @@
-"""Hosts with slots, and which rank goes where."""
+"""Hosts with slots, and the assignment of ranks to hosts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class HostInfo:
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """From ``"name:slots"``. Raises ValueError for anything else."""
+        """Parse ``"name:slots"``. Raises ValueError for anything else."""
         (host,) = parse_hosts(host_string)
         return host
 
 
 @dataclass(frozen=True)
 class SlotInfo:
-    """Where one process runs, and its numbers."""
+    """A process's host and its rank numbers."""
 
     hostname: str
     rank: int
@@ -39,15 +39,15 @@ class SlotInfo:
     cross_size: int
 
     def to_dict(self) -> dict[str, str | int]:
-        """The same by name."""
+        """Return the fields as a dictionary."""
         return asdict(self)
 
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:
-    """The hosts of ``"h1:2,h2:4"``.
+    """Return the hosts in ``"h1:2,h2:4"``.
 
     Raises:
-        ValueError: an entry is not ``name:slots``.
+        ValueError: An entry is not ``name:slots``.
     """
     try:
         return [HostInfo(name, slots) for name, slots in hostfile.parse_hosts(hosts_string, slots=None)]
@@ -56,10 +56,10 @@ def parse_hosts(hosts_string: str) -> list[HostInfo]:
 
 
 def parse_host_files(filename: str) -> str:
-    """The hosts of a file of lines ``name slots=N``, as ``"h1:2,h2:4"``; comments are skipped.
+    """Return the hosts in a file with lines ``name slots=N`` as ``"h1:2,h2:4"``. Comments are skipped.
 
     Raises:
-        ValueError: it cannot be read or understood.
+        ValueError: The file cannot be read or parsed.
     """
     try:
         found = hostfile.parse_hostfile(filename)
@@ -71,10 +71,10 @@ def parse_host_files(filename: str) -> str:
 def get_host_assignments(
     hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
 ) -> list[SlotInfo]:
-    """A place for each process: all slots of a host before the next, `max_num_proc` at most.
+    """Assign a place to each process. Fills all slots of a host before the next, up to ``max_num_proc``.
 
     Raises:
-        ValueError: there are fewer than `min_num_proc` slots.
+        ValueError: There are fewer than ``min_num_proc`` slots.
     """
     total = sum(host.slots for host in hosts)
     if total < min_num_proc:
