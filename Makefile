@@ -94,6 +94,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python tests/runners/phrases.py
 	$(VENV)/bin/codespell
 
 # One job each with MPICH and with MXNet, for whose last version Python 3.11 is the newest.

@@ -104,6 +104,7 @@ def all_jobs() -> list[Job]:
         Job("lint", "ruff", command=("ruff", "check")),
         Job("lint", "imports", command=("lint-imports",)),
         Job("lint", "words", command=("codespell",)),
+        Job("lint", "phrases", command=("python", str(TESTS / "runners" / "phrases.py"))),
     ]
     jobs += [Job("ranks", f"numpy-{size}", numpy, size) for size in (1, 2, 3, 4)]
     for size in (1, 2, 3):  # what four ranks do otherwise than three is in the engine
