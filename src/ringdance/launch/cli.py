@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     _add_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
-    add("--timeline", default="", metavar="FILE", help="write the ranks' activity, for https://ui.perfetto.dev")
+    add("--timeline", default="", metavar="FILE", help="write what ranks do, for https://ui.perfetto.dev")
     text = "try other values of settings in up to 280 steps, and continue with the best"
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "write what autotune tried to FILE (CSV), and its result to the .json file next to it"
@@ -81,8 +81,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     add_host_options(group, "hosts and their slots (default: 1)")
     add = group.add_argument
-    text = "variables of this shell for ranks on other hosts: all but a machine's or login's (default), or none "
-    text += "but settings; -x NAME adds one"
+    text = "variables of this shell for ranks on other hosts: all but a machine's or login's (default), "
+    text += "or none but settings; -x NAME adds one"
     add("--env", choices=("all", "none"), default="all", help=text)
     add("--chdir", default="", metavar="DIR", help="directory of the ranks, also here if it exists here")
     text = "network interfaces to use (default: those through which all hosts reach each other)"

@@ -396,7 +396,7 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
             )
         elif facts.identity in seen:
             problems[remote.host] = (
-                f"it is {seen[facts.identity]} under another name. Name each machine once, with all its slots"
+                f"it is {seen[facts.identity]} by another name. Name each machine once, with all its slots"
             )
         seen.setdefault(facts.identity, f"host {remote.host}")
     return problems
