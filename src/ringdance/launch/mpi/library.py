@@ -79,8 +79,8 @@ def mpi4py_variants() -> list[str]:
     """Return the libraries that the installed mpi4py was built for, none if mpi4py is missing.
 
     Returns:
-        For a wheel, ``openmpi``, ``mpich`` and ``impi``: it loads whichever library it finds. ``own`` if it was
-        compiled here and is bound to one library.
+        For a wheel, some of ``openmpi``, ``mpich`` and ``impi``: it loads whichever library it finds. ``own``
+        if mpi4py was compiled here, which binds it to one library.
     """
     try:
         files = importlib.metadata.distribution("mpi4py").files or ()
@@ -147,7 +147,7 @@ def family_of(version: str) -> str | None:
 
 
 def _mpiexecs_beside(library: str) -> list[str]:
-    """Return ``PREFIX/bin/mpiexec`` for ``PREFIX/lib``, but not the system's, where alternatives may differ."""
+    """Return ``PREFIX/bin/mpiexec`` for ``PREFIX/lib``. Not the system's, as its alternatives may differ."""
     if not library or library.startswith(("/usr/lib", "/lib")):
         return []
     paths = [str(prefix / "bin" / "mpiexec") for prefix in list(Path(library).parents)[1:3]]

@@ -386,13 +386,11 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
         facts = remote.facts
         if facts.version != here.version:
             problems[remote.host] = (
-                f"it has ringdance {facts.version}, this machine {here.version}. "
-                "Install the same version on all hosts"
+                f"it has ringdance {facts.version}, this machine {here.version}. Install one version on all"
             )
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
             problems[remote.host] = (
-                f"{facts.executable} is Python {facts.python} there, {here.python} here. "
-                "All hosts need the same Python version"
+                f"{facts.executable} is Python {facts.python} there, {here.python} here. Use one on all hosts"
             )
         elif facts.identity in seen:
             problems[remote.host] = (
