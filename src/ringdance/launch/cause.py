@@ -287,7 +287,7 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         if cause.traceback:
             traceback = cause.traceback.rstrip()
             if len(cause.message) > _LONG:  # show it only once
-                text = cause.message[cause.message.find(": ") + 1 :].strip()  # all of it if there is no ": "
+                text = cause.message[cause.message.find(": ") + 1 :].strip()  # all of it without ": "
                 traceback = traceback.replace(text, "(see above)")
             lines += ["", traceback, ""]
     shown = 4

@@ -38,7 +38,7 @@ _ROWS = (
 
 
 def answer(name: str, known: Container[str]) -> str:
-    """Return what to write instead of another launcher's option, "" if there is no suggestion.
+    """Return what to write instead of another launcher's option, "" without a suggestion.
 
     Args:
         name: Name of the option, without its leading dashes, and with "-" for "_".

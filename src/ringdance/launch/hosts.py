@@ -111,7 +111,7 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
     if ranks > total:
         each = -(-ranks // len(hosts))
         raise LaunchError(
-            f"-np {ranks} needs {ranks} slots, but the hosts have {total}: "
+            f"-np {ranks} needs {ranks} slots, but the hosts given have {total}: "
             f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or give each {each} slots: "
             f"-H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
             f"slots={each} in a host file, or tasks in a scheduler's job"
@@ -164,7 +164,7 @@ class Networks:
 
 
 def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networks:
-    """Choose the networks that all hosts share. IPv6 networks are used only if there are no IPv4 ones.
+    """Choose the networks that all hosts share. IPv6 networks are used only without IPv4 ones.
 
     Args:
         facts: Facts about each host with ranks, by name.

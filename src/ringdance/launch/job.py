@@ -109,9 +109,7 @@ class Job:
         local: Remote | None = None
         try:
             if not self._bases:
-                raise LaunchError(
-                    f"no directory for temporary files ({wrong}). Set TMPDIR to a writable directory"
-                )
+                raise LaunchError(f"no directory for temporary files ({wrong}). Set TMPDIR to a writable one")
             self._directory = host_directory(self._bases[0], self.id)
             if self._signals.wakes:
                 self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._on_signals)

@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         return next(same, "") if len(bare) > 1 else ""
 
     def _hint(self, option: str) -> str:
-        """Return what to write for an unknown option, "" if there is no suggestion."""
+        """Return what to write for an unknown option, "" without a suggestion."""
         known = self._option_string_actions
         if not (meant := self._own(option)) and (text := answer(_plain(option), known)):
             return text

@@ -177,7 +177,7 @@ class RankTable:
         return waiting
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
-        """Return the exit times of those of these ranks that mpiexec has ended."""
+        """Return when mpiexec ended any of these ranks."""
         ends = (self._ranks[number].ended for number in numbers if number in self._ranks)
         return [end.time for end in ends if end and end.by_mpiexec]
 

@@ -25,7 +25,7 @@ class Heartbeats:
         self._lock, self._connections, self._next = lock, connections, 0.0
 
     def send(self) -> float | None:
-        """Ping if it is time. Returns the seconds until the next time, None if there are no agents."""
+        """Ping if it is time. Returns the seconds until the next time, None without agents."""
         now = time.monotonic()
         if self._connections and now >= self._next:
             self._next = now + _PING_S

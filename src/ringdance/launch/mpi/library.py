@@ -66,7 +66,7 @@ def find_mpi() -> Mpi:
     """Return the MPI to launch with.
 
     Raises:
-        LaunchError: There is no mpi4py, MPI library or matching mpiexec. The message says what to install.
+        LaunchError: mpi4py, an MPI library or its mpiexec is missing. Says what to install.
     """
     built_for, wheels = mpi4py_variants(), _installed_wheels()
     if not built_for:

@@ -360,8 +360,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
     here = python or machine.facts()["executable"]
     if code in (126, 127):
         return _Problem(
-            f"{here} does not exist there ({error}). "
-            "If that host's Python environment is somewhere else, pass --python PATH"
+            f"{here} does not exist there ({error}). If Python is somewhere else there, pass --python PATH"
         )
     if "ModuleNotFoundError" in error and (python or "launch" in error):
         where = "" if python else f" in {package_directory()}"
@@ -386,11 +385,12 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
         facts = remote.facts
         if facts.version != here.version:
             problems[remote.host] = (
-                f"it has ringdance {facts.version}, this machine {here.version}. Install one version on all"
+                f"it has ringdance {facts.version}, this machine has {here.version}. "
+                "Install the same version on all"
             )
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
             problems[remote.host] = (
-                f"{facts.executable} is Python {facts.python} there, {here.python} here. Use one on all hosts"
+                f"{facts.executable} is Python {facts.python} there, {here.python} here. Use the same on all"
             )
         elif facts.identity in seen:
             problems[remote.host] = (
