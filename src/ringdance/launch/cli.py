@@ -84,7 +84,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     text = "variables of this shell for ranks on other hosts: all but a machine's or login's (default), "
     text += "or none but settings; -x NAME adds one"
     add("--env", choices=("all", "none"), default="all", help=text)
-    add("--chdir", default="", metavar="DIR", help="directory of the ranks, also here if it exists here")
+    add("--chdir", default="", metavar="DIR", help="working directory of the ranks; here only if it exists")
     text = "network interfaces to use (default: those through which all hosts reach each other)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
     text = "seconds without a heartbeat after which a host counts as lost (default 30)"

@@ -86,8 +86,8 @@ class Host:
 
 def several(names: Sequence[str], most: int = 5) -> str:
     """Join names with commas. For many, give the first ``most`` and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def spans(numbers: Sequence[int]) -> str:

@@ -40,10 +40,10 @@ from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, STOPPING, Signals
 
 # After the first failure, other ranks get this long to report what they see. Granted again if a running
-# rank has reported its own failure, because its exit code becomes the job's. A rank that SIGTERM or the
-# like has ended counts as such a failure: the launcher may receive the same signal a little later.
+# rank has reported its own failure, because its exit code becomes the job's. Also applies if SIGTERM, SIGINT
+# or SIGHUP ended the first rank, because the launcher may receive the same signal a little later.
 _SEE_S = 1.0
-_SEE_KILLED_S = 0.5  # the same after any other signal, because the killed rank cannot have reported anything
+_SEE_KILLED_S = 0.5  # instead, if another signal ended it or it vanished: it cannot have reported anything
 _CAUSE_S = 1.0  # for another host to report the failure that the known failures follow from
 _TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
 _QUIET_S = 0.8  # from a signal to the launcher until it says how long it waits for the ranks

@@ -136,9 +136,9 @@ def counts(text: str) -> list[int]:
 
 def number(text: str) -> float:
     """Return a number above 0."""
-    if not 0 < (found := float(text)) < math.inf:
+    if not 0 < (value := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: give a finite number, more than 0")
-    return found
+    return value
 
 
 def as_program(name: str, action: Callable[[], int]) -> int:

@@ -118,7 +118,7 @@ class Plan:
         return [*mpiexec, *rank, *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Build the environment of mpiexec and the ranks here from the launcher's, ``own``."""
+        """Build the environment of mpiexec and the ranks here from ``own``, the launcher's environment."""
         kept = {name: value for name, value in own.items() if name not in self.removed}
         return {**kept, **dict(self.environment)}
 

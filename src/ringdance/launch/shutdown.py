@@ -9,7 +9,7 @@ from typing import Any
 from ringdance.launch.cause import signal_name
 
 _STAY_S = 1.5
-_SAME_S = 0.2  # whoever signalled the launcher may signal all processes: ranks need not receive it twice
+_SAME_S = 0.2  # the sender may signal all processes, so a rank may already have the launcher's signal
 _OF_A_TERMINAL: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
 _BEFORE_KILL_S = 5.0  # after SIGTERM that follows SIGINT: LSF sends both, then SIGKILL, 10 s apart
 

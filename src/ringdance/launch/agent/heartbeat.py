@@ -17,7 +17,7 @@ class Heartbeats:
     """Pings other agents even while the launcher is stopped or waits for a slow reader.
 
     Args:
-        lock: A file's descriptor. The launcher locks byte n during a message of its own to agent n.
+        lock: Descriptor of a file. The launcher locks its byte n while it sends a message to agent n.
         connections: Descriptors of the connections to the agents, by number.
     """
 

@@ -49,7 +49,7 @@ _FULL = 4 << 20  # above this many bytes unsent to the launcher, the ranks' outp
 _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
-_SLEPT_S = 2.0  # such a gap between turns of the loop, normally half a second, means that we were stopped
+_SLEPT_S = 2.0  # such a gap between turns of the loop, normally half a second, means a stopped process
 _RESULT_BYTES = 1 << 20  # bytes of a result file per message
 _SET = "Set TMPDIR, where the job is started, to a directory that is writable on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
@@ -81,7 +81,7 @@ class _Agent:
         self._wake = linux.wake_on_signals()
 
     def run(self) -> None:
-        """Serve until the job is over or the launcher has exited. Nothing of the job remains here then."""
+        """Serve until the job is over or the launcher has exited. Then nothing of the job is left here."""
         self._selector.register(0, selectors.EVENT_READ, self._from_launcher)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
         if not self._local:

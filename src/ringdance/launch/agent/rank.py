@@ -3,7 +3,8 @@
 It finds the socket of its host's agent (main.py) by the job's ID. There are two processes. mpiexec knows the
 front and may SIGKILL it at any moment (Hydra does so as soon as a rank aborts). The supervisor outlives it
 long enough to end the rank and to report. The rank's stdout and stderr are pipes, and their reading ends are
-sent over that socket, so output has a rank under every MPI library. Standard library only; takes 30 ms.
+sent over that socket, so that output can be assigned to its rank with every MPI library. Standard library
+only. A start takes 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
 ``{"pid", "time"}``, ``{"stopped": signal}`` when the rank is stopped, then ``{"ended": exit code or -signal,
@@ -179,8 +180,8 @@ class _Supervisor:
         """Send the streams. Return the rank's numbers, MASTER_PORT and stdin, or None without a launcher."""
         alive, descriptors = self._channel.send(hello, streams), list[int]()
         while alive:  # a large message arrives in parts, and the descriptor with the first
-            messages, more, alive = self._channel.receive()
-            descriptors += more
+            messages, received, alive = self._channel.receive()
+            descriptors += received
             for message in messages:
                 os.environ.update(message["environ"])
                 return message["go"], message["port"], descriptors[0]

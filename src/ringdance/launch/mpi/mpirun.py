@@ -235,10 +235,10 @@ def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
     elif name in ("plm_rsh_args", "plm_ssh_args"):
         line.ssh += shlex.split(value)
     elif name in ("plm_rsh_agent", "plm_ssh_agent"):
-        program, *more = shlex.split(value.partition(":")[0]) or [""]
+        program, *arguments = shlex.split(value.partition(":")[0]) or [""]
         if os.path.basename(program) not in ("ssh", "rsh"):
             raise LaunchError(f"{option} {name} {value}: only ssh is supported")
-        line.ssh += more
+        line.ssh += arguments
     elif _LAUNCH_PARAMETERS.fullmatch(name):
         return [name]
     else:
@@ -247,12 +247,12 @@ def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
 
 
 def _map_by(line: MpirunLine, name: str, value: str) -> None:
-    policy, *more = value.lower().split(":")
-    line.flags |= {"oversubscribe"} & set(",".join(more).split(","))
+    policy, *modifiers = value.lower().split(":")
+    line.flags |= {"oversubscribe"} & set(",".join(modifiers).split(","))
     if policy == "ppr":
-        if len(more) < 2 or more[1] != "node":
+        if len(modifiers) < 2 or modifiers[1] != "node":
             raise LaunchError(f"--map-by {value}: not supported; {_REFUSED[name]}")
-        line.per_host, more = _number("--map-by ppr", more[0]), more[2:]
+        line.per_host, modifiers = _number("--map-by ppr", modifiers[0]), modifiers[2:]
     elif policy in ("slot", "") or (name, policy) == ("rank-by", "fill"):
         pass
     elif name == "rank-by" or policy in ("node", "seq", "rankfile"):
@@ -261,7 +261,7 @@ def _map_by(line: MpirunLine, name: str, value: str) -> None:
     else:
         line.mpi += ["--map-by", value]
         return
-    for word in {*",".join(more).split(",")} - {"", "oversubscribe", "nooversubscribe"}:
+    for word in {*",".join(modifiers).split(",")} - {"", "oversubscribe", "nooversubscribe"}:
         if word.startswith("pe="):
             line.mpi += ["--map-by", f"slot:{word.upper()}"]
         else:

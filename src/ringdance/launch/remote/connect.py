@@ -302,8 +302,8 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
     """Start the program that is or leads to an agent. ``options`` go to ``subprocess.Popen``."""
     with _starting:
-        # Only the launcher handles signals to end the job, and it tells the agents by message. If a signal to
-        # all of a scheduler's processes ended an ssh, the ranks on its host would end with it.
+        # Only the launcher handles signals to end the job, and it tells the agents by message. If a signal
+        # from a scheduler to all processes ended an ssh, the ranks on its host would end with it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if command[0] == "ssh" else ())
         try:
             process = subprocess.Popen(

@@ -83,10 +83,10 @@ def _exactly(sock: socket.socket) -> bytes:
     """
     data = b""
     while len(data) < _SIZE:
-        more = sock.recv(_SIZE - len(data))
-        if not more:
+        chunk = sock.recv(_SIZE - len(data))
+        if not chunk:
             raise ConnectionError("the other end has closed the connection")
-        data += more
+        data += chunk
     return data
 
 
