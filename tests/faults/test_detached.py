@@ -143,7 +143,7 @@ def test_interrupting_attach_leaves_it_running(
     assert state(ringdance, name)["state"] == "running"
     assert ringdance("stop", name).stdout == f"job {name} has ended\n"
     assert {path.name for path in tmp_path.glob("saved.*")} == {"saved.0", "saved.1"}
-    assert ringdance("stop", name).stdout == f"job {name} had ended before\n"
+    assert ringdance("stop", name).stdout == f"job {name} had already ended\n"
     assert wait_until(lambda: not living(tmp_path), 10.0) is not None
 
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_started_is_told_at_once(ringdance: Ringdance, tmp_path: 
         assert said in done.stderr
         assert done.stdout == ""
     assert "no job has been started" in ringdance("attach").stderr
-    assert "there is no job 12345678" in ringdance("stop", "12345678").stderr
+    assert "no job in the background matches 12345678" in ringdance("stop", "12345678").stderr
     assert not living(tmp_path)
 
 

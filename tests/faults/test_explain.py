@@ -174,7 +174,7 @@ def test_ranks_before_init_are_shown_and_a_foreground_job_cannot_be_stopped(tmp_
         name = next(one["job"] for one in shown if one["pid"] == job.process.pid)
         done = by_main("stop", name[:6])
         assert done.returncode == 2
-        assert f"there is no job {name[:6]} in the background" in done.stderr
+        assert f"no job in the background matches {name[:6]}" in done.stderr
     finally:
         job.end()
 

@@ -166,7 +166,7 @@ def kill_daemon(marker: str) -> str:
     for process in find(marker, "prted"):
         if "unshare" not in process.cmdline()[0] and process.name() == "prted":
             process.kill()
-            return "which is no rank, was killed by SIGKILL"
+            return "which is not a rank, was killed by SIGKILL"
     raise AssertionError("no daemon")
 
 
@@ -293,7 +293,7 @@ def copied_package(directory: Path, version: str) -> Path:
             "it has ringdance 0.0.7",
         ),
         ("exec sleep 100", "no answer within 3 s"),
-        ("exec true", "ssh ended with exit code 0"),
+        ("exec true", "ssh exited with code 0"),
     ],
 )
 def test_what_is_wrong_on_a_host_is_told(tmp_path: Path, does: str, words: str) -> None:

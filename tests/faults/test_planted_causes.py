@@ -93,11 +93,11 @@ CAUSES = {
         "full_shared_memory", RUN, mount="/dev/shm",
     ),
     "data_cut_short": Planted(
-        (FAILURE, "killed by SIGBUS", "file that it had mapped was cut short", TRACE.replace(",", ",?")),
+        (FAILURE, "killed by SIGBUS", "file that it had mapped was truncated", TRACE.replace(",", ",?")),
         "data_cut_short", RUN,
     ),
     "out_of_memory": Planted((FAILURE, "MemoryError|Unable to allocate", TRACE), "out_of_memory", RUN),
-    "killed_for_memory": Planted((FAILURE, "killed by SIGKILL", r"memory limit of its container"), ways=RUN),
+    "killed_for_memory": Planted((FAILURE, "killed by SIGKILL", r"reached its memory limit"), ways=RUN),
     "deadlocked_threads": Planted(
         (LATE, f"waits for a lock.*, at {AT}", "thread 'prefetch' waits for a lock"), "deadlocked_threads"
     ),

@@ -80,8 +80,8 @@ def test_files_and_no_prefix(program: Callable[[str], str], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "environ", "message"),
     [
-        (["-x", "FOO,BAR=2"], {}, "-x FOO,BAR=2: give each NAME=VALUE by itself"),
-        (["--chdir", "/nowhere"], {}, "--chdir /nowhere: there is no such directory on this host"),
+        (["-x", "FOO,BAR=2"], {}, "-x FOO,BAR=2: use one -x for each NAME=VALUE"),
+        (["--chdir", "/nowhere"], {}, "--chdir /nowhere: the directory does not exist on this host"),
         ([], {"RINGDANCE_JOB": "1a", "RINGDANCE_RANK": "3", "RINGDANCE_SIZE": "4"}, "this is rank 3 of 4"),
     ],
 )
@@ -106,7 +106,7 @@ def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
     done = run("-np", "1", "--output-filename", str(tmp_path), "true")
     os.close(opened)
     assert done.returncode == 2
-    assert "another job writes its output there" in done.stderr
+    assert "another job is writing its output there" in done.stderr
 
 
 def test_ranks_know_their_place_and_rank_0_reads_stdin(program: Callable[[str], str]) -> None:
@@ -188,7 +188,7 @@ def test_ranks_that_train_by_themselves_are_noticed(
 ) -> None:
     done = run("-np", "2", "python", program(text))
     assert done.returncode == 0
-    line = "ringdance: no rank has called hvd.init(): 2 programs have used torch, and none has exchanged "
+    line = "ringdance: no rank called hvd.init(): 2 programs used torch without exchanging "
     assert done.stderr.startswith(line) if says else done.stderr == ""
     assert not says or "fine if they divide the work by RANK" in done.stderr
 
@@ -209,7 +209,7 @@ def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -
     done = run("-np", "3", "python", program(ends))
     assert done.returncode == 1
     why = "other ranks still ran; its last line on stderr: no torchvision"  # before what is only a guess
-    assert f"{why}; rank(s) that never called hvd.init(), as all have to: " in done.stderr, done.stderr
+    assert f"{why}; rank(s) that never called hvd.init(), which all must call: " in done.stderr, done.stderr
 
 
 # Stages of a pipeline send activations and average nothing.
@@ -393,7 +393,7 @@ def test_a_dev_shm_without_room_for_mpi(program: Callable[[str], str], size: int
     assert sorted(done.stdout.splitlines()) == ["[0] 2.0", "[1] 2.0"], done.stderr
     assert done.returncode == 0
     free = f"has {size - filled} MiB free, less than the 18 MiB that openmpi needs"
-    assert re.match(rf"ringdance: /dev/shm on localhost {free}: .* by TCP instead", done.stderr)
+    assert re.match(rf"ringdance: /dev/shm on localhost {free}: .* over TCP instead", done.stderr)
 
 
 def test_a_window_makes_no_noise(program: Callable[[str], str]) -> None:
@@ -427,7 +427,7 @@ def test_a_second_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> Non
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 2, 20.0) is not None
     os.killpg(job.process.pid, number)
     name = signal.Signals(number).name
-    words = f"ringdance: {name}: the ranks have 30 s to end; Ctrl-C (SIGINT) ends them now"
+    words = f"ringdance: {name}: the ranks have 30 s to exit. Ctrl-C (SIGINT) ends them now"
     assert wait_until(lambda: words in (tmp_path / "out").read_text(), 5.0) is not None
     os.killpg(job.process.pid, signal.SIGINT)
     gone = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 5.0)
@@ -491,7 +491,7 @@ def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number
     assert "[1] saved after 1 signal" in said
     assert job.process.returncode == 128 + number, said
     assert "the job failed" not in said
-    assert "mpiexec ended" not in said
+    assert "mpiexec exited" not in said
     assert left == []
 
 
@@ -762,6 +762,6 @@ def test_no_directory_for_temporary_files_is_told_in_a_line(tmp_path: Path) -> N
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "ringdance run: no directory for temporary files (/no-such-directory: there is no such directory; "
-        "/tmp: it cannot be written; /var/tmp: it cannot be written). Set TMPDIR to one that can be written"
+        "ringdance run: no directory for temporary files (/no-such-directory: it does not exist; "
+        "/tmp: it is not writable; /var/tmp: it is not writable). Set TMPDIR to a writable one"
     ]

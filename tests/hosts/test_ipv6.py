@@ -36,7 +36,7 @@ def test_a_job(hosts: Hosts, tmp_path: Path, names: str) -> None:
     done = hosts.run("h1", *LINE, "run", *where, "python", str(tmp_path / "places.py"))
     if find_mpi().family == "mpich":
         assert done.returncode == 2
-        assert "MPICH's mpiexec knows IPv4 only. Install Open MPI" in done.stderr
+        assert "MPICH's mpiexec supports only IPv4. Install Open MPI" in done.stderr
         return
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3

@@ -1,7 +1,7 @@
-"""Messages between the processes of a job; standard library only.
+"""Messages between the processes of a job. Standard library only.
 
-On one host: JSON objects, one a line, over unix sockets (:class:`Channel`), which can carry descriptors.
-Between launcher and agents: JSON objects with a payload of bytes, over byte streams (:class:`Frames`).
+On one host: JSON objects, one per line, over Unix sockets (``Channel``), which can carry file descriptors.
+Between launcher and agents: JSON objects with a payload of bytes, over byte streams (``Frames``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 AGENT_SPEAKS = b"\n::ringdance-agent::\n"
-"""What an agent writes before its first message."""
+"""Written by an agent before its first message."""
 
 
 def watch(
     selector: selectors.BaseSelector, descriptor: int, event: int, action: Callable[[], Any] | None
 ) -> None:
-    """Register a descriptor with what to do, or, without an action, unregister it; both may be so already."""
+    """Register a descriptor with its action, or unregister it if there is none. May be repeated."""
     known = selector.get_map().get(descriptor) is not None
     if action and not known:
         selector.register(descriptor, event, action)
@@ -47,14 +47,14 @@ class Channel:
         """Connect to a Unix socket.
 
         Raises:
-            OSError: there is none.
+            OSError: The socket does not exist, or no process listens on it.
         """
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(path)
         return cls(sock)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> bool:
-        """Send, with open file descriptors for the other process; return False if the peer has closed."""
+        """Send a message, with open file descriptors for the peer. Returns False if the peer has closed."""
         data = json.dumps(message).encode() + b"\n"
         try:
             sent = socket.send_fds(self.sock, [data], list(descriptors)) if descriptors else 0
@@ -64,7 +64,7 @@ class Channel:
         return True
 
     def receive(self) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """Read once; return messages, descriptors, and whether the peer is still there."""
+        """Read once. Return messages, descriptors, and whether the peer is still connected."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, 65536, 8)
         except (BlockingIOError, InterruptedError):
@@ -76,17 +76,17 @@ class Channel:
 
 
 class Frames:
-    """Messages with payloads over two descriptors, sent without ever waiting; safe from several threads.
+    """Messages with payloads over two descriptors. Sending never blocks, and any thread may send.
 
     Args:
-        read, write: descriptors, made non-blocking; they may be the same.
-        after: text before the first message (a login shell prints a greeting): kept in :attr:`preamble`.
+        read, write: Descriptors, which become non-blocking. They may be the same.
+        after: Text before the first message. Anything before it (a shell's greeting) goes to ``preamble``.
     """
 
     _HEAD = struct.Struct("!II")  # bytes of text and of payload
-    _MORE = 1 << 31  # in the first: the payload goes on in the next frame, which has no text
+    _MORE = 1 << 31  # flag in the first number: the payload continues in the next frame, which has no text
     _CHUNK = 1 << 20
-    _MOST = 64 << 20  # a frame that claims more is something else
+    _MOST = 64 << 20  # larger numbers do not come from a frame
 
     def __init__(self, read: int, write: int, after: bytes = b"") -> None:
         self.read_fd, self.write_fd, self._after = read, write, after
@@ -94,18 +94,18 @@ class Frames:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         self._held = bytearray()
-        self._text = b""  # of the message whose payload is not whole yet
+        self._text = b""  # of the message whose payload is still incomplete
         self._payload: list[bytes] = []
         self._outbox: collections.deque[memoryview] = collections.deque()
         self.unsent = 0
-        """Bytes that wait until the peer takes them: then call :meth:`flush`."""
+        """Bytes that the peer has not taken yet. Call ``flush()`` to send them."""
         self._lock = threading.Lock()
         self.open = True
         self.shared: tuple[int, int] | None = None
-        """A file and a byte of it, locked while part of a message is sent: the local agent pings too."""
+        """A file and one of its bytes, locked while part of a message is sent: the local agent also pings."""
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
-        """Send; return False if the peer has closed. A payload of any size; a large one is not copied."""
+        """Send a message. A large payload is not copied. Returns False if the peer has closed."""
         text, view = json.dumps(message).encode(), memoryview(payload)
         with self._lock:
             while len(view) > self._CHUNK:
@@ -121,7 +121,7 @@ class Frames:
         self.unsent += len(data)
 
     def flush(self) -> bool:
-        """Send what can be sent now; return False if the peer has closed."""
+        """Send what can be sent now. Returns False if the peer has closed."""
         with self._lock:
             if self._outbox and self.shared:
                 fcntl.lockf(self.shared[0], fcntl.LOCK_EX, 1, self.shared[1])
@@ -144,15 +144,15 @@ class Frames:
 
     @classmethod
     def pack(cls, text: bytes, payload: bytes | memoryview = b"") -> bytes:
-        """Return the bytes of a message, JSON as `text`."""
-        # srun passes whole lines on as they come, and keeps what has no end yet.
+        """Return the bytes of a message. ``text`` is its JSON."""
+        # The final newline is for srun, which passes on whole lines at once but holds back unfinished ones.
         return cls._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:
-        """Read once; return messages with their payloads, and whether the peer is still there.
+        """Read once. Return messages with their payloads, and whether the peer is still connected.
 
         Raises:
-            ValueError: it is not a message.
+            ValueError: The data are not a message.
         """
         try:
             data = os.read(self.read_fd, 1 << 18)
@@ -161,7 +161,7 @@ class Frames:
         except OSError:
             data = b""
         self._held += data
-        found, at = [], 0
+        messages, at = [], 0
         if self._after:
             preamble, mark, rest = self._held.partition(self._after)
             self.preamble = bytes(preamble[-4096:])
@@ -179,8 +179,8 @@ class Frames:
             self._text = bytes(self._held[begin : begin + text]) or self._text
             self._payload.append(bytes(self._held[begin + text : end]))
             if not head & self._MORE:
-                found.append((json.loads(self._text), b"".join(self._payload)))
+                messages.append((json.loads(self._text), b"".join(self._payload)))
                 self._text, self._payload = b"", []
             at = end + 1
         del self._held[:at]
-        return found, bool(data)
+        return messages, bool(data)

@@ -1,4 +1,4 @@
-"""The agents of a running job, seen from the launcher: one on each host, its own included."""
+"""The agents of a running job as the launcher sees them: one on each host, including its own."""
 
 from __future__ import annotations
 
@@ -13,81 +13,81 @@ from ringdance.launch.cause import signal_name
 from ringdance.launch.remote.connect import Remote, close_all
 
 _PING_S = 0.5
-_SLEPT_S = 2.0  # since the last check, of which there is one in each _PING_S
-_LATE_S = 1.5  # a host that has not answered for so long may be lost: worth waiting to know
-_SHOWN_S = 6.0  # such silence is shown; it ends the wait for a host once something has failed
-_CHECK_S = 0.02  # between two looks at all hosts
+_SLEPT_S = 2.0  # such a gap between checks, normally _PING_S apart, means that this process was stopped
+_LATE_S = 1.5  # a host that has been silent this long may be lost, so it is worth waiting to find out
+_SHOWN_S = 6.0  # silence this long is reported, and ends the wait for a host once something has failed
+_CHECK_S = 0.02  # minimum time between checks of all hosts
 _CLOSE_S = 6.0  # for the local agent to clean up
 
 OnExit = Callable[[int, int, float], None]
-"""Is called with a program's pid, exit code (or -signal), and end (seconds since the epoch)."""
+"""Called with a program's pid, exit code (or -signal), and exit time (seconds since the epoch)."""
 
 
 class RankLink:
-    """The wrapper of a rank, behind its host's agent.
+    """A rank's wrapper, reached through its host's agent.
 
     Args:
-        remote: the host.
-        number: the agent's number for the connection.
+        remote: The host.
+        number: The agent's number for the connection.
     """
 
     def __init__(self, remote: Remote, number: int) -> None:
         self.remote, self.number = remote, number
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Return False if the host is gone."""
+        """Send a message. Returns False if the host is lost."""
         return self.remote.frames.send({"to": self.number, "message": message})
 
 
 class Listener(Protocol):
-    """What a job does with the reports of its agents; all calls come from its own loop."""
+    """Receives the agents' reports for a job. The job's own loop makes all calls."""
 
     def on_ready(self) -> None:
-        """All agents have prepared themselves, or have named a problem."""
+        """Called when every agent is ready or has reported a problem."""
 
     def on_note(self, text: str) -> None:
-        """A detail for --verbose."""
+        """Called with a detail for --verbose."""
 
     def on_progress(self) -> None:
-        """An agent has sent something."""
+        """Called when an agent has sent something."""
 
     def on_output(self, data: bytes) -> None:
-        """mpiexec or a daemon of it has written something."""
+        """Called when mpiexec or one of its daemons has written output."""
 
     def on_file(self, name: str, data: bytes, last: bool) -> None:
-        """A part of a file that a rank has left in the job's directory on its host, or its end."""
+        """Called with part of a file that a rank has left in the job's directory on its host."""
 
     def on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
-        """A wrapper has reported."""
+        """Called when a wrapper has reported."""
 
     def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
-        """A rank has written to stdout (0) or stderr (1); no data: it has closed it."""
+        """Called when a rank writes to stdout (0) or stderr (1). Empty data mean that it has closed it."""
 
     def on_rank_closed(self, link: RankLink) -> None:
-        """A wrapper's connection has ended."""
+        """Called when a wrapper's connection has ended."""
 
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
-        """A host is lost, or a program of the job that is no rank was killed there."""
+        """Called when a host is lost, or a program of the job there that is not a rank was killed."""
 
     def on_silence(self, host: str, text: str) -> None:
-        """A host has sent nothing for a while, or again something."""
+        """Called when a host has been silent for a while, and when it answers again."""
 
     def on_clean(self, local: bool) -> None:
-        """The agent on this host has cleaned up, or those on other hosts have, or are lost."""
+        """Called when the agent on this host, or every agent on other hosts, has cleaned up or is lost."""
 
     def on_local_lost(self, why: str) -> None:
-        """The agent on this host has ended."""
+        """Called when the agent on this host has exited."""
 
 
 class Agents:
     """All agents of a job.
 
     Args:
-        local: this host; owned from now on.
-        remotes: the other hosts; likewise.
-        selector: the job's loop.
-        listener: is told what they report.
-        heartbeat_timeout: seconds without a message after which another host is lost.
+        local: This host's agent. This object takes ownership.
+        remotes: The other hosts' agents. This object takes ownership.
+        selector: The job's event loop.
+        listener: Receives their reports.
+        heartbeat_timeout: Seconds without a message after which another host counts as lost.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Agents:
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
 
     def begin(self, local: Mapping[str, Any], remote: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Send what the job is, and files for its directories.
+        """Send the job's description, and files for its directories.
 
         Args:
-            local: the message "job" for this host, without its timeout.
-            remote: the same for the others.
-            files: contents by name.
+            local: The message "job" for this host, without its timeout.
+            remote: The message "job" for the other hosts, without its timeout.
+            files: Contents by name.
         """
         for agent in self._all.values():
             agent.heard = time.monotonic()
@@ -126,7 +126,7 @@ class Agents:
 
     @property
     def ready(self) -> bool:
-        """Whether all have prepared themselves."""
+        """True once every agent is ready."""
         return all(agent.ready for agent in self._all.values())
 
     @property
@@ -135,7 +135,7 @@ class Agents:
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
 
     def doing(self, host: str, connected: int) -> str:
-        """Return what a host does, of whose ranks so many have connected and not all have started."""
+        """Describe a host's progress. ``connected`` of its ranks have connected; not all have started."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
         state = "nothing has been started there yet" if agent.ready else "it has no directory for the job yet"
@@ -146,30 +146,30 @@ class Agents:
 
     @property
     def remotes_gone(self) -> bool:
-        """Whether no other host is left to wait for."""
+        """True if no other host is left to wait for."""
         return not any(agent.there for agent in self._remotes)
 
     @property
     def pending(self) -> bool:
-        """Whether any host has not answered for a while, but not for so long that it counts as lost."""
+        """True if any host has been silent for a while, but not long enough to count as lost."""
         now = time.monotonic()
         return any(agent.there and now - agent.heard > _LATE_S for agent in self._remotes)
 
     def port(self, host: str) -> int:
-        """Return a port that the agent on a host keeps free."""
+        """Return a port that a host's agent keeps free."""
         return self._all[host].port
 
     def put(self, name: str, text: str, mode: int = 0o600) -> None:
-        """Write a file into the job's directory on this host."""
+        """Write a file to the job's directory on this host."""
         self._local.frames.send({"put": name, "mode": mode}, text.encode())
 
     def spawn(self, host: str | None, on_exit: OnExit, **program: Any) -> bool:
-        """Start a program; return False if the host has no agent.
+        """Start a program. Returns False if the host has no agent.
 
         Args:
-            host: where, None for this host.
-            on_exit: is called when it has ended.
-            program: as of :meth:`Programs.spawn`.
+            host: Host to start it on, None for this host.
+            on_exit: Called when it has exited.
+            program: Keyword arguments for ``Programs.spawn()``.
         """
         agent = self._all.get(host) if host else self._local
         if agent is None or not agent.there:
@@ -181,7 +181,7 @@ class Agents:
     # --- the end -------------------------------------------------------------------------------
 
     def clean_remotes(self, failed: bool) -> None:
-        """End the job on the other hosts; `on_clean` follows."""
+        """End the job on the other hosts. ``on_clean()`` follows."""
         for agent in self._remotes:
             if agent.there and not agent.frames.send({"clean": True, "failed": failed}):
                 agent.lost = True
@@ -189,26 +189,26 @@ class Agents:
             self._listener.on_clean(local=False)
 
     def clean_local(self, failed: bool) -> None:
-        """End the job on this host; `on_clean` or `on_local_lost` follows."""
+        """End the job on this host. ``on_clean()`` or ``on_local_lost()`` follows."""
         self._local.frames.send({"clean": True, "failed": failed, "results": False})
 
     def give_up_remotes(self) -> None:
-        """Count other hosts that still do not answer as lost."""
+        """Treat other hosts that still do not answer as lost."""
         for agent in self._remotes:
             agent.lost = agent.lost or not agent.clean
 
     def kill_local(self) -> None:
-        """Kill the agent on this host; `on_local_lost` follows."""
+        """Kill the agent on this host. ``on_local_lost()`` follows."""
         self._local.kill()
 
     def close(self) -> None:
-        """End all connections, and so all agents that have not ended."""
+        """Close all connections, which ends all agents that still run."""
         for agent in self._all.values():
             for descriptor in (agent.frames.read_fd, agent.frames.write_fd):
                 watch(self._selector, descriptor, 0, None)
             if agent.lost and not agent.local:
                 agent.kill()
-        self._local.close(_CLOSE_S)  # first: it holds the others' connections too
+        self._local.close(_CLOSE_S)  # first, because it also holds the others' connections
         close_all(self._remotes)
         for lock in {agent.frames.shared[0] for agent in self._remotes if agent.frames.shared}:
             os.close(lock)
@@ -216,16 +216,16 @@ class Agents:
     # --- heartbeats ----------------------------------------------------------------------------
 
     def check(self, failed: bool) -> float | None:
-        """Find lost hosts, send what waits; return the seconds until this is due again, None for never.
+        """Find lost hosts and send pending data. Returns the seconds until the next check, None for never.
 
         Args:
-            failed: whether the job has failed: a host that is silent may be why, and is waited for no longer.
+            failed: True if the job has failed. A silent host may be why, so the wait for it is shorter.
         """
         now, timeout = time.monotonic(), self._heartbeat_timeout
         if self._remotes and now < self._check_at:
             return self._check_at - now
         self._check_at = now + _CHECK_S
-        if now - self._checked > _SLEPT_S:  # this process was stopped, or its machine: it has heard nothing
+        if now - self._checked > _SLEPT_S:  # this process or its machine was stopped and has heard nothing
             for agent in self._remotes:
                 agent.heard = now
         self._checked = now
@@ -243,7 +243,7 @@ class Agents:
         for agent in silent:
             if agent.there and not agent.silent:
                 agent.silent = True
-                text = f"no heartbeat for {shown:g} s; after {timeout:g} s (--host-timeout) it is lost"
+                text = f"no heartbeat for {shown:g} s. After {timeout:g} s (--host-timeout) it counts as lost"
                 self._listener.on_silence(agent.host, text)
         for agent in self._all.values():
             if agent.frames.unsent:
@@ -251,14 +251,14 @@ class Agents:
         return _PING_S if self._remotes else None
 
     def _send_on(self, agent: Remote) -> None:
-        """Send what waits for this host, and have the loop send the rest as soon as there is room."""
+        """Send pending data to this host, and let the loop send the rest once the pipe accepts more."""
         frames = agent.frames
         waits = agent.there and frames.unsent and frames.flush() and frames.unsent
         action = (lambda: self._send_on(agent)) if waits else None
         watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
 
     def _silent(self, agent: Remote) -> bool:
-        """Check that nothing lies in its connection either: this process may have been the one to sleep."""
+        """Return True if the connection holds no unread data. Otherwise this process itself was late."""
         with selectors.DefaultSelector() as selector:
             selector.register(agent.frames.read_fd, selectors.EVENT_READ)
             return not selector.select(0)
@@ -314,7 +314,7 @@ class Agents:
             self._programs[message["exited"]](message["pid"], message["code"], when)
         elif "died" in message:
             name = signal_name(message["signal"])
-            why = f"{message['name']} (pid {message['died']}), which is no rank, was killed by {name}"
+            why = f"{message['name']} (pid {message['died']}), which is not a rank, was killed by {name}"
             listener.on_host_failed(host, why, lost=False)
         elif "file" in message:
             listener.on_file(message["file"], payload, message["last"])

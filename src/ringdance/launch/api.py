@@ -33,26 +33,26 @@ def run(
     grace: float = 30.0,
     verbose: bool = False,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on `np` new ranks and wait for them.
+    """Call ``fn(*args, **kwargs)`` on ``np`` new ranks and wait for them.
 
     Args:
-        fn: any function that cloudpickle can carry: also a lambda, or one of a notebook.
-        args: its positional arguments, the same on all ranks.
-        kwargs: its keyword arguments.
-        np: number of ranks.
-        hosts: ``"h1:4,h2:4"``; default: what a scheduler has allocated, else this machine.
-        env: variables to set for the ranks.
-        output_filename: directory for each rank's output, as of ``ringdance run --output-filename``.
-        prefix: whether output lines carry their rank.
-        start_timeout: seconds until all ranks must have started.
-        grace: seconds that ranks have to end after Ctrl-C or SIGTERM; a second one ends them at once.
-        verbose: whether to show steps.
+        fn: Any function that cloudpickle can transfer, including a lambda or one defined in a notebook.
+        args: Its positional arguments, the same on all ranks.
+        kwargs: Its keyword arguments.
+        np: Number of ranks.
+        hosts: Hosts and slots: ``"h1:4,h2:4"``. Default: a scheduler's allocation, or else this machine.
+        env: Variables to set for the ranks.
+        output_filename: Directory for each rank's output, like ``ringdance run --output-filename``.
+        prefix: If True, output lines start with their rank.
+        start_timeout: Seconds for all ranks to start.
+        grace: Seconds that ranks have to exit after Ctrl-C or SIGTERM. A second Ctrl-C ends them at once.
+        verbose: If True, show steps.
 
     Returns:
-        What `fn` returned, by rank.
+        What ``fn`` returned, by rank.
 
     Raises:
-        LaunchError: the ranks could not be started, or one failed: with the first failing rank's traceback.
+        LaunchError: The ranks could not be started, or one failed. Includes the first failure's traceback.
     """
     spec = JobSpec(
         command_of_call(),
@@ -70,17 +70,17 @@ def run(
 
 
 def command_of_call(executable: str | None = None) -> list[str]:
-    """Return the command of a job for :func:`call`; `executable` is its Python, by default this one."""
+    """Return the command of a job for ``call()``. ``executable`` is its Python, this one by default."""
     return [executable or sys.executable, "-m", "ringdance.launch.call"]
 
 
 def call(
     spec: JobSpec, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on the ranks of `spec`; return what it returned, by rank.
+    """Call ``fn(*args, **kwargs)`` on the ranks of ``spec``. Return their results by rank.
 
     Raises:
-        LaunchError: as of :func:`run`.
+        LaunchError: The ranks could not be started, or one failed, as for ``run()``.
     """
     prepared = prepare(spec)
     plan = prepared.plan
@@ -109,7 +109,7 @@ def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _sink(name: str) -> Sink:
-    """Write to ``sys.stdout`` or ``sys.stderr`` as they are now: a notebook's or a test's as well."""
+    """Write to the current ``sys.stdout`` or ``sys.stderr``, which a notebook or a test may have replaced."""
 
     def write(data: bytes) -> None:
         stream = getattr(sys, name)

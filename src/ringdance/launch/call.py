@@ -1,7 +1,7 @@
-"""Execute a call in a rank of :func:`ringdance.run`: ``python -m ringdance.launch.call``.
+"""Execute a call in a rank of ``ringdance.run``: ``python -m ringdance.launch.call``.
 
-The job's directory on this host holds ``call.pkl``: the caller's ``sys.path`` and the function with its
-arguments; the result goes to ``result.<rank>.pkl``. An exception leaves the interpreter as in any script.
+The job's directory on this host holds ``call.pkl``: the caller's ``sys.path``, and the function with its
+arguments. The result goes to ``result.<rank>.pkl``. An exception ends the interpreter as in any script.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     directory = os.environ[DIRECTORY]
     with open(os.path.join(directory, "call.pkl"), "rb") as file:
         path, call = pickle.load(file)
-    # A function of an importable module travels by its name: import what the caller could import.
+    # A function from an importable module is sent by name, so this rank must find what the caller can import.
     sys.path[:] = path + [entry for entry in sys.path if entry not in path]
     function, args, kwargs = pickle.loads(call)
     result = function(*args, **kwargs)

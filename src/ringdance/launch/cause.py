@@ -1,4 +1,4 @@
-"""Why a job failed: the first failure among those that follow from it."""
+"""Why a job failed: the first failure, as opposed to those that follow from it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 MARK = b"::ringdance-cause::"
-"""Marks the line on stderr in which a failing rank reports why, as JSON; see :func:`parse_mark`."""
+"""Marks the line on stderr in which a failing rank reports why, as JSON. See ``parse_mark()``."""
 
 OUTCOME_FILE = "ringdance-outcome.json"
-"""File in the output directory of a job that has ended; see :func:`write_outcome`."""
+"""File in the output directory of a job that has ended. See ``write_outcome()``."""
 
-# Errors by which a rank reports another's end; never the first failure if there is another.
+# Errors with which a rank reports the end of another. Never the first failure if there is another.
 OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
-# Of all threads that Python's faulthandler lists, the one in which the signal arose.
+# Among all threads that Python's faulthandler lists, the one that received the signal.
 _CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _LONGEST_LINE = 300
-_LOST_PEER = "MPI_ERR_PROC_FAILED"  # what mpi4py raises where a peer has died
-# Codes with which Open MPI ends a process whose peer has died: its MPI_ERR_UNKNOWN ("Socket closed") and
-# MPI_ERR_PROC_FAILED.
+_LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
+# Exit codes with which Open MPI ends a process whose peer has died, for its errors MPI_ERR_UNKNOWN
+# ("Socket closed") and MPI_ERR_PROC_FAILED.
 _LOST_PEER_CODES = (14, 75, 76)
 _RECORD = re.compile(r" \(Last batches: \S+\)")
-_KILLED = "by hand, or by the kernel for want of memory (see dmesg)"
-_LATE_S = 0.5  # peers may notice a rank's end before its wrapper does
+_KILLED = "by hand, or by the kernel for lack of memory (see dmesg)"
+_LATE_S = 0.5  # peers may notice that a rank has exited before its wrapper does
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Cause:
     """A failure.
 
     Attributes:
-        rank: whose, or None if it is not a rank's (mpiexec's, an agent's).
-        host: name of its machine.
-        pid: of the process.
-        time: seconds since the epoch.
+        rank: The failed rank, or None if it was not a rank (mpiexec, an agent).
+        host: Name of its machine.
+        pid: Its process ID.
+        time: Seconds since the epoch.
         kind: "exception", "exit" (ended early), "code", "peer" (by the MPI library), "signal", "ended" (by
-            mpiexec), "early", "vanished", "launcher", "daemon" (mpiexec's on another host ended), or, about
+            mpiexec), "early", "vanished", "launcher", "daemon" (mpiexec's on another host exited), or, about
             another rank's failure, "lost", "stall".
-        message: one line.
-        traceback: several lines, or "".
-        code: the job's exit code, for kind "launcher".
+        message: One line.
+        traceback: Several lines, or "".
+        code: The job's exit code, for kind "launcher".
     """
 
     rank: int | None
@@ -58,22 +58,22 @@ class Cause:
     code: int = 1
 
     def same(self, other: Cause) -> bool:
-        """Whether another rank has failed with the same error."""
+        """Return True if both ranks failed with the same error."""
         return _RECORD.sub("", self.message) == _RECORD.sub("", other.message)
 
     @property
     def follows(self) -> bool:
-        """Whether it reports another rank's failure."""
+        """True if it reports another rank's failure."""
         error = self.message.partition(":")[0].rpartition(".")[2]
         return self.kind in ("lost", "stall") or error in OF_OTHERS or _LOST_PEER in self.message
 
     @property
     def of_an_end(self) -> bool:
-        """Whether it reports that another rank has ended."""
+        """True if it reports that another rank has exited."""
         return self.follows and ("RankLostError" in self.message or _LOST_PEER in self.message)
 
     def names(self, ended: Ended) -> bool:
-        """Whether it reports that rank's end."""
+        """Return True if it reports that this rank has exited."""
         who = f"rank {ended.rank} on host {ended.host} (pid {ended.pid})"  # transport.base.Identity
         return self.of_an_end and who in self.message.partition(" died while ")[0]
 
@@ -83,14 +83,14 @@ class Ended:
     """How a rank ended.
 
     Attributes:
-        rank, host, pid: which.
-        code: exit code, -signal, or None if its wrapper vanished without a report.
-        time: seconds since the epoch.
-        last_words: the traceback that stood last on its stderr, or "".
-        last_line: the last line on its stderr, or "".
-        by_launcher: it ended after the launcher had begun to end the job.
-        by_mpiexec: it ended after mpiexec had ended its wrapper.
-        why: what its host shows of a signal's reason, or "".
+        rank, host, pid: Identity of the rank.
+        code: Exit code, -signal, or None if its wrapper vanished without a report.
+        time: Seconds since the epoch.
+        last_words: The last traceback on its stderr, or "".
+        last_line: The last line on its stderr, or "".
+        by_launcher: True if it exited after the launcher had started to end the job.
+        by_mpiexec: True if it exited after mpiexec had ended its wrapper.
+        why: What its host shows about a signal's reason, or "".
     """
 
     rank: int
@@ -106,17 +106,17 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """Whether it did not complete; a rank whose wrapper mpiexec killed has not, whatever its code."""
+        """True if it did not complete. A rank whose wrapper mpiexec killed has failed, whatever its code."""
         return self.code != 0 or self.by_mpiexec
 
     def cause(self, kind: str, message: str, traceback: str = "") -> Cause:
-        """Return the cause that it is; arguments as of :class:`Cause`."""
+        """Build the cause for this end. See ``Cause`` for the arguments."""
         return Cause(self.rank, self.host, self.pid, self.time, kind, message, traceback)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a failed job: the cause, the exit code (never 0), and the failures that followed."""
+    """Outcome of a failed job: the cause, the exit code (never 0), and the failures that followed."""
 
     cause: Cause
     code: int
@@ -124,12 +124,12 @@ class Verdict:
 
     @property
     def follows(self) -> bool:
-        """Whether the cause is that something else has ended, which may still be reported."""
+        """True if the cause is the end of something else, whose own cause may still be reported."""
         return self.cause.kind in ("ended", "peer", "early") or self.cause.of_an_end
 
 
 def parse_mark(line: bytes) -> Cause | None:
-    """Return the cause in a marked line; None if it is not one (then it is text like any other)."""
+    """Return the cause in a marked line, or None if it holds none and is therefore ordinary text."""
     try:
         return Cause(**json.loads(line.partition(MARK)[2]))
     except (ValueError, TypeError):
@@ -137,14 +137,14 @@ def parse_mark(line: bytes) -> Cause | None:
 
 
 def exit_code(code: int | None) -> int:
-    """Return the code as a shell has it: 128 + signal; a process that vanished counts as killed."""
+    """Return the code as a shell would: 128 + signal. A process that vanished counts as killed."""
     if code is None:
         return 128 + signal.SIGKILL
     return code if code >= 0 else 128 - code
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL``, or the number if it has no name."""
+    """Return a signal's name, such as ``SIGKILL``, or ``signal N`` if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -152,7 +152,7 @@ def signal_name(number: int) -> str:
 
 
 def of_end(ended: Ended) -> Cause | None:
-    """Return the failure that a rank's end is, or None."""
+    """Return the failure that a rank's end amounts to, or None."""
     if not ended.failed:
         return None
     last, traceback = ended.last_words.splitlines(), ended.last_words
@@ -162,7 +162,7 @@ def of_end(ended: Ended) -> Cause | None:
     elif ended.by_mpiexec:
         kind, message = "ended", "ended by mpiexec"
     elif ended.code in _LOST_PEER_CODES and not last:
-        kind, message = "peer", f"exited with code {ended.code}, as by Open MPI where another rank has ended"
+        kind, message = "peer", f"exited with code {ended.code}, as Open MPI's ranks do after a peer exits"
     elif ended.code < 0:
         kind, message = "signal", f"killed by {signal_name(-ended.code)} (signal {-ended.code})"
         if why := ended.why or (_KILLED if ended.code == -signal.SIGKILL else ""):
@@ -177,7 +177,7 @@ def of_end(ended: Ended) -> Cause | None:
 
 
 def _reason(ended: Ended) -> str:
-    """Return what `sys.exit("reason")`, argparse and others write to stderr before they exit."""
+    """Return what ``sys.exit("reason")``, argparse and others write to stderr before they exit."""
     line = ended.last_line
     return f"; its last line on stderr: {line[:_LONGEST_LINE]}" if line else ""
 
@@ -191,55 +191,55 @@ def judge(
     """Find the first failure.
 
     Args:
-        marks: causes in marked lines of ranks.
-        ended: how ranks ended, by rank; those still running are missing.
-        outside: failures of mpiexec, agents or the launcher.
-        mpiexec: its exit code, if it has ended: used where no rank's own is known.
+        marks: Causes from marked lines of ranks.
+        ended: How ranks ended, by rank. Ranks that are still running are missing.
+        outside: Failures of mpiexec, agents or the launcher.
+        mpiexec: Its exit code if it has exited. Used if no rank has an exit code of its own.
 
     Returns:
         None if nothing failed.
     """
-    found: dict[int, Cause] = {}
+    causes: dict[int, Cause] = {}
     for mark in sorted(marks, key=lambda mark: (mark.follows, mark.time)):
         if mark.rank is not None:
-            found.setdefault(mark.rank, mark)
+            causes.setdefault(mark.rank, mark)
     for rank, end in ended.items():
         own = None if end.by_launcher else of_end(end)
-        if own and rank not in found:
-            found[rank] = own
-        elif rank in found and not found[rank].traceback and end.last_words:
-            found[rank] = replace(found[rank], traceback=end.last_words)
-        kind = found[rank].kind if rank in found else ""
+        if own and rank not in causes:
+            causes[rank] = own
+        elif rank in causes and not causes[rank].traceback and end.last_words:
+            causes[rank] = replace(causes[rank], traceback=end.last_words)
+        kind = causes[rank].kind if rank in causes else ""
         if kind in ("code", "exit") and (end.code or 0) > 0 and not end.by_mpiexec:
             waited = " while other ranks waited for it" if kind == "exit" else ""
-            found[rank] = replace(found[rank], message=f"exited with code {end.code}{waited}{_reason(end)}")
-    if not found and all(cause.kind == "daemon" for cause in outside):  # after ranks that all ended well
+            causes[rank] = replace(causes[rank], message=f"exited with code {end.code}{waited}{_reason(end)}")
+    if not causes and all(cause.kind == "daemon" for cause in outside):  # it exited after all ranks completed
         return None
-    candidates = [*found.values(), *outside, *_early(found, ended)]
+    candidates = [*causes.values(), *outside, *_early(causes, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
     if first.kind == "exception" and first.rank is not None:
-        # Of an error that is raised on all ranks, it is chance who reports it first. It is often rank 0's.
-        alike = [one for one in found.values() if one.same(first) and one.time - first.time < _LATE_S]
-        first = min(alike, key=lambda one: one.rank or 0)
-    # Of a rank that the launcher has ended others say that it died, and guess why.
+        # If all ranks raise an error, the first to report it is random. Prefer the lowest rank, often rank 0.
+        alike = [own for own in causes.values() if own.same(first) and own.time - first.time < _LATE_S]
+        first = min(alike, key=lambda cause: cause.rank or 0)
+    # About a rank that the launcher has ended, other ranks report that it died and guess why.
     late = [end for end in ended.values() if end.by_launcher]
-    rest = [one for one in found.values() if one is not first and not any(map(one.names, late))]
+    rest = [cause for cause in causes.values() if cause is not first and not any(map(cause.names, late))]
     others = sorted(rest, key=lambda cause: cause.time)
-    if first.kind == "ended":  # no rank ended by itself
-        why = "a rank called MPI_Abort or left without MPI_Finalize, or its wrapper process was killed"
+    if first.kind == "ended":  # no rank exited on its own
+        why = "a rank called MPI_Abort or exited without MPI_Finalize, or its wrapper process was killed"
         first = replace(first, message=f"{first.message}: {why}")
     return Verdict(first, _code(first, ended, others) or abs(mpiexec or 1), tuple(others))
 
 
 def _weight(cause: Cause) -> int:
-    """Rank causes: less is likelier the first failure; equals go by time."""
-    # Ranks that lose mpiexec may be quicker to fail than its end is reported; all wrappers vanish with it.
+    """Return a weight for ordering causes: the smaller, the likelier the first failure. Then time decides."""
+    # Ranks that lose mpiexec may fail before its own end is reported, and all wrappers vanish with it.
     of_kind = {"launcher": -1, "vanished": 1, "early": 2, "ended": 3, "peer": 3}
     return of_kind.get(cause.kind, 4 if cause.follows else 0)
 
 
 def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause]:
-    """Return ranks that ended with 0 before others failed, if nothing better explains that failure."""
+    """Return ranks that exited with 0 before others failed, if nothing explains that failure better."""
     if not found:
         return []
     until = min(cause.time for cause in found.values())
@@ -253,7 +253,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
-    """Return the exit code of the first failing rank that has one of its own, or 0."""
+    """Return the exit code of the first failed rank that has a code of its own, or 0."""
     if first.rank is None or first.kind == "early":
         return first.code
     for cause in (first, *others):
@@ -264,7 +264,7 @@ def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> 
 
 
 def write_outcome(outcome: Verdict | int, directory: str) -> None:
-    """Write how a job ended into its output directory, if that can be: code, time, and the cause or None."""
+    """Write how a job ended to its output directory, if possible: code, time, and the cause or None."""
     cause = asdict(outcome.cause) if isinstance(outcome, Verdict) else None
     code = outcome.code if isinstance(outcome, Verdict) else outcome
     with contextlib.suppress(OSError), open(os.path.join(directory, OUTCOME_FILE), "w") as file:
@@ -275,7 +275,7 @@ _WIDTH, _LONG = 78, 300
 
 
 def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
-    """Return the frame that ends a failed job's output; `directory` is where the ranks' log files are."""
+    """Render the frame that ends a failed job's output. ``directory`` is where the ranks' log files are."""
     cause = verdict.cause
     lines = [" ringdance: the job failed ".center(_WIDTH, "=")]
     if cause.rank is None:
@@ -286,7 +286,7 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         )
         if cause.traceback:
             traceback = cause.traceback.rstrip()
-            if len(cause.message) > _LONG:  # once is enough
+            if len(cause.message) > _LONG:  # show it only once
                 text = cause.message[cause.message.find(": ") + 1 :].strip()  # all of it without ": "
                 traceback = traceback.replace(text, "(see above)")
             lines += ["", traceback, ""]

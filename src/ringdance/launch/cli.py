@@ -28,21 +28,21 @@ examples:
   ringdance run -np 4 --autotune --autotune-log-file tune.csv python train.py     then: --tuned tune.json
   ringdance run -np 2 --detach python train.py                    then: ringdance status, attach, stop
 
-Without -H, --hostfile and -np the hosts are those that a scheduler has allocated: a Slurm or LSF job's, the
-workers of an MPIJob or TrainJob, the hosts of a SageMaker job.
+Without -H, --hostfile and -np, the hosts are those that a scheduler has allocated: the hosts of a Slurm, LSF
+or SageMaker job, or the workers of an MPIJob or TrainJob.
 
-`python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`,
-with several hosts as `[rank]<host> text`.
+`python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`, or as
+`[rank]<host> text` if there are several hosts.
 Each rank gets its share of the cores as OMP_NUM_THREADS, unless that is set.
 
-exit code: 0 if all ranks ended with 0; else that of the rank that failed first (128 + n if signal n
-killed it); 2 if nothing was started, 127 if the command was not found; 130 after Ctrl-C.
-Under mpiexec or srun run the script directly: it needs no `ringdance run`.
+exit code: 0 if all ranks exited with 0; otherwise the exit code of the rank that failed first (128 + n if
+signal n killed it); 2 if nothing was started; 127 if the command was not found; 130 after Ctrl-C.
+Under mpiexec or srun, run the script directly, without `ringdance run`.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of ``ringdance run``."""
+    """Return the parser for ``ringdance run``."""
     made = Parser(
         prog="ringdance run",
         usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
@@ -55,20 +55,20 @@ def parser() -> argparse.ArgumentParser:
     _add_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
-    add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
-    text = "try other values of settings in up to 280 steps, and go on with the best"
+    add("--timeline", default="", metavar="FILE", help="write what ranks do, for https://ui.perfetto.dev")
+    text = "try other values of settings in up to 280 steps, and continue with the best"
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
-    text = "write what autotune tried into FILE (CSV), and its result beside it (.json)"
+    text = "write what autotune tried to FILE (CSV), and its result to the .json file next to it"
     add("--autotune-log-file", default="", metavar="FILE", help=text)
-    text = "run with a result of autotune, if it is of this model and hardware"
+    text = "run with a result of autotune, if it was found for this model and hardware"
     add("--tuned", default="", metavar="FILE", help=text)
-    text = "begin each output line with [rank] (default)"
+    text = "start each output line with [rank] (default)"
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
-    add("--timestamps", action="store_true", help="begin each output line with the time")
+    add("--timestamps", action="store_true", help="start each output line with the time")
     add("--output-json", action="store_true", help="each output line as JSON: rank, host, stream, time, text")
-    text = "seconds until all ranks must have started (default 60)"
+    text = "seconds for all ranks to start (default 60)"
     add("--start-timeout", type=number, default=60.0, metavar="S", help=text)
-    text = "seconds for the ranks to end after Ctrl-C, SIGTERM or SIGHUP (default 30); Ctrl-C again ends them"
+    text = "seconds for ranks to exit after Ctrl-C, SIGTERM or SIGHUP (default 30); a second Ctrl-C ends them"
     add("--grace", type=float, default=30.0, metavar="S", help=text)
     add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
     add("--dry-run", action="store_true", help="print the plan and start no rank")
@@ -81,24 +81,24 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     add_host_options(group, "hosts and their slots (default: 1)")
     add = group.add_argument
-    text = "variables of this shell that ranks on other hosts get too: all but those of a machine or login "
-    text += "(default), or none but settings; -x NAME adds one"
+    text = "variables of this shell for ranks on other hosts: all but a machine's or login's (default), "
+    text += "or none but settings; -x NAME adds one"
     add("--env", choices=("all", "none"), default="all", help=text)
-    add("--chdir", default="", metavar="DIR", help="directory of the ranks; here too if it is there")
-    text = "network interfaces to use (default: those by which all hosts reach one another)"
+    add("--chdir", default="", metavar="DIR", help="working directory of the ranks; here only if it exists")
+    text = "network interfaces to use (default: those through which all hosts reach each other)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
-    text = "seconds without a heartbeat after which a host is lost (default 30)"
+    text = "seconds without a heartbeat after which a host counts as lost (default 30)"
     add("--host-timeout", type=number, default=30.0, metavar="S", help=text)
-    text = "do not check the hosts before the start; with --dry-run: do not connect to any"
+    text = "do not check the hosts before the start; with --dry-run, do not connect to any"
     add("--no-check", action="store_true", help=text)
 
 
 def main(argv: Sequence[str], check: Check | None = None) -> int:
-    """``ringdance run``: `argv` without the program and ``run``; returns the exit code.
+    """Run ``ringdance run`` and return its exit code.
 
     Args:
-        argv: the words of the command line.
-        check: examines several hosts before anything starts there.
+        argv: The words of the command line, without the program and ``run``.
+        check: Examines several hosts before anything starts there.
     """
 
     def action() -> int:
@@ -111,14 +111,14 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 def run(
     spec: JobSpec, arguments: argparse.Namespace, log: Log, check: Check | None = None, show_map: bool = False
 ) -> int:
-    """Run a job as the options of ``ringdance run`` define, and return the exit code.
+    """Run a job as the options of ``ringdance run`` define it, and return the exit code.
 
     Args:
-        spec: the job.
-        arguments: parsed by :func:`parser`.
-        log: shows a line to the user.
-        check: as of :func:`main`.
-        show_map: whether to show where the ranks go.
+        spec: The job.
+        arguments: Options parsed by ``parser()``.
+        log: Shows a line to the user.
+        check: Examines several hosts before anything starts there.
+        show_map: If True, show where the ranks go.
     """
 
     def checked(prepared: PreparedJob, log: Log) -> None:
@@ -126,14 +126,14 @@ def run(
             check(prepared, log)
 
     if arguments.detach and not arguments.dry_run:
-        # What is kept is not for this terminal.
+        # Without colors, because a detached job's output does not go to this terminal.
         return start_detached(replace(spec, colour=False), checked, log)
     prepared = prepare(spec, log)
     if arguments.dry_run:
         prepared.close()
         print(prepared.plan.describe(os.environ))
         return 0
-    if show_map:  # without the values of variables, which do not belong into a log
+    if show_map:  # without the values of variables, which do not belong in a log
         print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
     checked(prepared, log)
     return run_in_terminal(prepared)
@@ -150,38 +150,38 @@ def _style(arguments: argparse.Namespace) -> Style | None:
 
 
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the settings that options stand for."""
+    """Return the settings that the options stand for."""
     if arguments.autotune_log_file and not arguments.autotune:
-        raise LaunchError("--autotune-log-file: nothing is tuned without --autotune")
+        raise LaunchError("--autotune-log-file: nothing is tuned without --autotune. Add --autotune")
     if arguments.autotune_log_file.endswith(".json"):
-        raise LaunchError("--autotune-log-file: the log is a CSV file; tune.csv gets the result tune.json")
+        raise LaunchError("--autotune-log-file: the log is a CSV file. tune.csv gets the result tune.json")
     if arguments.tuned and not os.path.isfile(arguments.tuned):
         raise LaunchError(f"--tuned {arguments.tuned}: no such regular file; `ringdance run --autotune "
                           "--autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
-    found = {
+    settings = {
         "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),
         "RINGDANCE_AUTOTUNE_LOG": log,
         "RINGDANCE_TUNED": tuned,
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in settings.items() if value}
 
 
 def refuse_within_a_rank() -> None:
-    """Raise LaunchError in a rank of several: each would start a job of its own."""
+    """Raise LaunchError in a rank of several, because each would start a job of its own."""
     rank, size = (os.environ.get(f"RINGDANCE_{name}", "") for name in ("RANK", "SIZE"))
     if "RINGDANCE_JOB" in os.environ and size not in ("", "1"):
         raise LaunchError(
-            f"this is rank {rank} of {size}, and each of them would start a job of its own: leave the inner "
-            "launcher out. If one rank is to start another job: env -u RINGDANCE_SIZE ringdance run ..."
+            f"this is rank {rank} of {size}, and each of them would start a job of its own. Remove the inner "
+            "launcher. If only one rank is to start another job: env -u RINGDANCE_SIZE ringdance run ..."
         )
 
 
 def spec_of(arguments: argparse.Namespace) -> JobSpec:
-    """Build the job that the options of ``ringdance run`` ask for.
+    """Build the job that the options of ``ringdance run`` describe.
 
     Raises:
-        LaunchError: a value is wrong, or the command cannot be run.
+        LaunchError: A value is wrong, or the command cannot be run.
     """
     refuse_within_a_rank()
     refuse_launcher(arguments.command)

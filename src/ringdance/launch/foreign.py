@@ -1,4 +1,4 @@
-"""What to write in place of the options of torchrun, mpirun, srun and Horovod."""
+"""What to use instead of the options of torchrun, mpirun, srun and Horovod."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _ROWS = (
     ("hostfile machinefile machine-file default-hostfile f", "--hostfile", "write --hostfile FILE"),
     (
         "min-np max-np min-num-proc max-num-proc host-discovery-script max-restarts", "--detach",
-        "leave it out: a job keeps the ranks and hosts that it starts with, -np N and -H h1:4,h2:4",
+        "remove it: a job keeps the ranks and hosts that it starts with, -np N and -H h1:4,h2:4",
     ),
     (
         "rdzv-backend rdzv-endpoint rdzv-id master-addr master-port node-rank standalone gloo mpi "
         "oversubscribe allow-run-as-root", "--detach",
-        "leave it out: this starts and connects the ranks of all hosts, from one of them",
+        "remove it: this command starts and connects the ranks of all hosts, from one of them",
     ),
     (
         "mca gmca bind-to map-by rank-by report-bindings mpi-args binding-args", "--detach",
-        "write `ringdance mpirun` for `ringdance run`: it takes Open MPI's options, such as -bind-to core, "
-        "-map-by node and -mca NAME VALUE",
+        "use `ringdance mpirun` instead of `ringdance run`: it accepts Open MPI's options, such as "
+        "-bind-to core, -map-by node and -mca NAME VALUE",
     ),
     (
         "fusion-threshold-mb cycle-time-ms cache-capacity hierarchical-allreduce log-level genv", "--detach",
@@ -34,15 +34,15 @@ _ROWS = (
     ("network-interfaces iface", "--network-interface", "write --network-interface A,B"),
     ("m module", "--detach", "write python -m MODULE as the command, after all options"),
 )  # fmt: skip
-"""Names without dashes; the option that a command has if the answer fits; the answer."""
+"""Names without dashes; an option that the command must have for the answer to apply; the answer."""
 
 
 def answer(name: str, known: Container[str]) -> str:
-    """Return what to write for an option of another launcher, "" if there is nothing to say.
+    """Return what to write instead of another launcher's option, "" without a suggestion.
 
     Args:
-        name: of the option, without the dashes before it, and with "-" for "_".
-        known: the options of the command.
+        name: Name of the option, without its leading dashes, and with "-" for "_".
+        known: Options of the command.
     """
     fitting = (text for names, needed, text in _ROWS if needed in known and name in names.split())
     return next(fitting, "")

@@ -1,4 +1,4 @@
-"""Which rank goes to which host, and which networks hosts share."""
+"""Which ranks run on which hosts, and which networks hosts share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class HostFacts:
     """Facts about a host.
 
     Attributes:
-        name: as it calls itself.
-        identity: of the machine, whatever its names.
-        python, executable: version and path of the interpreter.
-        version: of ringdance.
-        cores: that the user's processes may use.
-        devices: names of its GPUs.
+        name: The name that it gives itself.
+        identity: Identity of the machine, whatever its names.
+        python, executable: Version and path of the interpreter.
+        version: Version of ringdance.
+        cores: Number of cores that the user's processes may use.
+        devices: Names of its GPUs.
         visible_devices: CUDA_VISIBLE_DEVICES there, None if it is not set.
-        networks: interface, IPv4 or IPv6 address, prefix length of each.
-        reached: the address by which it was reached, or "".
-        infiniband: whether it has such devices.
-        shared_memory: free bytes of its /dev/shm, -1 if there is none or it is not known.
+        networks: Interface, IPv4 or IPv6 address, and prefix length of each.
+        reached: Address at which it was reached, or "".
+        infiniband: True if it has InfiniBand devices.
+        shared_memory: Free bytes of its /dev/shm, -1 if it has none or this is unknown.
     """
 
     name: str = ""
@@ -48,7 +48,7 @@ class HostFacts:
 
     @property
     def visible(self) -> Sequence[str]:
-        """The GPUs that processes there see; CUDA ignores what follows a wrong entry of the variable."""
+        """GPUs that processes there see. CUDA ignores everything after an invalid entry of the variable."""
         if self.visible_devices is None:
             return self.devices
         known = ("GPU-", "MIG-", *map(str, range(len(self.devices))))
@@ -57,7 +57,7 @@ class HostFacts:
 
 
 def facts_from(found: Mapping[str, Any]) -> HostFacts:
-    """Build them from what an agent sends, or from ``machine.facts``; what is not known is left out."""
+    """Build the facts from an agent's message or ``machine.facts()``. Unknown facts keep their defaults."""
     return HostFacts(**{entry.name: found[entry.name] for entry in fields(HostFacts) if entry.name in found})
 
 
@@ -66,13 +66,13 @@ class Host:
     """A machine and the ranks on it.
 
     Attributes:
-        name: as given by the user.
-        slots: maximum number of ranks.
-        ranks: global ranks, in order of local rank.
-        local: whether it is this machine.
-        cores: that its ranks may use, None if it is not known.
-        devices: names of the GPUs that its ranks see.
-        interfaces: its network interfaces in the networks that all hosts share.
+        name: The name that the user gave.
+        slots: Maximum number of ranks.
+        ranks: Global ranks, in order of local rank.
+        local: True if it is this machine.
+        cores: Number of cores that its ranks may use, None if unknown.
+        devices: Names of the GPUs that its ranks see.
+        interfaces: Its network interfaces in the networks that all hosts share.
     """
 
     name: str
@@ -85,27 +85,27 @@ class Host:
 
 
 def several(names: Sequence[str], most: int = 5) -> str:
-    """Join names with commas; of many, the first and how many more."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    """Join names with commas. For many, give the first ``most`` and the number of the others."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def spans(numbers: Sequence[int]) -> str:
     """Return ``0-3,5`` for 0, 1, 2, 3, 5."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if groups and number == groups[-1][1] + 1:
+            groups[-1][1] = number
         else:
-            found.append([number, number])
-    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in found)
+            groups.append([number, number])
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in groups)
 
 
 def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
-    """Put `ranks` ranks on hosts: all slots of a host before the next; hosts left empty are left out.
+    """Place ranks on hosts, filling all slots of a host before the next. Omits hosts that get no ranks.
 
     Raises:
-        LaunchError: there are fewer slots than ranks.
+        LaunchError: There are fewer slots than ranks.
     """
     total = sum(slots for _, slots in hosts)
     if ranks > total:
@@ -126,19 +126,19 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
 
 
 def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
-    """Return the numbers of each rank; a cross rank counts the hosts that have the same local rank."""
+    """Return each rank's numbers. A cross rank counts the hosts that have the same local rank."""
     columns = Counter(local_rank for host in hosts for local_rank, _ in enumerate(host.ranks))
-    size, before, found = columns.total(), Counter[int](), []
+    size, before, places = columns.total(), Counter[int](), []
     for host in hosts:
         for local_rank, rank in enumerate(host.ranks):
             numbers = (rank, size, local_rank, len(host.ranks), before[local_rank], columns[local_rank])
-            found.append(dict(zip(_PLACE, numbers, strict=True)))
+            places.append(dict(zip(_PLACE, numbers, strict=True)))
             before[local_rank] += 1
-    return found
+    return places
 
 
 def same_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
-    """Return the names of the interfaces, if they are the same on all hosts."""
+    """Return the interfaces' names if they are the same on all hosts, otherwise nothing."""
     names = {host.interfaces for host in hosts}
     return names.pop() if len(names) == 1 else ()
 
@@ -148,9 +148,9 @@ class Networks:
     """Networks between several hosts.
 
     Attributes:
-        include: networks ("10.0.0.0/24") or interfaces to use; empty for all.
-        exclude: networks not to use, where all others are.
-        interfaces: their names on each host.
+        include: Networks ("10.0.0.0/24") or interfaces to use. Empty means all.
+        exclude: Networks to avoid while using all others.
+        interfaces: Names of the interfaces on each host.
     """
 
     include: tuple[str, ...] = ()
@@ -159,24 +159,24 @@ class Networks:
 
     @property
     def ipv6(self) -> bool:
-        """Whether they are IPv6 networks."""
+        """True if they are IPv6 networks."""
         return any(":" in net for net in self.include)
 
 
 def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networks:
-    """Choose the networks that all hosts share: IPv4 ones, or IPv6 ones where there are none.
+    """Choose the networks that all hosts share. IPv6 networks are used only without IPv4 ones.
 
     Args:
-        facts: of each host with ranks, by name.
-        wanted: names of the interfaces to use, if the user gives them.
+        facts: Facts about each host with ranks, by name.
+        wanted: Names of the interfaces to use, if the user gave any.
 
     Raises:
-        LaunchError: a host has none of the wanted interfaces.
+        LaunchError: A host has none of the wanted interfaces.
     """
     if wanted:
         here = {}
-        for name, found in facts.items():
-            names = list(dict.fromkeys(interface for interface, _, _ in found.networks))
+        for name, host in facts.items():
+            names = list(dict.fromkeys(interface for interface, _, _ in host.networks))
             here[name] = tuple(interface for interface in names if interface in wanted)
             if not here[name]:
                 raise LaunchError(
@@ -184,39 +184,39 @@ def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()
                     f"it has {', '.join(names) or 'none'}"
                 )
         return Networks(tuple(sorted(wanted)), (), here)
-    nets = {name: addresses(found) for name, found in facts.items()}
+    nets = {name: addresses(host) for name, host in facts.items()}
     everywhere = set.intersection(*map(set, nets.values())) if nets else set()
-    # The same address on two hosts is a bridge inside each (docker0), which leads nowhere; unless it is
-    # all they have: then they share more than a network.
+    # The same address on two hosts belongs to a bridge inside each host (docker0), which leads nowhere. If a
+    # host has no other address, however, the hosts share more than a network.
     every = set().union(*map(set, nets.values()))
-    inner = {net for net in every if _repeats([found.get(net) for found in nets.values()])}
-    if any(found.keys() <= inner for found in nets.values()):
+    inner = {net for net in every if _repeats([own.get(net) for own in nets.values()])}
+    if any(own.keys() <= inner for own in nets.values()):
         inner = set()
     reached = {
         net
-        for name, found in facts.items()
+        for name, host in facts.items()
         for net, (_, address) in nets[name].items()
-        if address == found.reached
+        if address == host.reached
     }
     common: set[str] = set()
     for version in (4, 6):
         usable = {net for net in everywhere - inner if ipaddress.ip_network(net).version == version}
         common = common or usable & reached or usable
     here = {
-        name: tuple(sorted(interface for net, (interface, _) in found.items() if net in common))
-        for name, found in nets.items()
+        name: tuple(sorted(interface for net, (interface, _) in own.items() if net in common))
+        for name, own in nets.items()
     }
     return Networks(tuple(sorted(common)), () if common else tuple(sorted(inner)), here if common else {})
 
 
 def addresses(facts: HostFacts) -> dict[str, tuple[str, str]]:
-    """Return interface and address by network, preferring the address by which the host was reached."""
-    found: dict[str, tuple[str, str]] = {}
+    """Return interface and address by network. Prefers the address at which the host was reached."""
+    by_net: dict[str, tuple[str, str]] = {}
     for interface, address, bits in facts.networks:
         net = str(ipaddress.ip_interface(f"{address}/{bits}").network)
-        if net not in found or address == facts.reached:
-            found[net] = (interface, address)
-    return found
+        if net not in by_net or address == facts.reached:
+            by_net[net] = (interface, address)
+    return by_net
 
 
 def _repeats(entries: Iterable[tuple[str, str] | None]) -> bool:

@@ -1,4 +1,4 @@
-"""A running job, seen from the launcher: one loop over agents and signals, and explicit states."""
+"""Run a job from the launcher: one event loop over agents and signals, with explicit states."""
 
 from __future__ import annotations
 
@@ -39,29 +39,30 @@ from ringdance.launch.remote.connect import Remote, close_all, folded, start_loc
 from ringdance.launch.shutdown import Shutdown
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, WELL, Event, State
 
-_SEE_S = 1.0  # after the first failure the other ranks may report what they see
-# (a rank that has reported a failure of its own gets as much again: its exit code becomes the job's;
-# and one that a signal to end has ended: the launcher may get it too, a little later)
-_SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it could have reported
-_CAUSE_S = 1.0  # another host may report the failure that others follow from
-_TERM_S = 0.2  # after a failure, until ranks that have got SIGTERM are killed
-_QUIET_S = 0.8  # after a signal to the launcher, until it says how long it waits for the ranks
-_EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
+# After the first failure, other ranks get this long to report what they see. Granted again if a running
+# rank has reported its own failure, because its exit code becomes the job's. Also applies if SIGTERM, SIGINT
+# or SIGHUP ended the first rank, because the launcher may receive the same signal a little later.
+_SEE_S = 1.0
+_SEE_KILLED_S = 0.5  # instead, if another signal ended it or it vanished: it cannot have reported anything
+_CAUSE_S = 1.0  # for another host to report the failure that the known failures follow from
+_TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
+_QUIET_S = 0.8  # from a signal to the launcher until it says how long it waits for the ranks
+_EXIT_S = 3.0  # for mpiexec to exit after its ranks have completed; it sometimes hangs
 
 
 class Job:
     """Run a prepared job once.
 
     Args:
-        prepared: what is to be started, and the agents on other hosts, which end with the job.
-        screen: where the ranks' output goes.
-        id: of the job, 32 hexadecimal digits; by default a new one.
-        stdin: file descriptor of rank 0's input, if it runs on this host; -1 for none.
-        files: contents of files in the job's directory on every host, by name, for the ranks (call.py).
-        results: takes the ranks' ``result.*.pkl`` from there if all complete, or None.
+        prepared: What to start, and the agents on other hosts, which end with the job.
+        screen: Destination of the ranks' output.
+        id: The job's ID, 32 hexadecimal digits. A new one by default.
+        stdin: File descriptor of rank 0's input, if it runs on this host; -1 for none.
+        files: Contents, by name, of files for the ranks in the job's directory on every host (call.py).
+        results: Receives the ranks' ``result.*.pkl`` from there if all complete. None if not needed.
 
-    Raises (also from :meth:`run`):
-        LaunchError: the job could not be started at all; the directory for output cannot be made.
+    Raises (also from ``run()``):
+        LaunchError: The job could not be started at all, or the output directory cannot be created.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._signals = Signals()
         self._banner = MpiexecOutput(self._err)
-        self._outside: list[Cause] = []  # failures that are no rank's
+        self._outside: list[Cause] = []  # failures outside the ranks
         self._mpiexec_code: int | None = None
         self._shutdown = Shutdown(prepared.spec.grace)
         self._cause_until = 0.0
@@ -103,14 +104,12 @@ class Job:
     # --- start ---------------------------------------------------------------------------------
 
     def run(self) -> Verdict | int:
-        """Run to the end: 0, or 128 + the signal that stopped the launcher, or why the job failed."""
+        """Run to the end. Return 0, 128 + the signal that stopped the launcher, or why the job failed."""
         self._bases, wrong = usable(bases(os.environ))
         local: Remote | None = None
         try:
             if not self._bases:
-                raise LaunchError(
-                    f"no directory for temporary files ({wrong}). Set TMPDIR to one that can be written"
-                )
+                raise LaunchError(f"no directory for temporary files ({wrong}). Set TMPDIR to a writable one")
             self._directory = host_directory(self._bases[0], self.id)
             if self._signals.wakes:
                 self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._on_signals)
@@ -135,7 +134,7 @@ class Job:
             self._close(local)
 
     def on_ready(self) -> None:
-        """All agents have prepared themselves, or have named a problem."""
+        """Start mpiexec once all agents are ready, unless any has reported a problem."""
         if self._agents.problems:
             raise LaunchError(together(self._agents.problems))
         if self._state is State.PREPARING:
@@ -151,10 +150,11 @@ class Job:
         self._handle(Event.READY)
 
     def _on_rsh(self, link: RankLink, name: str, command: str) -> None:
-        """Start what mpiexec wants on another host."""
+        """Start a command on another host for mpiexec."""
         host = self._plan.host_of(name)
-        # mpiexec gives its daemons its own settings, which name this host's directory. Daemons that shared
-        # one would at times have the same process id, and so the same files: each takes its own host's.
+        # mpiexec passes its own settings to its daemons, and they name this host's directory. Daemons that
+        # shared one directory would sometimes have the same process ID and so the same files. Each therefore
+        # uses its own host's directory.
         command = command.replace(self._directory, OWN_DIRECTORY)
         self._rsh_used = True
 
@@ -164,7 +164,7 @@ class Job:
                 self._on_daemon_exit(host, code, when)
 
         if host is None or not self._agents.spawn(host.name, on_exit, command=command):
-            self._fail(f"mpiexec wants to start something on {name}, which is no host of this job")
+            self._fail(f"mpiexec wants to start something on {name}, which is not a host of this job")
             link.send({"code": 255})
 
     # --- the loop ------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Job:
         again = self._agents.check(self._state not in WELL and not self._shutdown.signal)
         timeout = min(max(0.0, due - now), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
-            # What came before in this round may have closed it.
+            # An earlier event of this round may have closed it.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
         self._ranks.show_due(self._state is State.RUNNING)
@@ -183,7 +183,7 @@ class Job:
             self._expire()
 
     def _handle(self, event: Event, seconds: float = math.inf) -> None:
-        """Follow the table; the new state's deadline is in that many seconds, or when it was before."""
+        """Follow the table. The new state's deadline is in ``seconds``, or the old one if that is earlier."""
         state = State.DONE if event is Event.LOST else TRANSITIONS[self._state].get(event)
         if state is None:
             return
@@ -202,7 +202,7 @@ class Job:
             self._ranks.send(self._shutdown.sigterm())
             if self._ranks.idle:
                 self._deadline = time.monotonic()
-        elif state is State.CLEANING_REMOTE:  # before this host: they report to here
+        elif state is State.CLEANING_REMOTE:  # before this host, to which they report
             self._agents.clean_remotes(not self._ranks.completed)
         elif state is State.CLEANING_LOCAL:
             self._agents.give_up_remotes()
@@ -221,7 +221,7 @@ class Job:
         elif state is State.STOPPING and now < self._shutdown.kill_at and not self._ranks.idle:
             self._deadline, name = self._shutdown.kill_at, signal_name(self._shutdown.signal)
             limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # in the background
-            text = f"the ranks have {limit} to end; Ctrl-C (SIGINT) ends them now"
+            text = f"the ranks have {limit} to exit. Ctrl-C (SIGINT) ends them now"
             self._err(f"ringdance: {name}: {text}\n".encode())
         elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
             self._waited, self._deadline = True, now + _SEE_S
@@ -234,11 +234,11 @@ class Job:
             number = self._shutdown.signal
             if state is State.STOPPING and number and (late := self._ranks.running):
                 seconds = f"{now - self._shutdown.came:.1f} s after {signal_name(number)}"
-                self._err(f"ringdance: ranks {spans(late)} have not ended {seconds}: killed\n".encode())
+                self._err(f"ringdance: ranks {spans(late)} had not exited {seconds}: killed\n".encode())
             self._handle(Event.TIMEOUT, _TERM_S)
 
     def _cause_is_awaited(self) -> bool:
-        """Return whether another host may still report why ranks have failed."""
+        """Return True if another host may still report why ranks have failed."""
         if self._outside or self._shutdown.signal or not self._plan.multi_host:
             return False
         if self._agents.pending:  # a silent host may be the cause
@@ -250,12 +250,12 @@ class Job:
         return time.monotonic() < self._cause_until
 
     def on_note(self, text: str) -> None:
-        """Show a detail for --verbose, of this process or of an agent."""
+        """Show a detail from this process or an agent if the user asked for --verbose."""
         if self._spec.verbose:
             self._err(f"ringdance: {text}\n".encode())
 
     def on_progress(self) -> None:
-        """Results and output may be large: the deadline is for agents that send nothing."""
+        """Extend the deadline: results and output may be large, so it limits only the silence of agents."""
         if self._state in (State.CLEANING_REMOTE, State.CLEANING_LOCAL):
             self._deadline = time.monotonic() + LIMITS[self._state]
 
@@ -268,7 +268,7 @@ class Job:
 
     def _stop(self, number: int) -> None:
         """End the job after a signal to the launcher."""
-        # It may get it a little later than ranks which the same signal, sent to all processes, has ended.
+        # A signal sent to all processes may reach the launcher a little later than the ranks that it ended.
         caused = not self._outside and self._ranks.signals_ended_failed
         if not self._shutdown.signal and self._state is State.FAILED and caused:
             self._deadline = math.inf
@@ -279,7 +279,7 @@ class Job:
     # --- ranks ---------------------------------------------------------------------------------
 
     def on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
-        """A wrapper has reported."""
+        """Handle a message from a rank's wrapper."""
         rank = self._ranks.of(link)
         if "rsh" in message:
             self._on_rsh(link, message["rsh"], message["command"])
@@ -291,13 +291,13 @@ class Job:
             self._ranks.on_start(rank, message["pid"])
             link.remote.time_here(message["time"])
             self.on_note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
-            if self._state is State.STOPPING:  # it was about to start when the others got theirs
+            if self._state is State.STOPPING:  # it was about to start when the other ranks received SIGTERM
                 link.send(self._shutdown.sigterm())
             if self._ranks.started:
                 self._handle(Event.STARTED)
         elif rank and "stopped" in message:
             who = f"rank {rank.rank} on {rank.host} (pid {rank.pid})"
-            hint = f"the others wait for it. `kill -CONT {rank.pid}` there continues it"
+            hint = f"the other ranks wait for it. Run `kill -CONT {rank.pid}` there to continue it"
             name = signal_name(message["stopped"])
             self._err(f"ringdance: {who} was stopped by {name}: {hint}\n".encode())
         elif rank and "ended" in message:
@@ -306,11 +306,11 @@ class Job:
             self._on_rank_exit(rank, *end)
 
     def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
-        """A rank has written to stdout (0) or stderr (1); no data: it has closed it."""
+        """Take a rank's output on stdout (0) or stderr (1). Empty data mean that it has closed the stream."""
         self._ranks.write(link, which, data)
 
     def on_rank_closed(self, link: RankLink) -> None:
-        """A wrapper's connection has ended."""
+        """Handle the end of a wrapper's connection."""
         rank = self._ranks.of(link)
         if rank and not rank.ended:
             self._on_rank_exit(rank, None, time.time())
@@ -333,7 +333,7 @@ class Job:
     # --- mpiexec and hosts ---------------------------------------------------------------------
 
     def on_output(self, data: bytes) -> None:
-        """mpiexec or a daemon of it has written something."""
+        """Take output of mpiexec or one of its daemons."""
         self._banner.feed(data)
         if self._spec.verbose:
             self._err(data)
@@ -352,39 +352,39 @@ class Job:
             self._fail(f"mpiexec (pid {pid}) was killed by {name} (signal {-code})", 128 - code)
         if self._ranks.over:
             self._handle(Event.OVER, 0.0)
-        else:  # reports may still lie in the sockets
+        else:  # reports may still be unread in the sockets
             self._handle(Event.FAILURE, 0.3)
 
     def _on_daemon_exit(self, host: Host, code: int, when: float) -> None:
-        # Open MPI's own does so only after its ranks, or in consequence of a failure that came before.
+        # Open MPI's daemon exits only after its ranks, or because of an earlier failure.
         running = self._ranks.connected and not self._ranks.completed and self._state not in ENDING
         if code and running and self._plan.mpi.family == "openmpi":
             before = self._ranks.ended_by_mpiexec(host.ranks)  # by this daemon
-            why = f"mpiexec's daemon (prted) ended with code {code} while ranks ran. Was it killed?"
+            why = f"mpiexec's daemon (prted) exited with code {code} while ranks were running. Was it killed?"
             self._fail(f"{_named(host)}: {why}", 1, "daemon", min([when, *before]))
 
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
-        """A host is lost, or a program of the job that is no rank was killed there."""
+        """Handle the loss of a host, or the death of a program of the job there that is not a rank."""
         self._ranks.lost_hosts |= {host} if lost else set()
         self.on_note(f"host {host}: {message}")
         named = self._named(host)
         if self._state in CLEANING:
             if lost and self._results_wanted:
-                self._fail(f"{named}: {message}, before all that its ranks returned had come")
+                self._fail(f"{named}: {message}, before all results of its ranks had arrived")
             if lost and self._agents.remotes_gone:
                 self.on_clean(local=False)
         elif self._state is not State.STOPPING or lost:
             self._fail(f"{named}: {message}")
 
     def on_silence(self, host: str, text: str) -> None:
-        """A host has sent nothing for a while, or again something."""
+        """Report that a host has been silent for a while, or that it answers again."""
         self._err(f"ringdance: {self._named(host)}: {text}\n".encode())
 
     def _named(self, name: str) -> str:
         return next((_named(host) for host in self._plan.hosts if host.name == name), name)
 
     def _fail(self, message: str, code: int = 1, kind: str = "launcher", when: float = 0.0) -> None:
-        """Note a failure that is no rank's."""
+        """Record a failure outside the ranks."""
         at = when or time.time()
         self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
         self._handle(Event.FAILURE, 0.1)
@@ -392,19 +392,19 @@ class Job:
     # --- the end -------------------------------------------------------------------------------
 
     def on_clean(self, local: bool) -> None:
-        """The agent on this host has cleaned up, or those on other hosts have, or are lost."""
+        """Continue once the agent on this host, or every agent on other hosts, has cleaned up or is lost."""
         if local or self._state is State.CLEANING_REMOTE:
             self._handle(Event.CLEAN)
 
     def on_local_lost(self, why: str) -> None:
-        """The agent on this host has ended."""
+        """Handle the end of the agent on this host."""
         if self._state not in CLEANING:
             self._fail(f"the job's agent on this host was killed ({why})", 128 + signal.SIGKILL)
         self._agents.give_up_remotes()
         self._handle(Event.LOST)
 
     def on_file(self, name: str, data: bytes, last: bool) -> None:
-        """A part of a file that a rank has left in the job's directory on its host, or its end."""
+        """Take part of a file that a rank has left in the job's directory on its host; ``last`` ends it."""
         timeline = name.startswith(TIMELINE)
         if timeline or name.startswith(f"{OUTPUT}/"):
             path = self._spec.timeline if timeline else self._spec.output_directory + name[len(OUTPUT) :]
@@ -421,7 +421,7 @@ class Job:
         return well and self._results is not None
 
     def _result(self) -> Verdict | int:
-        """Show the rest of the output, then judge: all processes are gone."""
+        """Show the remaining output, then judge. All processes have exited."""
         self._ranks.end_streams()
         self._screen.freeze()
         self._banner.end()
@@ -431,8 +431,8 @@ class Job:
         if verdict is None and incomplete and not (number and self._shutdown.caused_failures):
             output = b"".join(self._banner.unshown).decode(errors="replace").strip()
             self._fail(
-                f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
-                "their end" + (f"; its output:\n{output}" if output else ""),
+                f"mpiexec exited with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
+                "that they had exited" + (f". Its output:\n{output}" if output else ""),
                 abs(code or 1),
             )
             verdict, _ = self._ranks.judge(self._outside, code)
@@ -446,15 +446,15 @@ class Job:
         if len(self._ranks.alone) == self._plan.ranks > 1:
             framework = next(iter(self._ranks.alone.values()))
             self._err(
-                f"ringdance: no rank has called hvd.init(): {self._plan.ranks} programs have used "
-                f"{framework}, and none has exchanged anything by Ringdance. That is fine if they divide the "
-                "work by RANK, or something else joins them. To train one model together, import one of "
-                "ringdance.torch, .tensorflow, .keras and .jax as hvd, and see README.md\n".encode()
+                f"ringdance: no rank called hvd.init(): {self._plan.ranks} programs used {framework} without "
+                "exchanging anything through Ringdance. That is fine if they divide the work by RANK or "
+                "communicate in another way. To train one model together, import one of ringdance.torch, "
+                ".tensorflow, .keras and .jax as hvd (see README.md)\n".encode()
             )
         return verdict or 0
 
     def _close(self, local: Remote | None) -> None:
-        """Close everything, for a notebook may run many jobs; clean up here if the agent has not."""
+        """Close everything, because a notebook may run many jobs. Clean up here if the agent has not."""
         if not local:
             close_all(self._remotes)
         else:
@@ -472,21 +472,24 @@ class Job:
 
 
 _SHIM = "ssh"
-"""The file in the job's directory that mpiexec runs as ssh; session_environment has the name too."""
+"""The file in the job's directory that mpiexec runs as ssh. ``session_environment`` uses the same name."""
 
 
 def _locked(directory: str) -> int:
-    """Return a descriptor of a directory that this job alone writes to, as far as the file system can tell.
+    """Open and lock an output directory, so that no other job writes to it if the file system has locks.
+
+    Returns:
+        The descriptor, which holds the lock.
 
     Raises:
-        LaunchError: another job does.
+        LaunchError: Another job holds the lock.
     """
     opened = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(opened)
-        raise LaunchError(f"--output-filename {directory}: another job writes its output there") from None
+        raise LaunchError(f"--output-filename {directory}: another job is writing its output there") from None
     except OSError:  # a file system without locks
         pass
     return opened

@@ -1,4 +1,4 @@
-"""What agents must know to prepare a job: the message "job" of agent/main.py."""
+"""Build the message "job" for agent/main.py, with everything that agents need to prepare a job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ringdance.launch.plan import Plan
 
 
 def local_environment(plan: Plan, job: str, directory: str) -> dict[str, str]:
-    """Return the environment of mpiexec and of the ranks on this host.
+    """Return the environment of mpiexec and the ranks on this host.
 
     Args:
-        plan: of the job.
-        job: its id.
-        directory: its directory here.
+        plan: The job's plan.
+        job: Its ID.
+        directory: Its directory here.
     """
     own = plan.environ(os.environ)
     session = session_environment(plan.mpi.family, directory, SHARED if host_shared(job) else "")
@@ -33,17 +33,17 @@ def local_environment(plan: Plan, job: str, directory: str) -> dict[str, str]:
 def job_messages(
     plan: Plan, job: str, bases: Sequence[str], needed: Sequence[str], output_directory: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the message for this host, whose environment is set, and that for the others.
+    """Return the message for this host, whose environment is already set, and for the other hosts.
 
     Args:
-        plan: of the job.
-        job: its id.
-        bases: where its directory may be made, the best first.
-        needed: files that other hosts must have.
-        output_directory: gets files of other hosts at the end; "" for none.
+        plan: The job's plan.
+        job: Its ID.
+        bases: Candidates for the parent of its directory, best first.
+        needed: Files that other hosts must have.
+        output_directory: Receives files from other hosts at the end. "" for none.
     """
     common: dict[str, Any] = {"job": job, "bases": bases, "environ": {}, "needed": [], "launcher": None}
-    # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
+    # Hydra's daemons change to mpiexec's directory, which may not exist elsewhere. Ranks change to their own.
     local = {**common, "cwd": "/" if plan.paths_differ else os.getcwd()}
     session = session_environment(plan.mpi.family, OWN_DIRECTORY, SHARED)
     forwarded = plan.forwarded(os.environ)
@@ -60,6 +60,6 @@ def job_messages(
 
 
 def rsh_script(directory: str) -> str:
-    """Return a script that mpiexec runs as ssh (agent/rsh.py); `directory` is the job's."""
+    """Return the script that mpiexec runs as ssh (agent/rsh.py). ``directory`` is the job's."""
     command = paths.bare_command("agent.rsh", os.path.join(directory, "s"))
     return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'

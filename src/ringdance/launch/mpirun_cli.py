@@ -1,4 +1,4 @@
-"""Run ``ringdance mpirun``: command lines of Open MPI 4's ``mpirun``, with any MPI library."""
+"""Run ``ringdance mpirun``: accept command lines of Open MPI 4's ``mpirun`` with any MPI library."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ usage: ringdance mpirun [OPTIONS] COMMAND [ARGUMENTS...]
 
 Run a command line of Open MPI 4's mpirun with the MPI that Python uses here (Open MPI 5, MPICH, Intel MPI,
 ...) and the launcher of `ringdance run`. Options, with one dash or two: -np, -N, -npernode, -H, -hostfile,
--x, -mca, -bind-to, -map-by, -tag-output, -output-filename, -wdir, -oversubscribe and others. Without hosts,
-those of the scheduler are used, as by `ringdance run`. Unknown options are errors; a warning names
-those without an effect.
+-x, -mca, -bind-to, -map-by, -tag-output, -output-filename, -wdir, -oversubscribe and others. By default, the
+scheduler's hosts are used, like with `ringdance run`. Unknown options are errors. Options without effect
+produce a warning.
 
   --install-into DIR   write a program named mpirun into a directory, for tools that look for it in PATH
   --launch-agent PROG  name of Open MPI's daemon on the other hosts
@@ -42,7 +42,7 @@ those without an effect.
 
 Differences from mpirun: cores are bound only on request; ranks are numbered host by host, and -map-by node
 only sets the number of ranks per host; `python` is the interpreter that ringdance is installed in;
-parameters of how Open MPI 4 starts processes (-mca orte_*, oob_*, plm_*) are dropped, and named.
+parameters for how Open MPI 4 starts processes (-mca orte_*, oob_*, plm_*) are dropped with a warning.
 
 examples:
   ringdance mpirun -np 4 -H h1:2,h2:2 -bind-to none -map-by slot -x NCCL_DEBUG=INFO python train.py
@@ -54,8 +54,8 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
     """Run ``ringdance mpirun`` and return its exit code.
 
     Args:
-        argv: the words of the command line, without the program and its name.
-        check: checks several hosts before anything starts there.
+        argv: The words of the command line, without the program and its name.
+        check: Checks several hosts before anything starts there.
     """
     return as_program(_NAME, lambda: _main(list(argv), check))
 
@@ -63,12 +63,12 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 def _main(words: list[str], check: Check | None) -> int:
     if words[:1] == ["--install-into"]:
         if len(words) != 2:
-            raise CommandError("--install-into DIR: give one directory")
+            raise CommandError("--install-into DIR: pass exactly one directory")
         print(*install(Path(words[1])), sep="\n")
         return 0
     line = parse(words, os.environ)
     if line.flags & {"help", "version"}:
-        # Callers of --version look for the name of an MPI library, as library.py does: it must hold none.
+        # Callers of --version look for the name of an MPI library, as library.py does. It must contain none.
         print(_HELP.rstrip() if "help" in line.flags else f"{_NAME} {__version__}")
         return 0
     for note in line.notes:
@@ -83,35 +83,35 @@ def _main(words: list[str], check: Check | None) -> int:
 
 
 def changes(line: MpirunLine) -> dict[str, Any]:
-    """Return the fields of the job that differ from what ``ringdance run`` would make of the options.
+    """Return the fields of the job that differ from those that ``ringdance run`` would derive.
 
     Raises:
-        LaunchError: the scheduler's hosts cannot be understood.
+        LaunchError: The scheduler's hosts cannot be parsed.
     """
     hosts: HostList | None = line.hosts
     ranks, source, options = line.ranks, line.source, line.mpi
     if hosts is None and (ranks is None or line.per_host or line.flags & {"spread", "oversubscribe"}):
-        found = detect(os.environ)
-        hosts = found.hosts if found else [("localhost", ranks or usable_cores())]
-        source = found.source if found else "mpirun"
+        allocation = detect(os.environ)
+        hosts = allocation.hosts if allocation else [("localhost", ranks or usable_cores())]
+        source = allocation.source if allocation else "mpirun"
     if hosts is not None:
         hosts, ranks = slots_of(hosts, line)
     family = find_mpi().family
     if options and family != "openmpi":
         _say(f"no effect with {family}: {shlex.join(options)}")
         options = []
-    # Open MPI 4's form: job, rank and stream; without -tag-output, nothing.
+    # Open MPI 4's format: job, rank and stream. No prefix without -tag-output.
     prefix = "[1,{rank}]<{stream}>:" if "tag" in line.flags else ""
     style = Style(prefix, clock="timestamp" in line.flags, closes=False)
     return {"ranks": ranks, "hosts": hosts, "source": source, "style": style, "mpi_args": options}
 
 
 def install(directory: Path) -> list[Path]:
-    """Write ``mpirun`` and Open MPI 4's name of the daemon into a directory; return the files.
+    """Write ``mpirun``, and the daemon under Open MPI 4's name, to a directory. Return the files.
 
     Raises:
-        LaunchError: another program of that name is there.
-        OSError: the directory cannot be written.
+        LaunchError: Another program of that name is there.
+        OSError: The directory is not writable.
     """
     mpi = find_mpi()
     mpirun, daemon = directory.absolute() / "mpirun", directory.absolute() / "orted"
@@ -119,18 +119,18 @@ def install(directory: Path) -> list[Path]:
     prted = Path(mpi.mpiexec).parent / "prted"
     files = [mpirun]
     if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
-        raise LaunchError(f"{mpirun} is another program; choose a directory for this one alone")
+        raise LaunchError(f"{mpirun} is another program. Choose a directory for this one only")
     directory.mkdir(parents=True, exist_ok=True)
-    # SageMaker's toolkit waits on each host for a process that is called orted.
+    # SageMaker's toolkit waits on each host for a process named orted.
     if mpi.family == "openmpi" and prted.exists():
         if daemon.is_symlink():
             daemon.unlink()
         daemon.symlink_to(prted)
         words = ["--launch-agent", str(daemon)]
         files.append(daemon)
-    # In no shell but for a path with spaces: some drop variables that they cannot name.
+    # Avoid a shell unless a path requires it, since some shells drop variables with names they do not allow.
     begin = f"#!{sys.executable} -P\n"
-    if " " in sys.executable or len(begin) > 127:  # the same file for a shell and for Python
+    if " " in sys.executable or len(begin) > 127:  # one file that is valid for both a shell and Python
         begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -P \"$0\" \"$@\"\n' '''\n"
     program = f"sys.exit(main(['mpirun', *{words}, *sys.argv[1:]]))\n"
     mpirun.write_text(f"{begin}# {_NAME}\nimport sys\nfrom ringdance.tools.cli import main\n{program}")

@@ -1,4 +1,4 @@
-"""Command lines: a parser whose errors suggest what was probably meant, and what a program ends with."""
+"""Command lines: a parser whose errors suggest the intended option, and the exit code of a program."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CHOICE = re.compile(r"invalid choice: '?([^'\s]*)'? \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors name the option or command that comes closest.
+    """An ArgumentParser whose errors name the closest option or command.
 
-    Unless given otherwise, texts keep their lines, and options cannot be abbreviated.
+    By default, texts keep their lines, and options cannot be abbreviated.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -35,20 +35,20 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse, and end with an error of this (sub)command where something is not known to it."""
+        """Parse the words. Anything unknown is an error of this command or subcommand."""
         words = list(sys.argv[1:] if args is None else args)
-        # First: argparse takes -hostfile for -h and -iface for -i.
-        found, rest = None, self._foreign(words)
+        # This comes first, because argparse treats -hostfile as -h and -iface as -i.
+        parsed, rest = None, self._foreign(words)
         if not rest:
-            found, rest = super().parse_known_args(words, namespace)
+            parsed, rest = super().parse_known_args(words, namespace)
         if rest:
             self.error(f"{_UNKNOWN} {' '.join(rest)}")
-        return found, rest
+        return parsed, rest
 
     def _foreign(self, words: Sequence[str]) -> list[str]:
-        """Return the options before the command that are other launchers', or have other dashes than here."""
-        known, found, values = self._option_string_actions, list[str](), 0
-        has_command = any(one.nargs in _COMMAND for one in self._get_positional_actions())
+        """Return options before the command that belong to other launchers, or differ by their dashes."""
+        known, foreign, values = self._option_string_actions, list[str](), 0
+        has_command = any(action.nargs in _COMMAND for action in self._get_positional_actions())
         for word in words:
             option, equals, _ = word.partition("=")
             if word == "--" or (has_command and not values and not word.startswith("-")):
@@ -58,42 +58,42 @@ class Parser(argparse.ArgumentParser):
             elif action := known.get(option):
                 count = 1 if action.nargs is None else action.nargs
                 values = count if isinstance(count, int) and not equals else 0
-            elif any(one.startswith(option) for one in known) and (self.allow_abbrev or option[1:2] != "-"):
-                values = 1  # argparse takes it for that option
+            elif any(name.startswith(option) for name in known) and (self.allow_abbrev or option[1:2] != "-"):
+                values = 1  # argparse treats it as that option
             elif self._own(option) or answer(_plain(option), known):
-                found.append(option)
+                foreign.append(option)
                 values = not equals
-        return found
+        return foreign
 
     def _own(self, option: str) -> str:
-        """Return the option here that differs by dashes only, "" if there is none."""
+        """Return this parser's option that differs only by its dashes, "" if there is none."""
         bare = _plain(option).replace("-", "")
-        same = (one for one in self._option_string_actions if _plain(one).replace("-", "") == bare)
+        same = (name for name in self._option_string_actions if _plain(name).replace("-", "") == bare)
         return next(same, "") if len(bare) > 1 else ""
 
     def _hint(self, option: str) -> str:
-        """Return what to write for an option that is not known; "" if there is nothing to say."""
+        """Return what to write for an unknown option, "" without a suggestion."""
         known = self._option_string_actions
         if not (meant := self._own(option)) and (text := answer(_plain(option), known)):
             return text
-        plain = {_plain(one): one for one in known}
+        plain = {_plain(name): name for name in known}
         near = difflib.get_close_matches(_plain(option), plain, n=1, cutoff=0.8)
         meant = meant or (plain[near[0]] if near else "")
         return f"did you mean {meant}?" if meant else ""
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and `message`, with what was probably meant, and exit with code 2."""
+        """Print the usage and ``message`` with a suggestion, and exit with code 2."""
         hints = list[str]()
         if message.startswith(_UNKNOWN):
             options = [word.partition("=")[0] for word in message.split()[2:] if word.startswith("-")]
             several = len(options) > 1
-            hints = [f"{one}: {hint}" if several else hint for one in options if (hint := self._hint(one))]
+            hints = [f"{word}: {hint}" if several else hint for word in options if (hint := self._hint(word))]
         elif choice := _CHOICE.search(message):
             near = difflib.get_close_matches(choice[1], re.findall(r"[^\s,']+", choice[2]), n=1)
-            hints = [f"did you mean {one}?" for one in near]
+            hints = [f"did you mean {choice}?" for choice in near]
         elif message.endswith("expected one argument"):
             option = message.split()[1].split("/")[-1].rstrip(":")
-            hints = [f"a value that begins with - follows an =, as in {option}=-x"]
+            hints = [f"a value that starts with - must follow an =, as in {option}=-x"]
         super().error("; ".join([message, *hints]))
 
 
@@ -102,7 +102,7 @@ def _plain(option: str) -> str:
 
 
 def rank_count(text: str) -> int:
-    """Return the number in `-n 2`; also in `-np2`, which argparse takes for `-n p2`."""
+    """Return the number in ``-n 2``, and in ``-np2``, which argparse treats as ``-n p2``."""
     try:
         return int(text.removeprefix("p"))
     except ValueError:
@@ -110,7 +110,7 @@ def rank_count(text: str) -> int:
 
 
 def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) -> Callable[[str], T]:
-    """Return the type of an option: numbers from ``least`` on, less than ``below``."""
+    """Return an option's type for numbers from ``least`` up to, but not including, ``below``."""
 
     def parsed(text: str) -> T:
         value = kind(text)
@@ -119,7 +119,7 @@ def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) ->
             raise argparse.ArgumentTypeError(f"{text}: give {least:g} or more{limit}")
         return value
 
-    parsed.__name__ = kind.__name__  # for the error of what is no number
+    parsed.__name__ = kind.__name__  # for argparse's error about an invalid value
     return parsed
 
 
@@ -127,33 +127,33 @@ positive = at_least(int, 1)
 
 
 def counts(text: str) -> list[int]:
-    """Return the whole numbers of "1,2,4", each 1 or more, ascending."""
-    found = {int(word) if word.isdecimal() else 0 for word in text.split(",")}
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers from 1 on; give them as in 1,2,4")
-    return sorted(found)
+    """Return the whole numbers in "1,2,4", each 1 or more, in ascending order."""
+    numbers = {int(word) if word.isdecimal() else 0 for word in text.split(",")}
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of 1 or more, such as 1,2,4")
+    return sorted(numbers)
 
 
 def number(text: str) -> float:
     """Return a number above 0."""
-    if not 0 < (found := float(text)) < math.inf:
+    if not 0 < (value := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: give a finite number, more than 0")
-    return found
+    return value
 
 
 def as_program(name: str, action: Callable[[], int]) -> int:
-    """Return the exit code of a command line's `action`; print what it raises in one line."""
+    """Run a command line's ``action`` and return its exit code. Print what it raises in one line."""
     try:
         return action()
-    except SystemExit as end:  # argparse has printed the error or the help
+    except SystemExit as end:  # argparse has already printed the error or the help
         return int(end.code or 0)
     except (ArgumentError, LaunchError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return getattr(error, "code", 2)
-    except KeyboardInterrupt:  # before the job's own handling
+    except KeyboardInterrupt:  # before the job handles it
         return 130
-    except BrokenPipeError:  # the reader of our output has ended, as in `ringdance run ... | head`
-        # Else the interpreter complains when it flushes at its end.
+    except BrokenPipeError:  # the reader of our output has exited, as in `ringdance run ... | head`
+        # Otherwise the interpreter complains when it flushes on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except OSError as error:

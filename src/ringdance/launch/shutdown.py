@@ -1,4 +1,4 @@
-"""How long ranks may still run after signals to the launcher."""
+"""How long ranks may keep running after signals to the launcher."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from ringdance.launch.cause import signal_name
 
 _STAY_S = 1.5
-_SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
+_SAME_S = 0.2  # the sender may signal all processes, so a rank may already have the launcher's signal
 _OF_A_TERMINAL: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
-_BEFORE_KILL_S = 5.0  # after SIGTERM that follows SIGINT: LSF sends both, and SIGKILL, 10 s apart
+_BEFORE_KILL_S = 5.0  # after SIGTERM that follows SIGINT: LSF sends both, then SIGKILL, 10 s apart
 
 
 class Shutdown:
-    """Follow the signals that end a job.
+    """Follows the signals that end a job.
 
     Args:
-        grace: seconds that the first one leaves the ranks.
+        grace: Seconds that the first signal leaves the ranks.
 
     Attributes:
-        signal: the first one, or 0; then also:
-        came: when it came (``time.monotonic()``).
-        kill_at: when ranks that still run are killed.
-        caused_failures: whether it may be the cause of the failures that came before.
+        signal: The first signal, or 0. The other attributes are valid once there is one.
+        came: Time of the first signal (``time.monotonic()``).
+        kill_at: Time at which ranks that still run are killed.
+        caused_failures: True if the signal may have caused the failures before it.
     """
 
     def __init__(self, grace: float) -> None:
@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Note a signal: the first one leaves the ranks time, at most until `latest`; a later SIGINT none."""
+        """Note a signal. The first leaves the ranks time until ``latest`` at most, a later SIGINT none."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures
@@ -46,14 +46,14 @@ class Shutdown:
             self.kill_at = min(self.kill_at, now + _BEFORE_KILL_S)
 
     def sentence(self) -> str:
-        """Return how the job was ended, and how it can be continued."""
-        said = f"the job was ended by {signal_name(self.signal)} to its launcher"
+        """Describe how the job was ended and how to continue it."""
+        text = f"the job was ended by {signal_name(self.signal)} to its launcher"
         if self.signal in _OF_A_TERMINAL:
-            said += ". If its script loads its last checkpoint, the same command continues from there. "
-            said += f"Started with --detach, it does not end with {_OF_A_TERMINAL[self.signal]}"
-        return said
+            text += ". If its script loads its last checkpoint, the same command continues from there. "
+            text += f"Started with --detach, it does not end with {_OF_A_TERMINAL[self.signal]}"
+        return text
 
     def sigterm(self) -> dict[str, Any]:
-        """Return the message that asks a rank to end; mpiexec, which would end the others, learns later."""
+        """Build the message that asks a rank to end. mpiexec, which would end the others, learns later."""
         stay = max(self.kill_at - time.monotonic(), 0.0) + _STAY_S
         return {"signal": int(signal.SIGTERM), "after": _SAME_S if self.signal else 0.0, "stay": stay}

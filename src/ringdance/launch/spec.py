@@ -1,4 +1,4 @@
-"""What a user asks for: a job's hosts, options and command."""
+"""A user's request for a job: its hosts, options and command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringdance.launch.remote.shell import RemoteShell
 
 
 class CommandError(LaunchError):
-    """The user's command cannot be run; `code` is the exit code."""
+    """The user's command cannot be run; ``code`` is the exit code."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
@@ -32,29 +32,29 @@ _LAUNCHERS = frozenset(("mpirun", "mpiexec", "orterun", "prterun", "srun", "torc
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job to be run from here.
+    """A job to start from this machine.
 
     Attributes:
-        command: program and its arguments.
-        ranks: how many; None for all slots of `hosts`.
-        hosts: names and slots, or None: those that a scheduler has allocated, else this machine.
-        source: where `hosts` come from, for people.
-        shell: how to reach other hosts, unless a scheduler defines it.
-        interfaces: names of the network interfaces to use; empty for those that lead to all hosts.
-        chdir: directory of the ranks, of those here if it is here; "" for the path of the launcher's.
-        check: whether to ask other hosts before a plan is made; needed for a start.
-        exports: variables to set for the ranks.
-        forward: Whether ranks on other hosts get the launcher's variables. If not, settings only.
-        style: how lines of ranks are shown; None: with their rank, and their host if there are several.
-        clock, colour: whether lines begin with the time, and ranks have colours, if `style` is None.
-        output_directory: for a copy of each rank's output, or "".
-        timeline: file for a timeline of all ranks, or "".
-        start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
-        heartbeat_timeout: seconds without a heartbeat after which a host is lost.
-        grace: seconds that ranks have to end after a signal to the launcher; a second SIGINT ends them.
-        verbose: whether to show steps.
-        binding: options of mpiexec in place of ours that bind ranks to no cores.
-        mpi_args: more options of mpiexec.
+        command: The program and its arguments.
+        ranks: Number of ranks. None means all slots of ``hosts``.
+        hosts: Names and slots. None means a scheduler's allocation, or else this machine.
+        source: Where ``hosts`` come from, for display.
+        shell: How to reach other hosts, unless a scheduler defines it.
+        interfaces: Names of the network interfaces to use. If empty, those that lead to all hosts.
+        chdir: Working directory of the ranks, also here if it exists here. "" means the launcher's path.
+        check: If True, ask other hosts before planning. A start needs this.
+        exports: Variables to set for the ranks.
+        forward: If True, ranks on other hosts get the launcher's variables. If False, they get settings only.
+        style: Format of the ranks' lines. None means their rank, and also their host if there are several.
+        clock, colour: If True, lines start with the time, and ranks have colors. Used if ``style`` is None.
+        output_directory: Directory for a copy of each rank's output, or "".
+        timeline: File for a timeline of all ranks, or "".
+        start_timeout: Seconds for hosts to answer, and then again for all ranks to start.
+        heartbeat_timeout: Seconds without a heartbeat after which a host counts as lost.
+        grace: Seconds that ranks have to exit after a signal to the launcher. A second SIGINT ends them.
+        verbose: If True, show steps.
+        binding: Options for mpiexec that replace ours, which bind ranks to no cores.
+        mpi_args: Further options for mpiexec.
     """
 
     command: Sequence[str]
@@ -83,27 +83,27 @@ class JobSpec:
         """Fill in hosts and ranks from the scheduler's allocation, if there is one.
 
         Raises:
-            LaunchError: neither hosts nor a number of ranks are known.
+            LaunchError: Neither hosts nor a number of ranks are known.
         """
         if not self.start_timeout > 0:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
         if not 0 <= self.grace < 1e9:
             raise LaunchError(f"--grace {self.grace:g}: it must be 0 seconds or more, and less than 1e9")
-        spec, shell, found = self, self.shell, detect(os.environ)
-        names = [name for name, _ in found.hosts] if found else []
+        spec, shell, alloc = self, self.shell, detect(os.environ)
+        names = [name for name, _ in alloc.hosts] if alloc else []
         # Oversubscribing a single machine is allowed.
-        alone = self.ranks is not None and set(names) == local_names(names)
-        # Hosts that the user picks from the allocation are reached as it defines, unless options say how.
+        local = self.ranks is not None and set(names) == local_names(names)
+        # Hosts that the user picks from the allocation are reached its way, unless options define another.
         own_ssh = shell.port or shell.identity or shell.arguments
         picked = {name for name, _ in self.hosts or ()} <= set(names)
-        if found and not alone and picked and (self.hosts is None or found.method == "ssh" or not own_ssh):
-            if found.refused and self.hosts is None:
-                raise LaunchError(found.refused)
-            arguments = (*shell.arguments, *found.ssh_arguments)
+        if alloc and not local and picked and (self.hosts is None or alloc.method == "ssh" or not own_ssh):
+            if alloc.refused and self.hosts is None:
+                raise LaunchError(alloc.refused)
+            arguments = (*shell.arguments, *alloc.ssh_arguments)
             shell = replace(
-                shell, method=found.method, arguments=arguments, start_timeout=found.start_timeout
+                shell, method=alloc.method, arguments=arguments, start_timeout=alloc.start_timeout
             )
-            hosts, source = self.hosts or found.hosts, self.source or found.source
+            hosts, source = self.hosts or alloc.hosts, self.source or alloc.source
             spec = replace(self, hosts=hosts, source=source, shell=shell)
         if spec.ranks is None:
             if not spec.hosts:
@@ -113,51 +113,51 @@ class JobSpec:
 
 
 def refuse_launcher(command: Sequence[str]) -> None:
-    """Raise a LaunchError if each rank would start ranks of its own, in a job of their own."""
+    """Raise LaunchError if the command is a launcher, so that each rank would start a separate job."""
     words = list(command[1:] if command[:1] == ["--"] else command) or [""]
     program = os.path.basename(words[0])
     options = " ".join(takewhile(lambda word: word != "-m" and not word.endswith(".py"), words))
-    # One torchrun on each host is usual: they meet in one job.
+    # One torchrun on each host is common: all of them join one job.
     joins = program == "torchrun" and re.search(r"--(nnodes[= ](?!1( |$))|rdzv.endpoint)", options)
     if program in _LAUNCHERS and not joins:
         raise LaunchError(
-            f"{program} starts ranks itself: each rank would run a job of its own. Leave {program} and its "
-            "options out, and give what each rank runs, as in: -- python train.py"
+            f"{program} starts ranks itself, so each rank would run its own job. Remove {program} and its "
+            "options, and give the command that each rank runs, for example: -- python train.py"
         )
 
 
 def check_machine() -> None:
-    """Raise a CommandError if no job can start on this machine."""
+    """Raise CommandError if this machine cannot start jobs."""
     problem = machine.problem()
     if problem:
         raise CommandError(problem)
 
 
 def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE``, or ``NAME`` for its value in `environ`.
+    """Parse ``NAME=VALUE``, or ``NAME`` for its value in ``environ``.
 
     Raises:
-        CommandError: ``NAME`` alone that is not set, or no name.
+        CommandError: A name is missing, or ``NAME`` alone is not set.
     """
-    found = {}
+    exports = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or "," in name or (not equals and name not in environ):
-            wrong = "give each NAME=VALUE by itself" if "," in name else "that variable is not set here"
+            wrong = "use one -x for each NAME=VALUE" if "," in name else "that variable is not set here"
             raise CommandError(f"-x {text}: {wrong if name else 'the name is missing'}")
-        found[name] = value if equals else environ[name]
-    return found
+        exports[name] = value if equals else environ[name]
+    return exports
 
 
 def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
-    """Return the command with its program's path, checked before the start.
+    """Return the command with its program's path, checked before the job starts.
 
     Args:
-        command: program and arguments.
-        directory: of the ranks, "" for this one; where it is only on other hosts, it is not looked into.
+        command: The program and its arguments.
+        directory: The ranks' working directory, "" for this one. Unchecked if it is only on other hosts.
 
     Raises:
-        CommandError: no command, not found (code 127), not executable, or a Python script that is missing.
+        CommandError: No command, not found (code 127), not executable, or a missing Python script.
     """
     check_machine()
     command = list(command[1:] if command[:1] == ["--"] else command)
@@ -182,7 +182,7 @@ def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
 
 
 def script_of(arguments: Sequence[str]) -> str | None:
-    """Return the script among a Python interpreter's arguments; None for -m, -c and standard input."""
+    """Return the script among a Python interpreter's arguments, or None for -m, -c and standard input."""
     rest = iter(arguments)
     for word in rest:
         if word in ("-X", "-W", "--check-hash-based-pycs"):

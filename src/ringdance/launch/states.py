@@ -1,4 +1,4 @@
-"""The states of a job and what leads from one to another."""
+"""The states of a job and the transitions between them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ _LOCAL_CLEAN_S = 6.0
 
 
 class State(Enum):
-    """Where a job is; each but the first is entered from an earlier one (:data:`TRANSITIONS`)."""
+    """The stages of a job. Each but the first is entered from an earlier one (``TRANSITIONS``)."""
 
-    PREPARING = auto()  # agents make the job's directories
-    STARTING = auto()  # mpiexec runs, not all ranks do
+    PREPARING = auto()  # agents create the job's directories
+    STARTING = auto()  # mpiexec runs, but not all ranks do
     RUNNING = auto()  # all ranks have started
     FAILED = auto()  # something has failed; the other ranks have a moment to report what they see
-    ENDED = auto()  # all ranks have ended; mpiexec may still run
-    STOPPING = auto()  # ranks have got SIGTERM
+    ENDED = auto()  # all ranks have exited; mpiexec may still run
+    STOPPING = auto()  # ranks have received SIGTERM
     CLEANING_REMOTE = auto()  # agents on other hosts end all processes and remove all files
-    CLEANING_LOCAL = auto()  # so does the one on this host
+    CLEANING_LOCAL = auto()  # the agent on this host does the same
     DONE = auto()
 
 
 class Event(Enum):
-    """What takes a job from one state to another."""
+    """What moves a job from one state to another."""
 
     READY = auto()  # all agents are ready
     STARTED = auto()  # all ranks have started
-    FAILURE = auto()  # of a rank, mpiexec or a host
-    OVER = auto()  # all ranks have ended
-    STOP = auto()  # the launcher got a signal
-    TIMEOUT = auto()  # the state's deadline has come
-    CLEAN = auto()  # the agents in question have cleaned up
-    LOST = auto()  # the agent on this host is gone
+    FAILURE = auto()  # a rank, mpiexec or a host has failed
+    OVER = auto()  # all ranks have exited
+    STOP = auto()  # the launcher received a signal
+    TIMEOUT = auto()  # the state's deadline has passed
+    CLEAN = auto()  # the agents that the state waits for have cleaned up
+    LOST = auto()  # the agent on this host has exited
 
 
 _S, _E = State, Event
@@ -55,13 +55,13 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE},
     _S.DONE: {},
 }  # fmt: skip
-"""The next state by state and event; other events change nothing. LOST leads from any state to DONE.
+"""The next state by state and event. Other events change nothing. LOST leads from any state to DONE.
 
-An event that does not change the state may still bring its deadline forward.
+An event that does not change the state may still move its deadline forward.
 """
 
 LIMITS = {_S.RUNNING: math.inf, _S.CLEANING_REMOTE: _REMOTE_CLEAN_S, _S.CLEANING_LOCAL: _LOCAL_CLEAN_S}
-"""Seconds that a state begins with; in others an event sets the deadline, or leaves an earlier one."""
+"""Seconds until the deadline of a new state. In other states an event sets it, or keeps an earlier one."""
 
 WELL = (_S.PREPARING, _S.STARTING, _S.RUNNING)
 CLEANING = (_S.CLEANING_REMOTE, _S.CLEANING_LOCAL, _S.DONE)

@@ -1,4 +1,4 @@
-"""Commands with subcommands of their own, such as ``ringdance hosts``."""
+"""Commands that have subcommands, such as ``ringdance hosts``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Subcommand(NamedTuple):
     """One subcommand.
 
     Attributes:
-        run: does it; returns the exit code.
-        help: what it does, as one line.
-        add_arguments: adds its arguments to a parser.
-        epilog: the end of its help, such as examples.
+        run: Runs it and returns the exit code.
+        help: Describes it in one line.
+        add_arguments: Adds its arguments to a parser.
+        epilog: End of its help, such as examples.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -28,14 +28,14 @@ class Subcommand(NamedTuple):
 def run(
     prog: str, description: str, subcommands: Mapping[str, Subcommand], argv: Sequence[str], epilog: str = ""
 ) -> int:
-    """Parse `argv`, run the subcommand that it names, and return the exit code.
+    """Parse ``argv``, run the subcommand that it names, and return the exit code.
 
     Args:
-        prog: the command, such as "ringdance hosts".
-        description: what the command is for.
-        subcommands: by name.
-        argv: words after `prog`.
-        epilog: the end of the command's help.
+        prog: Name of the command, such as "ringdance hosts".
+        description: Purpose of the command.
+        subcommands: Subcommands by name.
+        argv: The words after ``prog``.
+        epilog: End of the command's help.
     """
 
     def action() -> int:
@@ -43,9 +43,9 @@ def run(
         group = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
         for name, known in subcommands.items():
             text = f"{known.help[0].upper()}{known.help[1:]}."
-            one = group.add_parser(name, help=known.help, description=text, epilog=known.epilog)
-            known.add_arguments(one)
-            one.set_defaults(subcommand=known)
+            subparser = group.add_parser(name, help=known.help, description=text, epilog=known.epilog)
+            known.add_arguments(subparser)
+            subparser.set_defaults(subcommand=known)
         arguments = parser.parse_args(list(argv))
         chosen: Subcommand = arguments.subcommand
         return chosen.run(arguments)

@@ -15,19 +15,19 @@ from ringdance.launch.prepare import PreparedJob
 
 
 def run_in_terminal(prepared: PreparedJob) -> int:
-    """Run it with the output on this process's stdout and stderr; return the exit code.
+    """Run a job with its output on this process's stdout and stderr. Return the exit code.
 
     Raises:
-        LaunchError: nothing was started.
+        LaunchError: Nothing was started.
     """
     if prepared.spec.verbose:
         print(prepared.plan.describe(os.environ), file=sys.stderr)
     sys.stdout.flush()
-    # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
+    # Do not read a terminal: a prompt would wait for the end of its line, and a background job steal input.
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
     first = prepared.plan.hosts[0]
     if stdin == 0 and not first.local and _waits(stdin):
-        text = f"rank 0 is on {first.name} and cannot read this standard input: name this host first"
+        text = f"rank 0 is on {first.name} and cannot read this standard input. Name this host first"
         print(f"ringdance run: {text}", file=sys.stderr)
     smart = os.environ.get("TERM", "dumb") != "dumb"
     terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
@@ -36,7 +36,7 @@ def run_in_terminal(prepared: PreparedJob) -> int:
 
 
 def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) -> int:
-    """Show the verdict on a failed job; return the exit code."""
+    """Show the verdict on a failed job. Return the exit code."""
     if isinstance(outcome, int):
         return outcome
     text = render(outcome, prepared.plan.ranks, prepared.spec.output_directory)
@@ -45,7 +45,7 @@ def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) 
 
 
 def _waits(descriptor: int) -> bool:
-    """Return whether there are bytes to read: of a file, or that a pipe has by now."""
+    """Return True if there are bytes to read from a file, or already in a pipe."""
     try:
         return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     except OSError:  # /dev/null

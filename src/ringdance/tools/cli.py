@@ -1,4 +1,4 @@
-"""The command ``ringdance``: a subcommand for each thing that a person does from a shell."""
+"""The command ``ringdance``, with a subcommand for each task in a shell."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ examples:
 _COMMANDS = {
     "train": {
         "run": ("ringdance.launch.cli", "start a training script on several processes"),
-        "mpirun": ("ringdance.launch.mpirun_cli", "the same for command lines of Open MPI 4's mpirun"),
+        "mpirun": ("ringdance.launch.mpirun_cli", "run command lines of Open MPI 4's mpirun"),
         "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
-        "attach": ("ringdance.launch.background.commands:attach", "show the output of such a job"),
-        "stop": ("ringdance.launch.background.commands:stop", "end such a job"),
-        "search": ("ringdance.tools.search.cli", "try parameters of a script in parallel, and find the best"),
+        "attach": ("ringdance.launch.background.commands:attach", "show a background job's output"),
+        "stop": ("ringdance.launch.background.commands:stop", "end a background job"),
+        "search": ("ringdance.tools.search.cli", "try a script's parameters in parallel, and find the best"),
         "recipes": ("ringdance.tools.recipes", "list and copy training jobs that come with Ringdance"),
         "settings": ("ringdance.tools.cli:settings", "show all settings: value, origin, meaning, names"),
     },
     "diagnose": {
         "doctor": ("ringdance.tools.doctor.cli", "find what makes training fail or hang on these machines"),
         "explain": ("ringdance.tools.explain", "name the rank that holds up a job"),
-        "timeline": ("ringdance.tools.report.timeline", "show where the time of a step goes"),
+        "timeline": ("ringdance.tools.report.timeline", "show where a step spends its time"),
         "report": ("ringdance.tools.report.cli", "write a page about what limits runs, and what to try next"),
-        "bench": ("ringdance.tools.bench.cli", "measure what limits a training run, and how it scales"),
+        "bench": ("ringdance.tools.bench.cli", "measure what limits training, and how it scales over ranks"),
     },
     "tune and predict": {
         "plan": ("ringdance.tools.plan.cli", "predict speed, hours and money on other machines"),
         "tune": ("ringdance.tools.bench.threads", "find the best threads and ranks per host on CPUs"),
     },
     "data and hosts": {
-        "data": ("ringdance.tools.data", "prepare images for training, check and describe data sets"),
+        "data": ("ringdance.tools.data", "prepare images for training; check and describe data sets"),
         "hosts": ("ringdance.tools.hosts.cli", "copy files to hosts"),
     },
     "submit": {
-        "k8s": ("ringdance.submit.kubernetes.cli", "write manifests of jobs for Kubernetes"),
+        "k8s": ("ringdance.submit.kubernetes.cli", "write Kubernetes manifests for jobs"),
         "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
     },
 }
-"""Commands in groups: the module with their ``main`` or what is named and the help."""
+"""Commands in groups: the module with their ``main`` or the named function, and their help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line ``argv`` (by default this process's). Return the exit code."""
     open_standard_streams()
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # while modules are imported
+    except KeyboardInterrupt:  # while modules are being imported
         return 130
 
 
 def _main(words: Sequence[str]) -> int:
-    # What comes after such a word is the command's own: not looked at here.
+    # Everything after the command's name is parsed by the command itself, not here.
     known = {name: module for group in _COMMANDS.values() for name, (module, _) in group.items()}
     if not words or words[0] not in known:
         parser = _parser(known)
@@ -82,18 +82,18 @@ def _main(words: Sequence[str]) -> int:
 
 
 def open_standard_streams() -> None:
-    """Open on /dev/null those that the caller has closed (`>&-`): other files would get their numbers."""
+    """Open standard streams that the caller closed (`>&-`), so that no other file gets their numbers."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free, which is it
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
         if getattr(sys, name) is None and descriptor:
             setattr(sys, name, open(descriptor, "w", closefd=False))  # noqa: SIM115
 
 
 def _look(ready: PreparedJob, say: Callable[[str], None]) -> None:
-    """What is wrong with the hosts of a job; only jobs over several hosts pay for the import."""
+    """Check the hosts of a job. Only jobs on several hosts pay for the import."""
     from ringdance.tools.doctor.preflight import check_hosts
 
     check_hosts(ready, say)
@@ -116,7 +116,7 @@ def _parser(known: Iterable[str]) -> argparse.ArgumentParser:
 
 
 def settings(argv: Sequence[str]) -> int:
-    """Run ``ringdance settings`` with the words after it; returns the exit code."""
+    """Run ``ringdance settings`` with the words after it. Return the exit code."""
     parser = Parser(
         prog="ringdance settings",
         description="Show every setting as a script started from this shell would see it.",

@@ -11,9 +11,9 @@ from ringdance.launch.spec import refuse_launcher, resolve_command
 from ringdance.tools.cli import main
 
 HOSTS, ALL = "write -H h1:4,h2:4, the hosts and their slots", "write -np N, the number of ranks on all hosts"
-EACH, MPIRUN = "write -np N for all hosts together, or -H h1:4,h2:4", "write `ringdance mpirun`"
-OUT = "leave it out: this starts"
-SETTING, ELASTIC = "write -x NAME=VALUE; `ringdance settings`", "leave it out: a job keeps the ranks"
+EACH, MPIRUN = "write -np N for all hosts together, or -H h1:4,h2:4", "use `ringdance mpirun`"
+OUT = "remove it: this command starts"
+SETTING, ELASTIC = "write -x NAME=VALUE; `ringdance settings`", "remove it: a job keeps the ranks"
 RUN = {
     # torchrun and torch.distributed.launch
     "--nproc_per_node 4 train.py": EACH,
@@ -155,7 +155,7 @@ def test_a_launcher_in_a_job_is_refused(
     assert main([*outer.split(), "--", *inner.split(), "python", "train.py"]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert "starts ranks itself: each rank would run a job of its own" in err
+    assert "starts ranks itself, so each rank would run its own job" in err
 
 
 def test_a_launcher_that_joins_its_like_or_runs_alone_is_not_refused(tmp_path: Path) -> None:
@@ -171,4 +171,4 @@ def test_a_launcher_that_joins_its_like_or_runs_alone_is_not_refused(tmp_path: P
 
 def test_a_value_that_begins_with_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sagemaker", "submit", "--mpi-options", "-x A=1", "train.py"]) == 2
-    assert "a value that begins with - follows an =, as in --mpi-options=-x" in capsys.readouterr().err
+    assert "a value that starts with - must follow an =, as in --mpi-options=-x" in capsys.readouterr().err

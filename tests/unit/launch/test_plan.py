@@ -26,7 +26,9 @@ def plan(**changes: object) -> Plan:
     given = {"mpi": OPENMPI, "cores": 8, "environ": {}, **changes}
     asked = {"ranks": 2} | {name: given.pop(name) for name in changes if name in _OF_SPEC}
     shell = {name: given.pop(name) for name in ("method", "python") if name in given}
-    spec = JobSpec(["/env/bin/python", "train.py"], shell=RemoteShell(**shell), **asked)  # type: ignore[arg-type]
+    spec = JobSpec(
+        ["/env/bin/python", "train.py"], shell=RemoteShell(**shell), **asked  # type: ignore[arg-type]
+    )
     return build_plan(spec, **given)  # type: ignore[arg-type]
 
 
@@ -196,7 +198,7 @@ def test_ipv6_networks_are_given_to_mpi_by_interface() -> None:
     assert dict(plan(**wide).environment)["OMPI_MCA_btl_tcp_if_include"] == "eth0"
     other = {**wide, "facts": facts | {"b": HostFacts(networks=(("ens3", "fd00::b", 64),))}}
     assert "OMPI_MCA_btl_tcp_if_include" not in dict(plan(**other).environment)
-    with pytest.raises(LaunchError, match=r"IPv6 networks only \(fd00::/64\), and MPICH's mpiexec knows"):
+    with pytest.raises(LaunchError, match=r"only IPv6 networks \(fd00::/64\), but MPICH's mpiexec supports"):
         plan(**wide, mpi=Mpi("mpich", "m", "test"))
 
 

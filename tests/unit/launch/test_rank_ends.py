@@ -29,10 +29,10 @@ def message(code: int, out_of_memory: bool = False) -> str:
 @pytest.mark.parametrize(
     ("free", "said", "unsaid"),
     [
-        (0, "/dev/shm is full (0 KiB free): there was no room", "cut short"),
-        (5 << 20, "a file that it had mapped was cut short, or", "is full"),
+        (0, "/dev/shm is full (0 KiB free): there was no space", "was truncated"),
+        (5 << 20, "a file that it had mapped was truncated or", "is full"),
         (5 << 20, "or /dev/shm was full, which has 5 MiB free now", "is full"),
-        (-1, "a file that it had mapped was cut short, or", "is full"),
+        (-1, "a file that it had mapped was truncated or", "is full"),
     ],
 )
 def test_a_bus_error_is_explained_by_the_room_that_is_left(
@@ -46,8 +46,8 @@ def test_a_bus_error_is_explained_by_the_room_that_is_left(
 
 
 def test_other_signals() -> None:
-    assert message(-signal.SIGKILL).endswith("): by hand, or by the kernel for want of memory (see dmesg)")
-    assert message(-signal.SIGKILL, True).endswith("the memory limit of its container (cgroup) was reached")
+    assert message(-signal.SIGKILL).endswith("): by hand, or by the kernel for lack of memory (see dmesg)")
+    assert message(-signal.SIGKILL, True).endswith("because its container (cgroup) reached its memory limit")
     assert message(-signal.SIGSEGV) == "killed by SIGSEGV (signal 11)"
     assert message(1, True) == "exited with code 1"
 

@@ -130,7 +130,7 @@ def test_the_shell_over_there_gets_the_words_as_they_are() -> None:
 )
 def test_names_that_are_no_hosts(name: str) -> None:
     for way in ("ssh", "srun"):
-        with pytest.raises(LaunchError, match="not the name of a host"):
+        with pytest.raises(LaunchError, match="not a valid host name"):
             RemoteShell(method=way).command(name, ["true"])
 
 

@@ -82,7 +82,7 @@ def test_json_and_a_plot(script, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hosts", "2,0"], "'2,0' are no numbers from 1 on"),
+        (["--hosts", "2,0"], "'2,0' is not a list of numbers of 1 or more"),
         (["--hosts", "2,99999999999"], "799,999,999,992 ranks: up to 1,000,000"),
         (["--step", "inf"], "inf: give a finite number, more than 0"),
         (["--ranks-per-host", "x"], "invalid int value: 'x'"),

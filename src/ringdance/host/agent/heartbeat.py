@@ -1,4 +1,4 @@
-"""Heartbeats to the agents on other hosts, sent by the launcher's own agent; standard library only."""
+"""Heartbeats from the launcher's own agent to the agents on other hosts. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _PING = Frames.pack(b'{"ping": true}')
 
 
 class Heartbeats:
-    """Ping other agents even if the launcher is stopped, or waits for a slow reader.
+    """Pings other agents even while the launcher is stopped or waits for a slow reader.
 
     Args:
-        lock: a file, byte n of which the launcher locks while it is in the middle of a message to agent n.
-        connections: to the agents, by number.
+        lock: Descriptor of a file. The launcher locks its byte n while it sends a message to agent n.
+        connections: Descriptors of the connections to the agents, by number.
     """
 
     def __init__(self, lock: int = -1, *connections: int) -> None:
         self._lock, self._connections, self._next = lock, connections, 0.0
 
     def send(self) -> float | None:
-        """Ping if it is time; return the seconds until the next time, None if there are no agents."""
+        """Ping if it is time. Returns the seconds until the next time, None without agents."""
         now = time.monotonic()
         if self._connections and now >= self._next:
             self._next = now + _PING_S
             for byte, connection in enumerate(self._connections):
-                # The launcher is in the middle of a message; much waits to be read there; the agent is gone.
+                # The launcher is in the middle of a message, its pipe is full, or the agent has exited.
                 with contextlib.suppress(OSError):
                     fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-                    os.write(connection, _PING)  # whole, or not at all: it is short
+                    os.write(connection, _PING)  # so short that it is written as a whole or not at all
                 fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, byte)
         return max(0.0, self._next - now) if self._connections else None
 
     def close(self) -> None:
-        """Close the connections: if the launcher has ended too, the other agents end."""
+        """Close the connections. Once the launcher has exited too, the other agents exit."""
         for connection in self._connections:
             os.close(connection)
         self._connections = ()

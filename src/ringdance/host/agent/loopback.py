@@ -1,6 +1,7 @@
-"""Keep the network away from the sockets on which mpiexec listens, if no other host is part of the job.
+"""Hide the sockets on which mpiexec listens from the network if no other host is part of the job.
 
-Neither Open MPI's mpiexec nor Hydra has an option for it: both bind to all addresses. Standard library only.
+Neither Open MPI's mpiexec nor Hydra has an option for this: both bind to all addresses.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ _PIDFD_GETFD = 438  # the same number on all architectures
 
 
 def restrict(pid: int) -> None:
-    """Bind the listening TCP sockets of a child process to the loopback device, those on 127.0.0.1 aside.
+    """Bind a child process's listening TCP sockets to the loopback device, except those on 127.0.0.1.
 
     Raises:
-        OSError: the kernel (before Linux 5.7) or a sandbox does not allow it; not if the process has ended.
+        OSError: The kernel (before Linux 5.7) or a sandbox forbids it. Not raised if the process has exited.
     """
     for sock in listening_sockets(pid):
-        # Only root may change the device once it is set.
+        # Once the device is set, only root may change it.
         if not sock.getsockname()[0].startswith("127.") and not device_of(sock):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
 
 
 def device_of(sock: socket.socket) -> str:
-    """Return the network device to which a socket is bound, "" for all."""
+    """Return the network device to which a socket is bound, "" if it uses all."""
     return sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0").decode()
 
 
 def listening_sockets(pid: int) -> Iterator[socket.socket]:
-    """Yield the TCP sockets on which another process listens, each open until the next.
+    """Yield the TCP sockets on which another process listens. Each is open until the next is requested.
 
     Raises:
-        OSError: as for :func:`restrict`.
+        OSError: The kernel or a sandbox forbids it, as for ``restrict()``.
     """
     if not hasattr(os, "pidfd_open"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -49,7 +50,7 @@ def listening_sockets(pid: int) -> Iterator[socket.socket]:
                     continue
                 ours = _take(process, int(name))
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.EBADF):  # closed meanwhile
+                if error.errno in (errno.ENOENT, errno.EBADF):  # it has been closed in the meantime
                     continue
                 raise
             with socket.socket(fileno=ours) as sock:
@@ -64,7 +65,7 @@ def listening_sockets(pid: int) -> Iterator[socket.socket]:
 
 
 def _take(process: int, descriptor: int) -> int:
-    """Return a descriptor of our own for what is open in another process."""
+    """Return our own descriptor for a file that is open in another process."""
     import ctypes
 
     ours = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0))

@@ -1,16 +1,16 @@
-"""The agent: supervise one host of a job, the launcher's own or one reached by ssh or srun.
+"""The agent: supervise one host of a job, either the launcher's own or one reached over ssh or srun.
 
-It makes the job's directories, starts mpiexec or what mpiexec wants started here, passes on what the ranks
-report and write (ranks.py), and ends every process of the job and removes its files: when the launcher asks
-for it, when the connection is closed, or when the launcher has sent nothing for too long. One that is killed
-is replaced by a process it has forked (:meth:`Cleanup.fork_backup`). Standard library only.
+It creates the job's directories, starts mpiexec or whatever mpiexec wants started here, and passes on what
+the ranks report and write (ranks.py). It ends every process of the job and removes its files when the
+launcher asks for it, when the connection is closed, or when the launcher has been silent for too long. If the
+agent is killed, a process that it has forked takes over (``Cleanup.fork_backup()``). Standard library only.
 
-Messages (:class:`launch.messages.Frames`) go over stdin and stdout. From the launcher:
+Messages (``launch.messages.Frames``) travel over stdin and stdout. From the launcher:
 ``{"job", ...}`` once; ``{"put": name, "mode"}`` with a file's bytes; ``{"spawn": n, "command" or "argv"}``;
 ``{"to": connection of a rank, "message"}``; ``{"ping"}``;
-``{"clean", "failed", "results"}``; those of tasks.py.
+``{"clean", "failed", "results"}``; and the messages of tasks.py.
 To the launcher: ``{"facts"}``; ``{"ready", "problem", "port"}``; ``{"from": connection, "message"}``;
-``{"from", "stream": 0 or 1}`` with bytes (none: its end); ``{"from", "closed"}``;
+``{"from", "stream": 0 or 1}`` with bytes (none at its end); ``{"from", "closed"}``;
 ``{"output"}`` with bytes; ``{"exited": n, "pid", "code", "time"}``; ``{"died": pid, "name", "signal"}``;
 ``{"note"}``; ``{"pong"}``; ``{"file": name, "last"}`` with bytes; ``{"cleaned": bool}``.
 """
@@ -45,23 +45,23 @@ from .heartbeat import Heartbeats
 from .programs import Programs
 from .ranks import Ranks
 
-_FULL = 4 << 20  # bytes waiting for the launcher, beyond which the ranks' output is left in its pipes
+_FULL = 4 << 20  # above this many bytes unsent to the launcher, the ranks' output stays in its pipes
 _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
-_SLEPT_S = 2.0  # since the last turn of the loop, which has one in half a second
-_RESULT_BYTES = 1 << 20  # of a result's file in a message
-_SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
+_SLEPT_S = 2.0  # such a gap between turns of the loop, normally half a second, means a stopped process
+_RESULT_BYTES = 1 << 20  # bytes of a result file per message
+_SET = "Set TMPDIR, where the job is started, to a directory that is writable on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a shell drops variables with other names
 
 
 class _Agent:
-    """Obey one launcher.
+    """Serves one launcher.
 
     Args:
-        local: on the launcher's own host the descriptors of what rank 0 reads (-1: nothing), of a file to
-            lock, and of the connections to the agents on other hosts (:class:`Heartbeats`); else empty.
+        local: On the launcher's own host, the descriptors of rank 0's input (-1 for none), of a file to
+            lock, and of the connections to the agents on other hosts (``Heartbeats``). Otherwise empty.
     """
 
     def __init__(self, local: Sequence[int] = ()) -> None:
@@ -81,11 +81,11 @@ class _Agent:
         self._wake = linux.wake_on_signals()
 
     def run(self) -> None:
-        """Serve until the job is over or the launcher has ended; then nothing of the job is left here."""
+        """Serve until the job is over or the launcher has exited. Then nothing of the job is left here."""
         self._selector.register(0, selectors.EVENT_READ, self._from_launcher)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
         if not self._local:
-            from ..system import machine  # the launcher knows its own host
+            from ..system import machine  # not needed locally: the launcher knows its own host
 
             self._launcher.send({"facts": machine.facts()})
         try:
@@ -108,13 +108,13 @@ class _Agent:
 
     def _launcher_is_silent(self) -> bool:
         limit, now = self._timeout, time.monotonic()
-        if now - self._turned > _SLEPT_S:  # this process was stopped, or its machine: it has heard nothing
+        if now - self._turned > _SLEPT_S:  # this process or its machine was stopped and has heard nothing
             self._heard = now
         self._turned = now
         return limit is not None and now - self._heard > limit
 
     def _check_fullness(self) -> None:
-        """Leave output where it is while the launcher takes none; write as soon as it does."""
+        """Leave output in its pipes while the launcher reads nothing. Write as soon as it reads again."""
         unsent = self._launcher.unsent
         watch(self._selector, 1, selectors.EVENT_WRITE, self._launcher.flush if unsent else None)
         full = unsent > (_FULL_LOCAL if self._local else _FULL)
@@ -127,7 +127,7 @@ class _Agent:
     def _from_launcher(self) -> None:
         messages, alive = self._launcher.receive()
         self._heard = now = time.monotonic()
-        # Its pings wait behind a large file that it sends: answer before they are read.
+        # The launcher's pings wait behind a large file that it sends. Answer before reading them.
         if self._timeout is not None and now - self._answered > _ANSWER_S:
             self._launcher.send({"pong": True})
             self._answered = now
@@ -155,22 +155,22 @@ class _Agent:
 
     def _do(self, message: dict[str, Any], payload: bytes) -> None:
         if self._tasks is None:
-            from .tasks import Tasks  # a job's start does not wait for its imports
+            from .tasks import Tasks  # imported late, so that a job's start does not wait for its imports
 
             self._tasks = Tasks(self._launcher, self._selector)
         self._tasks.take(message, payload)
 
     def _prepare(self, message: dict[str, Any]) -> str:
-        """Make the job's directories and listen; return the problem, or ""."""
+        """Create the job's directories and listen. Return the problem, or ""."""
         cwd, self._timeout = message["cwd"], message["heartbeat_timeout"]
         if not os.path.isdir(cwd):
             return (
-                f"there is no directory {cwd}. Start from a directory that all hosts have, on a shared "
-                "file system, or copied; or give the ranks' directory there: --chdir DIR"
+                f"directory {cwd} does not exist. Start from a directory that all hosts have, on a shared "
+                "file system or as a copy, or name the ranks' directory there: --chdir DIR"
             )
         for path in message["needed"]:
             if not os.path.exists(os.path.join(cwd, path)):
-                return f"there is no {os.path.join(cwd, path)}; all hosts need it at the same place"
+                return f"{os.path.join(cwd, path)} does not exist. All hosts need it at the same path"
         usable_bases, wrong = usable([*message["bases"], *bases(os.environ)])
         if not usable_bases:
             return f"no directory for temporary files ({wrong}). {_SET}"
@@ -183,17 +183,17 @@ class _Agent:
             self._cleanup.fork_backup()
             self._ranks.listen(os.path.join(self._directory, "s"))
         except OSError as error:
-            return f"the job's directory {self._directory} cannot be made: {error.strerror}. {_SET}"
+            return f"the job's directory {self._directory} cannot be created: {error.strerror}. {_SET}"
         self._port_lock, self._port = free_port()
-        # The launcher's settings win over those of this host's login.
-        given = {
+        # The launcher's settings override the login's on this host.
+        settings = {
             name: text.replace(OWN_DIRECTORY, self._directory)
             for name, text in message["environ"].items()
         }
         launcher = message.get("launcher")
         if launcher:
-            given = paths.translated(given, launcher) | paths.variables(cwd, launcher)
-        environ = {**os.environ, **given, linux.MARKER: message["job"]}
+            settings = paths.translated(settings, launcher) | paths.variables(cwd, launcher)
+        environ = {**os.environ, **settings, linux.MARKER: message["job"]}
         self._ranks.environ = {name: environ[name] for name in environ if not _SHELL_NAME.fullmatch(name)}
         self._programs.prepare(environ, cwd, launcher)
         return ""
@@ -209,7 +209,7 @@ class _Agent:
         self._programs.spawn(message, self._directory)
 
     def _on_pid(self, pid: int) -> None:
-        self._programs.restricting = None  # mpiexec listens before it starts a rank
+        self._programs.restricting = None  # mpiexec opens its sockets before it starts a rank
         if self._cleanup:
             self._cleanup.note(pid)
 
@@ -223,12 +223,12 @@ class _Agent:
         self._programs.reap()
 
     def _clean(self, failed: bool, wanted: bool) -> None:
-        """End: nothing of the job is left here, and all that its ranks have written is on its way."""
+        """End the job here: leave nothing of it behind, and send everything that its ranks have written."""
         results = self._results(wanted and not failed)
         clean = self._cleanup.run(failed) if self._cleanup else True
         self._ranks.read_rest()
         self._programs.read_rest()
-        self._over = True  # messages from now on only show that the launcher is there
+        self._over = True  # from now on, messages only show that the launcher is alive
         for name, file in results:
             data = b"x"
             while data and self._drain(_FULL):
@@ -238,15 +238,15 @@ class _Agent:
         self._drain(0)
 
     def _results(self, wanted: bool) -> list[tuple[str, BinaryIO]]:
-        """Open what the launcher gets: it can be read when the directory is gone. Results not in any case."""
+        """Open the files for the launcher, readable even after their removal. Results only if ``wanted``."""
         names = sorted(os.listdir(self._directory)) if os.path.isdir(self._directory) else []
-        found = [name for name in names if name.startswith(TIMELINE) or (wanted and _RESULT.fullmatch(name))]
+        kept = [name for name in names if name.startswith(TIMELINE) or (wanted and _RESULT.fullmatch(name))]
         for place, _, files in os.walk(os.path.join(self._directory, OUTPUT)):
-            found += [os.path.relpath(os.path.join(place, name), self._directory) for name in files]
-        return [(name, open(os.path.join(self._directory, name), "rb")) for name in found]
+            kept += [os.path.relpath(os.path.join(place, name), self._directory) for name in files]
+        return [(name, open(os.path.join(self._directory, name), "rb")) for name in kept]
 
     def _drain(self, most: int) -> bool:
-        """Wait until at most `most` bytes are unsent; return False if the launcher takes no more."""
+        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher stopped reading."""
         until = time.monotonic() + _DRAIN_S
         while self._launcher.open and (unsent := self._launcher.unsent) > most:
             readable, _, _ = select.select([0], [1], [], self._heartbeats.send() or 0.1)
@@ -255,7 +255,7 @@ class _Agent:
             self._launcher.flush()
             if self._launcher.unsent < unsent:
                 until = time.monotonic() + _DRAIN_S
-            elif self._local:  # a launcher that ends is detected: the reader of the output is slow
+            elif self._local:  # the end of a local launcher is detected, so the output's reader must be slow
                 continue
             elif time.monotonic() > until and (self._timeout is None or self._launcher_is_silent()):
                 return False
@@ -263,13 +263,13 @@ class _Agent:
 
 
 def main(arguments: list[str]) -> None:
-    """Run an agent; `arguments` are the descriptors of :class:`_Agent`, or none."""
+    """Run an agent. ``arguments`` are the descriptors for ``_Agent``, or empty."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # To all processes of a user, session or container: the launcher gets it too, and decides. (A handler,
-        # since what is ignored stays so in the programs started.)
+        # A signal to all processes of a user, session or container reaches the launcher too, which decides.
+        # This is a handler because programs that are started would inherit an ignored signal.
         signal.signal(number, lambda *_: None)
     linux.adopt_orphans()
-    # Nothing else may write where the messages go.
+    # Nothing else may write to the descriptor for messages.
     os.write(1, AGENT_SPEAKS)
     sys.stdout = sys.stderr
     _Agent([int(word) for word in arguments]).run()

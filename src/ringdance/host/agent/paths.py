@@ -1,6 +1,6 @@
-"""Command lines of our processes, also on hosts with other paths than the launcher's.
+"""Command lines of our processes, including on hosts where paths differ from the launcher's.
 
-mpiexec starts one command line on all hosts. Where they differ, that is a shell's line with variables, which
+mpiexec starts the same command line on all hosts. If paths differ, it is a shell's line with variables that
 each host's agent sets. Standard library only.
 """
 
@@ -22,7 +22,7 @@ def package_directory() -> str:
 def bare_command(module: str, *arguments: str) -> list[str]:
     """Return a command line for ``host.<module>.main`` without ``site``, the package or PYTHON* settings.
 
-    Starts in some 20 ms instead of the time that all imports of the package and its ``.pth`` files take.
+    It starts in about 20 ms, without the time for the package's imports and ``.pth`` files.
     """
     return [sys.executable, "-I", "-S", "-c", BOOT.format(module), package_directory(), *arguments]
 
@@ -39,18 +39,18 @@ _PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"
 
 
 def module_line(python: str, module: str) -> list[str]:
-    """Return a command line that runs ``host.<module>.main`` by another host's `python`."""
+    """Return a command line that runs ``host.<module>.main`` with another host's ``python``."""
     return [python, "-I", "-c", _FIND.format(module)]
 
 
 def rank_line(bases: str, job: str) -> list[str]:
-    """Return the command line of a rank's wrapper, for all hosts; see :func:`bare_command`."""
+    """Return the command line of a rank's wrapper for all hosts. See ``bare_command()``."""
     line = f'exec "${_PYTHON}" -I -S -c "$0" "${_PACKAGE}" "$@"'
     return ["/bin/sh", "-c", line, BOOT.format("agent.rank"), bases, job]
 
 
 def launcher_paths() -> dict[str, str]:
-    """Return where the launcher's interpreter, environment and package are, for the agents."""
+    """Return the paths of the launcher's interpreter, environment and package, for the agents."""
     return {"python": sys.executable, "prefix": sys.prefix, "package": package_directory()}
 
 
@@ -58,20 +58,20 @@ def variables(cwd: str, launcher: Mapping[str, str] | None = None) -> dict[str, 
     """Return variables for the wrappers of this host's ranks.
 
     Args:
-        cwd: the ranks' directory here.
-        launcher: :func:`launcher_paths` of another host, whose interpreter stands in the command.
+        cwd: The ranks' directory here.
+        launcher: ``launcher_paths()`` of another host whose interpreter the command names.
     """
-    found = {_PYTHON: sys.executable, _PACKAGE: package_directory(), _CWD: cwd}
-    return found | ({_REPLACED: launcher["python"]} if launcher else {})
+    result = {_PYTHON: sys.executable, _PACKAGE: package_directory(), _CWD: cwd}
+    return result | ({_REPLACED: launcher["python"]} if launcher else {})
 
 
 def translated(environ: Mapping[str, str], launcher: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the launcher's, with paths of this host's environment in those that hold such paths."""
-    found = dict(environ)
-    for name in found.keys() & set(_PATHS):
-        parts = found[name].split(os.pathsep)
-        found[name] = os.pathsep.join(_moved(part, launcher) for part in parts)
-    return found
+    """Return the launcher's variables, with this host's paths in those that hold paths of the environment."""
+    result = dict(environ)
+    for name in result.keys() & set(_PATHS):
+        parts = result[name].split(os.pathsep)
+        result[name] = os.pathsep.join(_moved(part, launcher) for part in parts)
+    return result
 
 
 def _moved(path: str, launcher: Mapping[str, str]) -> str:
@@ -82,7 +82,7 @@ def _moved(path: str, launcher: Mapping[str, str]) -> str:
 
 
 def translated_command(command: str, launcher: Mapping[str, str]) -> str:
-    """A line of mpiexec's that starts its daemon, with that of this host's environment if there is one."""
+    """Replace the daemon in mpiexec's command by the one in this host's environment, if it exists."""
     pattern = re.compile(re.escape(launcher["prefix"]) + r"(/[^\s\"':;=]+)")
 
     def own(found: re.Match[str]) -> str:
@@ -93,10 +93,10 @@ def translated_command(command: str, launcher: Mapping[str, str]) -> str:
 
 
 def enter(environ: MutableMapping[str, str], command: list[str]) -> list[str]:
-    """In a rank's wrapper: go to its directory; its command with this host's interpreter.
+    """In a rank's wrapper, enter the rank's directory. Return the command with this host's interpreter.
 
     Raises:
-        OSError: there is no such directory.
+        OSError: The directory does not exist.
     """
     python, cwd = environ.pop(_PYTHON, ""), environ.pop(_CWD, "")
     environ.pop(_PACKAGE, None)

@@ -1,4 +1,4 @@
-"""Programs that an agent starts: mpiexec, or on other hosts its daemons; standard library only."""
+"""Programs that an agent starts: mpiexec, or its daemons on other hosts. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from . import paths
 from .loopback import restrict
 
 _DAEMONS = ("prted", "orted", "hydra", "pmi_proxy")
-_DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where it begins in the command for the shell
-# It runs a program deaf to them: See Note [Signals to all processes]. Open MPI replaces handlers and what is
-# ignored, but unblocks nothing; a shell does.
+_DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where it starts in the shell command
+# Runs a program with these signals blocked. See Note [Signals to all processes]. Open MPI replaces handlers
+# and ignored signals, but unblocks nothing. A shell does unblock them.
 _BLOCK = "import os,signal,sys;signal.pthread_sigmask(0,(1,2,15));os.execv(sys.argv[1],sys.argv[1:])"
 _DEAF = [sys.executable, "-I", "-S", "-c", _BLOCK]
-_RESTRICT_S = 0.01  # between two scans for new sockets of mpiexec, until its first rank runs
+_RESTRICT_S = 0.01  # between scans for new sockets of mpiexec, until its first rank runs
 
 
 class Programs:
-    """Start programs, pass on their output, and report how they end.
+    """Starts programs, passes on their output, and reports how they end.
 
     Args:
-        launcher: where output and reports go.
-        selector: the agent's loop.
+        launcher: Receives output and reports.
+        selector: The agent's event loop.
     """
 
     def __init__(self, launcher: Frames, selector: selectors.BaseSelector) -> None:
         self._launcher, self._selector = launcher, selector
-        # By pid, with the launcher's number.
+        # By pid: the launcher's number for the program, and the process.
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._outputs: list[Any] = []
         self._environ: dict[str, str] = {}
@@ -46,19 +46,19 @@ class Programs:
         self._launcher_paths: Mapping[str, str] | None = None
         self._restricted = 0  # pid
         self.restricting: float | None = None
-        """Seconds until :meth:`restrict` is due; None if it is not needed."""
+        """Seconds until ``restrict()`` is due; None if it is not needed."""
 
     def prepare(self, environ: dict[str, str], cwd: str, launcher_paths: Mapping[str, str] | None) -> None:
-        """Set the environment and directory of programs, and the launcher's paths if they differ here."""
+        """Set the programs' environment and directory, and the launcher's paths if they differ here."""
         self._environ, self._cwd, self._launcher_paths = environ, cwd, launcher_paths
 
     def spawn(self, message: Mapping[str, Any], directory: str) -> None:
-        """Start a program in a session of its own.
+        """Start a program in its own session.
 
         Args:
-            message: ``spawn``, its number; ``argv``, or ``command`` for the shell, which may name the job's
-                directory by a placeholder; ``loopback``: whether no other host needs its sockets.
-            directory: the job's.
+            message: ``spawn``, its number; ``argv``, or ``command`` for the shell, with a placeholder for the
+                job's directory; and ``loopback``, True if no other host needs its sockets.
+            directory: The job's directory.
         """
         argv = [*_DEAF, *message.get("argv", ())]
         if "command" in message:
@@ -92,13 +92,13 @@ class Programs:
             self._restricted, self.restricting = process.pid, _RESTRICT_S
 
     def restrict(self) -> None:
-        """Keep the network away from the sockets on which mpiexec listens by now."""
+        """Hide the sockets on which mpiexec currently listens from the network."""
         if self.restricting is not None:
             try:
                 restrict(self._restricted)
             except OSError as error:
                 self.restricting = None
-                what = "mpiexec listens on all of this host's addresses, it cannot be bound to loopback"
+                what = "mpiexec listens on all of this host's addresses and cannot be bound to loopback"
                 self._launcher.send({"note": f"{what}: {error.strerror}"})
 
     def _read(self, output: Any) -> bool:
@@ -115,13 +115,13 @@ class Programs:
         return False
 
     def read_rest(self) -> None:
-        """Pass on what is left of all output."""
+        """Pass on all remaining output."""
         for output in list(self._outputs):
             while self._read(output):
                 pass
 
     def reap(self) -> None:
-        """Take the exit status of all dead children, also adopted ones; report what matters."""
+        """Collect the exit status of all dead children, including adopted ones, and report what matters."""
         with contextlib.suppress(ChildProcessError):
             while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 name = linux.name_of(dead.si_pid)
@@ -131,11 +131,11 @@ class Programs:
     def _on_exit(self, pid: int, code: int, name: str) -> None:
         if pid in self._running:
             number, process = self._running.pop(pid)
-            process.returncode = code  # Popen shall not wait for it again
+            process.returncode = code  # so that Popen does not wait for it again
             if process.stdout and not process.stdout.closed:
                 self._read(process.stdout)
             if pid == self._restricted:
                 self.restricting = None
             self._launcher.send({"exited": number, "pid": pid, "code": code, "time": time.time()})
-        if code < 0 and name.startswith(_DAEMONS):  # other processes are the user's
+        if code < 0 and name.startswith(_DAEMONS):  # other processes belong to the user
             self._launcher.send({"died": pid, "name": name, "signal": -code})

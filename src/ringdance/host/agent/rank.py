@@ -1,24 +1,26 @@
-"""The wrapper that mpiexec starts for each rank: run the user's command and report how it ended.
+"""The wrapper that mpiexec starts for each rank. It runs the user's command and reports how it ended.
 
-It finds the socket of its host's agent (main.py) by the job's id. Two processes: the front, which mpiexec
-knows and may SIGKILL at any moment (Hydra does so as soon as a rank aborts), and the supervisor, which
-outlives it long enough to end the rank and to report. The rank's stdout and stderr are pipes whose reading
-ends are sent over that socket, so output has a rank under every MPI library. Standard library only; 30 ms.
+It finds the socket of its host's agent (main.py) by the job's ID. There are two processes. mpiexec knows the
+front and may SIGKILL it at any moment (Hydra does so as soon as a rank aborts). The supervisor outlives it
+long enough to end the rank and to report. The rank's stdout and stderr are pipes, and their reading ends are
+sent over that socket, so that output can be assigned to its rank with every MPI library. Standard library
+only. A start takes 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
-``{"pid", "time"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal,
+``{"pid", "time"}``, ``{"stopped": signal}`` when the rank is stopped, then ``{"ended": exit code or -signal,
 "time": since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
-Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
-reads, to which the agent adds ``"environ"``: variables that a shell on the way may have dropped. Then
-``{"signal": n}`` for the rank, with ``"after"``, seconds until then, and ``"stay"``, seconds in
-which mpiexec shall not learn of the rank's end; ``{"over"}`` when all ranks have ended; closing the
+Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of the rank's
+input, to which the agent adds ``"environ"``: variables that a shell on the way may have dropped. Then
+``{"signal": n}`` for the rank, with ``"after"``, the delay in seconds, and ``"stay"``, the seconds for which
+mpiexec must not learn that the rank has ended; and ``{"over"}`` when all ranks have ended. Closing the
 connection ends the rank at once.
 
 Note [Signals to all processes]
-A scheduler that ends a job may signal every process of it: launcher, agents, mpiexec, wrappers and ranks.
-The launcher alone decides what follows. Agents catch these signals and do nothing; mpiexec, which would end
-the ranks within a second, has them blocked (programs.py); the front passes on only what mpiexec sends. The
-supervisor passes on none, but notes that its rank has got the signal too, for the launcher sends it as well.
+A scheduler that ends a job may signal all of its processes: launcher, agents, mpiexec, wrappers and ranks.
+Only the launcher decides what follows. Agents catch these signals and do nothing. mpiexec, which would end
+the ranks within a second, runs with them blocked (programs.py). The front passes on only signals from
+mpiexec. The supervisor passes on none, but notes that its rank has received the signal too, because the
+launcher sends it as well.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _VARIABLES = (
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
-_SAME_S = 2.0  # a signal to all processes, and the launcher's that follows from it
-_FULL = 1 << 20  # bytes free
+_SAME_S = 2.0  # maximum time between a signal to all processes and the launcher's signal that follows
+_FULL = 1 << 20  # with fewer free bytes, /dev/shm counts as full
 DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
 """Environment variable of the rank: the job's directory on its host."""
 
@@ -53,14 +55,14 @@ _TORCH = {
     "RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
     "CROSS_RANK": "GROUP_RANK",
 }  # fmt: skip
-"""torchrun's names for the same, which torch.distributed, Accelerate, Transformers and Lightning read."""
+"""torchrun's names for these numbers. torch.distributed, Accelerate, Transformers and Lightning read them."""
 
 
 def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, by the launcher's variables.
+    """Return this process's rank and the number of ranks from the launcher's variables.
 
     Raises:
-        LookupError: none of the known launchers' variables are set.
+        LookupError: None of the known launchers' variables are set.
     """
     for rank, size in _VARIABLES:
         if rank in environ and size in environ:
@@ -69,8 +71,8 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list[int], parent: int) -> None:
-    """In the child: become the rank. Returns only if that failed."""
-    # A group of its own: mpiexec signals the wrapper's group, and the wrapper passes on exactly once.
+    """In the child process, become the rank. Returns only on failure."""
+    # Own process group: mpiexec signals the wrapper's group, and the wrapper passes on each signal once.
     os.setpgid(0, 0)
     linux.die_with_parent()
     if os.getppid() != parent:
@@ -80,7 +82,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
     signal.set_wakeup_fd(-1)
     for number in (*_FORWARDED, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    # "Save now" must not kill a program that has not installed its handler yet, or has none.
+    # "Save now" must not kill a program that has not installed its handler yet or has none.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -88,8 +90,8 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = str(value)
         if name in _TORCH:
             os.environ[_TORCH[name]] = str(value)
-    # It marks the variables above as set. Without it Lightning prefers Slurm's, which are the same for
-    # all ranks that an agent starts, and then MPI, which knows no MASTER_ADDR.
+    # This marks the variables above as set. Without it, Lightning prefers Slurm's variables, which are the
+    # same for all ranks that an agent starts, and then MPI's, which include no MASTER_ADDR.
     os.environ["TORCHELASTIC_RUN_ID"] = os.path.basename(os.environ[DIRECTORY])
     if port:
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -102,28 +104,28 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
 
 
 def reason_of(code: int, out_of_memory: bool) -> str:
-    """Return a clause about why a signal has just ended the rank, "" if its host shows no reason.
+    """Return a clause that explains the signal that has just ended the rank, "" if the host shows no reason.
 
     Args:
-        code: exit code or -signal.
-        out_of_memory: whether the kernel killed a process of its cgroup for want of memory.
+        code: Exit code or -signal.
+        out_of_memory: True if the kernel killed a process of its cgroup for lack of memory.
     """
     if code == -signal.SIGKILL and out_of_memory:
-        return "by the kernel, as the memory limit of its container (cgroup) was reached"
+        return "by the kernel, because its container (cgroup) reached its memory limit"
     free = linux.shared_memory()
     if code == -signal.SIGBUS and 0 <= free < _FULL:
-        return f"/dev/shm is full ({free >> 10} KiB free): there was no room for memory that it mapped"
-    # Room in /dev/shm may have become free by its end.
-    reason = "a file that it had mapped was cut short, or has an I/O error; or /dev/shm was full, which has"
+        return f"/dev/shm is full ({free >> 10} KiB free): there was no space for memory that it mapped"
+    # By now, space in /dev/shm may have become free.
+    reason = "a file that it had mapped was truncated or had an I/O error; or /dev/shm was full, which has"
     return f"{reason} {max(0, free) >> 20} MiB free now" if code == -signal.SIGBUS else ""
 
 
 class _Supervisor:
-    """Parent of the rank, out of mpiexec's reach.
+    """Parent of the rank, beyond mpiexec's reach.
 
     Args:
-        channel: to the launcher.
-        front: reading end of a pipe with the numbers of mpiexec's signals, closed when the front ends.
+        channel: Connection to the launcher.
+        front: Reading end of a pipe with the numbers of mpiexec's signals, closed when the front exits.
     """
 
     def __init__(self, channel: Channel, front: int) -> None:
@@ -131,14 +133,14 @@ class _Supervisor:
         self._wake = linux.wake_on_signals()
         self._child = 0
         self._stay = _BEFORE_OTHERS_S
-        self._had: dict[int, float] = {}  # when signals came to all processes
+        self._had: dict[int, float] = {}  # when each signal to all processes arrived
         self._front_gone = self._mpiexec_sent_sigterm = False
         for number in _FORWARDED:
             signal.signal(number, lambda number, _: self._had.update({number: time.monotonic()}))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def run(self, command: list[str]) -> int:
-        """Run the rank to its end; return its exit code as a shell has it."""
+        """Run the rank to its end. Return its exit code as a shell would."""
         try:
             rank, size = rank_and_size(os.environ)
         except LookupError as error:
@@ -151,7 +153,7 @@ class _Supervisor:
         where, port, stdin = go
         parent, killed = os.getpid(), linux.killed_for_memory()
         signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-        self._had.clear()  # the rank was not there
+        self._had.clear()  # these signals came before the rank existed
         self._child = os.fork()
         if self._child == 0:
             _exec(command, where, port, [stdin, out[1], err[1]], parent)
@@ -165,8 +167,8 @@ class _Supervisor:
         by_mpiexec = self._front_gone or (self._mpiexec_sent_sigterm and code == -signal.SIGTERM)
         why = reason_of(code, linux.killed_for_memory() > killed)
         self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec, "why": why})
-        # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
-        # code: give them a moment to report what they saw, or to end.
+        # mpiexec ends the other ranks when it sees a failure, or any exit without MPI_Finalize. Give them a
+        # moment to report what they saw, or to exit.
         self._child, began, alive = 0, time.monotonic(), True
         while alive and not self._front_gone and (left := began + self._stay - time.monotonic()) > 0:
             alive = self._listen([self._channel.sock.fileno(), self._front], left)
@@ -175,23 +177,23 @@ class _Supervisor:
     def _announce(
         self, hello: dict[str, Any], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
-        """Hand over the streams; return the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
+        """Send the streams. Return the rank's numbers, MASTER_PORT and stdin, or None without a launcher."""
         alive, descriptors = self._channel.send(hello, streams), list[int]()
-        while alive:  # a large message comes in parts, the descriptor with the first
-            messages, more, alive = self._channel.receive()
-            descriptors += more
+        while alive:  # a large message arrives in parts, and the descriptor with the first
+            messages, received, alive = self._channel.receive()
+            descriptors += received
             for message in messages:
                 os.environ.update(message["environ"])
                 return message["go"], message["port"], descriptors[0]
         return None
 
     def _send(self, number: int) -> None:
-        # Not to its group: helpers in it remove shared memory when they are alone; the sweep ends them later.
+        # Not to its group: helpers in it remove shared memory once they are alone. The sweep ends them later.
         if self._child:
             linux.send_signal(self._child, number)
 
     def _wait(self) -> int | None:
-        """Wait for the rank, passing signals on; return its exit code or -signal, None without an agent."""
+        """Wait for the rank and pass on signals. Return its exit code or -signal, None without an agent."""
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):
@@ -204,16 +206,17 @@ class _Supervisor:
                 return None
 
     def _listen(self, watched: list[int], seconds: float | None = None) -> bool:
-        """Wait for one of these descriptors, and obey; return False if the agent is gone."""
+        """Wait for any of these descriptors, and act on it. Returns False if the agent has exited."""
         readable, _, _ = select.select(watched, [], [], seconds)
         if self._wake in readable:
             os.read(self._wake, 512)
-            return True  # a rank that has ended by itself is not one that mpiexec ends
+            return True  # first, because mpiexec has not ended a rank that has exited on its own
         if self._front in readable:
             numbers = os.read(self._front, 64)
             self._front_gone = not numbers
             self._mpiexec_sent_sigterm |= signal.SIGTERM in numbers
-            # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
+            # Without delay: a rank in MPI_Abort expects to be killed. Otherwise it may continue as if all was
+            # well.
             for number in numbers or [signal.SIGKILL]:
                 self._send(number)
         if self._channel.sock.fileno() not in readable:
@@ -222,29 +225,29 @@ class _Supervisor:
         for message in messages:
             self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
             time.sleep(message.get("after", 0.0))
-            number = message.get("signal", 0)  # 0 is none
-            # A rank that another signal has asked to end does not get this one: it may be saving. SIGHUP does
-            # not count, for which Open MPI installs a handler that does nothing.
+            number = message.get("signal", 0)  # 0 means none
+            # Do not send this signal to a rank that another one has already asked to end: it may be saving.
+            # SIGHUP does not count, because Open MPI installs a handler for it that does nothing.
             same = (signal.SIGTERM, signal.SIGINT) if number in _ENDING else (number,)
-            if time.monotonic() - max(self._had.pop(one, 0.0) for one in same) > _SAME_S:
+            if time.monotonic() - max(self._had.pop(other, 0.0) for other in same) > _SAME_S:
                 self._send(number)
         return alive
 
 
 def main(arguments: list[str]) -> None:
-    """Run a rank; `arguments`: where the job's directory may be (with colons), its id, the command."""
+    """Run a rank. ``arguments``: candidate base directories (with colons), the job's ID, the command."""
     named, job, command = arguments[0], arguments[1], arguments[2:]
     linux.die_with_parent()
-    if os.getppid() == 1:  # mpiexec died before we could ask to die with it
+    if os.getppid() == 1:  # mpiexec died before this process could ask to die with it
         os._exit(1)
     try:
         command = paths.enter(os.environ, command)
     except OSError as error:
         sys.exit(f"ringdance: {error.filename} on {os.uname().nodename}: {error.strerror}")
-    # Its path may differ between hosts: it is where this host's agent has made it.
+    # The directory's path may differ between hosts: it is where this host's agent has created it.
     directories = [host_directory(base, job) for base in (*named.split(os.pathsep), *bases(os.environ))]
     os.environ[DIRECTORY] = next(filter(is_own, directories), os.devnull)
-    # Open MPI hands its variables on from host to host, and this paths_differ.
+    # Open MPI passes its variables on from host to host, but this path differs between hosts.
     for name in [name for name, value in os.environ.items() if value == SHARED]:
         os.environ[name] = host_shared(job)
     path = os.path.join(os.environ[DIRECTORY], "s")
@@ -257,7 +260,7 @@ def main(arguments: list[str]) -> None:
         os.close(write)
         try:
             channel = Channel.connect(path)
-        except OSError:  # the agent is gone
+        except OSError:  # the agent has exited
             os._exit(1)
         os._exit(_Supervisor(channel, read).run(command))
     ended = 0

@@ -1,4 +1,4 @@
-"""This host's ranks, seen by the agent: reports of their wrappers (rank.py), and output.
+"""This host's ranks as the agent sees them: reports of their wrappers (rank.py), and their output.
 
 Standard library only.
 """
@@ -15,7 +15,7 @@ from ..messages import Channel, Frames, watch
 
 
 class _Connection:
-    """A wrapper (or rsh.py): its channel, and its rank's output."""
+    """The channel to a wrapper (or rsh.py), and its rank's output."""
 
     def __init__(self, channel: Channel) -> None:
         self.number, self.channel = channel.fileno(), channel
@@ -23,13 +23,13 @@ class _Connection:
 
 
 class Ranks:
-    """Accept wrappers and pass on between them and the launcher.
+    """Accepts connections of wrappers, and passes messages between them and the launcher.
 
     Args:
-        launcher: where reports and output go.
-        selector: the agent's loop.
-        on_pid: is called with the pid of each rank.
-        stdin: a descriptor that rank 0 reads, -1 for none.
+        launcher: Receives reports and output.
+        selector: The agent's event loop.
+        on_pid: Called with the pid of each rank.
+        stdin: Descriptor of rank 0's input, -1 for none.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Ranks:
         self._connections: dict[int, _Connection] = {}
         self._held = False
         self.environ: dict[str, str] = {}
-        """Variables that a shell drops: it starts mpiexec's daemon, and may start the wrappers."""
+        """Variables that a shell drops. A shell starts mpiexec's daemon, and may start the wrappers."""
 
     def listen(self, path: str) -> None:
         """Listen on a Unix socket.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: The socket cannot be created.
         """
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
@@ -89,7 +89,7 @@ class Ranks:
         watch(self._selector, descriptor, selectors.EVENT_READ, action)
 
     def hold(self, held: bool) -> None:
-        """Leave all output in its pipes, or read it again."""
+        """Stop or resume reading output. While stopped, it stays in its pipes."""
         self._held = held
         for connection in self._connections.values():
             for descriptor in connection.streams:
@@ -109,7 +109,7 @@ class Ranks:
         return bool(data)
 
     def read_rest(self) -> None:
-        """Pass on what is left of all output; processes that hold it open no longer exist."""
+        """Pass on all remaining output. The processes that held it open no longer exist."""
         for connection in self._connections.values():
             for descriptor in list(connection.streams):
                 while self._read(connection, descriptor):
@@ -118,14 +118,14 @@ class Ranks:
     # --- from the launcher ---------------------------------------------------------------------
 
     def send(self, number: int, message: dict[str, Any]) -> None:
-        """Send to a wrapper; the message that starts its rank takes along what the rank reads."""
+        """Send a message to a wrapper. The message that starts its rank carries the rank's stdin."""
         connection = self._connections.get(number)
         if connection is None or connection.channel.fileno() < 0:
             return
         if "go" not in message:
             connection.channel.send(message)
             return
-        # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
+        # Do not use mpiexec's forwarding of stdin: Open MPI's does not pass on its end to every program.
         if message["go"]["RANK"] == 0 and self._stdin >= 0:
             stdin, self._stdin = self._stdin, -1
         else:

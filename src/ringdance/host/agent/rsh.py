@@ -1,7 +1,7 @@
-"""What mpiexec runs in place of ssh: ask the launcher to have an agent start a command on its host.
+"""Run by mpiexec in place of ssh: ask the launcher to have an agent start a command on its host.
 
-So there is one connection to each host, and the command is a child of the agent there. `arguments`: the
-agent's socket, ssh's options (passed over), the host, and the words of the command. Standard library only.
+So each host has only one connection, and the command is a child of the agent there. ``arguments``: the
+agent's socket, ssh's options (ignored), the host, and the words of the command. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _WITH_VALUE = ("-p", "-i", "-l", "-o", "-F", "-J")
 
 
 def main(arguments: list[str]) -> None:
-    """Exit with the exit code of the command."""
+    """Run the command and exit with its exit code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # See Note [Signals to all processes]
     path, words = arguments[0], arguments[1:]
     while words and words[0].startswith("-"):
         del words[: 2 if words[0] in _WITH_VALUE else 1]
     if len(words) < 2:
-        sys.exit("ringdance: mpiexec gave no host or no command")
+        sys.exit("ringdance: mpiexec passed no host or no command")
     try:
         channel = Channel.connect(path)
-    except OSError:  # the agent is gone
+    except OSError:  # the agent has exited
         os._exit(255)
     channel.send({"rsh": words[0], "command": " ".join(words[1:])})
     alive = True

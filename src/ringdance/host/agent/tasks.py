@@ -1,7 +1,7 @@
-"""Tasks of an agent other than a job: receive and pass on files, run the doctor's probes.
+"""Tasks of an agent other than a job: receive files and pass them on, and run the doctor's probes.
 
-Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
-those of ``"copy"`` belong to receive.py. Standard library only.
+Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``.
+receive.py handles the messages of ``"copy"``. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..system import linux
 
 
 class Tasks:
-    """Do what messages ask for.
+    """Carries out the tasks in messages.
 
     Args:
-        launcher: where answers go.
-        selector: the agent's loop.
+        launcher: Receives the answers.
+        selector: The agent's event loop.
     """
 
     def __init__(self, launcher: Frames, selector: selectors.BaseSelector) -> None:
@@ -34,7 +34,7 @@ class Tasks:
         self._probes: list[subprocess.Popen[bytes]] = []
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
-        """Do a task."""
+        """Carry out a task."""
         if message["task"] == "copy":
             self._receiver.take(message, payload)
             return
@@ -53,25 +53,25 @@ class Tasks:
             stderr=subprocess.STDOUT,
             preexec_fn=linux.die_with_parent,
         )
-        given, printed = process.stdin, process.stdout
-        assert given
+        stdin, printed = process.stdin, process.stdout
+        assert stdin
         assert printed
         descriptor, output = printed.fileno(), bytearray()
 
         def read() -> None:
             data = os.read(descriptor, 65536)
             output.extend(data)
-            # A thread in a system call that does not return may keep the process, and with it the pipe.
+            # A thread in a system call that never returns may keep the process, and so the pipe, alive.
             if not data or (output.endswith(b"}\n") and b"::ringdance-doctor::" in output):
                 watch(self._selector, descriptor, 0, None)
                 process.kill()
-                given.close()
+                stdin.close()
                 printed.close()
-                text = output.decode(errors="replace") or "no answer: the process has ended"
+                text = output.decode(errors="replace") or "no answer: the process has exited"
                 self._launcher.send({"answer": "probe", "problem": "", "output": text})
 
         watch(self._selector, descriptor, selectors.EVENT_READ, read)
-        self._probes.append(process)  # with its standard input, which stays open
-        with contextlib.suppress(BrokenPipeError):  # it has failed; its output says why
-            given.write(json.dumps(request).encode() + b"\n")
-            given.flush()
+        self._probes.append(process)  # keeps its standard input open
+        with contextlib.suppress(BrokenPipeError):  # the process has failed, and its output says why
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()

@@ -1,18 +1,18 @@
 """Receive files for ``ringdance hosts copy`` in an agent, and pass them on to the next host.
 
-The launcher sends every host, over its own connection, the list of files (``begin``) and the checksum of each
-file once it is complete (``end``); the chunks come from the launcher or, over TCP, from the host before, and
-go on to the host after. So a machine between two hosts can corrupt a chunk, but the file is then discarded. A
-file is written under another name in its directory and renamed when it is complete and correct; the next copy
-continues what an interrupted one has left. Standard library only.
+Over a separate connection to each host, the launcher sends the list of files (``begin``) and, once a file is
+complete, its checksum (``end``). Chunks come from the launcher or, over TCP, from the previous host, and are
+passed on to the next host. A machine between two hosts can thus corrupt a chunk, but the file is then
+discarded. A file is written under another name in its directory, and renamed when it is complete and correct.
+The next copy continues an interrupted one. Standard library only.
 
 Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, ``checksum``) with a JSON
 list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,
 ``addresses``), ``chunk`` (``file``, ``at``) with bytes, ``end`` (``file``, ``digest``), ``over``.
 Agent to launcher (``{"answer": "copy", "what": ...}``): ``begin`` with ``have`` and ``free``, ``listen``
-with ``port``, ``next``, ``over``, each with a ``problem`` or ""; and unsolicited ``file`` (its
-number, ``problem``, ``again``: whether it was corrupted), ``got`` (bytes written since the last), ``cut``
-(the host before is gone), ``lost`` (the host after is).
+with ``port``, ``next``, ``over``, each with a ``problem`` or "". Unsolicited: ``file`` (its number,
+``problem``, ``again``: true if it was corrupted), ``got`` (bytes written since the last), ``cut`` (the
+previous host's connection has closed), ``lost`` (the next host's has).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _Link = tuple[socket.socket, Frames]
 
 
 class Receiver:
-    """Receive files for this host and for those after it.
+    """Receives files for this host and for the hosts after it.
 
     Args:
-        launcher: gets reports; sends messages, and chunks to the first host.
-        selector: the agent's event loop.
+        launcher: Receives reports, and sends messages, and chunks to the first host.
+        selector: The agent's event loop.
     """
 
     def __init__(self, launcher: Frames, selector: selectors.BaseSelector) -> None:
@@ -54,7 +54,7 @@ class Receiver:
         self._got, self._reported = 0, 0.0
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
-        """Handle a message of the launcher."""
+        """Handle a message from the launcher."""
         do = message["do"]
         if do == "chunk":
             self._chunk(message, payload)
@@ -77,7 +77,7 @@ class Receiver:
     # --- the list of files ---------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Make directories and links; return how many bytes of each file are here, or DONE."""
+        """Create directories and links. Return how many bytes of each file are here, or ``DONE``."""
         self._close()
         self._root = os.path.abspath(in_home(message["root"]))
         os.makedirs(self._root, exist_ok=True)
@@ -102,7 +102,7 @@ class Receiver:
 
     def _own_path(self, path: str) -> str:
         if os.path.isabs(path) or ".." in path.split("/"):
-            raise OSError(f"{path}: no path below {self._root}")
+            raise OSError(f"{path}: not a path below {self._root}")
         return os.path.join(self._root, path) if path else self._root
 
     # --- the hosts before and after ------------------------------------------------------------
@@ -116,7 +116,7 @@ class Receiver:
     def _accept(self, token: bytes) -> None:
         assert self._listener
         sock = accept(self._listener, token)
-        if sock is not None:  # it knows the token
+        if sock is not None:  # the previous host knows the token
             self._stop_listening()
             self._before = sock, Frames(sock.fileno(), sock.fileno())
             self._selector.register(sock, selectors.EVENT_READ, self._from_before)
@@ -145,9 +145,9 @@ class Receiver:
             self._send("cut")
 
     def _pass_on(self, message: dict[str, Any], payload: bytes) -> None:
-        """Send a chunk to the next host; wait until it has taken it, so that nothing more is read.
+        """Send a chunk to the next host. Wait until it is sent, so that nothing more is read before.
 
-        The wait ends with the launcher too: the next host may be stopped, and would keep this agent here.
+        The end of the launcher also ends the wait. Otherwise a stopped next host would block this agent.
         """
         if not self._after:
             return
@@ -155,7 +155,7 @@ class Receiver:
         frames.send({"file": message["file"], "at": message["at"]}, payload)
         poll = select.poll()
         poll.register(frames.write_fd, select.POLLOUT)
-        poll.register(launcher, 0)  # reports only that the other end is closed
+        poll.register(launcher, 0)  # reports only that the other end has closed
         while frames.unsent and frames.open and launcher not in dict(poll.poll()):
             frames.flush()
         if frames.unsent or not frames.open:
@@ -183,7 +183,7 @@ class Receiver:
         self._complete(number)
 
     def _complete(self, number: int) -> None:
-        """Give a file its name if it is complete and correct."""
+        """Rename a file to its final name if it is complete and correct."""
         target = self._targets[number]
         if not target.ready:
             return
@@ -192,7 +192,7 @@ class Receiver:
         except OSError as error:
             self._report(number, _text(error))
             return
-        self._report(number, "" if correct else "it was corrupted on its way", again=not correct)
+        self._report(number, "" if correct else "it was corrupted in transit", again=not correct)
 
     def _report(self, number: int, problem: str, again: bool = False) -> None:
         target = self._targets[number]
@@ -209,7 +209,7 @@ class Receiver:
     # --- the end -------------------------------------------------------------------------------
 
     def _finish(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Set the modes and times of directories last: files have been made in them."""
+        """Set directories' modes and times last, because creating files in them changes the times."""
         for path, mode, changed in reversed(self._directories):
             os.chmod(path, mode)
             os.utime(path, ns=(changed, changed))
@@ -217,7 +217,7 @@ class Receiver:
         return {}
 
     def _close(self) -> None:
-        """Close all files and connections; partial files stay for the next copy."""
+        """Close all files and connections. Partial files stay for the next copy."""
         for target in self._targets:
             target.close()
         self._targets, self._directories = [], []
@@ -238,18 +238,18 @@ class Receiver:
 
 
 def _link(text: str, path: str) -> None:
-    """Make a symbolic link to `text`, atomically, also in place of another."""
+    """Create a symbolic link to ``text`` atomically, or replace another link."""
     if os.path.islink(path) and os.readlink(path) == text:
         return
     if os.path.isdir(path) and not os.path.islink(path):
-        raise OSError(f"{path} is a directory here; a link is to replace it")
+        raise OSError(f"{path} is a directory here, but should become a link. Remove the directory")
     draft = f"{path}.ringdance-{os.urandom(8).hex()}"
     os.symlink(text, draft)
     os.replace(draft, path)
 
 
 def _text(error: OSError) -> str:
-    """Return the text of an error, with the file."""
+    """Return an error's text, with the file name."""
     if error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -1,4 +1,4 @@
-"""Write a file that is copied to this host: new or continued, then checked and renamed.
+"""Write a file that is copied to this host: start or continue it, then check and rename it.
 
 Standard library only: it runs in an agent.
 """
@@ -15,29 +15,29 @@ from ..directories import host_name
 from ..system import linux
 
 DONE = -1
-"""Instead of the number of bytes that are here: the file is complete."""
+"""Stands for a complete file in place of the number of bytes that are here."""
 
 _READ = 1 << 20
 _CLOSE_NS = 1_000_000  # some file systems round times
 
 
 class ReceivedFile:
-    """A file of the copy.
+    """One file of a copy.
 
-    Until it is complete it lies beside its final path, under a name with this host's name (other hosts may
-    share the directory), a digest of the source's size and time, and 64 random bits: other users who may
-    write there cannot guess it. Only its owner can read it.
+    Until it is complete, it lies next to its final path. Its name contains this host's name (other hosts may
+    share the directory), a digest of the source's size and time, and 64 random bits, so that other users who
+    may write to the directory cannot guess it. Only its owner can read it.
 
     Args:
-        path: its final path here.
-        size: in bytes.
-        mode: its permission bits.
-        changed: its time of modification, ns since the epoch.
+        path: Its final path here.
+        size: Its size in bytes.
+        mode: Its permission bits.
+        changed: Its modification time in ns since the epoch.
 
     Attributes:
-        have: bytes that are here, or DONE.
+        have: Number of bytes that are here, or ``DONE``.
         digest: SHA-256 of the source, "" until known.
-        failed: whether it is given up.
+        failed: True once it has been given up.
     """
 
     def __init__(self, path: str, size: int, mode: int, changed: int) -> None:
@@ -53,22 +53,22 @@ class ReceivedFile:
         self._hash = hashlib.sha256()
 
     def check(self, partials: set[str], digest: str = "") -> int:
-        """Return how many bytes are here, or :data:`DONE`.
+        """Return how many bytes are here, or ``DONE``.
 
         Args:
-            partials: names of partial files of earlier copies in its directory.
-            digest: SHA-256 of the file to compare contents; otherwise equal size and time suffice.
+            partials: Names of partial files of earlier copies in its directory.
+            digest: SHA-256 for comparing contents. If "", equal size and time suffice.
 
         Raises:
-            OSError: the path is a directory.
+            OSError: The path is a directory.
         """
         try:
-            found = os.stat(self._path)
+            status = os.stat(self._path)
         except FileNotFoundError:
-            found = None
-        if found and stat.S_ISDIR(found.st_mode):
-            raise OSError(f"{self._path} is a directory here; to copy into it, end the destination with /")
-        if found and self._same(found, digest):
+            status = None
+        if status and stat.S_ISDIR(status.st_mode):
+            raise OSError(f"{self._path} is a directory here. To copy into it, end the destination with /")
+        if status and self._same(status, digest):
             self.have = DONE
             return DONE
         for name in sorted(partials):
@@ -78,7 +78,7 @@ class ReceivedFile:
             if name.startswith(f"{self._stem}{self._key}-") and not self._draft:
                 self._draft = path
                 self.have = min(os.lstat(path).st_size, self._size)
-            else:  # of another version of the file, or of a second copy
+            else:  # it belongs to another version of the file, or to a second copy
                 os.unlink(path)
         return self.have
 
@@ -95,10 +95,10 @@ class ReceivedFile:
         return same
 
     def write(self, at: int, data: bytes) -> int:
-        """Write a chunk, and return how many of its bytes were new.
+        """Write a chunk. Return how many of its bytes were new.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: It cannot be written.
         """
         if self.have == DONE or at + len(data) <= self.have:
             return 0
@@ -112,7 +112,7 @@ class ReceivedFile:
         return len(fresh)
 
     def _open(self) -> IO[bytes]:
-        """Return the draft, positioned at its end, with its contents in the checksum."""
+        """Return the draft, positioned at its end, and with its contents in the checksum."""
         if self._file:
             return self._file
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -123,7 +123,7 @@ class ReceivedFile:
         file = open(os.open(self._draft, flags, 0o600), "r+b", buffering=0)  # noqa: SIM115
         if not flags & os.O_CREAT and not _is_own(file.fileno()):
             file.close()
-            raise OSError(f"{self._draft} was changed by another user; remove it")
+            raise OSError(f"{self._draft} was changed by another user. Remove it")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -139,14 +139,14 @@ class ReceivedFile:
 
     @property
     def ready(self) -> bool:
-        """Whether all bytes and their checksum are here."""
+        """True if all bytes and their checksum are here."""
         return self.have == self._size and self.digest != "" and not self.failed
 
     def finish(self) -> bool:
-        """Rename it, with its mode and time, and return True; delete it and return False if it is corrupt.
+        """Rename the file, with its mode and time, and return True. If corrupt, delete it and return False.
 
         Raises:
-            OSError: it cannot be renamed.
+            OSError: It cannot be renamed.
         """
         file = self._open()
         if self._hash.hexdigest() != self.digest:
@@ -175,23 +175,23 @@ def partials_in(directory: str) -> set[str]:
 
 
 def _shortened(name: str) -> str:
-    """Return a name that leaves room for more in the 255 bytes that file systems allow."""
+    """Return a name short enough to leave space for more within the 255 bytes of file systems."""
     data = name.encode(errors="surrogateescape")
     return name if len(data) <= 160 else hashlib.sha256(data).hexdigest()[:40]
 
 
 def _is_own(file: str | int) -> bool:
-    """Return whether no other user can have written a file (path or descriptor), or can by another name."""
+    """Return True if no other user could write to a file (path or descriptor), even under another name."""
     try:
-        found = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+        status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
     except FileNotFoundError:
         return False
-    private = stat.S_ISREG(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return private and found.st_uid == os.geteuid() and found.st_nlink == 1
+    private = stat.S_ISREG(status.st_mode) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return private and status.st_uid == os.geteuid() and status.st_nlink == 1
 
 
 def _locked(path: str) -> bool:
-    """Return whether another copy is writing the file."""
+    """Return True if another copy is writing the file."""
     try:
         return linux.locked(path)
     except OSError:

@@ -1,9 +1,9 @@
-"""Python imports this when a rank starts: a script that fails must not wait for peers in MPI_Finalize.
+"""Python imports this when a rank starts, so that a failing script does not wait for peers in MPI_Finalize.
 
-mpi4py finalizes MPI when the interpreter ends, also after an uncaught exception or ``sys.exit(1)``; the
-peers wait for the rank that failed, and it waits for them. Here the process ends without finalizing, so that
-mpiexec ends the job. Only in the rank itself, not in its children. A ``sitecustomize`` of the user's is
-imported too. Scripts that use the engine are not concerned: it stops the job by itself.
+mpi4py finalizes MPI when the interpreter exits, even after an uncaught exception or ``sys.exit(1)``. The
+peers would then wait for the failed rank, and it would wait for them. This module exits without finalizing
+instead, so that mpiexec ends the job. It does so only in the rank itself, not in its children. A user's
+``sitecustomize`` is imported too. Scripts that use the engine are unaffected, as it stops the job itself.
 """
 
 import atexit
@@ -16,7 +16,7 @@ import time
 import types
 
 _FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet", "ringdance.numpy")
-# What joins ranks in another way, or may: then nothing is said.
+# Modules that join ranks in another way, or may do so. With them, nothing is reported.
 _OTHERS = (
     "mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray", "torch.distributed.run",
 )
@@ -39,7 +39,7 @@ def _import_the_next() -> None:
 
 
 def _has_joined_otherwise() -> bool:
-    """Return whether this process has joined others by its framework; what is set then stays to the end."""
+    """Return True if this process joined others through its framework. The state checked stays set."""
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     jax = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     tensorflow = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
@@ -55,20 +55,20 @@ def _has_joined_otherwise() -> bool:
 
 
 def _tell_of_training_alone() -> None:
-    """Tell the launcher that this rank has used a framework, without ``init()`` or anything like it."""
+    """Tell the launcher that this rank has used a framework without ``init()`` or anything similar."""
     used = [name for name in _FRAMEWORKS if name in sys.modules]
     number = int(os.environ["RINGDANCE_RANK"])
     joined = os.path.exists(f"{os.environ['RINGDANCE_JOB_DIRECTORY']}/joined.{number}")  # by session.init
-    first = os.getpgrp() == os.getpid()  # else a shell has started it, which may start one that joins
-    reads = stat.S_ISFIFO(os.fstat(2).st_mode)  # the launcher
+    first = os.getpgrp() == os.getpid()  # otherwise a shell started it, which may still start one that joins
+    reads = stat.S_ISFIFO(os.fstat(2).st_mode)  # the launcher reads this process's stderr
     if used and first and reads and not joined and not _has_joined_otherwise():
-        found = {"rank": number, "kind": "alone", "message": used[0]}
-        line = json.dumps({**found, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
+        mark = {"rank": number, "kind": "alone", "message": used[0]}
+        line = json.dumps({**mark, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
         os.write(2, f"::ringdance-cause:: {line}\n".encode())
 
 
 def _exit_code_module() -> types.ModuleType:
-    """Load it by its path: which ``ringdance`` the script imports, and whether, is its own affair."""
+    """Load the module by its path, independently of the ``ringdance`` that the script may import."""
     name = "ringdance.host.exit_code"
     path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "exit_code.py")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -90,7 +90,7 @@ def _watch() -> None:
         try:
             if os.getpid() == pid and not failed:
                 _tell_of_training_alone()
-        except Exception:  # whatever the script has made of its modules
+        except Exception:  # the script may have changed its modules in any way
             pass
         code = 1 if failed else codes.exit_code()
         if not code or os.getpid() != pid or mpi is None:
@@ -103,7 +103,7 @@ def _watch() -> None:
                 os._exit(code)
 
     sys.excepthook = note
-    atexit.register(leave)  # the first that is registered is the last that is called
+    atexit.register(leave)  # the function registered first is called last
 
 
 _import_the_next()

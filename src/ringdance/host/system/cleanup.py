@@ -1,13 +1,14 @@
-"""End every process of a job and remove what it left: directories, and files in shared memory.
+"""End every process of a job and remove what it has left: directories, and files in shared memory.
 
 Standard library only: it runs without ``site``, in the process that guards a host.
 
 Note [What is removed from /dev/shm]
-A file is removed if (1) the name is one that an MPI library, PyTorch or Python gives, (2) it was not there
+A file is removed if (1) its name is one that an MPI library, PyTorch or Python gives, (2) it did not exist
 before the job, (3) a process of the job was seen to have it mapped or open, or its name contains the pid of
-one, and (4) no living process has it mapped or open. The name alone never suffices: another program's file
-that is closed and not yet removed looks the same. Since a dead process cannot be asked, :meth:`Cleanup.watch`
-looks while the job runs, and keeps notes in the job's first directory for whichever process has to clean up.
+such a process, and (4) no living process has it mapped or open. The name alone never suffices, because
+another program's file that is closed and not yet removed looks the same. A dead process can no longer be
+inspected. ``Cleanup.watch()`` therefore looks while the job runs, and keeps notes in the job's first
+directory for whichever process has to clean up.
 """
 
 from __future__ import annotations
@@ -29,40 +30,41 @@ _SHM = "/dev/shm"
 _LIMIT_S = 4.0
 _INSPECT_S = 0.4
 _INSPECT_ALL_S = 1.5  # all processes of the host
-_WATCH_S = 0.002  # between two looks at /dev/shm
-_WATCH_FREE_S = 1.0  # of looking without regard to its cost: most files are made when a job starts
-_WATCH_SHARE = 0.1  # of a core, at most, beyond that
-_POLL_S = 0.1  # then, and where the kernel does not report changes
+_WATCH_S = 0.002  # between checks of /dev/shm
+_WATCH_FREE_S = 1.0  # total cost up to which checks are frequent: most files are created when a job starts
+_WATCH_SHARE = 0.1  # maximum share of a core for later checks
+_POLL_S = 0.1  # minimum time between later checks, and between all checks if the kernel reports no changes
 _OLD_S = 10.0  # a younger directory may not be locked yet
 _NOTES = "shared-memory"
 _OF_TORCH = re.compile(r"torch_(\d+)_")
-# A file in /dev/shm with another name may be the user's own data, also if a process of the job has mapped it.
+# Files in /dev/shm with other names may be the user's own data, even if a process of the job maps them.
 _OF_LIBRARIES = re.compile(
-    r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_|torch_\d+_|psm_|sem[._]"
+    r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_|torch_\d+_|psm_"
+    r"|sem[._]"
 )
 
 
 def make_directories(directories: Iterable[str], job: str) -> None:
-    """Make a job's directories and lock them for as long as this process, or one that it forks, lives.
+    """Create a job's directories and lock them while this process, or one that it forks, lives.
 
-    Those that earlier jobs left beside them, and that no process locks any more, are removed.
+    Directories next to them that earlier jobs have left, and that no process locks any more, are removed.
 
     Raises:
-        OSError: one cannot be made.
+        OSError: One cannot be created.
     """
     for directory in directories:
         for left in abandoned(os.path.dirname(directory)):
             shutil.rmtree(left, ignore_errors=True)
         os.mkdir(directory, 0o700)
-        with contextlib.suppress(OSError):  # without it no later job will remove the directory
-            os.symlink(job, os.path.join(directory, linux.MARKER))  # takes no room, also on a full disk
+        with contextlib.suppress(OSError):  # without it, no later job will remove the directory
+            os.symlink(job, os.path.join(directory, linux.MARKER))  # takes no space, even on a full disk
         descriptor = os.open(directory, os.O_RDONLY)  # never closed: the lock ends with the process
-        with contextlib.suppress(OSError):  # some network file systems have no locks; nor then a removal
+        with contextlib.suppress(OSError):  # some network file systems have no locks; then nothing is removed
             fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def job_of(directory: str) -> str:
-    """Return the job that made a directory on this host, by the marker in it; "" if none did."""
+    """Return the job whose marker is in a directory on this host, "" if no job created it."""
     try:
         job = os.readlink(os.path.join(directory, linux.MARKER))
     except OSError:
@@ -71,25 +73,25 @@ def job_of(directory: str) -> str:
 
 
 def abandoned(base: str) -> list[str]:
-    """Return the directories in `base` of this user's dead jobs: without a lock, and without a process."""
-    found = []
+    """Return the directories of this user's dead jobs in ``base``: without a lock, and without a process."""
+    left = []
     for path in (entry.path for entry in _entries(base) if entry.name.startswith("ringdance-")):
         job = job_of(path)
-        with contextlib.suppress(OSError):  # its own job is removing it, or there are no locks
+        with contextlib.suppress(OSError):  # its own job is removing it, or the file system has no locks
             if job and time.time() - os.lstat(path).st_mtime > _OLD_S and not linux.locked(path):
-                found += [] if linux.job_processes(job) else [path]
-    return found
+                left += [] if linux.job_processes(job) else [path]
+    return left
 
 
 class Cleanup:
-    """Clean up after one job.
+    """Cleans up after one job.
 
     Args:
-        job: the job's id, the value of the marker variable.
-        directories: removed with all they hold.
-        began: when the job began, seconds since the epoch; older files in shared memory are not its.
-        root: a process whose descendants belong to the job too, marked or not.
-        reap: called repeatedly to collect the exit status of children.
+        job: The job's ID, the value of the marker variable.
+        directories: Directories to remove with all their contents.
+        began: Start of the job, seconds since the epoch. Older files in shared memory do not belong to it.
+        root: A process whose descendants also belong to the job, marked or not.
+        reap: Called repeatedly to collect the exit status of children.
     """
 
     def __init__(
@@ -112,12 +114,12 @@ class Cleanup:
         """Pid of the process that cleans up if this one is killed."""
 
     def run(self, failed: bool = True) -> bool:
-        """Kill and remove; return whether nothing is left.
+        """Kill processes and remove files. Returns True if nothing is left.
 
-        Takes some tens of milliseconds, at most 4 s; longer where a monitor completes the timeline's file.
+        Takes tens of milliseconds, at most 4 s. Takes longer if a monitor completes the timeline's file.
 
-        A job that has not `failed` may leave shared memory behind on purpose: then only what the processes
-        that must be killed here have mapped is removed.
+        A job that has not ``failed`` may leave shared memory behind on purpose. Then only memory that is
+        mapped by processes that must be killed here is removed.
         """
         self._watching = False
         left = self._end_processes()
@@ -127,17 +129,17 @@ class Cleanup:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if self.backup:
-            with contextlib.suppress(ChildProcessError):  # it was killed, and its number may be another's now
+            with contextlib.suppress(ChildProcessError):  # it was killed, and its pid may have been reused
                 os.waitid(os.P_PID, self.backup, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 linux.send_signal(self.backup, signal.SIGKILL)
         return not left
 
     def note(self, pid: int) -> None:
-        """Remember a process of the job, which may be dead at the time of the cleanup."""
+        """Remember a process of the job, which may be dead by the time of the cleanup."""
         self._pids.add(pid)
 
     def watch(self) -> None:
-        """Note from now on which shared memory the job uses. See Note [What is removed from /dev/shm]."""
+        """Note which shared memory the job uses from now on. See Note [What is removed from /dev/shm]."""
         if self._watching:
             return
         self._watching = True
@@ -150,8 +152,8 @@ class Cleanup:
             if events >= 0:
                 os.read(events, 65536)
             began = time.monotonic()
-            found = _shared(0.0).items()
-            there = {inode for path, inode in found if not _OF_TORCH.match(os.path.basename(path))}
+            entries = _shared(0.0).items()
+            there = {inode for path, inode in entries if not _OF_TORCH.match(os.path.basename(path))}
             new, known = there - known, there
             if new:
                 pids = linux.job_processes(self._job, self._root)
@@ -178,17 +180,17 @@ class Cleanup:
             return set()
 
     def fork_backup(self) -> None:
-        """Fork a process that cleans up if this one is killed, and ends with the cleanup itself."""
+        """Fork a process that cleans up if this one is killed. ``run()`` ends it too."""
         read, write = os.pipe()
         self.backup = os.fork()
         if self.backup:
-            os.close(read)  # `write` is closed by this process's end, and by that alone
+            os.close(read)  # only the end of this process closes `write`
             return
         os.close(write)
         os.setsid()
         signal.set_wakeup_fd(-1)
         null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):  # otherwise ssh waits for this process too
+        for descriptor in (0, 1, 2):  # otherwise ssh would also wait for this process
             os.dup2(null, descriptor)
         os.read(read, 1)
         self._root, self._reap = None, lambda: None
@@ -196,7 +198,7 @@ class Cleanup:
         os._exit(0)
 
     def _end_processes(self) -> set[int]:
-        """Kill until none is found twice in a row: a process may fork while the table is being read."""
+        """Kill until no process is found twice in a row, since one may fork while the table is being read."""
         began, quiet, left, limit = time.monotonic(), 0, set[int](), _LIMIT_S
         while quiet < 2 and (passed := time.monotonic() - began) < limit:
             left = linux.job_processes(self._job, self._root) - {self.backup}
@@ -214,7 +216,7 @@ class Cleanup:
         return left
 
     def _remove_shared(self) -> None:
-        """Remove the job's files of shared memory. See Note [What is removed from /dev/shm]."""
+        """Remove the job's files from shared memory. See Note [What is removed from /dev/shm]."""
         suspects = {path: inode for path, inode in _shared(self._began).items() if inode not in self._before}
         own = {path for path, inode in suspects.items() if inode in self._mapped or self._has_our_pid(path)}
         if not own:
@@ -222,46 +224,46 @@ class Cleanup:
         pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
         in_use, complete = _used_by(pids, _INSPECT_ALL_S)
         for path in own:
-            # Otherwise the process that could not be inspected may be another program's that uses it.
+            # A process that could not be inspected may belong to another program that uses the file.
             if complete and suspects[path] not in in_use:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
     def _has_our_pid(self, path: str) -> bool:
         owner = _OF_TORCH.match(os.path.basename(path))
-        # Where other containers may use this /dev/shm, their processes have the same numbers.
+        # If other containers may use this /dev/shm, their processes can have the same pids.
         return owner is not None and int(owner[1]) in self._pids and linux.sees_all_users_of_shared_memory()
 
 
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
-    """Return what processes use of /dev/shm (inodes), and whether all could be inspected in that time.
+    """Return what processes use in /dev/shm (inodes), and whether all could be inspected in time.
 
-    The kernel blocks the reader of a process's map while that process changes it, at times for seconds.
+    The kernel blocks the reader of a process's map while that process changes it, sometimes for seconds.
     """
-    found: list[set[int]] = []
+    used: list[set[int]] = []
 
     def inspect() -> None:
         for pid in pids:
-            found.append(linux.shared_files(pid))
+            used.append(linux.shared_files(pid))
 
     if not pids:
         return set(), True
     thread = threading.Thread(target=inspect, daemon=True)
     thread.start()
     thread.join(seconds)
-    return set().union(*list(found)), not thread.is_alive()
+    return set().union(*list(used)), not thread.is_alive()
 
 
 def _shared(began: float) -> dict[str, int]:
-    """Return path and inode of files of shared memory that may be of a job that began then."""
-    found = {}
+    """Return path and inode of shared-memory files that a job that started at ``began`` may have created."""
+    files = {}
     for entry in _entries(_SHM):
         if _OF_LIBRARIES.match(entry.name):
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 if status.st_uid == os.getuid() and max(status.st_ctime, status.st_mtime) >= began - 1.0:
-                    found[entry.path] = status.st_ino
-    return found
+                    files[entry.path] = status.st_ino
+    return files
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:

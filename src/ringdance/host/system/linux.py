@@ -1,7 +1,7 @@
-"""Find and control processes by what the Linux kernel offers, with ``ps`` as a fallback for other systems.
+"""Find and control processes through the Linux kernel, with ``ps`` as a fallback on other systems.
 
 Standard library only, and importable by path: agents and ranks' wrappers run without ``site`` and without the
-package, so that they start in some 20 ms.
+package, so that they start in about 20 ms.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .. import limits
 usable_cores = limits.usable_cores
 LINUX = sys.platform.startswith("linux")
 MARKER = "RINGDANCE_JOB"
-"""Environment variable that every process of a job inherits; its value is the job's id."""
+"""Environment variable that every process of a job inherits. Its value is the job's ID."""
 
 _TRACKER_S, _MONITOR_S = 0.8, 10.0
 _JOB = re.compile(rb"(?:^|\0)" + MARKER.encode() + rb"=([0-9a-f]{8,})(?=\0|$)")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_IN_CREATE = 0x100  # of inotify
+_IN_CREATE = 0x100  # an event of inotify
 
 
 def _prctl(option: int, value: int) -> None:
@@ -37,7 +37,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def watch_directory(path: str) -> int:
-    """Return a descriptor that is readable whenever a file was made in a directory; -1 if not supported."""
+    """Return a descriptor that is readable whenever a file was created in a directory, -1 if unsupported."""
     if not LINUX:
         return -1
     import ctypes
@@ -51,20 +51,20 @@ def watch_directory(path: str) -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel, if it is Linux, SIGKILL this process when its parent ends.
+    """Let the kernel (Linux only) SIGKILL this process when its parent exits.
 
-    It survives ``exec``. The parent may have died before the call: compare ``os.getppid()`` after it.
+    This survives ``exec``. The parent may have died before the call: check ``os.getppid()`` afterwards.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become, on Linux, the parent of all descendants whose own parent dies."""
+    """Become the parent of all descendants whose own parent dies (Linux only)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def wake_on_signals() -> int:
-    """Return a non-blocking descriptor that is readable after a signal with a handler, and after SIGCHLD."""
+    """Return a non-blocking descriptor that is readable after SIGCHLD and any signal with a handler."""
     wake, write = os.pipe()
     for end in (wake, write):
         os.set_blocking(end, False)
@@ -82,21 +82,21 @@ def _read(path: str) -> bytes:
 
 
 def text(path: str) -> str:
-    """Return the content of a small file, stripped; "" if it cannot be read."""
+    """Return the contents of a small file, stripped, or "" if it cannot be read."""
     return _read(path).decode(errors="replace").strip()
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to a process, unless it has ended or is another user's."""
+    """Send a signal to a process, unless it has exited or belongs to another user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def locked(path: str) -> bool:
-    """Return whether another process has locked a file or directory.
+    """Return True if another process has locked a file or directory.
 
     Raises:
-        OSError: it cannot be opened, or its file system has no locks.
+        OSError: It cannot be opened, or its file system has no locks.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -109,33 +109,33 @@ def locked(path: str) -> bool:
 
 
 def _stat(pid: int | str) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the state on; none if the process is dead."""
-    # "pid (name) state ppid ...": the name may hold spaces and parentheses.
+    """Return the fields of /proc/PID/stat from the state onwards, none if the process is dead."""
+    # "pid (name) state ppid ...": the name may contain spaces and parentheses.
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return fields if fields and fields[0] not in (b"Z", b"X") else []
 
 
 def _processes() -> dict[int, tuple[int, bytes]]:
-    """Return parent and environment of all living processes; zombies are left out."""
-    found = {}
+    """Return parent and environment of all living processes, without zombies."""
+    processes = {}
     if LINUX:
         for pid in filter(str.isdigit, os.listdir("/proc")):
             if fields := _stat(pid):
-                found[int(pid)] = int(fields[1]), _read(f"/proc/{pid}/environ")
+                processes[int(pid)] = int(fields[1]), _read(f"/proc/{pid}/environ")
     else:
         for line in run(["ps", "-axEwwo", "pid=,ppid=,command="])[1].splitlines():
             pid, parent, *words = line.split()
-            found[int(pid)] = int(parent), "\0".join(words).encode()
-    return found
+            processes[int(pid)] = int(parent), "\0".join(words).encode()
+    return processes
 
 
 def run(
     words: Sequence[str], seconds: float = 20.0, environ: dict[str, str] | None = None
 ) -> tuple[int, str, str]:
-    """Run a program without input; end it with its children after that time.
+    """Run a program without input. End it and its children after ``seconds``.
 
     Returns:
-        Exit code, stdout and stderr; -1, "" and the reason if it did not end by itself.
+        Exit code, stdout and stderr. If it did not exit on its own: -1, "" and the reason.
     """
     import subprocess
 
@@ -150,7 +150,7 @@ def run(
         try:
             output, errors = process.communicate(timeout=seconds)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # children too hold the pipes open
+            os.killpg(process.pid, signal.SIGKILL)  # its children hold the pipes open too
             if isinstance(error, subprocess.TimeoutExpired):
                 return -1, "", f"no answer within {seconds:g} s"
             raise
@@ -158,19 +158,19 @@ def run(
 
 
 def job_processes(job: str, root: int | None = None) -> set[int]:
-    """Return living processes that carry the job's marker or descend from `root`, without this one."""
+    """Return living processes with the job's marker, and descendants of ``root``, except this process."""
     processes = _processes()
     needle = f"\0{MARKER}={job}\0".encode()
-    found = {pid for pid, (_, environ) in processes.items() if needle in b"\0" + environ + b"\0"}
+    marked = {pid for pid, (_, environ) in processes.items() if needle in b"\0" + environ + b"\0"}
     descendants, new = set[int](), set() if root is None else {root}
     while new:
         new = {pid for pid, (parent, _) in processes.items() if parent in new} - descendants
         descendants |= new
-    return (found | descendants) - {os.getpid()}
+    return (marked | descendants) - {os.getpid()}
 
 
 class MarkedProcess(NamedTuple):
-    """A process of a job: the job's id, and all variables that the process was started with."""
+    """A process of a job: the job's ID, and all variables that the process was started with."""
 
     job: str
     environ: bytes
@@ -178,12 +178,12 @@ class MarkedProcess(NamedTuple):
 
 def marked_processes() -> dict[int, MarkedProcess]:
     """Return this user's living processes that belong to a job, by pid."""
-    found = {}
+    marked = {}
     for pid, (_, environ) in _processes().items():
         mark = _JOB.search(environ)
         if mark and (not LINUX or _owner(pid) == os.getuid()):
-            found[pid] = MarkedProcess(mark[1].decode(), environ)
-    return found
+            marked[pid] = MarkedProcess(mark[1].decode(), environ)
+    return marked
 
 
 def _owner(pid: int) -> int:
@@ -194,21 +194,21 @@ def _owner(pid: int) -> int:
 
 
 def start_of(pid: int) -> str:
-    """Return what distinguishes a process from a later one with the same pid; "" if there is none."""
+    """Return what distinguishes a process from a later one with the same pid, "" if it does not exist."""
     if LINUX:
         return b"".join(_stat(pid)[19:20]).decode()
     return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
 
 
 def name_of(pid: int) -> str:
-    """Return the short name of a process, also of a zombie."""
+    """Return the short name of a process, even of a zombie."""
     return text(f"/proc/{pid}/comm") or "a process"
 
 
 def grace(pid: int) -> float:
-    """Return how many seconds a helper gets to end by itself once its job's ranks are dead; 0: no helper.
+    """Return the seconds that a helper has to exit after its job's ranks are dead, 0 for other processes.
 
-    Some remove shared memory then; the monitor completes the timeline and the metrics.
+    In that time some helpers remove shared memory, and the monitor completes the timeline and the metrics.
     """
     line = _read(f"/proc/{pid}/cmdline")
     if b"ringdance.core.monitor.main" in line:
@@ -217,7 +217,7 @@ def grace(pid: int) -> float:
 
 
 def _open_files(pid: int) -> Iterator[tuple[str, str]]:
-    """Yield the paths of a process's open descriptors in /proc, and what they refer to."""
+    """Yield the paths of a process's open descriptors in /proc, and their targets."""
     try:
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{descriptor}"
@@ -227,25 +227,25 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
 
 
 def shared_files(pid: int) -> set[int]:
-    """Return the inodes of the files of /dev/shm that a process has mapped or open.
+    """Return the inodes of the files in /dev/shm that a process has mapped or open.
 
-    Not their names: a semaphore is created under another name than its later one, and /proc shows the first.
+    Their names would not do: a semaphore is created under a temporary name, and /proc shows that name.
     """
     maps = _read(f"/proc/{pid}/maps").split(b"\n")
-    found = {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}
+    inodes = {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}
     for path, target in _open_files(pid):
         if target.startswith("/dev/shm/"):
             try:
-                found.add(os.stat(path).st_ino)
+                inodes.add(os.stat(path).st_ino)
             except OSError:
                 break
-    return found
+    return inodes
 
 
 def sees_all_users_of_shared_memory() -> bool:
-    """Return whether no other container can share this /dev/shm unseen.
+    """Return True if no other container can share this /dev/shm unseen.
 
-    The first pid namespace sees all processes, and an IPC namespace comes with a /dev/shm of its own.
+    The first pid namespace sees all processes, and an IPC namespace comes with its own /dev/shm.
     """
     try:
         first_pid = os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"
@@ -255,24 +255,24 @@ def sees_all_users_of_shared_memory() -> bool:
 
 
 def killed_for_memory() -> int:
-    """Return how many processes the kernel has killed because this process's cgroup had no memory left."""
+    """Return how many processes the kernel has killed because this process's cgroup ran out of memory."""
     names = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
     text = b"".join(_read(f"{place}/{name}") for place in limits.cgroups("memory") for name in names)
     return max(map(int, re.findall(rb"^oom_kill (\d+)", text, re.MULTILINE)), default=0)
 
 
 def room(path: str) -> dict[str, Any]:
-    """Return ``total`` and ``free`` bytes of a path's file system.
+    """Return the ``total`` and ``free`` bytes of a path's file system.
 
     Raises:
-        OSError: there is no such path.
+        OSError: The path does not exist.
     """
-    found = os.statvfs(path)
-    return {"total": found.f_frsize * found.f_blocks, "free": found.f_frsize * found.f_bavail}
+    status = os.statvfs(path)
+    return {"total": status.f_frsize * status.f_blocks, "free": status.f_frsize * status.f_bavail}
 
 
 def shared_memory() -> int:
-    """Return the free bytes of /dev/shm, -1 if there is none."""
+    """Return the free bytes of /dev/shm, -1 if it does not exist."""
     try:
         return int(room("/dev/shm")["free"])
     except OSError:

@@ -1,4 +1,4 @@
-"""Describe a machine as far as a plan needs it: its cores, devices, networks.
+"""Describe a machine to the extent that a plan needs: its cores, devices and networks.
 
 Standard library only: agents run it without ``site``.
 """
@@ -43,69 +43,69 @@ def facts() -> dict[str, Any]:
 
 
 def nearest(path: str) -> str:
-    """Return an absolute path, or the nearest of its parents that exists."""
+    """Return an absolute path, or its nearest parent that exists."""
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path by a home directory; / for a user unknown to the system, as in containers.
+    """Replace ``~`` in a path by a home directory, or by / for a user unknown to the system (containers).
 
     Raises:
         FileNotFoundError: ``~NAME`` names an unknown user.
     """
-    found = os.path.expanduser(path)
-    if found.startswith("~") and found[1:2] not in ("", "/"):
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~") and expanded[1:2] not in ("", "/"):
         raise FileNotFoundError(errno.ENOENT, f"{os.uname().nodename} has no user of this name", path)
-    return os.path.join("/", found[2:]) if found.startswith("~") else found
+    return os.path.join("/", expanded[2:]) if expanded.startswith("~") else expanded
 
 
 def identity() -> str:
-    """Return what distinguishes this machine, or container, from others."""
+    """Return a text that distinguishes this machine or container from others."""
     boot = linux.text("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename} {boot or uuid.getnode()}"
 
 
 def own_version() -> str:
-    """Return ``__version__`` of this package, without importing it."""
+    """Return this package's ``__version__`` without importing it."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     text = linux.text(os.path.join(package, "__init__.py"))
-    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
-    return found[1] if found else "unknown"
+    match = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    return match[1] if match else "unknown"
 
 
 def devices() -> list[str]:
-    """Return the names of the GPUs: a container has device files of its own ones only."""
+    """Return the names of the GPUs. Inside a container, only its own GPUs have device files."""
     texts = map(linux.text, sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")))
-    found = [dict(re.findall(r"^(Model|Device Minor):\s*(.+?)\s*$", text, re.MULTILINE)) for text in texts]
-    names = {one.get("Device Minor", str(n)): one.get("Model", "NVIDIA GPU") for n, one in enumerate(found)}
-    # There are no files before the first use after a boot.
+    gpus = [dict(re.findall(r"^(Model|Device Minor):\s*(.+?)\s*$", text, re.MULTILINE)) for text in texts]
+    names = {gpu.get("Device Minor", str(n)): gpu.get("Model", "NVIDIA GPU") for n, gpu in enumerate(gpus)}
+    # These files do not exist before the first use after a boot.
     files = [path.removeprefix("/dev/nvidia") for path in glob.glob("/dev/nvidia[0-9]*")]
     return [names.get(minor, "NVIDIA GPU") for minor in files or names]
 
 
 def problem() -> str:
-    """Return what every job needs and is missing here, or ""."""
+    """Return what every job needs and this machine lacks, or ""."""
     try:
         os.getcwd()
     except FileNotFoundError:
         return "the working directory has been removed: cd to one that exists"
     if linux.LINUX and not os.path.exists("/proc/self/stat"):
-        return "/proc is not mounted, and MPI and the launcher need it: mount -t proc proc /proc"
+        return "/proc is not mounted, but MPI and the launcher need it: mount -t proc proc /proc"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < _FILE_BYTES:
-        most = f"files may have {limit >> 10} KiB at most, also in shared memory (ulimit -f)"
-        return f"{most}, and MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
+        most = f"files may have at most {limit >> 10} KiB, also in shared memory (ulimit -f)"
+        return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
     return ""
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Return name, address and prefix length of each interface that is up, IPv4 first; none link-local.
+    """Return name, address and prefix length of each active interface, IPv4 first, without link-local ones.
 
-    Linux only. Not by psutil, which an agent without ``site`` does not find.
+    Linux only. It does not use psutil, which an agent without ``site`` does not find.
     """
-    found = []
+    result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -115,9 +115,9 @@ def networks() -> list[tuple[str, str, int]]:
             except OSError:  # no IPv4 address, or not Linux
                 continue
             if address[0] != 127:
-                found.append((name, socket.inet_ntoa(address), int.from_bytes(mask, "big").bit_count()))
+                result.append((name, socket.inet_ntoa(address), int.from_bytes(mask, "big").bit_count()))
     for line in linux.text("/proc/net/if_inet6").splitlines():
         digits, _, bits, scope, _, name = line.split()
         if scope == "00":  # global, or unique local (fd00::/8)
-            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), int(bits, 16)))
-    return found
+            result.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), int(bits, 16)))
+    return result

@@ -11,9 +11,9 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
-    """Catch the signals of :data:`STOPPING` and :data:`PASSED_ON`, but for those ignored so far.
+    """Catches the signals in ``STOPPING`` and ``PASSED_ON``, except those that are currently ignored.
 
-    Only the main thread can: elsewhere (``ringdance.run`` in a thread) nothing is caught.
+    Only the main thread can catch signals. In others (``ringdance.run`` in a thread), nothing is caught.
     """
 
     def __init__(self) -> None:
@@ -24,18 +24,18 @@ class Signals:
         read.setblocking(False)
         write.setblocking(False)
         numbers = (*STOPPING, *PASSED_ON)
-        # nohup's is not, nor what a shell without job control ignores for a program in the background
+        # Keep ignoring what nohup, or a shell without job control for a program in the background, ignores.
         heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
         self._descriptor = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
 
     @property
     def wakes(self) -> socket.socket | None:
-        """Becomes readable when a signal has arrived."""
+        """Socket that becomes readable when a signal has arrived."""
         return self._sockets[0] if self._sockets else None
 
     def take(self) -> list[int]:
-        """Return the signals that have arrived since the last call, without those that others handle."""
+        """Return the signals that have arrived since the last call and are handled here."""
         try:
             arrived = self._sockets[0].recv(4096) if self._sockets else b""
         except BlockingIOError:

@@ -1,6 +1,6 @@
-"""TCP connections between hosts of a job, authenticated on both sides by a shared token.
+"""TCP connections between a job's hosts. A shared token authenticates both sides.
 
-The token comes over ssh and never goes over the connection itself. Standard library only: it runs in agents.
+The token travels over ssh, never over the connection itself. Standard library only: this runs in agents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ANSWER_S, _CONNECT_S, _SILENCE_MS = 5.0, 3.0, 20_000
 
 
 def listen() -> socket.socket:
-    """Return a listening socket on any free port, for IPv4 and, where there is IPv6, for both."""
+    """Return a listening socket on any free port, for IPv4 and, if available, also for IPv6."""
     try:
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     except (OSError, ValueError):
@@ -26,7 +26,7 @@ def connect(addresses: Sequence[str], port: int, token: bytes) -> socket.socket:
     """Connect to the listener with the same token, at the first address that answers.
 
     Raises:
-        OSError: none does.
+        OSError: No address answers.
     """
     failures = []
     for address in addresses:
@@ -43,7 +43,7 @@ def connect(addresses: Sequence[str], port: int, token: bytes) -> socket.socket:
 
 
 def accept(listener: socket.socket, token: bytes) -> socket.socket | None:
-    """Accept a connection; return None if the peer does not know the token."""
+    """Accept a connection. Returns None if the peer does not know the token."""
     try:
         sock, _ = listener.accept()
     except OSError:
@@ -52,7 +52,7 @@ def accept(listener: socket.socket, token: bytes) -> socket.socket | None:
 
 
 def answer(sock: socket.socket, token: bytes) -> socket.socket | None:
-    """Authenticate an accepted connection; close it and return None if the peer does not know the token."""
+    """Authenticate an accepted connection. Closes it and returns None if the peer does not know the token."""
     if _authenticate(sock, token, b"listens", b"connects"):
         return _ready(sock)
     sock.close()
@@ -60,9 +60,9 @@ def answer(sock: socket.socket, token: bytes) -> socket.socket | None:
 
 
 def _authenticate(sock: socket.socket, token: bytes, own: bytes, peer: bytes) -> bool:
-    """Exchange random numbers, then sign both; return whether the peer has signed with the same token.
+    """Exchange random numbers and sign both. Returns True if the peer signed with the same token.
 
-    The roles of both sides are signed too: a signature sent back is not that of the peer.
+    Each side also signs its role, so that a signature sent back to its author is invalid.
     """
     sock.settimeout(_ANSWER_S)
     try:
@@ -76,22 +76,22 @@ def _authenticate(sock: socket.socket, token: bytes, own: bytes, peer: bytes) ->
 
 
 def _exactly(sock: socket.socket) -> bytes:
-    """Read `_SIZE` bytes.
+    """Read ``_SIZE`` bytes.
 
     Raises:
-        OSError: the peer has closed, or sends nothing in time.
+        OSError: The peer has closed the connection, or sends nothing in time.
     """
     data = b""
     while len(data) < _SIZE:
-        more = sock.recv(_SIZE - len(data))
-        if not more:
-            raise ConnectionError("the other end has closed")
-        data += more
+        chunk = sock.recv(_SIZE - len(data))
+        if not chunk:
+            raise ConnectionError("the other end has closed the connection")
+        data += chunk
     return data
 
 
 def _ready(sock: socket.socket) -> socket.socket:
-    """Make it non-blocking, with keepalives that detect a lost host."""
+    """Make a socket non-blocking, with keepalives that detect a lost host."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,1 +1,1 @@
-"""Jobs in the background: start, show, follow and stop them."""
+"""Jobs in the background: start, show, attach to and stop them."""

@@ -1,4 +1,4 @@
-"""Run ``ringdance status``, ``attach`` and ``stop``, the commands for jobs in the background."""
+"""Run ``ringdance status``, ``attach`` and ``stop``: the commands for jobs in the background."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _HEAD = ("job", "state", "started", "ranks", "hosts", "directory", "command")
 
 _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "status": (
-        "Show the jobs that run here, and those that were started with `ringdance run --detach`.",
+        "Show the jobs that are running here, and those that were started with `ringdance run --detach`.",
         "examples:\n  ringdance status\n  ringdance status 3f2a91c0 --json\n\n"
-        "exit code: 0; with JOB 0 if it runs or has completed, else its exit code",
+        "exit code: 0; with JOB, 0 if it is running or has completed, otherwise its exit code",
         "--json",
         {"action": "store_true", "help": "as JSON"},
     ),
@@ -37,21 +37,21 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "Show the output of a job in the background until it ends. Ctrl-C leaves it running.",
         "examples:\n  ringdance attach                      the newest running job\n"
         "  ringdance attach 3f2a91c0\n\n"
-        "exit code: that of the job; 130 after Ctrl-C",
+        "exit code: the job's exit code; 130 after Ctrl-C",
         "",
         {},
     ),
     "stop": (
         "End a job in the background: its ranks get SIGTERM, and after some seconds SIGKILL.",
-        "examples:\n  ringdance stop                        the job, if only one runs\n"
+        "examples:\n  ringdance stop                        the job, if only one is running\n"
         "  ringdance stop 3f2a91c0\n"
-        "  ringdance stop 3f2a91c0 --grace 60      it needs time to save\n\n"
+        "  ringdance stop 3f2a91c0 --grace 60      if it needs time to save\n\n"
         "exit code: 0 if the job has ended",
         "--grace",
         {"type": float, "metavar": "S", "help": "seconds until SIGKILL (default: the job's --grace, 30)"},
     ),
 }
-"""By name: description, epilog, and the one option that it has besides JOB, or ""."""
+"""By name: description, epilog, and the only option besides JOB, or ""."""
 
 
 def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
@@ -65,17 +65,17 @@ def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence
 
 def _status(arguments: argparse.Namespace) -> int:
     here = records.without_record()
-    named = [one for one in here if arguments.job and one.job.startswith(arguments.job)]
-    found = named or ([records.find(arguments.job)] if arguments.job else [*records.load_all(), *here])
+    named = [record for record in here if arguments.job and record.job.startswith(arguments.job)]
+    selected = named or ([records.find(arguments.job)] if arguments.job else [*records.load_all(), *here])
     if arguments.json:
-        entries = [{**asdict(record), "state": record.state, "ranks": record.ranks} for record in found]
+        entries = [{**asdict(record), "state": record.state, "ranks": record.ranks} for record in selected]
         print(json.dumps(entries, indent=2))
-    elif found:
-        text = "\n".join(table([_HEAD, *map(_row, found)]))
-        print(text.encode(errors="backslashreplace").decode())  # words may be no UTF-8
+    elif selected:
+        text = "\n".join(table([_HEAD, *map(_row, selected)]))
+        print(text.encode(errors="backslashreplace").decode())  # words may not be UTF-8
     else:
         print("no jobs; `ringdance run --detach` starts one in the background")
-    return (found[0].code or int(found[0].state == "lost")) if arguments.job else 0
+    return (selected[0].code or int(selected[0].state == "lost")) if arguments.job else 0
 
 
 def _row(record: records.Record) -> tuple[str, ...]:
@@ -94,13 +94,13 @@ def _row(record: records.Record) -> tuple[str, ...]:
 def _attach(arguments: argparse.Namespace) -> int:
     record = records.find(arguments.job)
     if record.state == "elsewhere":
-        text = f"job {record.short} runs on {record.launcher_host}: only there it shows if it was killed"
+        text = f"job {record.short} runs on {record.launcher_host}, which alone can tell if it was killed"
         print(f"ringdance attach: {text}", file=sys.stderr)
     show, at, ended = write_all(1), 0, False
     try:
         while not ended:
             ended = record.over
-            # NFS shows all that another machine has written to those who open a file then.
+            # NFS shows everything that another machine has written only to processes that open a file later.
             with open(record.directory / "log", "rb") as log:
                 log.seek(at)
                 while data := log.read(1 << 20):
@@ -120,15 +120,15 @@ def _attach(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    """Send SIGTERM, SIGINT, which makes the launcher end the ranks at once, then SIGKILL."""
-    running = [one for one in records.load_all() if one.state == "running"]
+    """Send SIGTERM, then SIGINT, which makes the launcher end the ranks at once, then SIGKILL."""
+    running = [record for record in records.load_all() if record.state == "running"]
     if not arguments.job and len(running) != 1:
-        jobs = "\n  ".join(["several jobs run, specify one:", *(one.about for one in running)])
-        raise LaunchError(jobs if running else "no job runs in the background; `ringdance status` shows all")
+        jobs = "\n  ".join(["several jobs are running. Specify one:", *(record.about for record in running)])
+        raise LaunchError(jobs if running else "no job is running in the background; see `ringdance status`")
     record = records.find(arguments.job)
     if record.state == "elsewhere":
-        raise LaunchError(f"job {record.short} was started on {record.launcher_host}; stop it there")
-    outcome, grace = "had ended before", record.grace if arguments.grace is None else arguments.grace
+        raise LaunchError(f"job {record.short} was started on {record.launcher_host}. Stop it there")
+    outcome, grace = "had already ended", record.grace if arguments.grace is None else arguments.grace
     for number, seconds, after in (
         (signal.SIGTERM, grace, "has ended"),
         (signal.SIGINT, _KILL_S, f"was killed after {grace:g} s"),
@@ -146,7 +146,7 @@ def _stop(arguments: argparse.Namespace) -> int:
         while record.state == "running" and time.monotonic() < until:
             time.sleep(_POLL_S)
     if record.state == "running":
-        raise LaunchError(f"its launcher (pid {record.pid}) does not end: stuck in uninterruptible I/O?")
+        raise LaunchError(f"its launcher (pid {record.pid}) does not exit: stuck in uninterruptible I/O?")
     print(f"job {record.short} {outcome}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Run the launcher in the background, in a session of its own (``ringdance run --detach``).
+"""Run the launcher in the background, in its own session (``ringdance run --detach``).
 
 It writes to the terminal until the hosts are checked and the job has a record, then to the job's log.
 """
@@ -22,16 +22,16 @@ from ringdance.launch.spec import JobSpec
 from ringdance.launch.terminal import show_outcome
 
 GRACE_S = 3600.0
-"""How long ranks may take to end after SIGTERM; ``ringdance stop`` ends them earlier."""
+"""Seconds that ranks may take to exit after SIGTERM. ``ringdance stop`` can end them earlier."""
 
 
 def start(spec: JobSpec, check: Check, log: Log) -> int:
     """Start a job in the background, print its name, and return the exit code.
 
     Args:
-        spec: the job.
-        check: checks its hosts.
-        log: shows a line to the user.
+        spec: The job.
+        check: Checks its hosts.
+        log: Shows a line to the user.
     """
     sys.stdout.flush()
     read, write = os.pipe()
@@ -44,7 +44,7 @@ def start(spec: JobSpec, check: Check, log: Log) -> int:
     try:
         with open(read) as pipe:
             job = pipe.read()[:8]
-        if not job:  # it has shown why
+        if not job:  # the child has shown the reason
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except KeyboardInterrupt:
         os.kill(child, signal.SIGTERM)
@@ -66,7 +66,7 @@ def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
     except BaseException:
         prepared.close()
         raise
-    with contextlib.suppress(BrokenPipeError):  # the parent has been killed; the job goes on
+    with contextlib.suppress(BrokenPipeError):  # the parent has been killed, but the job continues
         os.write(pipe, job.id.encode())
     os.close(pipe)
     code = 1
@@ -74,6 +74,6 @@ def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
         code = as_program("ringdance run", lambda: show_outcome(job.run(), prepared, screen))
     finally:
         with contextlib.suppress(OSError):
-            os.fsync(1)  # another machine that sees the end sees all of the output
+            os.fsync(1)  # so that another machine that sees the end sees all of the output
         replace(record, ended=time.time(), code=code).write()
     return code

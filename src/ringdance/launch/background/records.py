@@ -1,6 +1,6 @@
-"""Keep records of jobs that run in the background: a private directory for each.
+"""Records of jobs that run in the background, each in a private directory.
 
-``job.json`` holds the :class:`Record`, ``log`` the job's output.
+``job.json`` holds the ``Record``, ``log`` the job's output.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ringdance.host.files import NO_FORMAT, typed, whole_text
 from ringdance.host.system import linux
 from ringdance.host.system.machine import identity, in_home
 
-_KEPT = 50  # records of jobs that have ended
+_KEPT = 50  # number of records of ended jobs to keep
 _OLD_S = 90 * 86400.0
-_SIZE = 4096  # a record is filled up with blanks: its end needs no more room on the disk than its beginning
-_SHORTEST = 4  # digits of a job's id that a user may give
+_SIZE = 4096  # records are padded with blanks, so that noting a job's end takes no further disk space
+_SHORTEST = 4  # minimum number of digits of a job's ID that a user must give
 
 
 @dataclass(frozen=True)
 class Record:
-    """A job.
+    """A job in the background.
 
     Attributes:
-        job: its id.
-        command: program and arguments.
-        hosts: their numbers of ranks, by name.
-        cwd: directory in which it was started.
-        launcher_host, machine: name and identity of the launcher's machine.
-        pid, pid_start: of its launcher; the start time distinguishes it from a later process with that pid.
-        began: seconds since the epoch.
-        ended: the same, or None.
-        code: its exit code, or None.
-        grace: seconds that `ringdance stop` gives its ranks.
+        job: Its ID.
+        command: Its program and arguments.
+        hosts: Numbers of ranks by host name.
+        cwd: Directory in which it was started.
+        launcher_host, machine: Name and identity of the launcher's machine.
+        pid, pid_start: Process ID of its launcher, and a start time that tells it from later processes.
+        began: Start of the job, seconds since the epoch.
+        ended: End of the job, seconds since the epoch, or None.
+        code: Its exit code, or None.
+        grace: Seconds that ``ringdance stop`` gives its ranks.
     """
 
     job: str
@@ -59,7 +59,7 @@ class Record:
 
     @property
     def short(self) -> str:
-        """The beginning of its id, for users."""
+        """First digits of its ID, for display."""
         return self.job[:8]
 
     @property
@@ -76,12 +76,12 @@ class Record:
             return "running"
         if self.reload().ended is not None:
             return "ended"
-        # Machines may share the directory; one that was restarted has its name, but another identity.
+        # Machines may share the directory. After a restart, a machine has the same name but another identity.
         return "lost" if self.launcher_host == os.uname().nodename else "elsewhere"
 
     @property
     def about(self) -> str:
-        """The job in a line: id, ranks, age, directory and command."""
+        """The job in one line: ID, ranks, age, directory and command."""
         seconds = time.time() - self.began
         age = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else ""
         age = age or f"{seconds / 3600:.0f} h"
@@ -90,12 +90,12 @@ class Record:
 
     @property
     def over(self) -> bool:
-        """Whether it runs no more, as far as this machine can tell."""
+        """True if it is no longer running, as far as this machine can tell."""
         return self.state in ("ended", "lost")
 
     @property
     def directory(self) -> Path:
-        """Its directory."""
+        """Directory of the job's record and log."""
         return base() / self.job
 
     def reload(self) -> Record:
@@ -103,7 +103,7 @@ class Record:
         return _load(self.directory) or self
 
     def write(self) -> None:
-        """Write it, atomically. If the disk is full by now, overwrite the record that is there."""
+        """Write the record atomically. If the disk is full by then, overwrite the existing record."""
         path, text = self.directory / "job.json", json.dumps(asdict(self)).ljust(_SIZE)
         try:
             with whole_text(path) as file:
@@ -116,26 +116,26 @@ class Record:
 
 
 def _load(directory: Path) -> Record | None:
-    """Read a record; None if there is none, it is being made or removed, damaged, or another directory's."""
+    """Read a record. Returns None if it is missing, incomplete, damaged, or belongs to another directory."""
     with contextlib.suppress(OSError, LaunchError, *NO_FORMAT):
-        found = Record(**json.loads((directory / "job.json").read_text(encoding="utf-8")))
+        record = Record(**json.loads((directory / "job.json").read_text(encoding="utf-8")))
         for name, kind in get_type_hints(Record).items():
-            typed(vars(found), name, kind)
-        if found.job == directory.name:
-            return found
+            typed(vars(record), name, kind)
+        if record.job == directory.name:
+            return record
     return None
 
 
 def base() -> Path:
-    """Return the directory of all jobs' directories."""
+    """Return the parent of all jobs' directories."""
     return Path(os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state"), "ringdance", "jobs")
 
 
 def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 30.0) -> Record:
-    """Create the record of a job that this process runs, and redirect its stdout and stderr to the job's log.
+    """Create the record of this process's job, and redirect this process's stdout and stderr to its log.
 
     Raises:
-        LaunchError: its directory cannot be made.
+        LaunchError: Its directory cannot be created.
     """
     pid, machine = os.getpid(), (os.uname().nodename, identity())
     began = linux.start_of(pid), time.time()
@@ -147,10 +147,10 @@ def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 3
         _redirect(os.open(os.devnull, os.O_RDONLY), 0)
         _redirect(os.open(record.directory / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 1, 2)
     except OSError as error:
-        raise LaunchError(f"cannot make {record.directory}: {error.strerror}") from None
-    # A lost one may run on another machine of this name that shares the directory.
+        raise LaunchError(f"cannot create {record.directory}: {error.strerror}") from None
+    # A job in state "lost" may be running on another machine of this name that shares the directory.
     gone = time.time() - _OLD_S
-    done = [one for one in load_all() if one.ended or (one.began < gone and one.state != "running")]
+    done = [old for old in load_all() if old.ended or (old.began < gone and old.state != "running")]
     for old in done[:-_KEPT]:
         shutil.rmtree(old.directory, ignore_errors=True)
     return record
@@ -163,62 +163,62 @@ def load_all() -> list[Record]:
 
 
 def _environ_of(process: Any) -> dict[str, str]:
-    """Return the environment of a process; none of one that has ended, or of another user's, as sshd."""
+    """Return a process's environment, empty if the process has exited or is another user's, such as sshd."""
     with contextlib.suppress(Exception):
         return dict(process.environ())
     return {}
 
 
 def rank_processes() -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield the ``psutil.Process`` and the environment of each rank that runs here, of any job."""
-    import psutil  # the launcher starts without it
+    """Yield the ``psutil.Process`` and the environment of each rank of any job that runs here."""
+    import psutil  # imported late, because the launcher starts without it
 
     for process in psutil.process_iter():
         environ = _environ_of(process)
         if linux.MARKER in environ and "RINGDANCE_RANK" in environ:
             with contextlib.suppress(psutil.Error, OSError):
-                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # else a rank's child
+                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # otherwise it is a rank's child
                     yield process, environ
 
 
 def without_record() -> list[Record]:
-    """Return the jobs of which ranks run here and there is no record: in the foreground, or of other hosts.
+    """Return the jobs without a record that have ranks here: in the foreground, or from other hosts.
 
-    Their `pid` is that of the process that started the job here, `command` and `cwd` are a rank's.
+    Their ``pid`` is the process that started the job here. ``command`` and ``cwd`` come from a rank.
     """
-    known, found = {record.job for record in load_all()}, dict[str, Record]()
+    known, unrecorded = {record.job for record in load_all()}, dict[str, Record]()
     for process, environ in rank_processes():
         job = environ[linux.MARKER]
         if job in known:
             continue
-        with contextlib.suppress(Exception):  # it may have ended meanwhile
-            launcher = next(one for one in process.parents() if linux.MARKER not in _environ_of(one))
+        with contextlib.suppress(Exception):  # the process may have exited in the meantime
+            launcher = next(parent for parent in process.parents() if linux.MARKER not in _environ_of(parent))
             host = os.uname().nodename
-            ranks = found[job].ranks + 1 if job in found else 1
+            ranks = unrecorded[job].ranks + 1 if job in unrecorded else 1
             start = linux.start_of(launcher.pid), launcher.create_time()
-            found[job] = Record(
+            unrecorded[job] = Record(
                 job, process.cmdline(), {host: ranks}, process.cwd(), host, identity(), launcher.pid, *start
             )
-    return sorted(found.values(), key=lambda record: record.began)
+    return sorted(unrecorded.values(), key=lambda record: record.began)
 
 
 def find(name: str = "") -> Record:
-    """Return the job whose id begins with `name`; by default the newest that runs, or else the newest.
+    """Return the job whose ID starts with ``name``. By default the newest running job, or else the newest.
 
     Raises:
-        LaunchError: there is none, or more than one.
+        LaunchError: No job matches, or more than one.
     """
     known = load_all()
     if not name:
         if not known:
             raise LaunchError("no job has been started with `ringdance run --detach`")
         return ([record for record in known if record.state == "running"] or known)[-1]
-    found = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
-    if len(found) > 1:
-        raise LaunchError(f"{name} could be {' or '.join(r.short for r in found)}: give more digits")
-    if not found:
-        raise LaunchError(f"there is no job {name} in the background; `ringdance status` shows all jobs")
-    return found[0]
+    matching = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
+    if len(matching) > 1:
+        raise LaunchError(f"{name} could be {' or '.join(r.short for r in matching)}. Give more digits")
+    if not matching:
+        raise LaunchError(f"no job in the background matches {name}; `ringdance status` shows all jobs")
+    return matching[0]
 
 
 def _redirect(opened: int, *descriptors: int) -> None:

@@ -1,7 +1,7 @@
-"""Find the MPI library that mpi4py loads, and its mpiexec, without initialising MPI.
+"""Find the MPI library that mpi4py loads, and its mpiexec, without initializing MPI.
 
-Often two mpiexecs are installed (a wheel's and the system's), and one library's mpiexec starts N worlds of
-size 1 with another library: so the library decides.
+Two versions of mpiexec are often installed, a wheel's and the system's. With another library, an mpiexec
+starts N worlds of size 1. The library therefore decides which mpiexec to use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROGRAMS = {
     "mpich": ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"),
     "intel": ("mpiexec", "mpirun"),
 }
-_ANSWER_S = 20.0  # of an mpiexec; three times what Python with mpi4py gets
+_ANSWER_S = 20.0  # for an mpiexec to answer; Python with mpi4py gets three times as long
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -50,9 +50,9 @@ class Mpi:
 
     Attributes:
         family: "openmpi", "mpich" or "intel".
-        mpiexec: absolute path of the library's mpiexec.
-        source: how it was found, for messages.
-        major: first number of its version, 0 if unknown.
+        mpiexec: Absolute path of the library's mpiexec.
+        source: How the library was found, for messages.
+        major: First number of its version, 0 if unknown.
     """
 
     family: str
@@ -66,7 +66,7 @@ def find_mpi() -> Mpi:
     """Return the MPI to launch with.
 
     Raises:
-        LaunchError: no mpi4py, no MPI library, or no mpiexec of that library; says what to install.
+        LaunchError: mpi4py, an MPI library or its mpiexec is missing. Says what to install.
     """
     built_for, wheels = mpi4py_variants(), _installed_wheels()
     if not built_for:
@@ -76,11 +76,11 @@ def find_mpi() -> Mpi:
 
 
 def mpi4py_variants() -> list[str]:
-    """Return the libraries that the installed mpi4py was built for; none if there is no mpi4py.
+    """Return the libraries that the installed mpi4py was built for, none if mpi4py is missing.
 
     Returns:
-        Of a wheel ``openmpi``, ``mpich``, ``impi``: it loads whichever it finds. ``own`` if it was compiled
-        here: it is bound to its own.
+        For a wheel, some of ``openmpi``, ``mpich`` and ``impi``: it loads whichever library it finds. ``own``
+        if mpi4py was compiled here, which binds it to one library.
     """
     try:
         files = importlib.metadata.distribution("mpi4py").files or ()
@@ -92,7 +92,7 @@ def mpi4py_variants() -> list[str]:
 
 def _installed_wheels() -> list[Mpi]:
     """Return the MPI libraries installed as wheels in this environment."""
-    found = []
+    installed = []
     for name, family in _WHEELS.items():
         try:
             files = importlib.metadata.distribution(name).files or []
@@ -104,12 +104,12 @@ def _installed_wheels() -> list[Mpi]:
         if path is None and os.access(beside, os.X_OK) and not _refusal(beside, family, _major(version)):
             path = beside
         if path:
-            found.append(Mpi(family, path, f"wheel {name} {version}", _major(version)))
-    return found
+            installed.append(Mpi(family, path, f"wheel {name} {version}", _major(version)))
+    return installed
 
 
 def _probe(wheels: list[Mpi]) -> Mpi:
-    """Ask mpi4py itself, in another process."""
+    """Ask mpi4py itself, in a separate process."""
     code, output, errors = linux.run([sys.executable, "-c", _PROBE], 3 * _ANSWER_S)
     if code or not output:
         last = (errors.strip().splitlines() or ["no message"])[-1]
@@ -132,22 +132,22 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     problem = f"mpi4py loads {version!r}{where}, but no mpiexec of {family} {major or ''} was found"
     if refused:
         others = "; ".join(f"{path}: {why}" for path, why in refused.items())
-        problem += f", and others cannot start its ranks ({others}). Put its own mpiexec first in PATH"
+        problem += f", and others cannot start its ranks ({others}). Put the library's mpiexec first in PATH"
     raise _missing(problem, wheel_of(family))
 
 
 def _major(version: str) -> int:
-    found = re.search(r"\bv?(\d+)\.\d", version)
-    return int(found[1]) if found else 0
+    match = re.search(r"\bv?(\d+)\.\d", version)
+    return int(match[1]) if match else 0
 
 
 def family_of(version: str) -> str | None:
-    """Return the family named by a library's version string, or by `mpiexec --version`."""
+    """Return the family that a library's version string, or ``mpiexec --version``, names."""
     return next((family for text, family in _VERSIONS.items() if text in version.lower()), None)
 
 
 def _mpiexecs_beside(library: str) -> list[str]:
-    """Return ``PREFIX/bin/mpiexec`` of ``PREFIX/lib``; not for the system's, where alternatives differ."""
+    """Return ``PREFIX/bin/mpiexec`` for ``PREFIX/lib``. Not the system's, as its alternatives may differ."""
     if not library or library.startswith(("/usr/lib", "/lib")):
         return []
     paths = [str(prefix / "bin" / "mpiexec") for prefix in list(Path(library).parents)[1:3]]
@@ -162,22 +162,22 @@ def _mpiexecs_in_path(family: str) -> Iterator[str]:
 
 
 def _refusal(mpiexec: str, family: str, major: int) -> str:
-    """Return why an mpiexec cannot start ranks of that library, "" if it can."""
+    """Return why an mpiexec cannot start the library's ranks, "" if it can."""
     code, output, errors = linux.run([mpiexec, "--version"], _ANSWER_S)
-    said = output + errors
-    if family_of(said) == family and major in (0, _major(said) or major):
+    printed = output + errors
+    if family_of(printed) == family and major in (0, _major(printed) or major):
         return ""
-    first = (said.strip().splitlines() or ["no output"])[0].strip()
-    return f"`mpiexec --version` says {first!r}" if code >= 0 else errors
+    first = (printed.strip().splitlines() or ["no output"])[0].strip()
+    return f"`mpiexec --version` prints {first!r}" if code >= 0 else errors
 
 
 def wheel_of(family: str) -> str:
-    """Return the package that has a family's library and mpiexec; Open MPI's for an unknown family."""
-    return next((name for name, one in _WHEELS.items() if one == family), "openmpi")
+    """Return the package with a family's library and mpiexec. Open MPI's for an unknown family."""
+    return next((name for name, provided in _WHEELS.items() if provided == family), "openmpi")
 
 
 def _missing(problem: str, *packages: str) -> LaunchError:
     return LaunchError(
         f"{problem}. Install an MPI library into this environment: "
-        f"{pip_install(*packages)} (it needs no compiler and no root rights)"
+        f"{pip_install(*packages)} (this requires neither a compiler nor root rights)"
     )

@@ -1,8 +1,8 @@
 """Translate command lines of Open MPI 4's ``mpirun`` for the launcher.
 
-Job files and SageMaker's toolkit contain such lines. Open MPI 5 rejects some of their options, other MPI
-libraries nearly all. Old spellings are replaced by Open MPI 5's, then each option is translated to one of
-``ringdance run``, or passed on to mpiexec.
+Job files and SageMaker's toolkit contain such command lines. Open MPI 5 rejects some of their options, and
+other MPI libraries reject nearly all. Old spellings are replaced by Open MPI 5's. Then each option is
+translated to an option of ``ringdance run`` or passed on to mpiexec.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ _SPELLINGS = {
     "v": "verbose", "d": "verbose", "debug-daemons": "verbose", "do-not-launch": "dry-run", "h": "help",
     "V": "version",
 }  # fmt: skip
-"""Older options, and how Open MPI 5 spells them; {} is a value."""
+"""Older options, and their spelling in Open MPI 5; {} is a value."""
 
 _PASSED_ON = ("prtemca", "pmixmca", "with-ft", "cpu-set", "report-bindings", "use-hwthread-cpus")
 _NO_EFFECT = {
     "timeout": "the job has no time limit",
     "rankfile": "ranks are placed host by host",
     "rf": "ranks are placed host by host",
-    "tune": "give the parameters with --mca",
-    "am": "give the parameters with --mca",
+    "tune": "pass the parameters with --mca",
+    "am": "pass the parameters with --mca",
     "nolocal": "name the other hosts with -H or --hostfile",
     "prefix": "all hosts use the MPI library that this Python loads",
-    "merge-stderr-to-stdout": "the two streams stay apart",
+    "merge-stderr-to-stdout": "the two streams stay separate",
     "enable-recovery": "a rank that fails ends the job",
 }
-"""Options without an effect that may be missed, and the reason."""
+"""Options without effect that users may miss, and the reason."""
 
 _REFUSED = {
-    "path": "give the whole path of the program, or set PATH",
-    "stdin": "only rank 0 reads stdin. Have it broadcast what it reads, or let all ranks read a file",
+    "path": "pass the whole path of the program, or set PATH",
+    "stdin": "only rank 0 reads stdin. Let it broadcast its input, or let all ranks read a file",
     **dict.fromkeys(("map-by", "rank-by"), "specify ranks per host with -N, and their cores with --bind-to"),
 }
-"""Options that would change what the job does, and what to give instead."""
+"""Options that would change what the job does, and what to use instead."""
 
 _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.items()} | {
     **dict.fromkeys((
         "verbose", "dry-run", "no-check", "help", "version", "report-bindings", "use-hwthread-cpus",
         "nolocal", "merge-stderr-to-stdout", "enable-recovery",
-        # as here in any case:
+        # these match the launcher's behavior in any case:
         "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes", "noprefix", "disable-recovery",
         "leave-session-attached",
     ), 0),
@@ -68,35 +68,35 @@ _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.i
     ), 1),
     **dict.fromkeys(("mca", "prtemca", "pmixmca"), 2),
 }  # fmt: skip
-"""All options, and how many values follow each."""
+"""All options, and the number of values after each."""
 
 _LAUNCH_PARAMETERS = re.compile(
     r"(plm|oob|orte|ras|rmaps|rml|routed|odls|ess|iof|grpcomm|errmgr|state|schizo|rtc|filem|snapc|regx|hwloc"
     r"|btl_vader)(_.*)?"
 )
-"""MCA parameters of how Open MPI 4 starts processes, and of a component that Open MPI 5 does not have."""
+"""MCA parameters for how Open MPI 4 starts processes, and for a component that Open MPI 5 lacks."""
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 @dataclass
 class MpirunLine:
-    """What a command line asks for.
+    """The request in a command line.
 
     Attributes:
-        ranks: number of ranks, None if not given.
-        per_host: ranks on each host, 0 if not given.
-        hosts: names and slots, None for the scheduler's, or else this machine.
-        source: where `hosts` come from, for messages.
-        options: of ``ringdance run``, without ranks and hosts.
-        ssh: more arguments of ssh.
-        mpi: options for mpiexec, as Open MPI 5 spells them.
-        cwd: directory of the ranks, or "".
+        ranks: Number of ranks, None if not given.
+        per_host: Ranks on each host, 0 if not given.
+        hosts: Names and slots. None means the scheduler's, or else this machine.
+        source: Where ``hosts`` come from, for messages.
+        options: Options for ``ringdance run``, except ranks and hosts.
+        ssh: Further arguments for ssh.
+        mpi: Options for mpiexec, in Open MPI 5's spelling.
+        cwd: Working directory of the ranks, or "".
         flags: "spread" (a rank to each host in turn), "oversubscribe", "tag" and "timestamp" (before output
             lines), "display" (the plan), "closed" (no rank reads stdin), "help", "version".
-        bound: to what ranks are bound, or "".
-        notes: warnings for the user.
-        command: the program and its arguments.
+        bound: The unit to which ranks are bound, or "".
+        notes: Warnings for the user.
+        command: The program and its arguments.
     """
 
     ranks: int | None = None
@@ -114,14 +114,14 @@ class MpirunLine:
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
-    """Read the words after ``mpirun``.
+    """Parse the words after ``mpirun``.
 
     Args:
-        words: options, then the command.
-        environ: where ``-x NAME`` finds values.
+        words: Options, followed by the command.
+        environ: Environment with the values for ``-x NAME``.
 
     Raises:
-        LaunchError: an unknown option, or a wrong or missing value.
+        LaunchError: An option is unknown, or its value is wrong or missing.
     """
     line, rest = MpirunLine(), list(words)
     named, dropped = list[str](), list[str]()
@@ -131,7 +131,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
             break
         name, values = option.lstrip("-"), [value] if equals else []
         if name not in _VALUES and equals and _VARIABLE.fullmatch(name):
-            text = f"{option}={value} is not an option of mpirun: it is taken for -x {name}={value}"
+            text = f"{option}={value} is not an option of mpirun. It is treated as -x {name}={value}"
             line.notes.append(shown_text(text))
             line.options += ["-x", f"{name}={value}"]
             continue
@@ -152,13 +152,13 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
             _apply(line, option, name, values, environ)
     line.command = rest
     if dropped:
-        line.notes.append(f"no effect: -mca {', '.join(dropped)}, of how Open MPI 4 starts processes")
+        line.notes.append(f"no effect: -mca {', '.join(dropped)}, for how Open MPI 4 starts processes")
     if line.bound in ("", "none") and any(":PE=" in word.upper() for word in line.mpi):
-        line.mpi += ["--bind-to", "core"]  # Open MPI refuses several cores for a rank that is bound to none
-        line.notes += ["--bind-to none: no effect, as PE=N binds ranks to N cores"] * bool(line.bound)
+        line.mpi += ["--bind-to", "core"]  # Open MPI refuses several cores for a rank without binding
+        line.notes += ["--bind-to none: no effect, because PE=N binds ranks to N cores"] * bool(line.bound)
     if ":" in rest:
         raise LaunchError("several programs in one job (`:` between them) are not supported")
-    if named:  # chosen among those of a host file, if there is one
+    if named:  # select from the hosts of a host file, if there is one
         chosen, known = [parse_hosts(text)[0] for text in named], dict(line.hosts or ())
         line.hosts = merge((host, known.get(host, slots)) for host, slots in chosen)
         line.source = f"-H {','.join(named)}"
@@ -181,7 +181,7 @@ def _apply(
             variable, equals, text = value.partition("=")
             if equals or variable in environ:
                 line.options += ["-x", f"{variable}={text if equals else environ[variable]}"]
-            else:  # mpirun only warns, too
+            else:  # mpirun also only warns
                 line.notes.append(f"-x {value}: that variable is not set here")
         case "wdir":
             line.cwd = value
@@ -225,20 +225,20 @@ def _output_filename(line: MpirunLine, option: str, value: str) -> None:
     path, _, modifiers = value.partition(":")
     line.options += ["--output-filename", path]
     if "nocopy" in modifiers:
-        line.notes.append(f"{option} {value}: the output is shown here too")
+        line.notes.append(f"{option} {value}: the output is also shown here")
 
 
 def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
-    """Translate a parameter; return its name if it is dropped."""
+    """Translate a parameter. Returns its name if it is dropped."""
     if name in ("btl_tcp_if_include", "oob_tcp_if_include") and "/" not in value:
         line.options += ["--network-interface", value] if value not in line.options else []
     elif name in ("plm_rsh_args", "plm_ssh_args"):
         line.ssh += shlex.split(value)
     elif name in ("plm_rsh_agent", "plm_ssh_agent"):
-        program, *more = shlex.split(value.partition(":")[0]) or [""]
+        program, *arguments = shlex.split(value.partition(":")[0]) or [""]
         if os.path.basename(program) not in ("ssh", "rsh"):
             raise LaunchError(f"{option} {name} {value}: only ssh is supported")
-        line.ssh += more
+        line.ssh += arguments
     elif _LAUNCH_PARAMETERS.fullmatch(name):
         return [name]
     else:
@@ -247,12 +247,12 @@ def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
 
 
 def _map_by(line: MpirunLine, name: str, value: str) -> None:
-    policy, *more = value.lower().split(":")
-    line.flags |= {"oversubscribe"} & set(",".join(more).split(","))
+    policy, *modifiers = value.lower().split(":")
+    line.flags |= {"oversubscribe"} & set(",".join(modifiers).split(","))
     if policy == "ppr":
-        if len(more) < 2 or more[1] != "node":
+        if len(modifiers) < 2 or modifiers[1] != "node":
             raise LaunchError(f"--map-by {value}: not supported; {_REFUSED[name]}")
-        line.per_host, more = _number("--map-by ppr", more[0]), more[2:]
+        line.per_host, modifiers = _number("--map-by ppr", modifiers[0]), modifiers[2:]
     elif policy in ("slot", "") or (name, policy) == ("rank-by", "fill"):
         pass
     elif name == "rank-by" or policy in ("node", "seq", "rankfile"):
@@ -261,7 +261,7 @@ def _map_by(line: MpirunLine, name: str, value: str) -> None:
     else:
         line.mpi += ["--map-by", value]
         return
-    for word in {*",".join(more).split(",")} - {"", "oversubscribe", "nooversubscribe"}:
+    for word in {*",".join(modifiers).split(",")} - {"", "oversubscribe", "nooversubscribe"}:
         if word.startswith("pe="):
             line.mpi += ["--map-by", f"slot:{word.upper()}"]
         else:

@@ -11,27 +11,27 @@ from ringdance.launch.hosts import Host, Networks, same_interfaces
 from ringdance.launch.mpi.library import Mpi
 
 RSH_SHIM = "RSH_SHIM"
-"""Placeholder for the program that mpiexec runs as ssh; its path is known only once the job exists."""
+"""Placeholder for the program that mpiexec runs as ssh. Its path is known only once the job exists."""
 
 MACHINE_FILE = f"{RSH_SHIM}.machines"
-"""Placeholder for a file beside it with the text of :func:`machine_file`."""
+"""Placeholder for a file next to it with the text of ``machine_file()``."""
 
 _OTHER_SCHEDULERS = "^slurm,lsf,pbs,tm,gridengine"
 
 
 @dataclass(frozen=True)
 class MpiexecRequest:
-    """What mpiexec's options depend on.
+    """Everything that mpiexec's options depend on.
 
     Attributes:
-        mpi: the library.
-        hosts: where the ranks go.
-        root: whether the user is root.
-        binding: options of the user's that replace the default of binding ranks to no cores, or None.
-        more: more options of the user's; they override the defaults.
-        networks: the networks that connect the hosts.
-        infiniband: whether any host has InfiniBand.
-        small_shm: whether any host's /dev/shm is too small for Open MPI.
+        mpi: The MPI library.
+        hosts: Hosts with their ranks.
+        root: True if the user is root.
+        binding: The user's options that replace the default of binding ranks to no cores, or None.
+        more: Further options from the user, which override the defaults.
+        networks: Networks that connect the hosts.
+        infiniband: True if any host has InfiniBand.
+        small_shm: True if any host's /dev/shm is too small for Open MPI.
     """
 
     mpi: Mpi
@@ -45,9 +45,9 @@ class MpiexecRequest:
 
     @property
     def include(self) -> str:
-        """Networks to use: interface names if they are the same on all hosts, otherwise addresses.
+        """Networks to use, by interface if the names are the same on all hosts, otherwise by address.
 
-        Open MPI reads no IPv6 networks, and must detect these itself.
+        Open MPI does not accept IPv6 addresses here, and must detect these networks itself.
         """
         if names := same_interfaces(self.hosts):
             return ",".join(names)
@@ -55,17 +55,17 @@ class MpiexecRequest:
 
     @property
     def multi_host(self) -> bool:
-        """Whether there are ranks on other hosts."""
+        """True if other hosts have ranks."""
         return not all(host.local for host in self.hosts)
 
 
 def host_label(host: Host, number: int) -> str:
-    """Return the name of a host for mpiexec: any label without colons, unlike an IPv6 address."""
+    """Return a host's name for mpiexec: any label without colons, unlike an IPv6 address."""
     return f"host{number}" if ":" in host.name else host.name
 
 
 def _host_list(hosts: Sequence[Host], separator: str) -> str:
-    """Return the labels of the hosts with their numbers of ranks: ``h1:2,h2:2``."""
+    """Return the hosts' labels with their numbers of ranks: ``h1:2,h2:2``."""
     return separator.join(f"{host_label(host, n)}:{len(host.ranks)}" for n, host in enumerate(hosts))
 
 
@@ -77,53 +77,53 @@ def machine_file(hosts: Sequence[Host], family: str) -> str:
 
 
 def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]:
-    """Return mpiexec's options without the number of ranks, and variables for it and the ranks."""
+    """Return mpiexec's options except the number of ranks, and variables for mpiexec and the ranks."""
     family = request.mpi.family
     defaults, fixed, variables = (_openmpi if family == "openmpi" else _hydra)(request)
     own = [*(request.binding or ()), *request.more]
-    if family == "openmpi":  # its older versions took long options with one dash too
+    if family == "openmpi":  # whose older versions also accepted long options with one dash
         own = [f"-{word}" if _LONG.fullmatch(word) else word for word in own]
     if request.binding is None:
         for name, *values in reversed(defaults):
             if name not in own:
                 fixed[:0] = [name, *values]
-    # A parameter that the user gives as an option would otherwise be set twice.
+    # If the user sets a parameter with an option, the variable would set it a second time.
     for name in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
         variables.pop(name, None)
-        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI takes only one of the two
+        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI accepts only one of the two
             variables.pop("OMPI_MCA_btl_tcp_if_include", None)
     return [*fixed, *own], variables
 
 
 _Options = tuple[list[list[str]], list[str], dict[str, str]]
-"""Defaults that the user can replace, other options, variables."""
+"""Defaults that the user can replace, other options, and variables."""
 
 
 def _openmpi(request: MpiexecRequest) -> _Options:
-    # Always --oversubscribe: mpiexec counts physical cores, whatever the affinity mask and hyperthreads. In
-    # the ranks it only makes idle ones yield, which is wanted anyway.
+    # Always --oversubscribe: mpiexec counts physical cores, regardless of affinity mask and hyperthreads. In
+    # the ranks, its only effect is that idle ones yield, which is desirable anyway.
     fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-    # The UCX window component prints an error when a shared window is made without its hardware.
+    # The UCX window component prints an error when a shared window is created without its hardware.
     variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
-    # One machine needs only shared memory, and probing network hardware takes MPI_Init a second. (A list of
-    # exclusions, for the shared-memory component is vader in Open MPI 4 and sm in later versions.)
+    # One machine needs only shared memory, and probing network hardware adds a second to MPI_Init. This is a
+    # list of exclusions because the shared-memory component is vader in Open MPI 4 and sm in later versions.
     if request.small_shm and not request.multi_host:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
     elif not request.multi_host:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^tcp,openib,ofi,uct,usnic,ugni,portals4"}
-    if not request.multi_host:  # or it would start a daemon on each host of a scheduler's allocation
+    if not request.multi_host:  # otherwise it would start a daemon on each host of a scheduler's allocation
         fixed += ["--mca" if request.mpi.major == 4 else "--prtemca", "ras", _OTHER_SCHEDULERS]
     else:
         fixed += _openmpi_launch(request)
-        # One TCP connection does not send and receive at once.
+        # A single TCP connection does not send and receive at the same time.
         variables["OMPI_MCA_btl_tcp_links"] = "4"
         excluded = ["sm", "vader"] if request.small_shm else []
         if not request.infiniband:
             variables["OMPI_MCA_pml"] = "ob1"
             excluded += ["openib", "ofi", "uct", "usnic", "ugni", "portals4"]
             if request.mpi.major >= 5:
-                # A connection closed by a dead rank makes the call fail instead of ending the process: the
-                # engine raises RankLostError. (With ob1 only: it would replace UCX.)
+                # When a dead rank's connection closes, let the call fail instead of ending the process. The
+                # engine then raises RankLostError. Only with ob1, because the setting would replace UCX.
                 variables["OMPI_MCA_mpi_ft_enable"] = "1"
         if excluded:
             variables["OMPI_MCA_btl"] = "^" + ",".join(excluded)
@@ -138,15 +138,15 @@ def _openmpi(request: MpiexecRequest) -> _Options:
 
 
 def _openmpi_launch(request: MpiexecRequest) -> list[str]:
-    """Return options that start the daemons through our agents, whatever the scheduler."""
+    """Return options for starting the daemons through our agents, with any scheduler."""
     if request.mpi.major == 4:
         option, remote, prefix, oob = "--mca", "rsh", "orte", "oob_tcp"
     else:
         option, remote, prefix, oob = "--prtemca", "ssh", "prte", "prte"
     words = ["--host", _host_list(request.hosts, ",")]
     if request.mpi.major == 4:
-        # It would begin with its own host, wherever that is in the list; so each rank has a line in a file.
-        # The mapper by lines opens the default host file too, which does not exist everywhere.
+        # Open MPI 4 would start with its own host, wherever that is in the list. So each rank has a line in a
+        # file. The mapper by lines also opens the default host file, which does not exist everywhere.
         words = ["--hostfile", MACHINE_FILE, option, "orte_default_hostfile", MACHINE_FILE]
     for name, value in (
         ("plm", remote),
@@ -169,19 +169,19 @@ def _hydra(request: MpiexecRequest) -> _Options:
     defaults = [] if intel else [["-bind-to", "none"]]
     launcher = "-bootstrap" if intel else "-launcher"
     if not request.multi_host:
-        # Ranks listen on these at once, although no other host connects.
+        # Ranks open listening sockets on these immediately, although no other host connects.
         return defaults, [launcher, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
-    # Ranks get the environment of their host's daemon: Hydra would send its own as it is, unencrypted.
-    if intel:  # takes no number of ranks in -hosts
+    # Ranks get the environment of their host's daemon, because Hydra would send its own unencrypted.
+    if intel:  # its -hosts does not accept numbers of ranks
         fixed = [launcher, "ssh", f"{launcher}-exec", RSH_SHIM, "-genvnone", "-machinefile", MACHINE_FILE]
         fixed += ["-v6"] if request.networks.ipv6 else []
     else:
-        # By a shell, for /tmp may be mounted noexec; the script's path is in session_environment. ("ssh"
-        # would get an -x first.)
+        # Through a shell, because /tmp may be mounted noexec. The script's path is in session_environment().
+        # With the launcher "ssh", Hydra would insert -x as the first argument.
         fixed = [launcher, "rsh", f"{launcher}-exec", "/bin/sh", "-genvnone"]
         fixed += ["-hosts", _host_list(request.hosts, ",")]
     names = {interface for host in request.hosts for interface in host.interfaces}
-    if len(names) == 1:  # Hydra takes one name, the same on all hosts
+    if len(names) == 1:  # Hydra accepts one name, the same on all hosts
         (name,) = names
         fixed += ["-iface", name]
         variables["FI_TCP_IFACE"] = name
@@ -192,23 +192,23 @@ def _hydra(request: MpiexecRequest) -> _Options:
 
 _LONG = re.compile(
     r"-(allow-run-as-root|bind-to|bind-to-[a-z]+|cpu-set|display-[a-z]+|host|hostfile|machinefile|map-by|mca"
-    r"|merge-stderr-to-stdout|nooversubscribe|output-filename|oversubscribe|path|pmixmca|prefix|prtemca|rank-by"
-    r"|report-bindings|stdin|tag-output|timestamp-output|wdir|with-ft)"
+    r"|merge-stderr-to-stdout|nooversubscribe|output-filename|oversubscribe|path|pmixmca|prefix|prtemca"
+    r"|rank-by|report-bindings|stdin|tag-output|timestamp-output|wdir|with-ft)"
 )
 
 
 def session_environment(family: str, directory: str, shared: str) -> dict[str, str]:
-    """Return variables that put the library's session files and shared memory into the job's directories.
+    """Return variables that move the library's session files and shared memory to the job's directories.
 
     Args:
-        family: of the MPI library.
-        directory: the job's directory.
-        shared: the job's directory in shared memory, or "" if there is none.
+        family: Family of the MPI library.
+        directory: The job's directory.
+        shared: The job's directory in shared memory, or "" if it has none.
     """
-    if family != "openmpi":  # their files cannot be moved; cleanup.py finds them
+    if family != "openmpi":  # other libraries' files cannot be moved, but cleanup.py finds them
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": os.path.join(directory, "ssh")} if family == "mpich" else {}
-    found = {"PRTE_MCA_prte_tmpdir_base": directory, "OMPI_MCA_orte_tmpdir_base": directory}
+    variables = {"PRTE_MCA_prte_tmpdir_base": directory, "OMPI_MCA_orte_tmpdir_base": directory}
     if shared:
         for component in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
-            found[f"OMPI_MCA_{component}_backing_directory"] = shared
-    return found
+            variables[f"OMPI_MCA_{component}_backing_directory"] = shared
+    return variables

@@ -1,1 +1,1 @@
-"""Output of ranks and mpiexec: to the terminal, to files, merged."""
+"""Output of ranks and mpiexec: shown on the terminal, copied to files, and merged."""

@@ -1,4 +1,4 @@
-"""Collect what the ranks of ``ringdance.run`` return: a file for each in the job's directory."""
+"""Collect the return values of ``ringdance.run`` from the ranks: one file each in the job's directory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, BinaryIO
 from ringdance.errors import LaunchError
 from ringdance.launch.output.stream import Sink
 
-_OPEN = 200  # files at once
+_OPEN = 200  # maximum number of open files
 
 
 class CollectedFile:
-    """Write a file that comes from another host in chunks.
+    """Writes a file that arrives from another host in chunks.
 
     Args:
-        path: of the file, which is overwritten.
-        err: takes a line about what is wrong.
+        path: Path of the file, which is overwritten.
+        err: Receives a line about any problem.
     """
 
     def __init__(self, path: str, err: Sink) -> None:
@@ -37,10 +37,10 @@ class CollectedFile:
 
 
 class Results:
-    """Collect results from the job's directory on this host, and from other hosts in chunks.
+    """Collects results from the job's directory on this host, and from other hosts in chunks.
 
     Attributes:
-        kept: whether all results are open.
+        kept: True once all results are open.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class Results:
         self._files: dict[str, BinaryIO] = {}
 
     def take(self, directory: str, name: str, data: bytes, last: bool) -> None:
-        """Append a chunk to another host's file in the directory; `last` completes the file.
+        """Append a chunk to another host's file in the directory. ``last`` completes the file.
 
         Raises:
-            LaunchError: there is no room.
+            LaunchError: There is not enough space.
         """
         path = os.path.join(directory, name)
         try:
@@ -62,14 +62,14 @@ class Results:
         except OSError as error:
             raise LaunchError(
                 f"cannot keep a rank's result in {directory}: {error.strerror}. "
-                "Set TMPDIR to a directory with more room"
+                "Set TMPDIR to a directory with more space"
             ) from None
 
     def keep(self, directory: str) -> None:
-        """Open all complete files: they can be read after the directory is removed."""
+        """Open all complete files, so that they stay readable after the directory is removed."""
         self.kept = True
         for path in Path(directory).glob("result.*.pkl"):
-            # With so many ranks, each result is small.
+            # With this many ranks, each result is small enough for memory.
             many = len(self._files) >= _OPEN
             self._files[path.name] = io.BytesIO(path.read_bytes()) if many else path.open("rb")
 
@@ -77,13 +77,13 @@ class Results:
         """Return the results by rank.
 
         Raises:
-            LaunchError: a rank ended without a result.
+            LaunchError: A rank exited without a result.
         """
         names = [f"result.{rank}.pkl" for rank in range(ranks)]
         missing = [rank for rank, name in enumerate(names) if name not in self._files]
         if missing:
             raise LaunchError(
-                f"ranks {missing} ended with exit code 0 before the function returned (sys.exit in it?)"
+                f"ranks {missing} exited with code 0 before the function returned. Does it call sys.exit()?"
             )
         return [pickle.load(self._files[name]) for name in names]
 

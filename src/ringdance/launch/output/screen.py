@@ -1,4 +1,4 @@
-"""Share the launcher's stdout and stderr among the ranks, without joining unfinished lines."""
+"""Share the launcher's stdout and stderr among the ranks without joining unfinished lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ringdance.launch.output.stream import Sink, guarded
 
 LAUNCHER = -1
-"""Instead of a rank, for the launcher's own lines."""
+"""Stands for the launcher's own lines in place of a rank."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -17,20 +17,20 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 class Screen:
     """The launcher's stdout and stderr, shared by the ranks.
 
-    On a terminal, output that ends in a carriage return (a progress bar) keeps a line of its own for each
-    rank, below all other lines. In files and pipes, output after an unfinished line of another rank begins a
+    On a terminal, output that ends in a carriage return (a progress bar) stays on a separate line for each
+    rank, below all other lines. In files and pipes, output after another rank's unfinished line starts on a
     new line.
 
     Args:
-        sinks: for stdout and stderr; one that fails, except with BrokenPipeError, is not used any more.
-        terminals: which of them are terminals that know ANSI's escapes; if both are, they are the same.
+        sinks: Sinks for stdout and stderr. One that fails, except with BrokenPipeError, is not used again.
+        terminals: For each, True if it is a terminal with ANSI escapes. If both are, they are the same one.
     """
 
     def __init__(self, sinks: tuple[Sink, Sink], terminals: Sequence[bool] = (False, False)) -> None:
         out: Sink = guarded("stdout", sinks[0], lambda line: err(line))
         err = guarded("stderr", sinks[1], out)
         self._sinks, self._terminals = (out, err), terminals
-        self._begun: dict[int, int] = {}  # by stream: the rank of the unfinished line
+        self._begun: dict[int, int] = {}  # by stream: the rank that wrote the unfinished line
         self._bars: dict[tuple[int, int], bytes] = {}  # by rank and stream
         self._drawn = 0  # lines of bars on the terminal, above the cursor
 
@@ -60,24 +60,24 @@ class Screen:
         self._sinks[stream](erase + b"".join(line + b"\n" for line in [*map(_last, lines), *bars]))
 
     def freeze(self) -> None:
-        """Leave the bars where they are: the ranks have ended."""
+        """Leave the bars in place, because the ranks have exited."""
         self._bars.clear()
         self._drawn = 0
 
 
 def _last(line: bytes) -> bytes:
-    """Return what a terminal shows of a line with carriage returns in it."""
+    """Return the part of a line with carriage returns that a terminal shows."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _cut(bar: bytes, columns: int) -> bytes:
-    """Cut a bar to one line: what wraps into the next could not be erased again."""
+    """Cut a bar to one line, because text that wraps to the next line could not be erased."""
     text = _ESCAPES.sub("", bar.decode(errors="replace"))
     return bar if len(text) < columns else text[: columns - 1].encode()
 
 
 def _size(descriptor: int) -> tuple[int, int]:
-    """Return columns and rows; a pseudo-terminal may report 0."""
+    """Return columns and rows. A pseudo-terminal may report 0."""
     try:
         columns, rows = os.get_terminal_size(descriptor)
     except OSError:

@@ -1,8 +1,8 @@
 """Show the ranks' output on one terminal, line by line with the rank, and copy it to files.
 
-A line of rank 1 becomes ``[1] text``, on the stream to which the rank wrote it; :class:`Style` has other
-forms. Lines of one stream keep their order; a last line without an end gets one. A carriage return ends a
-line too, so that progress bars stay readable.
+A line from rank 1 becomes ``[1] text`` on the stream to which the rank wrote it; ``Style`` has other formats.
+Lines of one stream keep their order, and an unfinished last line gets a newline. A carriage return also ends
+a line, so that progress bars stay readable.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ringdance.launch.cause import MARK, OUTCOME_FILE, Cause, parse_mark
 Sink = Callable[[bytes], None]
 
 _LONGEST = 8 << 20
-# Of an uncaught exception, and of faulthandler for a fatal signal.
+# Start of an uncaught exception's traceback, and of faulthandler's for a fatal signal.
 _TRACEBACKS = (b"Traceback (most recent call last):", b"Fatal Python error: ")
 _LOST_PEER = re.compile(rb"NBC_Progress: an error -?\d+ was found|Error in NBC_Start_round")
-"""Printed by Open MPI, sometimes with an empty line after it, when a peer has died; the error says more."""
+"""Printed by Open MPI when a peer has died, sometimes followed by an empty line. The error says more."""
 _HELD_S = 3.0
-"""How long a traceback is held back: if the rank ends with it, it is shown once, as the cause."""
+"""How long a traceback is held back. If the rank exits because of it, it is shown only once, as the cause."""
 _LEFT = (
     "rank.*/stdout", "rank.*/stderr", "metrics-*.jsonl", OUTCOME_FILE, "ringdance-flight-rank*.json",
     "ringdance-stall-rank*.json", "ringdance-stacks-rank*.txt",
@@ -37,26 +37,26 @@ _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 def write_all(descriptor: int) -> Sink:
-    """Return a sink that writes all data to a file descriptor, also if that is non-blocking."""
+    """Return a sink that writes all data to a file descriptor, even a non-blocking one."""
 
     def write(data: bytes) -> None:
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(descriptor, view) :]
-            except BlockingIOError:  # as set by another process that shares the pipe or terminal
+            except BlockingIOError:  # set by another process that shares the pipe or terminal
                 select.select([], [descriptor], [])
 
     return write
 
 
 def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
-    """Return a sink that warns once and then drops all data if `sink` fails, as on a full disk.
+    """Return a sink that warns once and then drops all data if ``sink`` fails, for example on a full disk.
 
     Args:
-        name: of the file or stream, for the warning.
-        sink: may fail; its BrokenPipeError is raised.
-        warn: takes the line of the warning.
+        name: Name of the file or stream, for the warning.
+        sink: The sink to guard. A BrokenPipeError from it is raised.
+        warn: Receives the line of the warning.
     """
     failed = False
 
@@ -79,15 +79,15 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
 
 
 class Lines:
-    """Split a stream into lines that end in a newline or a carriage return, and keep the rest for later."""
+    """Splits a stream into lines that end in a newline or a carriage return, and keeps an unfinished line."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return complete lines with their ends; over 8 MiB without an end are a line."""
-        # A carriage return at the end may be the first half of "\\r\\n".
+        """Return complete lines with their ends. Data over 8 MiB without an end count as a line."""
+        # A carriage return at the end of the data may be the first half of "\\r\\n".
         until = len(data) - data.endswith(b"\r")
         cut = max(data.rfind(b"\n", 0, until), data.rfind(b"\r", 0, until)) + 1
         starts_line = bool(self._held) and self._held[-1].endswith(b"\r")
@@ -100,7 +100,7 @@ class Lines:
         return re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", complete)
 
     def end(self) -> list[bytes]:
-        """Return the last line, which has no end, if there is one."""
+        """Return the unfinished last line, if there is one."""
         rest = b"".join(self._held)
         self._held, self._size = [], 0
         return [rest] if rest else []
@@ -108,14 +108,14 @@ class Lines:
 
 @dataclass(frozen=True)
 class Style:
-    """How the ranks' lines are shown.
+    """Format of the ranks' lines.
 
     Attributes:
-        prefix: before each line; ``{rank}``, ``{host}``, ``{stream}`` (stdout or stderr) are filled in.
-        clock: whether the local time precedes the prefix.
-        closes: whether a last line without an end gets one.
-        colour: the SGR number of the prefix's colour on the launcher's stream, 0 for none.
-        json: whether each line becomes a JSON object; the prefix is the first part of it.
+        prefix: Text before each line. ``{rank}``, ``{host}``, ``{stream}`` (stdout or stderr) are filled in.
+        clock: If True, the local time precedes the prefix.
+        closes: If True, an unfinished last line gets a newline.
+        colour: SGR number of the prefix's color on the launcher's stream, 0 for none.
+        json: If True, each line becomes a JSON object that starts with the prefix.
     """
 
     prefix: str = "[{rank}] "
@@ -130,14 +130,14 @@ WITH_HOST = Style("[{rank}]<{host}> ")
 
 
 class Stream:
-    """Output stream of a rank.
+    """One output stream of a rank.
 
     Args:
-        sink: the launcher's stream.
-        style: how lines are shown, the prefix filled in.
-        file: gets a copy, if not None.
-        holds: whether tracebacks are held back and lines with a cause's mark are parsed (stderr).
-        warn: takes a line if the copy cannot be written; default `sink`.
+        sink: The launcher's stream.
+        style: Format of the lines, with the prefix filled in.
+        file: Receives a copy, if not None.
+        holds: If True, hold back tracebacks and parse lines with a cause's mark (stderr).
+        warn: Receives a line if the copy cannot be written. Default: ``sink``.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Stream:
         self._skips_empty = False
 
     def feed(self, data: bytes) -> None:
-        """Show and copy the complete lines of what the rank wrote."""
+        """Show and copy the complete lines of the rank's output."""
         self._take(self._lines.feed(data))
 
     def _take(self, lines: list[bytes]) -> None:
@@ -201,7 +201,7 @@ class Stream:
             self._sink(b"".join(map(self._dress, lines)))
 
     def drop(self, shown: str) -> None:
-        """Show the lines that were held back, without those of a text that is shown elsewhere."""
+        """Show the lines that were held back, except those in a text that is shown elsewhere."""
         lines = {line.strip() for line in shown.splitlines()}
         self.held = [line for line in self.held if line.decode(errors="replace").strip() not in lines]
         self.release()
@@ -211,7 +211,7 @@ class Stream:
         return b"".join(self.held).decode(errors="replace").rstrip()
 
     def last_line(self) -> str:
-        """Return the last line that is not blank, or ""; only if tracebacks are held back."""
+        """Return the last line that is not blank, or "". Only available if tracebacks are held back."""
         return self._last.decode(errors="replace").strip()
 
     def end(self) -> None:
@@ -226,10 +226,10 @@ class Stream:
 def make_streams(
     rank: int, ranks: int, host: str, sinks: tuple[Sink, Sink], style: Style, directory: str
 ) -> list[Stream]:
-    """Return the stdout and stderr of a rank.
+    """Create the stdout and stderr of a rank.
 
     Raises:
-        OSError: its files in `directory` cannot be made.
+        OSError: The rank's files in ``directory`` cannot be created.
     """
     files = open_files(Path(directory), rank, ranks) if directory else (None, None)
     colour = _COLOURS[rank % len(_COLOURS)] if style.colour else 0
@@ -245,29 +245,29 @@ def make_streams(
 
 
 def open_files(directory: Path, rank: int, ranks: int) -> tuple[BinaryIO, BinaryIO]:
-    """Open ``directory/rank.<r>/stdout`` and ``stderr``; r zero-padded to the digits of the highest rank.
+    """Open ``directory/rank.<r>/stdout`` and ``stderr``, with r zero-padded to the highest rank's width.
 
     Raises:
-        OSError: they cannot be made.
+        OSError: They cannot be created.
     """
     own = directory / f"rank.{rank:0{len(str(ranks - 1))}d}"
     own.mkdir(parents=True, exist_ok=True)
-    # Unbuffered: the files must be complete even if the launcher is killed.
+    # Unbuffered, because the files must be complete even if the launcher is killed.
     return open(own / "stdout", "wb", buffering=0), open(own / "stderr", "wb", buffering=0)
 
 
 def remove_left(directory: Path) -> None:
-    """Remove what an earlier job has left in a directory for output: it would be taken for this one's.
+    """Remove an earlier job's files from an output directory, so that they are not mistaken for this job's.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: They cannot be removed.
     """
     for left in _LEFT:
         for path in directory.glob(left):
             if path.is_file():
                 path.unlink()
     for path in directory.glob("rank.*"):
-        with contextlib.suppress(OSError):  # it has files of others
+        with contextlib.suppress(OSError):  # the directory contains other files
             path.rmdir()
 
 
@@ -284,7 +284,7 @@ _KNOWN = re.compile(
 
 
 class MpiexecOutput:
-    """Show mpiexec's own messages without its known epilogues.
+    """Shows mpiexec's own messages without its well-known epilogues.
 
     A message between two rules is kept or dropped as a whole.
     """
@@ -297,7 +297,7 @@ class MpiexecOutput:
         self.unshown: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
-        """Show or drop the complete lines of what mpiexec wrote."""
+        """Show or drop the complete lines of mpiexec's output."""
         for line in self._lines.feed(data):
             self._take(line)
 
@@ -323,7 +323,7 @@ class MpiexecOutput:
             self._sink(b"".join(lines))
 
     def end(self) -> None:
-        """Show or drop the rest after mpiexec has ended."""
+        """Show or drop the rest after mpiexec has exited."""
         for line in self._lines.end():
             self._take(line + b"\n")
         if self._block:

@@ -1,4 +1,4 @@
-"""Start an agent on each host, and report all problems at once."""
+"""Start an agent on each host, and report all problems together."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from ringdance.host.system.signals import STOPPING
 from ringdance.launch.hosts import HostFacts, facts_from, several
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 
-_AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
+_AGAIN_S = 1.0  # between attempts to reach a host that may still be starting
 _TOLD_S = 5.0
 _SOON_S = 0.02
 PIPES = 3
-"""Descriptors for each host."""
+"""Number of descriptors for each host."""
 
-_OTHER_FILES = 64  # for what else this process does
-_starting = threading.Lock()  # a start needs some more descriptors for a moment
+_OTHER_FILES = 64  # for everything else that this process does
+_starting = threading.Lock()  # a start briefly needs more descriptors
 
 
 @dataclass
 class Remote:
-    """A host with an agent.
+    """A host with an agent, and the connection to it.
 
     Attributes:
-        host: its name as given.
-        frames: the connection.
-        files: what to close to end it.
-        process: the ssh (or srun) that leads to it, or the agent itself; None if it is connected otherwise.
-        facts: what the host is.
-        heard: when its last message came (monotonic seconds).
-        errors: what that process wrote on stderr.
-        local: whether the host is the launcher's own.
-        silent: whether its silence has been shown.
-        started: whether a program was to be started there.
-        ready: whether it has prepared itself for the job.
-        problem: what has kept it from that, or "".
-        port: one that it keeps free.
-        clean: whether it has cleaned up after the job.
-        lost: whether it has ended, or does not answer.
-        behind: seconds by which its clock is behind this host's, at most.
+        host: Its name as the user gave it.
+        frames: The connection.
+        files: Files to close to end the connection.
+        process: The ssh (or srun) that leads to it, or the agent itself. None if it connected otherwise.
+        facts: Facts about the host.
+        heard: Time of its last message (monotonic seconds).
+        errors: Output of ``process`` on stderr.
+        local: True if it is the launcher's own host.
+        silent: True if its silence has been shown.
+        started: True if it has been asked to start a program.
+        ready: True if it has finished its preparations for the job.
+        problem: Reason why they failed, or "".
+        port: A port that it keeps free.
+        clean: True if it has cleaned up after the job.
+        lost: True if it has exited or does not answer.
+        behind: Upper bound of the seconds by which its clock is behind this host's.
     """
 
     host: str
@@ -78,25 +78,25 @@ class Remote:
     behind: float = math.inf
 
     def time_here(self, when: float) -> float:
-        """Return by this host's clock what a message that has come says by its host's: clocks differ.
+        """Convert the time in a message that has just arrived from its host's clock to this host's.
 
-        The message that was quickest to come tells how much.
+        The message with the shortest delay so far gives the difference.
         """
         self.behind = min(self.behind, 0.0 if self.local else time.time() - when)
         return when + self.behind
 
     @property
     def there(self) -> bool:
-        """Whether it still serves the job."""
+        """True while it still serves the job."""
         return not (self.lost or self.clean)
 
     def disconnect(self) -> None:
-        """End the connection, which ends the agent."""
+        """Close the connection, which ends the agent."""
         for file in self.files:
             file.close()
 
     def close(self, timeout: float = 2.0) -> None:
-        """End the connection; kill the process if it has not ended in time."""
+        """Close the connection. Kill the process if it has not exited in time."""
         self.disconnect()
         try:
             self.wait(timeout)
@@ -104,21 +104,21 @@ class Remote:
             self.kill()
 
     def kill(self) -> int:
-        """Kill the process if it has not ended; return its exit code."""
+        """Kill the process if it is still running. Return its exit code."""
         if self.process:
             self.process.kill()
         return self.wait()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process; return its exit code.
+        """Wait for the process. Return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended.
+            subprocess.TimeoutExpired: It is still running.
         """
         return self.process.wait(timeout) if self.process else 0
 
     def last_words(self) -> str:
-        """Return the last line that the process wrote on stderr."""
+        """Return the last line that the process has written to stderr."""
         try:
             if self.process and self.process.stderr:
                 self.errors += os.read(self.process.stderr.fileno(), 65536)
@@ -129,7 +129,7 @@ class Remote:
 
 
 def close_all(remotes: Iterable[Remote]) -> None:
-    """End agents, all at once."""
+    """End several agents in parallel."""
     remotes = list(remotes)
     for remote in remotes:
         remote.disconnect()
@@ -146,31 +146,31 @@ class _Problem(LaunchError):
 def connect(
     hosts: Iterable[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> list[Remote]:
-    """Start an agent on each of `hosts`, all at once.
+    """Start an agent on each of ``hosts``, all in parallel.
 
     Args:
-        hosts: their names.
-        shell: how to get there.
-        timeout: seconds for a host to answer.
-        log: is called now and then with the hosts that are still waited for.
+        hosts: Their names.
+        shell: How to reach them.
+        timeout: Seconds for a host to answer.
+        log: Called from time to time with the hosts that have not answered yet.
 
     Raises:
-        LaunchError: a host cannot be used; names each with what is wrong. No agent is left.
+        LaunchError: Some hosts cannot be used. Names each of them and its problem. No agent keeps running.
     """
     hosts = list(hosts)
-    found, problems = attempt(hosts, shell, timeout, log)
+    agents, problems = attempt(hosts, shell, timeout, log)
     if problems:
-        close_all(found.values())
+        close_all(agents.values())
         raise LaunchError(together({host: problems[host] for host in hosts if host in problems}))
-    return [found[host] for host in hosts]
+    return [agents[host] for host in hosts]
 
 
 def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, str]]:
-    """Start agents as :func:`connect`; return those that answer, and the problems of the others."""
+    """Start agents like ``connect()``. Return those that answer, and the problems of the other hosts."""
     allow_open_files(PIPES * len(hosts), f"{len(hosts)} hosts")
-    found: dict[str, Remote] = {}
+    agents: dict[str, Remote] = {}
     problems: dict[str, str] = {}
     started: list[Remote] = []
     interrupted = threading.Event()
@@ -180,7 +180,7 @@ def attempt(
         while True:
             try:
                 left = min(timeout, max(1.0, until - time.monotonic()))
-                found[host] = _connect(host, shell, left, started)
+                agents[host] = _connect(host, shell, left, started)
                 return
             except LaunchError as problem:
                 again = getattr(problem, "temporary", False) and shell.start_timeout
@@ -197,44 +197,44 @@ def attempt(
         for thread in threads:
             while thread.is_alive():
                 thread.join(_TOLD_S)
-                missing = [host for host in hosts if host not in found and host not in problems]
+                missing = [host for host in hosts if host not in agents and host not in problems]
                 if thread.is_alive() and missing:
                     left = max(0.0, until - time.monotonic())
-                    log(f"waiting for {several(missing)}, {left:.0f} s more")
-    except BaseException:  # Ctrl-C: the ssh to a host that hangs would stay
+                    log(f"waiting up to {left:.0f} s more for {several(missing)}")
+    except BaseException:  # on Ctrl-C, the ssh to a host that hangs would otherwise keep running
         interrupted.set()
         while any(thread.is_alive() for thread in threads):
             for remote in list(started):
                 remote.kill()
             time.sleep(_SOON_S)
-        close_all(found.values())
+        close_all(agents.values())
         raise
-    # In the order given: of two names of one machine the later is the wrong one.
-    problems |= _unfit(found[host] for host in hosts if host in found and host not in shell.local)
-    return found, problems
+    # In the given order: of two names for the same machine, the later is reported as wrong.
+    problems |= _unfit(agents[host] for host in hosts if host in agents and host not in shell.local)
+    return agents, problems
 
 
 def allow_open_files(more: int, what: str) -> None:
-    """Raise this process's limit of open files, which what it starts here inherits, if that is needed.
+    """Raise this process's limit of open files if needed. Processes started from here inherit it.
 
     Args:
-        more: descriptors beyond those that are open.
-        what: needs them.
+        more: Descriptors in addition to those that are open.
+        what: Name of what needs them, for the message.
 
     Raises:
-        LaunchError: the hard limit does not allow as many.
+        LaunchError: The hard limit does not allow that many.
     """
     needed = len(os.listdir("/dev/fd")) + more + _OTHER_FILES
     limit = raise_open_files(needed)
     if limit < needed:
         raise LaunchError(
-            f"{what} need {needed} open files in this process, and its hard limit is {limit} (ulimit -Hn): "
-            f"raise it, as root: prlimit --nofile={needed} --pid PID-OF-THE-SHELL; or use fewer hosts"
+            f"{what} need {needed} open files in this process, but its hard limit is {limit} (ulimit -Hn). "
+            f"Raise it as root (prlimit --nofile={needed} --pid PID-OF-THE-SHELL), or use fewer hosts"
         )
 
 
 def folded(problems: Mapping[str, str]) -> list[str]:
-    """Return problems of hosts as some lines: one for hosts that have the same."""
+    """Return the problems as lines, one for all hosts that share a problem."""
     groups: dict[str, list[str]] = {}
     for host, problem in problems.items():
         groups.setdefault(problem, []).append(host)
@@ -242,7 +242,7 @@ def folded(problems: Mapping[str, str]) -> list[str]:
 
 
 def together(problems: Mapping[str, str]) -> str:
-    """Return all problems of hosts as one message."""
+    """Return the problems of all hosts as one message."""
     lines = folded(problems)
     return "\n  ".join(["Cannot start:", *lines]) if lines[1:] else lines[0]
 
@@ -266,7 +266,7 @@ def _connect(host: str, shell: RemoteShell, timeout: float, started: list[Remote
 
 
 def _await_facts(remote: Remote, timeout: float) -> bool:
-    """Wait for an agent's first message; return False if the connection ends before."""
+    """Wait for an agent's first message. Returns False if the connection ends first."""
     until, alive = time.monotonic() + timeout, True
     while alive:
         left = until - time.monotonic()
@@ -288,9 +288,9 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
     """Return the agent that has connected over a socket.
 
     Raises:
-        LaunchError: it does not answer.
+        LaunchError: It does not answer.
     """
-    files = (sock, sock.dup())  # two descriptors: each is watched for one direction
+    files = (sock, sock.dup())  # two descriptors, because each is watched for one direction
     remote = Remote(host, Frames(files[0].fileno(), files[1].fileno(), after=AGENT_SPEAKS), files)
     with contextlib.suppress(_Problem):
         if _await_facts(remote, timeout):
@@ -300,10 +300,10 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
 
 
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
-    """Start the program that is, or leads to, an agent; `options` as of ``subprocess.Popen``."""
+    """Start the program that is or leads to an agent. ``options`` go to ``subprocess.Popen``."""
     with _starting:
-        # Signals to end are the launcher's: what it does about them reaches the agents as a message. An ssh
-        # that a scheduler's signal to all processes ended would end the ranks of its host.
+        # Only the launcher handles signals to end the job, and it tells the agents by message. If a signal
+        # from a scheduler to all processes ended an ssh, the ranks on its host would end with it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if command[0] == "ssh" else ())
         try:
             process = subprocess.Popen(
@@ -320,29 +320,29 @@ def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
 
 
 def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequence[Remote]) -> Remote:
-    """Start the agent of this host, which also sends heartbeats to the others.
+    """Start this host's agent, which also sends heartbeats to the others.
 
     Args:
-        host: its name in the plan.
-        environ: of the agent, and of all that it starts.
-        stdin: what rank 0 reads if it runs here, -1 for nothing.
-        remotes: the agents on other hosts.
+        host: Its name in the plan.
+        environ: Environment of the agent and of everything that it starts.
+        stdin: Descriptor of rank 0's input if it runs here, -1 for none.
+        remotes: The agents on other hosts.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: It cannot be started.
     """
-    # In memory: no network file system can block it. Several hosts are Linux hosts.
+    # In memory, so that no network file system can block it. Jobs on several hosts need Linux anyway.
     lock = os.memfd_create("ringdance-lock") if remotes else -1
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number
     passed = [stdin, lock, *(remote.frames.write_fd for remote in remotes)]
     if stdin >= 0:
-        passed[0] = os.dup(stdin)  # 0 is the agent's own
+        passed[0] = os.dup(stdin)  # because the agent uses descriptor 0 itself
     try:
         command = bare_command("agent.main", *map(str, passed))
         remote = _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
         remote.local = True
-        with contextlib.suppress(OSError, AttributeError):  # output in larger chunks, where that is possible
+        with contextlib.suppress(OSError, AttributeError):  # larger chunks of output, if supported
             fcntl.fcntl(remote.frames.read_fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         return remote
     finally:
@@ -351,7 +351,7 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
 
 
 def _why(remote: Remote, program: str, python: str) -> _Problem:
-    """Explain the end of an ssh that reached no agent."""
+    """Explain why an ssh ended without reaching an agent."""
     try:
         code = remote.wait(5.0)
     except subprocess.TimeoutExpired:
@@ -360,25 +360,24 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
     here = python or machine.facts()["executable"]
     if code in (126, 127):
         return _Problem(
-            f"there is no {here} ({error}). "
-            "Is the Python environment of that host somewhere else? Say where: --python PATH"
+            f"{here} does not exist there ({error}). If Python is somewhere else there, pass --python PATH"
         )
     if "ModuleNotFoundError" in error and (python or "'host'" in error):
         where = "" if python else f" in {package_directory()}"
-        return _Problem(f"{here} there has no ringdance{where}. Install it as it is installed here")
+        return _Problem(f"{here} there has no ringdance{where}. Install it there in the same way as here")
     if program == "ssh" and code == 255:
-        said = remote.errors.decode(errors="replace")
-        known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, said))
+        output = remote.errors.decode(errors="replace")
+        known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, output))
         advice = next(known, "try: ssh HOST true")
         return _Problem(
             f"ssh cannot connect: {error.rstrip('.') or 'no message'}. {advice.replace('HOST', remote.host)}",
             temporary="Permission denied" not in error and "verification failed" not in error,
         )
-    return _Problem(f"{program} ended with exit code {code}: {error}", temporary=True)
+    return _Problem(f"{program} exited with code {code}: {error}", temporary=True)
 
 
 def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
-    """Return hosts that cannot be used together with this one and the others, with the reason."""
+    """Return the hosts that cannot be used together with this one and each other, with the reasons."""
     here = facts_from(machine.facts())
     problems: dict[str, str] = {}
     seen = {here.identity: "this machine"}
@@ -386,13 +385,12 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
         facts = remote.facts
         if facts.version != here.version:
             problems[remote.host] = (
-                f"it has ringdance {facts.version}, this machine {here.version}. "
+                f"it has ringdance {facts.version}, this machine has {here.version}. "
                 "Install the same version on all"
             )
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
             problems[remote.host] = (
-                f"{facts.executable} is Python {facts.python} there, {here.python} here. "
-                "All hosts need the same"
+                f"{facts.executable} is Python {facts.python} there, {here.python} here. Use the same on all"
             )
         elif facts.identity in seen:
             problems[remote.host] = (

@@ -1,18 +1,19 @@
-"""Which variables go to other hosts, and which values may be shown."""
+"""Which variables are passed to other hosts, and which values may be shown."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-# Belongs to a machine, a login or a rank, and is not for other hosts.
+# These belong to a machine, a login or a rank, and are not for other hosts.
 _STAYS = re.compile(
-    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|MAIL|SHELL|TERM.*|LS_COLORS|DISPLAY|WAYLAND_.*|HOSTNAME"
-    r"|TMPDIR|TMP|TEMP|TEMPDIR|KRB5CCNAME|XAUTHORITY|ICEAUTHORITY|GPG_TTY|SSH_.*|XDG_.*|DBUS_.*|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|MAIL|SHELL|TERM.*|LS_COLORS|DISPLAY|WAYLAND_.*"
+    r"|HOSTNAME|TMPDIR|TMP|TEMP|TEMPDIR|KRB5CCNAME|XAUTHORITY|ICEAUTHORITY|GPG_TTY|SSH_.*|XDG_.*|DBUS_.*"
+    r"|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
     r"|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_MPI_JOB_ROLE"
     r"|SLURM_.*|SLURMD_.*|SBATCH_.*|LSB_.*|LSF_.*|LS_.*|RINGDANCE_JOB"
 )
-# Settings, on which all ranks must agree.
+# Settings, which must be the same on all ranks.
 _GOES = re.compile(r"(RINGDANCE|HOROVOD|OMPI|OPAL|PMIX|PRTE|MPICH|MPIR_CVAR|HYDRA|I_MPI|FI|UCX|NCCL)_.*")
 _SECRET = re.compile(
     r"(?i)secret|token(?!i[sz]er)|passw|passphrase|_pwd$|credential|private(?!_data)|(api|access)_?key"
@@ -24,12 +25,12 @@ _SET_IN_TEXT = re.compile(r"""\b([A-Za-z_][\w-]*)=((\\*["'])?(?(3).*?(?:\3|$)|[^
 
 
 def forwarded(own: Mapping[str, str], everything: bool = True) -> dict[str, str]:
-    """Return the variables of the launcher's `own` that ranks on other hosts get.
+    """Return the variables of ``own`` that ranks on other hosts get.
 
     Args:
-        own: the launcher's environment.
-        everything: If False, only settings of Ringdance and MPI. What belongs to a machine, a login or a rank
-            never goes.
+        own: The launcher's environment.
+        everything: If False, return only settings of Ringdance and MPI. Variables of a machine, a login or a
+            rank are never returned.
     """
     return {
         name: value
@@ -39,7 +40,7 @@ def forwarded(own: Mapping[str, str], everything: bool = True) -> dict[str, str]
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable or option may hold a secret: by its name, or as its value is a URL with a user."""
+    """Return True if a variable or option may hold a secret, by its name or because a URL names a user."""
     name = "_" + name.replace("-", "_")
     named = _SECRET.search(name) and not _PLAIN.fullmatch(f"{name}={value}")
     return bool(named or _USER_IN_URL.search(value))
@@ -51,5 +52,5 @@ def shown(name: str, value: str) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Return a text, such as a command line, without values of ``NAME=VALUE`` that may be secret."""
+    """Hide values in a text, such as a command line, if its ``NAME=VALUE`` may be secret."""
     return _SET_IN_TEXT.sub(lambda found: f"{found[1]}={shown(found[1], found[2])}", text)

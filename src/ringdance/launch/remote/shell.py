@@ -1,4 +1,4 @@
-"""How other hosts are reached: options, and command lines that are quoted for the shell there."""
+"""How to reach other hosts: options, and command lines quoted for the shell there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdance.host.schedulers import slurm
 from ringdance.host.schedulers.hostfile import NAME, HostList, parse_hostfile, parse_hosts
 from ringdance.host.system import linux
 
-# No prompts; the first -o of a name holds, so the user's come before.
+# No prompts. ssh uses the first -o for each name, so the user's options come before these.
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
@@ -25,24 +25,24 @@ SSH_ADVICE = (
         "if it was reinstalled: ssh-keygen -R HOST",
     ),
     (
-        "host key is known for", "its key is not known, and ssh is set to refuse new ones",
+        "host key is known for", "its key is unknown, and ssh is configured to refuse new ones",
         "compare its key and add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     ),
-    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE (mode 600)"),
+    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or pass the key: -i FILE (mode 600)"),
     (
         "Could not resolve|Name or service not known", "its name does not resolve",
         "correct the name, or add it to /etc/hosts here (or to ~/.ssh/config)",
     ),
     (
         "Connection refused", "no sshd answers",
-        "start it there (sudo systemctl start ssh), or give its port: -p PORT",
+        "start it there (sudo systemctl start ssh), or pass its port: -p PORT",
     ),
     (
         "timed out", "it does not answer",
-        "see whether it is up, and what ssh reports: ssh -v -o BatchMode=yes HOST true",
+        "check that it is up, and what ssh reports: ssh -v -o BatchMode=yes HOST true",
     ),
 )  # fmt: skip
-"""For messages of ssh: a pattern, the problem, its fix. The first that fits counts."""
+"""For messages of ssh: a pattern, the problem and its fix. The first matching entry applies."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class RemoteShell:
 
     Attributes:
         method: "ssh", or "srun" for the hosts of a Slurm allocation.
-        port: of ssh; 0 for ssh's own setting.
-        identity: file with the key for ssh, or "".
-        arguments: more arguments of ssh; they win over ours.
-        start_timeout: seconds in which hosts may still be starting (pods of a job).
-        local: names of this machine, where a program is started without any of that.
-        python: the interpreter there, if it is not where this one is.
+        port: Port of ssh, 0 for ssh's own setting.
+        identity: File with the key for ssh, or "".
+        arguments: Further arguments for ssh, which override ours.
+        start_timeout: Seconds for which hosts may still be starting (pods of a job).
+        local: Names of this machine, where programs are started directly.
+        python: Interpreter there, if its path is not this one's.
     """
 
     method: str = "ssh"
@@ -69,18 +69,18 @@ class RemoteShell:
 
     @property
     def environ(self) -> dict[str, str]:
-        """The environment that `command` needs."""
+        """Environment for ``command()``."""
         hidden = slurm.of_a_step(os.environ)
         return {name: value for name, value in os.environ.items() if name not in hidden}
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
-        """Return the command line that runs `program` on `host`.
+        """Return the command line that runs ``program`` on ``host``.
 
         Raises:
-            LaunchError: it is not a host's name.
+            LaunchError: The host's name is invalid.
         """
         if not NAME.fullmatch(host):
-            raise LaunchError(f"{host!r} is not the name of a host: letters, digits, dots and dashes")
+            raise LaunchError(f"{host!r} is not a valid host name. Use letters, digits, dots and dashes")
         if host in self.local:
             return list(program)
         if self.python and program[0] == sys.executable:
@@ -91,45 +91,45 @@ class RemoteShell:
         own += ["-i", self.identity] if self.identity else []
         options = [*_SSH, *_of_new_hosts((*self.arguments, *own), host)]
         line = ["ssh", "-x", "-T", *self.arguments, *own]
-        return [*line, *(word for one in options for word in ("-o", one)), "--", host, shlex.join(program)]
+        return [*line, *(word for each in options for word in ("-o", each)), "--", host, shlex.join(program)]
 
 
 @cache
 def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
-    """Return the option by which ssh accepts a new host's key, if its settings neither do nor forbid that."""
-    found = linux.run(["ssh", *arguments, "-G", "--", host], 10)[1]
-    return ("StrictHostKeyChecking=accept-new",) if "stricthostkeychecking ask" in found.split("\n") else ()
+    """Return the option that makes ssh accept a new host's key, unless its settings already decide that."""
+    output = linux.run(["ssh", *arguments, "-G", "--", host], 10)[1]
+    return ("StrictHostKeyChecking=accept-new",) if "stricthostkeychecking ask" in output.split("\n") else ()
 
 
 _HOW = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
 
 
-# A parser, or a group in one: argparse has no public name for what they have in common.
+# A parser or a group in one. argparse has no public name for their common base class.
 def add_host_options(parser: Any, text: str = "these hosts, with their slots") -> None:
-    """Add -H, --hostfile and the options of ssh, which `remote_shell_of` reads.
+    """Add -H, --hostfile and the options of ssh, which ``remote_shell_of()`` reads.
 
     Args:
-        parser: an ``argparse.ArgumentParser``, or one of its groups.
-        text: help of -H.
+        parser: An ``argparse.ArgumentParser``, or one of its groups.
+        text: Help text for -H.
     """
     names, add = parser.add_mutually_exclusive_group(), parser.add_argument
     names.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help=text)
-    names.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
-    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port of ssh (default: as ssh is set)")
+    names.add_argument("--hostfile", metavar="FILE", help="hosts in a file: lines `HOST slots=N` or `HOST:N`")
+    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="ssh port (default: ssh's own setting)")
     add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
     add("--python", default="", metavar="PATH", help="interpreter with ringdance there (default: as here)")
-    add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
+    add("--ssh-args", default="", metavar="TEXT", help='more options for ssh, as in --ssh-args="-o User=me"')
 
 
 def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
-    """Return the hosts that the options of `add_host_options` name, None without them.
+    """Return the hosts that the options of ``add_host_options()`` name, None without such options.
 
     Args:
-        arguments: what argparse found.
-        slots: of hosts that are given to -H without any.
+        arguments: The parsed options.
+        slots: Slots of hosts that -H names without a number.
 
     Raises:
-        LaunchError: a name or a file is wrong.
+        LaunchError: A name or a file is wrong.
     """
     if arguments.hosts:
         return parse_hosts(arguments.hosts, slots)
@@ -137,27 +137,27 @@ def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
 
 
 def ssh_words(arguments: argparse.Namespace) -> list[str]:
-    """Return how to reach hosts, by the options of `add_host_options`, as words for ``ringdance run``."""
-    given = {name: getattr(arguments, name) for name in _HOW}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value]
+    """Return the options of ``add_host_options()`` for reaching hosts, as words for ``ringdance run``."""
+    values = {name: getattr(arguments, name) for name in _HOW}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value]
 
 
 def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RemoteShell:
-    """Return what the options of `add_host_options` define.
+    """Build the remote shell that the options of ``add_host_options()`` define.
 
     Args:
-        arguments: what argparse found.
-        more: arguments of ssh that come after the user's.
+        arguments: The parsed options.
+        more: Arguments for ssh that follow the user's.
 
     Raises:
-        LaunchError: a quote in --ssh-args is not closed.
+        LaunchError: A quote in --ssh-args is not closed, or --python is not an absolute path.
     """
     try:
         words = shlex.split(arguments.ssh_args)
     except ValueError as error:
         raise LaunchError(f"--ssh-args={arguments.ssh_args!r} cannot be split into words: {error}") from None
     if arguments.python and not os.path.isabs(arguments.python):
-        raise LaunchError(f"--python {arguments.python}: give the whole path, as in /opt/env/bin/python")
+        raise LaunchError(f"--python {arguments.python}: pass the whole path, as in /opt/env/bin/python")
     return RemoteShell(
         port=arguments.ssh_port,
         identity=arguments.ssh_identity_file,

@@ -144,10 +144,10 @@ def test_jobs_are_found_by_the_first_digits_of_their_names() -> None:
     replace(first, ended=2.0, code=0).write()
     assert records.find() == second, "the newest"
     for name in ("ab", "ab02", "*"):
-        with pytest.raises(LaunchError, match="there is no job"):
+        with pytest.raises(LaunchError, match="no job in the background matches"):
             records.find(name)
     made("ab00ffff")
-    with pytest.raises(LaunchError, match=r"could be ab00\w+ or ab00\w+: give more digits"):
+    with pytest.raises(LaunchError, match=r"could be ab00\w+ or ab00\w+\. Give more digits"):
         records.find("ab00")
 
 
@@ -155,7 +155,7 @@ def test_stop_needs_no_name_where_one_job_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert commands.stop([]) == 2
-    assert "no job runs in the background" in capsys.readouterr().err
+    assert "no job is running in the background" in capsys.readouterr().err
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
     monkeypatch.setattr(records.Record, "state", property(lambda self: "ended" if sent else "running"))
@@ -166,7 +166,7 @@ def test_stop_needs_no_name_where_one_job_runs(
     made("2222")
     assert commands.stop([]) == 2
     said = capsys.readouterr().err
-    assert "several jobs run, specify one:" in said
+    assert "several jobs are running. Specify one:" in said
     assert all(f"\n  {digit * 8}: " in said for digit in "12")
     assert not sent
 

@@ -48,7 +48,7 @@ def test_an_error_names_both_versions_and_paths(loads: Path) -> None:
     said = str(caught.value)
     assert f"loads 'Open MPI v5.0.7, package: x' from {loads}/far/lib/libmpi.so" in said
     assert "no mpiexec of openmpi 5 was found" in said
-    assert said.count(f"{four}: `mpiexec --version` says 'mpiexec (OpenRTE) 4.1.4'") == 1
+    assert said.count(f"{four}: `mpiexec --version` prints 'mpiexec (OpenRTE) 4.1.4'") == 1
     assert "first in PATH. Install an MPI library into this environment: " in said
 
 

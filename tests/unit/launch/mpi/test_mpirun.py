@@ -41,7 +41,7 @@ def test_the_line_of_sagemakers_toolkit() -> None:
         "-x", "LD_PRELOAD=/x/gethostname.so", "-x", "PATH=/bin", "-x", 'SM_HOSTS=["algo-1","algo-2"]',
     ]  # fmt: skip
     dropped = "plm_rsh_no_tree_spawn, orte_abort_on_non_zero_status, btl_vader_single_copy_mechanism"
-    assert found.notes == [f"no effect: -mca {dropped}, of how Open MPI 4 starts processes"]
+    assert found.notes == [f"no effect: -mca {dropped}, for how Open MPI 4 starts processes"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_ssh_and_output_and_variables(tmp_path: Path) -> None:
 def test_a_variable_written_as_an_option() -> None:
     found = parsed("--NCCL_DEBUG=INFO")
     assert found.options == ["-x", "NCCL_DEBUG=INFO"]
-    assert "taken for -x NCCL_DEBUG=INFO" in found.notes[0]
+    assert "treated as -x NCCL_DEBUG=INFO" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_variable_written_as_an_option() -> None:
         ("-H a:x", "not HOST:SLOTS"),
         ("-H -oProxyCommand=x", "not HOST:SLOTS"),
         ("--map-by ppr:1:socket", r"ppr:1:socket: not supported; specify ranks per host with -N, and their"),
-        ("-path /opt/bin", "-path /opt/bin: not supported; give the whole path of the program"),
+        ("-path /opt/bin", "-path /opt/bin: not supported; pass the whole path of the program"),
         ("--stdin all", "--stdin all: not supported; only rank 0 reads stdin"),
         ("--app file", "unknown option --app"),
         ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "only ssh"),
@@ -153,10 +153,10 @@ def test_unsupported_options_are_errors(line: str, message: str) -> None:
         ("-map-by slot:hwtcpus,oversubscribe", "--map-by slot:hwtcpus,oversubscribe: hwtcpus has no effect"),
         ("--prefix /opt", "--prefix: no effect, all hosts use the MPI library that this Python loads"),
         ("--output tag,xml", "--output xml: no effect"),
-        ("--output-filename /d:nocopy", "--output-filename /d:nocopy: the output is shown here too"),
-        ("-merge-stderr-to-stdout", "-merge-stderr-to-stdout: no effect, the two streams stay apart"),
-        ("-mca oob_tcp_port 9", "no effect: -mca oob_tcp_port, of how Open MPI 4 starts processes"),
-        ("-bind-to none -map-by slot:PE=2", "--bind-to none: no effect, as PE=N binds ranks to N cores"),
+        ("--output-filename /d:nocopy", "--output-filename /d:nocopy: the output is also shown here"),
+        ("-merge-stderr-to-stdout", "-merge-stderr-to-stdout: no effect, the two streams stay separate"),
+        ("-mca oob_tcp_port 9", "no effect: -mca oob_tcp_port, for how Open MPI 4 starts processes"),
+        ("-bind-to none -map-by slot:PE=2", "--bind-to none: no effect, because PE=N binds ranks to N cores"),
     ],
 )
 def test_options_without_effect_are_named(line: str, note: str) -> None:
