@@ -39,7 +39,7 @@ hosts = of_hosts(parse_hosts(sys.argv[1]), RemoteShell())
 hosts.connect(300.0)
 results = run_everywhere(hosts, ["sh", "-c", sys.argv[2]], 3000.0)
 hosts.close()
-sys.exit("; ".join(sorted({result.problem for result in results.values()} - {""})))
+sys.exit("; ".join(sorted({result.problem for result in results.values()} - {""})) or 0)
 """
 AGENT = b"host.agent.main"
 
