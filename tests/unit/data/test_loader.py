@@ -113,7 +113,7 @@ def test_short_batches_are_left_out_also_after_a_resumption(first: int, second: 
             position = parts[0][2]
     assert position == plans[0].end
     assert seen == everything[:position]
-    with pytest.raises(ArgumentError, match="give batch_size=6 or less"):
+    with pytest.raises(ArgumentError, match="Use batch_size=6 or less"):
         Plan(31, 7, True, 5, 0, 5, drop_last=True)
 
 
@@ -445,7 +445,7 @@ def test_pieces_are_read_before_their_samples(tmp_path: Path) -> None:
     list(Loader(data, 8, image_size=8, read_bytes=4096, augment=False, rank=1, size=2))
     assert sorted(asked) == [*((first, first + 8) for first in range(8, 192, 16)), (196, 200)]
     assert Loader(data, 8).piece == 0  # 16 GiB and more
-    with pytest.raises(ArgumentError, match="read_bytes=-1: give a number of bytes"):
+    with pytest.raises(ArgumentError, match="read_bytes=-1 is negative"):
         Loader(data, 8, read_bytes=-1)
 
 
@@ -501,7 +501,7 @@ def test_sixteen_bits_are_scaled_and_transparent_pixels_are_white() -> None:
     assert (out == 255).all()
     with pytest.raises(ArgumentError, match="no known range"):
         decode_into(out, encoded(np.full((30, 40), 0.5, np.float32), "TIFF"))
-    with pytest.raises(ArgumentError, match=r"cannot be decoded \(no image format that Pillow knows\)"):
+    with pytest.raises(ArgumentError, match=r"cannot be decoded \(not an image format that Pillow knows\)"):
         decode_into(out, b"<html>404")
 
 

@@ -285,7 +285,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         ),
         1,
         3,
-        ("left out: 1", "no label", "0.5", "no tf.train.Example"),
+        ("left out: 1", "no label", "0.5", "not hold a tf.train.Example"),
     ),
     "records of something else": (records(record(1, None)), 0, 2, ("train.tfrecord", "no image", "label")),
     "a wrong checksum": (
