@@ -306,7 +306,7 @@ else:
     loader.close()
     os._exit(0)
 """)
-    assert found == "10\nA forked process cannot go on with this iteration: begin another one there.\n10 9\n"
+    assert found == "10\nA forked process cannot continue this iteration. Start a new one there.\n10 9\n"
 
 
 def test_a_file_that_opens_slowly_holds_up_no_other() -> None:

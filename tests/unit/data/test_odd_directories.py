@@ -344,7 +344,7 @@ def test_index_of_files_in_directories(tmp_path: Path, capfd: pytest.CaptureFixt
     assert main(["index", str(tmp_path), "--files", "*/*.tar"]) == 0
     assert Dataset.open(tmp_path, "validation").read(0) == JPG
     assert main(["index", str(tmp_path), "--files", "/*.tar"]) == 2
-    assert "Give a pattern of names" in capfd.readouterr().err
+    assert "Use a pattern of names" in capfd.readouterr().err
 
 
 def images(*names: str) -> Make:
@@ -367,7 +367,7 @@ PREPARED: dict[str, tuple[Make, dict[str, int] | None, tuple[str, ...]]] = {
     "Train and Val": (two("Train", "Val"), {"train": 4, "validation": 4}, ()),
     "train and valid": (two("train", "valid"), {"train": 4, "validation": 4}, ()),
     "training and validation": (two("training", "VALIDATION"), {"train": 4, "validation": 4}, ()),
-    "Training and Testing": (two("Training", "Testing"), {"train": 4}, ("not taken", "1 (Testing)")),
+    "Training and Testing": (two("Training", "Testing"), {"train": 4}, ("not read", "1 (Testing)")),
     "unknown splits": (two("trn", "vld"), None, ("Are they splits?", "trn, vld", "cat, dog")),
     "a directory around": (images("pets/cat/1.jpg", "pets/dog/1.jpg"), None, ("pets", "cat, dog", "as SRC")),
     "val and valid": (
@@ -482,7 +482,7 @@ def test_click_logs_of_all_kinds(
     for name in others:
         (source / name).write_bytes(b"x")
     assert main(["prepare", "criteo", str(source), str(tmp_path / "dst"), "-np", "1"]) == 0
-    assert f"not read, by their names: 5 ({', '.join([*others, 'sub'])})" in capfd.readouterr().err
+    assert f"not read, because of their names: 5 ({', '.join([*others, 'sub'])})" in capfd.readouterr().err
     (tmp_path / "all").write_bytes(b"".join(lines))
     expected, found = Table.open(tmp_path / "all", table_size=1_000_000), Table.open(tmp_path / "dst")
     rows = [sorted(row.tobytes() for row in one.read(np.arange(70)).packed()) for one in (expected, found)]
