@@ -140,7 +140,7 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
     at = newest(saved)
     assert at < steps, "it must be killed before the end"
     text = run(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(saved))
-    assert f"going on after step {at}: epoch {at // each}" in text
+    assert f"continuing after step {at}: epoch {at // each}" in text
     for ending in ("npz", "npz.npy"):
         pair = [np.load(one / f"checkpoint-{steps:08}.{ending}") for one in (whole, saved)]
         arrays = [{"table": one} if ending == "npz.npy" else dict(one) for one in pair]

@@ -206,7 +206,7 @@ def test_what_more_ranks_cannot_finish_is_evaluated(
     run(monkeypatch, photos, *same)
     if RANK == 0:
         told = capsys.readouterr().out
-        assert "going on after step 3" in told
+        assert "continuing after step 3" in told
         assert "after 2 epochs: top-1" in told
 
 

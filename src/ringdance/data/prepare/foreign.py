@@ -144,7 +144,7 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
         else:
             raise ArgumentError(
                 f"{path} is named like TFRecords or a tar, but is neither. It may be damaged, empty, "
-                "compressed or a broken link. Copy or decompress it. To leave it out, remove it or use --files."
+                "compressed or a broken link. Copy it again, decompress it, or leave it out (--files)."
             )
     if others:
         say(f"not read, because they are neither TFRecords nor tars: {counted(others)}")
