@@ -103,7 +103,7 @@ def test_yesterdays_model_is_a_start_if_it_is_of_this_kind(clicks: Path, tmp_pat
     about.write_text(about.read_text().replace('"torch"', '"tensorflow"'))
     job, output = begin(tmp_path, "torch", 2, clicks, "--warm-start", str(model))
     assert job.process.wait(120) == 1
-    assert "its framework is tensorflow, here it is torch" in output.read_text()
+    assert "its framework is tensorflow, but here it is torch" in output.read_text()
 
 
 @pytest.mark.slow

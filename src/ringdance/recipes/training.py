@@ -351,8 +351,8 @@ class Training:
             self.save(self.files)
             self._close_files()
             raise SystemExit(
-                f"The {self.score} of {self.split} is {metrics[self.score]} after step {at.step}, so no "
-                "model is kept as the best or exported. Do all samples have the same label, or none? Use other data."
+                f"The {self.score} of {self.split} is {metrics[self.score]} after step {at.step}. No model "
+                "is kept as the best or exported. Do all samples have the same label, or none? Use others."
             )
         if self.best is None:
             return False
