@@ -297,7 +297,7 @@ def test_what_cannot_be_read_is_named(
         "unknown category_id 5": {"annotations": [{**objects[0], "category_id": 5}]},
         "not subscriptable": {"images": [1]},
         "division by zero": {"images": [{**images[0], "height": 0}]},
-        "there twice": {"images": [*images, images[0]]},
+        "occurs twice": {"images": [*images, images[0]]},
     }.items():
         changed(photos, "bad", **parts)
         with pytest.raises(SystemExit, match=f"annotations are malformed.*{told}"):

@@ -73,7 +73,7 @@ def test_a_model_has_the_normalization_of_its_weights() -> None:
 
 
 def test_what_does_not_fit_is_refused_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"resnet19 is not a torchvision classifier. .*resnet18"):
+    with pytest.raises(SystemExit, match=r"resnet19 is not a torchvision classifier\. .*resnet18"):
         training_of("resnet19")
     with pytest.raises(SystemExit, match="inception_v3 does not take images of 40 pixels"):
         training_of("inception_v3", size=40)

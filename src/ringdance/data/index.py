@@ -26,7 +26,7 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
     Args:
         path: The JSON file.
         about: Contents: "kind", "format" and "files", and the other entries of its kind.
-        array: Contents of the ``.npy`` file of the same name. If None, there is no such file.
+        array: Contents of the ``.npy`` file of the same name. If None, that file is not written.
     """
     with ShardWriter(path) as index, ExitStack() as stack:
         if array is not None:

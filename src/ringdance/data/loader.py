@@ -169,7 +169,7 @@ class Loader(ImageBatches):
 
     def _read_piece(self, epoch: Epoch, first: int, stop: int) -> None:
         """Read some samples into the page cache. Errors are reported later, when they are decoded."""
-        # When the interpreter exits, it waits for all submitted work, even if nobody will use the results.
+        # When the interpreter exits, it waits for all submitted work, even if the results are not needed.
         if not (epoch.stop.is_set() or getattr(concurrent.futures.thread, "_shutdown", False)):
             self._will_need(first, stop)
 

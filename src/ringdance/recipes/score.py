@@ -127,7 +127,7 @@ def images_of(given: argparse.Namespace, classes: list[str]) -> Any:
     try:
         prepared = Dataset.open(given.data, given.split)
     except ArgumentError as error:
-        raise ArgumentError(f"{error} There are no images either ({', '.join(ENDINGS)}).") from None
+        raise ArgumentError(f"{error} It does not contain images either ({', '.join(ENDINGS)}).") from None
     except NotADirectoryError:
         raise ArgumentError(f"{given.data} is not an image ({', '.join(ENDINGS)})") from None
     if list(map(str, prepared.classes)) != classes:

@@ -33,7 +33,7 @@ from ringdance.recipes.models import export, wrong_target
 
 Array = np.ndarray[Any, Any]
 TRAINED_ON = "train (the data has no other split: these are not validation figures)"
-"""What is evaluated if there is no other split than the one that is trained on."""
+"""Name of what is evaluated if the data has only the split that is trained on."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Training:
     Args:
         given: Options of the recipe (see ``Options``), with ``patience`` and ``sample_log`` if it has them.
         model: Model to train. See Note [Models of recipes].
-        options: Options that must match those of a checkpoint to continue from it.
+        options: Options that must match a checkpoint's to continue from it.
         unit: Name of the samples, such as "images".
         samples: Samples per epoch.
         epochs: Length of the training run.
@@ -262,12 +262,12 @@ class Training:
         Args:
             loader: Loads the samples, for ``run``.
             rate: Returns the learning rate at a number of epochs.
-            begin: Called if there is no checkpoint.
+            begin: Called when starting without a checkpoint.
         """
         given = self.given
         if not self.resume(best=given.evaluate):
             if given.evaluate and given.checkpoints:
-                raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
+                raise SystemExit(f"--evaluate: {given.checkpoints} does not have a checkpoint")
             begin()
         if given.evaluate:
             self.best = None

@@ -51,7 +51,7 @@ def test_a_damaged_record_is_found(tmp_path):
     data = bytearray(path.read_bytes())
     data[len(data) // 4] ^= 1
     path.write_bytes(data)
-    with open(path, "rb") as file, pytest.raises(ArgumentError, match="byte .* has a wrong checksum"):
+    with open(path, "rb") as file, pytest.raises(ArgumentError, match="has a wrong checksum"):
         list(tfrecord.records(file))
     path.write_bytes(data[:-7])
     with open(path, "rb") as file, pytest.raises(ArgumentError, match="ends within record"):

@@ -53,7 +53,7 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
     split.
 
     Raises:
-        ArgumentError: There are no files, or they do not fit together.
+        ArgumentError: No files are found, or they do not fit together.
     """
     entries = [(*pair, 0) for path in paths for pair in _files(path, "train")]
     if validation is None and len(paths) == 1 and (paths[0] / "validation.json").exists():

@@ -94,7 +94,7 @@ def index(directory: Path, split: str = "", pattern: str = "*", first_label: int
         first_label: Number of the first class in the files. If None, it is detected.
 
     Raises:
-        ArgumentError: There are no such files, or one cannot be read.
+        ArgumentError: No such files are found, or one cannot be read.
     """
     groups: dict[str, list[Path]] = defaultdict(list)
     kinds: dict[str, str] = {}

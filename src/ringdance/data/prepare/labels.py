@@ -27,13 +27,13 @@ def validation_labels(
         given: The label file, instead of searching for one.
 
     Raises:
-        ArgumentError: There is no label file, or it does not fit the images.
+        ArgumentError: A label file is not found, or does not fit the images.
     """
     candidates = (path for base in _around(source) for name in _LABELS if (path := base / name).exists())
     label_file = given or next(candidates, None)
     if label_file is None:
         raise ArgumentError(
-            f"{place} has images outside of class directories, but there are no labels for them. Looked for "
+            f"{place} has images outside of class directories, but no labels for them. Looked for "
             f"{', '.join(_LABELS)} in {source} and above. --labels FILE selects another file."
         )
     labels = _of_text(label_file, images, classes)

@@ -151,15 +151,15 @@ def _is_data(path: Path) -> bool:
 
 def _check_classes(place: Path) -> None:
     """Raise an ArgumentError if the class directories look like other directories, such as splits."""
-    folders = [place / name for name in _class_names(place)] if place.is_dir() else []
-    if not all(path.is_dir() for path in folders) or any(map(_own_images, (place, *folders))):
+    classes = [place / name for name in _class_names(place)] if place.is_dir() else []
+    if not all(path.is_dir() for path in classes) or any(map(_own_images, (place, *classes))):
         return
-    inner = [{entry.name for entry in os.scandir(path) if entry.is_dir()} for path in folders]
+    inner = [{entry.name for entry in os.scandir(path) if entry.is_dir()} for path in classes]
     common = sorted(set[str]().union(*inner).intersection(*inner))
-    if len(common) > (len(folders) > 1):
+    if len(common) > (len(classes) > 1):
         raise ArgumentError(
-            f"{place}: {', '.join(one.name for one in folders[:5])} have no images directly, but each has "
-            f"{', '.join(common[:5])}. Are they splits? Name them train and val, or use {folders[0]} as SRC."
+            f"{place}: {', '.join(one.name for one in classes[:5])} have no images directly, but each has "
+            f"{', '.join(common[:5])}. Are they splits? Name them train and val, or use {classes[0]} as SRC."
         )
 
 

@@ -129,7 +129,7 @@ def train(
     if not given.evaluate:
         same |= {"images": len(data), "preset": given.preset, "seed": given.seed}
     if given.evaluate and given.checkpoints and not hvd.broadcast_object(Path(given.checkpoints).is_dir()):
-        raise SystemExit(f"--evaluate: there is no directory {given.checkpoints}")
+        raise SystemExit(f"--evaluate: the directory {given.checkpoints} does not exist")
     training = Training(given, model, same, "images", len(data), preset.epochs, split, "top1")
     batch = loader.plan.batch_size * hvd.size()
     epochs = f", {preset.epochs:g} epochs\npreset {given.preset} ({preset.source}): {preset.expected}"

@@ -145,7 +145,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
         v = momentum * v + learning_rate * trust * (g + weight_decay * w)
         w = w - v
 
-    Biases, and normalization's scales and offsets, have one dimension: trust is 1, and there is no decay.
+    Biases, and normalization's scales and offsets, have one dimension: their trust is 1, without decay.
     Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
     """
 

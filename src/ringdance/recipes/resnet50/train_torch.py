@@ -169,7 +169,7 @@ class LARS(torch.optim.Optimizer):
         v = momentum * v + lr * trust * (g + weight_decay * w)
         w = w - v
 
-    Biases, and normalization's scales and offsets, have one dimension: trust is 1, and there is no decay.
+    Biases, and normalization's scales and offsets, have one dimension: their trust is 1, without decay.
     Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
     """
 
