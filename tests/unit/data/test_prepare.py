@@ -266,7 +266,7 @@ def test_errors_say_what_to_do(tmp_path, capfd):
         assert prepare(tmp_path / "src", tmp_path / "dst", *words) == 2
         return capfd.readouterr().err
 
-    assert "no such directory" in refused()
+    assert "is not a directory" in refused()
     (tmp_path / "src").mkdir()
     assert "no images found. Looked for class directories" in refused()
     class_directories(tmp_path / "src/train")
