@@ -493,9 +493,9 @@ def test_click_logs_of_all_kinds(
 BROKEN: Mapping[str, tuple[Callable[[bytes], bytes], str]] = {
     "a.parquet": (lambda data: parquet(data, upside_down=False), "label"),
     "b.parquet": (lambda data: parquet(data)[:-30], "damaged"),
-    "c.csv.zst": (lambda data: arrow.compress(data, "zstd", asbytes=True)[:-9], "incomplete"),
-    "d.csv.bz2": (lambda data: bz2.compress(data)[:-9], "incomplete"),
-    "e.csv.xz": (lambda data: b"no xz", "incomplete"),
+    "c.csv.zst": (lambda data: arrow.compress(data, "zstd", asbytes=True)[:-9], "or incomplete"),
+    "d.csv.bz2": (lambda data: bz2.compress(data)[:-9], "or incomplete"),
+    "e.csv.xz": (lambda data: b"no xz", "or incomplete"),
     "f.csv": (lambda data: b"id,clicked\n1,0\n", "expected label,I1"),
     "g.csv": (lambda data: data.replace(b"\t", b",", 1).replace(b"\t", b" "), "rows are broken"),
     "h.csv": (lambda data: NAMES, "it is empty"),

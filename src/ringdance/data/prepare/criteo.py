@@ -64,7 +64,7 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
     for path, *_ in entries:
         names = {plain(path), plain(path.resolve())}
         if other := next((seen[name] for name in names if name in seen), None):
-            raise ArgumentError(f"{path} has the same rows as {other}. Leave out one of them.")
+            raise ArgumentError(f"{path} has the rows of {other}, too. Leave out one of them.")
         seen |= dict.fromkeys(names, path)
     files = [SourceFile.of(path, group, crc32c) for path, crc32c, group in entries]
     if len(kinds := {file.fields for file in files}) > 1:
