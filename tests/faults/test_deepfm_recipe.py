@@ -103,7 +103,7 @@ def test_yesterdays_model_is_a_start_if_it_is_of_this_kind(clicks: Path, tmp_pat
     about.write_text(about.read_text().replace('"torch"', '"tensorflow"'))
     job, output = begin(tmp_path, "torch", 2, clicks, "--warm-start", str(model))
     assert job.process.wait(120) == 1
-    assert "its framework is tensorflow, here it is torch" in output.read_text()
+    assert "its framework is tensorflow, but here it is torch" in output.read_text()
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
     at = newest(saved)
     assert at < steps, "it must be killed before the end"
     text = run(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(saved))
-    assert f"going on after step {at}: epoch {at // each}" in text
+    assert f"continuing after step {at}: epoch {at // each}" in text
     for ending in ("npz", "npz.npy"):
         pair = [np.load(one / f"checkpoint-{steps:08}.{ending}") for one in (whole, saved)]
         arrays = [{"table": one} if ending == "npz.npy" else dict(one) for one in pair]

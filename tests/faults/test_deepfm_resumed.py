@@ -88,7 +88,7 @@ def test_each_row_counts_once(sharded: tuple[str, ...], numbered: Path, tmp_path
         finally:
             job.end()
         if number:
-            resumed = re.search(r"going on after step \d+: epoch 0, ([\d,]+) of its rows", output.read_text())
+            resumed = re.search(r"continuing after step \d+: epoch 0, ([\d,]+) of its", output.read_text())
             assert resumed, output.read_text()
             assert int(resumed[1].replace(",", "")) == done
         before, done = done, reached(tmp_path / "saved")

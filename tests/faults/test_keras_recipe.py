@@ -72,7 +72,7 @@ def test_killed_with_two_ranks_then_with_three_it_ends_with_two(tmp_path: Path) 
     assert first.returncode, first.stdout
     second = run(tmp_path, "second", 3, 7)  # in the second epoch
     assert second.returncode, second.stdout
-    assert "going on after step" in second.stdout, second.stdout + second.stderr
+    assert "continuing after step" in second.stdout, second.stdout + second.stderr
     last = run(tmp_path, "last", 2, -1)
     assert last.returncode == 0, last.stdout + last.stderr
     assert f"of {IMAGES} images" in last.stdout

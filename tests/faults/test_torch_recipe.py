@@ -107,7 +107,7 @@ def test_each_sample_counts_once_in_an_epoch(tmp_path: Path, images: Path) -> No
         finally:
             job.end()
         if number:
-            resumed = re.search(r"going on after step (\d+): epoch (\d+), (\d+) of ", output.read_text())
+            resumed = re.search(r"continuing after step (\d+): epoch (\d+), (\d+) of ", output.read_text())
             assert resumed, output.read_text()
             assert int(resumed[1]) == step
             assert 0 < int(resumed[3]) < IMAGES, "not in mid-epoch"

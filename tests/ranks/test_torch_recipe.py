@@ -206,7 +206,7 @@ def test_what_more_ranks_cannot_finish_is_evaluated(
     run(monkeypatch, photos, *same)
     if RANK == 0:
         told = capsys.readouterr().out
-        assert "going on after step 3" in told
+        assert "continuing after step 3" in told
         assert "after 2 epochs: top-1" in told
 
 
@@ -313,7 +313,7 @@ def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(
     torch.testing.assert_close(training.model.layer3[1].conv2.weight, other.layer3[1].conv2.weight)
     assert training.model.fc.weight.shape[0] == 3
     training = train_torch.Model(replaced(given), PRESETS["laptop"], 3, torch.device("cpu"))
-    with pytest.raises(SystemExit, match=r"other\.pt: not of this model: \d+ of its entries"):
+    with pytest.raises(SystemExit, match=r"other\.pt: not for this model: \d+ of its entries"):
         begin_with(Namespace(weights=path, evaluate=False), training, 3)
 
 

@@ -121,10 +121,10 @@ def test_the_warm_up_begins_above_0(
 
 @pytest.mark.parametrize(("words", "told"), [
     ("--rate nan", "--rate: nan: give 0 or more"),
-    ("--epochs 4 --preset 256", "4 epochs, but 5 of warm-up: give --epochs or --warmup-epochs"),
+    ("--epochs 4 --preset 256", "4 epochs, but 5 of warm-up. Change --epochs or --warmup-epochs"),
     ("--label-smoothing 1", "--label-smoothing: 1: give 0 or more, less than 1"),
     ("--lr 1", "unrecognized arguments: --lr"),
-    ("--width 8 --model resnet18", "leave it out, or --model"),
+    ("--width 8 --model resnet18", "Omit it or --model"),
     ("--evaluate", "--evaluate: give either --checkpoints DIR or --weights FILE"),
 ])
 def test_what_cannot_be_done_is_refused(

@@ -1,4 +1,4 @@
-"""Data sets of images and tables of click logs: prepare and read them. No framework is imported."""
+"""Prepare and read image data sets and click-log tables. Imports no framework."""
 
 from ringdance.data.dataset import Dataset
 from ringdance.data.loader import Batch, Loader, Synthetic, SyntheticLoader

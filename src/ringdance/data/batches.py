@@ -1,4 +1,4 @@
-"""What loaders of images and of tables share: epochs whose batches threads prepare ahead."""
+"""The common part of the image and table loaders: epochs whose batches threads prepare ahead."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from ringdance.data.order import Plan
 from ringdance.errors import ArgumentError
 
-_READS = 4  # threads: as many reads at once keep a network disk busy
+_READS = 4  # reading threads: this many concurrent reads keep a network disk busy
 Wait = Callable[[], list[Any]]
-"""Waits for what threads prepare; returns the batches."""
+"""Waits for what threads are preparing. Returns the batches."""
 
 
 class Epoch:
-    """The rest of an epoch, prepared ahead by threads of its own.
+    """The rest of an epoch, prepared ahead by its own threads.
 
     Attributes:
-        plan: which samples come in which batch.
-        pool: its threads that make batches.
-        reads: its threads that only read.
-        stop: set when what they prepare is not wanted any more.
+        plan: Decides which samples each batch gets.
+        pool: Threads that make batches.
+        reads: Threads that only read.
+        stop: Set when the batches being prepared are no longer wanted.
     """
 
     def __init__(self, loader: Batches, epoch: int, position: int) -> None:
@@ -37,10 +37,10 @@ class Epoch:
         self._parts: Iterator[Any] | None = None
         self.begun: Future[None] | None = None
         self.process = os.getpid()
-        self.planned = False  # whether all that is left has been given to the threads
+        self.planned = False  # True once all remaining work has been submitted to the threads
 
     def fill(self) -> None:
-        """Give the threads as much as may be ahead."""
+        """Submit as much work as may be ahead."""
         if self._parts is None:
             self._parts = self._loader.parts(self)
         while len(self._pending) < self._loader.ahead and not self.planned:
@@ -50,41 +50,41 @@ class Epoch:
                 self.planned = True
 
     def next(self) -> list[Any]:
-        """Wait for the next batches and go on; return [] at the end."""
+        """Wait for the next batches and submit further work. Returns [] at the end."""
         if self.process != os.getpid():
-            raise ArgumentError("A forked process cannot go on with this iteration: begin another one there.")
+            raise ArgumentError("A forked process cannot continue this iteration. Start a new one there.")
         if self.begun:
             self.begun.result()
             self.begun = None
         self.fill()
-        found = self._pending.popleft()() if self._pending else []
+        batches = self._pending.popleft()() if self._pending else []
         if self.stop.is_set():
             return []
         self.fill()
-        return found
+        return batches
 
     def end(self) -> None:
-        """End the threads; each finishes what it is at."""
+        """Stop the threads. Each finishes its current task."""
         self.stop.set()
-        if self.process == os.getpid():  # not after a fork: the threads are those of the parent
+        if self.process == os.getpid():  # after a fork, the threads exist only in the parent
             self.pool.shutdown()
             self.reads.shutdown()
 
 
 class Batches:
-    """What loaders share: the plan of the epochs, and a conversion of batches for a framework.
+    """Base class of loaders: the plan of the epochs, and a conversion of batches for a framework.
 
-    Where an epoch has an order of its own, the first batches of the next one are prepared while the last
-    ones of this one are used, and while a model is evaluated in between.
+    If each epoch has its own order, the first batches of the next epoch are prepared while the last ones of
+    the current epoch are used, and while a model is evaluated in between.
 
     Args:
-        plan: which samples come in which batch.
-        threads: that prepare batches.
-        ahead: batches, or groups of them, that are prepared ahead.
+        plan: Decides which samples each batch gets.
+        threads: Number of threads that prepare batches.
+        ahead: Number of batches, or groups of batches, to prepare ahead.
 
     Attributes:
-        plan: the same.
-        convert: what makes of a batch of NumPy arrays what is yielded.
+        plan: Decides which samples each batch gets.
+        convert: Converts a batch of NumPy arrays to what is yielded.
     """
 
     thread_name = "ringdance-data"
@@ -92,95 +92,95 @@ class Batches:
     def __init__(self, plan: Plan, threads: int = 1, ahead: int = 1) -> None:
         self.plan, self.threads, self.ahead = plan, threads, ahead
         self.convert: Callable[[Any], Any] = lambda batch: batch
-        self._epochs: list[Epoch] = []  # under way
+        self._epochs: list[Epoch] = []  # iterations in progress
         self._following: Epoch | None = None
         self._follow = plan.shuffle
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; what was prepared of the next epoch without it is dropped."""
+        """Set an attribute. Drops what was prepared for the next epoch without it."""
         super().__setattr__(name, value)
         if not name.startswith("_") and getattr(self, "_following", None):
             self._drop_following()
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Choose the epoch of the next iteration, and after how many samples of its order it begins.
+        """Set the epoch of the next iteration, and the position in its order at which it starts.
 
         Args:
-            epoch: its number, from 0.
-            position: the ``position`` of the last batch that was consumed, with any number of ranks.
+            epoch: Number of the epoch, from 0.
+            position: The ``position`` of the last batch consumed, on any number of ranks.
 
         Raises:
-            ArgumentError: the epoch has fewer samples.
+            ArgumentError: The epoch has fewer samples.
         """
         self.plan.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
-        """Return the ``position`` of the batch after which so many have come since ``set_epoch``."""
+        """Return the ``position`` after ``batches`` batches since ``set_epoch``."""
         return self.plan.position_after(batches)
 
     def __len__(self) -> int:
-        """Return the number of batches left in the epoch, equal on all ranks."""
+        """Return the number of batches left in the epoch. It is the same on all ranks."""
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the rest of the epoch; threads end with it, also if it is left early."""
+        """Yield the remaining batches of the epoch. The threads stop with it, even if it is left early."""
         return map(self.convert, self.batches())
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield what is prepared as a whole."""
+        """Yield the parts of the epoch that are prepared as a whole."""
         return epoch.plan.batches()
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:
-        """Give the threads such a part; return what waits for its batches, [] where `epoch` was stopped."""
+        """Submit a part. Returns a function that waits for its batches, or [] if ``epoch`` was stopped."""
         raise NotImplementedError
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batches of the rest of the epoch as NumPy arrays."""
+        """Yield the remaining batches of the epoch as NumPy arrays."""
         epoch = self._begun()
         self._epochs.append(epoch)
         ended = False
         try:
-            while found := epoch.next():
+            while batches := epoch.next():
                 if epoch.planned and self._follow and self._following is None:
                     self._following = Epoch(self, epoch.plan.epoch + 1, 0)
                     self._following.begun = epoch.pool.submit(self._following.fill)
-                while found:
-                    yield found.pop(0)  # its memory is the caller's alone
+                while batches:
+                    yield batches.pop(0)  # drops the reference, so that only the caller holds its memory
                     if epoch.stop.is_set():
                         return
             ended = True
-        except RuntimeError:  # of submit: another thread has called close() meanwhile
+        except RuntimeError:  # from submit, if another thread has called close() in the meantime
             if not epoch.stop.is_set():
                 raise
         finally:
             epoch.end()
             self._epochs.remove(epoch)
-            if not ended:  # other iterations may go on
+            if not ended:  # other iterations may continue, so stop only the next epoch
                 self._drop_following()
 
     def _begun(self) -> Epoch:
-        """Return the epoch that is set: what was prepared ahead, if it is that one."""
+        """Return the epoch that is set. It is the one prepared ahead if they match."""
         wanted = self.plan.epoch, self.plan.position
         following, self._following = self._following, None
         if following and following.process == os.getpid():
             if (following.plan.epoch, following.plan.position) == wanted:
                 return following
-            self._follow = False  # the caller has another sequence of epochs
+            self._follow = False  # the caller uses another sequence of epochs
             following.end()
         return Epoch(self, *wanted)
 
     def leave(self) -> None:
-        """End the threads of all iterations that are under way; each finishes what it is at."""
+        """Stop the threads of all iterations in progress. Each finishes its current task."""
         for epoch in list(self._epochs):
             epoch.end()
 
     def close(self) -> None:
-        """End all threads, also those that prepare the next epoch."""
+        """Stop all threads, including those that prepare the next epoch."""
         self.leave()
         self._drop_following()
 
     def _drop_following(self) -> None:
-        """End the threads that prepare the next epoch."""
+        """Stop the threads that prepare the next epoch."""
         following, self._following = self._following, None
         if following:
             following.end()

@@ -1,6 +1,6 @@
-"""Which part of an image is taken: a random one for training, the centre for evaluation.
+"""Choose the part of an image to use: a random one for training, the center for evaluation.
 
-The choices are those of torchvision's ``RandomResizedCrop``, and of ``Resize(256)`` with ``CenterCrop(224)``.
+The choices match torchvision's ``RandomResizedCrop``, and ``Resize(256)`` with ``CenterCrop(224)``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from ringdance.data.order import Draws
 
 Box = tuple[float, float, float, float]
-"""left, top, right, bottom, in pixels of the whole image."""
+"""Left, top, right, bottom, in pixels of the whole image."""
 
 SCALE = 0.08, 1.0
 RATIO = 3 / 4, 4 / 3
@@ -19,7 +19,7 @@ _ATTEMPTS = 10
 
 
 def random_box(width: int, height: int, draw: Draws) -> Box:
-    """Choose 8% to 100% of an image's area, with a ratio of the sides of 3/4 to 4/3."""
+    """Choose 8% to 100% of an image's area, with an aspect ratio from 3/4 to 4/3."""
     for _ in range(_ATTEMPTS):
         area = width * height * draw(*SCALE)
         ratio = math.exp(draw(math.log(RATIO[0]), math.log(RATIO[1])))
@@ -33,7 +33,7 @@ def random_box(width: int, height: int, draw: Draws) -> Box:
 
 
 def centre_box(width: int, height: int) -> Box:
-    """Return the square that remains of resizing the shorter side to 256 and cropping 224 of it."""
+    """Return the square that resizing the shorter side to 256 and cropping the central 224 would keep."""
     side = min(width, height) * CENTRE
     return _centred(width, height, side, side)
 

@@ -1,8 +1,8 @@
-"""A prepared data set: files with many images each, and an index of where each image is.
+"""A prepared data set: files that hold many images each, and an index that locates each image.
 
 A split ``train`` in a directory consists of its files (TFRecords or tars), of ``train.json``, which describes
-it, and of ``train.npy``, with a row of dtype :data:`ROW` for each sample in the order of the files. Rows hold
-the place of the encoded image itself, so that reading a sample is one ``pread``, whatever the format.
+them, and of ``train.npy``, which has one row of dtype ``ROW`` per sample, in the order of the files. A row
+locates the encoded image itself, so reading a sample is a single ``pread`` in any format.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ringdance.data.open_files import Files, OpenFiles
 from ringdance.errors import ArgumentError
 
 ROW = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<u8"), ("label", "<i4")])
-"""Number of the file; bytes of the encoded image, and where they begin in the file; the class, from 0."""
+"""Number of the file, size of the encoded image in bytes, its offset in the file, and its class, from 0."""
 
 Rows = np.ndarray[Any, np.dtype[np.void]]
 
 
 def joined(files: Iterable[Rows]) -> Rows:
-    """Return the rows of all files, each with the number of its file."""
-    found = [np.zeros(0, ROW), *files]
-    for number, rows in enumerate(found[1:]):
+    """Join the rows of all files. Sets the file number in each row."""
+    parts = [np.zeros(0, ROW), *files]
+    for number, rows in enumerate(parts[1:]):
         rows["file"] = number
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class ShardFile:
     """One file of a split.
 
     Attributes:
-        name: relative to the data set's directory.
-        samples: how many it has.
-        size: in bytes.
-        crc32c: of the whole file.
+        name: Path relative to the data set's directory.
+        samples: Number of samples.
+        size: Size in bytes.
+        crc32c: CRC-32C of the whole file.
     """
 
     name: str
@@ -53,15 +53,15 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Dataset(Files):
-    """One split of a data set on disk; :meth:`open` makes it from its index.
+    """One split of a data set on disk. ``open`` creates it from its index.
 
     Attributes:
-        path: the directory.
-        split: such as "train".
+        path: Directory.
+        split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
-        classes: the directory name of each class, such as "n01440764", by label.
-        files: in the order of the rows.
-        rows: shape (samples,), dtype ROW; memory-mapped.
+        classes: Directory name of each class, such as "n01440764", by label.
+        files: The files, in the order of the rows.
+        rows: Shape (samples,), dtype ``ROW``, memory-mapped.
     """
 
     path: Path
@@ -73,31 +73,31 @@ class Dataset(Files):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], split: str = "train") -> Dataset:
-        """Open a split by its index.
+        """Open a split through its index.
 
         Raises:
-            ArgumentError: there is no index of that name, or it is damaged.
+            ArgumentError: The index does not exist or is damaged.
         """
         index = Path(path) / f"{split}.json"
         about = read_json(index, IMAGES)
-        files = [ShardFile(**one) for one in about["files"]]
+        files = [ShardFile(**file) for file in about["files"]]
         rows: Rows = read_array(index.with_suffix(".npy"), about)
         return cls(index.parent, split, about["format"], about["classes"], files, rows)
 
     def write(self) -> None:
-        """Write the index; a process that opens it meanwhile finds the old one or none."""
+        """Write the index. A process that opens it at the same time finds the old index or none."""
         about: dict[str, Any] = {"kind": IMAGES, "format": self.format, "classes": list(self.classes)}
-        about["files"] = [asdict(one) for one in self.files]
+        about["files"] = [asdict(file) for file in self.files]
         write_index(self.path / f"{self.split}.json", about, self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def read(self, number: int) -> bytes:
-        """Return a sample's encoded image, as it is in the file. Any thread may call it.
+        """Return a sample's encoded image, as stored in the file. Any thread may call it.
 
         Raises:
-            ArgumentError: the file is missing or shorter than the index says.
+            ArgumentError: The file is missing, or is shorter than its index says.
         """
         row = self.rows[number]
         file = self._open(int(row["file"]))
@@ -108,15 +108,15 @@ class Dataset(Files):
         return data
 
     def will_need(self, first: int, stop: int) -> None:
-        """Read samples that follow one another into the page cache. Any thread may call it.
+        """Read consecutive samples into the page cache. Any thread may call it.
 
-        Not by ``posix_fadvise``: Linux reads only the first 128 KiB or so of what is advised.
+        This does not use ``posix_fadvise``, because Linux then reads only about the first 128 KiB.
         """
         rows = self.rows[first:stop]
         for number in np.unique(rows["file"]).tolist():
-            some = rows[rows["file"] == number]
-            begin, end = int(some["offset"].min()), int((some["offset"] + some["length"]).max())
-            file = self._open(number)  # stays open as long as this refers to it
+            in_file = rows[rows["file"] == number]
+            begin, end = int(in_file["offset"].min()), int((in_file["offset"] + in_file["length"]).max())
+            file = self._open(number)  # this reference keeps the file open
             os.pread(file.number, end - begin, begin)
 
     @cached_property
@@ -127,12 +127,12 @@ class Dataset(Files):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close its files; reading opens them again."""
+        """Close the files. The next read opens them again."""
         self._open.clear()
 
 
 class _Descriptor:
-    """An open file, closed with the last reference."""
+    """An open file. It is closed when its last reference is gone."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""Files of a data set: written under another name, complete or absent; checksums."""
+"""Files of a data set, which appear under their names only when they are complete, and checksums."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ringdance.host.files import whole_file
 
 @cache
 def needed(module: str) -> ModuleType:
-    """Import a module of a package that not all need.
+    """Import a module from a package that not everyone needs.
 
     Raises:
-        ArgumentError: it is not installed.
+        ArgumentError: The package is not installed.
     """
     return optional(module, ArgumentError, package="pillow" if module.startswith("PIL") else "")
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of bytes."""
+    """Return the CRC-32C of ``data``."""
     return needed("google_crc32c").value(data)
 
 
 def crc32c_extend(crc: int, data: bytes) -> int:
-    """Return the CRC-32C of what `crc` is of, followed by `data`."""
+    """Extend a CRC-32C by ``data``."""
     return needed("google_crc32c").extend(crc, data)
 
 
@@ -45,7 +45,7 @@ def file_crc32c(path: Path) -> int:
 
 
 def file_crc32(path: Path) -> int:
-    """Return the CRC-32 of a file, which needs no package."""
+    """Return the CRC-32 of a file. Needs no package."""
     return _file_checksum(path, zlib.crc32)
 
 
@@ -58,7 +58,7 @@ def _file_checksum(path: Path, extend: Callable[[bytes, int], int]) -> int:
 
 
 def why_not(error: Exception, directory: Path) -> str:
-    """Return why something could not be written into a directory, and how much room there is."""
+    """Explain why something could not be written to a directory. Adds its free space."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         text = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
@@ -68,14 +68,14 @@ def why_not(error: Exception, directory: Path) -> str:
 
 
 class ShardWriter:
-    """A file that gets its name when it is complete and on disk.
+    """A file that appears under its name only when it is complete and on disk.
 
     Args:
-        path: its name in the end.
+        path: Final path.
 
     Attributes:
-        size: bytes so far.
-        crc32c: of all bytes so far.
+        size: Bytes written so far.
+        crc32c: CRC-32C of all bytes written so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +91,7 @@ class ShardWriter:
         self.crc32c = self._extend(self.crc32c, data)
 
     def sync(self) -> None:
-        """Wait until the bytes so far are on disk. Raises OSError if it is full, for one."""
+        """Wait until the bytes written so far are on disk. Raises OSError if it is full, for example."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -99,23 +99,23 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Wait until the file is on disk and give it its name; after an error remove it.
+        """Wait until the file is on disk and rename it to its final name. After an error, remove it.
 
         Raises:
-            OSError: the disk is full, for one; names the file.
+            OSError: For example, the disk is full. Names the file.
         """
         self._whole.__exit__(kind, error, trace)
 
 
 def npy(array: np.ndarray[Any, Any]) -> bytes:
-    """Return the bytes of a ``.npy`` file."""
+    """Return an array as the bytes of a ``.npy`` file."""
     memory = io.BytesIO()
     np.save(memory, array)
     return memory.getvalue()
 
 
 def write_whole(path: Path, data: bytes) -> int:
-    """Write a small file, complete or not at all; return its CRC-32C."""
+    """Write a small file, completely or not at all. Returns its CRC-32C."""
     with ShardWriter(path) as file:
         file.write(data)
     return file.crc32c

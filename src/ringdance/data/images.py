@@ -1,7 +1,7 @@
-"""Decode an encoded image, and resize a part of it into a square of a batch.
+"""Decode an image, and resize a part of it to a square in a batch.
 
-Resizing is antialiased where it matters: by OpenCV if it is installed, otherwise by Pillow, more slowly.
-They, and simplejpeg, release the GIL meanwhile.
+Resizing is antialiased where it matters. It uses OpenCV if it is installed, and otherwise Pillow, which is
+slower. Both, and simplejpeg, release the GIL while they work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ try:
     from PIL import Image, UnidentifiedImageError
 except ImportError as error:
     raise ArgumentError(
-        f"Images cannot be decoded without {error.name}: {pip_install('pillow', 'simplejpeg')}"
+        f"Images cannot be decoded without {error.name}. {pip_install('pillow', 'simplejpeg')}"
     ) from None
 cv2: Any
 try:
@@ -32,20 +32,21 @@ except ImportError:
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
-_SMOOTH = 1.5  # shrunk by less, plain bilinear is as near to Lanczos as what is antialiased
+# For shrinking by less than this, plain bilinear is as close to Lanczos as an antialiased filter.
+_SMOOTH = 1.5
 
 
 def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:
-    """Decode an image, crop, resize, and flip it, into ``out``.
+    """Decode, crop and resize an image into ``out``, and flip it at random.
 
     Args:
-        out: shape (size, size, 3), contiguous.
-        data: JPEG, or any format that Pillow reads, see ``as_rgb``. EXIF's rotation is not applied here:
-            ``ringdance data prepare`` has done it.
-        draw: for a random part, by chance flipped; None for the centre.
+        out: Shape (size, size, 3), contiguous.
+        data: JPEG, or any format that Pillow reads (see ``as_rgb``). EXIF rotation is not applied here:
+            ``ringdance data prepare`` has already applied it.
+        draw: Random numbers, for a random part that is flipped at random. If None, take the center.
 
     Raises:
-        ArgumentError: the image is broken.
+        ArgumentError: The image is broken.
     """
     try:
         part, flip = _part(data, out.shape[0], draw)
@@ -55,10 +56,10 @@ def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:
 
 
 def decode(data: bytes) -> Pixels:
-    """Return a whole image, shape (height, width, 3), of a JPEG or any format that Pillow reads.
+    """Decode a whole JPEG, or any format that Pillow reads, to shape (height, width, 3).
 
     Raises:
-        ValueError, OSError: the image is broken; Pillow's decoders raise others too.
+        ValueError, OSError: The image is broken. Pillow's decoders can raise other errors too.
     """
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(data)
@@ -68,7 +69,7 @@ def decode(data: bytes) -> Pixels:
 
 
 def _part(data: bytes, size: int, draw: Draws | None) -> tuple[Pixels, bool]:
-    """Decode; return the chosen part, shape (height, width, 3), and whether to flip it."""
+    """Decode an image. Returns the chosen part, shape (height, width, 3), and True if it must be flipped."""
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
         whole = None
@@ -81,40 +82,40 @@ def _part(data: bytes, size: int, draw: Draws | None) -> tuple[Pixels, bool]:
     flip = draw is not None and draw() < 0.5
     if whole is None:
         whole = _jpeg(data, width, height, box, size)
-    across, down = whole.shape[1] / width, whole.shape[0] / height  # below 1 if scaled while decoded
+    across, down = whole.shape[1] / width, whole.shape[0] / height  # below 1 if scaled during decoding
     left, right = round(box[0] * across), round(box[2] * across)
     top, bottom = round(box[1] * down), round(box[3] * down)
     return whole[top : max(bottom, top + 1), left : max(right, left + 1)], flip
 
 
 def _jpeg(data: bytes, width: int, height: int, box: Box, size: int) -> Pixels:
-    """Decode a JPEG, at half its size or less where the part has pixels enough."""
+    """Decode a JPEG, at half size or less if the part still has enough pixels."""
     shrink = min(box[2] - box[0], box[3] - box[1]) / size
     least = (math.ceil(height / shrink), math.ceil(width / shrink)) if shrink >= 2 else (0, 0)
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(data, min_factor=2, min_height=least[0], min_width=least[1])
     except ValueError:
-        return _any_format(data)  # overlooks some faults, such as bytes behind the end
+        return _any_format(data)  # Pillow tolerates some faults, such as bytes after the end
     return pixels
 
 
 def _any_format(data: bytes) -> Pixels:
     try:
-        return np.array(as_rgb(Image.open(io.BytesIO(data))))  # not a view that cannot be written to
+        return np.array(as_rgb(Image.open(io.BytesIO(data))))  # a copy, because a view would be read-only
     except UnidentifiedImageError:
-        raise ValueError("no image format that Pillow knows") from None
+        raise ValueError("not an image format that Pillow knows") from None
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Return an image of any mode in RGB: 16 bits scaled to 8, transparent pixels over white.
+    """Convert an image of any mode to RGB. Scales 16 bits to 8, and puts transparent pixels over white.
 
     Raises:
-        ValueError: its values have no known range: 32-bit integers, or floats.
+        ValueError: The value range is unknown, as for 32-bit integers or floats.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode!r} have no known range: convert them to 8 bits")
+        raise ValueError(f"pixels of mode {image.mode!r} have no known range. Convert them to 8 bits.")
     if image.has_transparency_data:
         whole = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole)
@@ -124,11 +125,11 @@ def as_rgb(image: Image.Image) -> Image.Image:
 def _by_opencv(out: Pixels, part: Pixels, flip: bool) -> None:
     size, sides = out.shape[0], part.shape[:2]
     shrunk = min(sides) >= size and max(sides) > _SMOOTH * size
-    how = cv2.INTER_AREA if shrunk else cv2.INTER_LINEAR
+    interpolation = cv2.INTER_AREA if shrunk else cv2.INTER_LINEAR
     if flip:
-        cv2.flip(cv2.resize(part, (size, size), interpolation=how), 1, dst=out)
+        cv2.flip(cv2.resize(part, (size, size), interpolation=interpolation), 1, dst=out)
     else:
-        cv2.resize(part, (size, size), dst=out, interpolation=how)
+        cv2.resize(part, (size, size), dst=out, interpolation=interpolation)
 
 
 def _by_pillow(out: Pixels, part: Pixels, flip: bool) -> None:

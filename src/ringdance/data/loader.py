@@ -1,8 +1,9 @@
-"""Batches of decoded images in the order of an epoch, by threads, ahead of the training.
+"""Batches of decoded images in an epoch's order. Threads prepare them ahead of the training.
 
-A global batch is what all ranks together take in one step: the next ``batch_size * size`` samples of the
-epoch's order. It is divided among the ranks into blocks that differ by at most one sample. After any batch an
-epoch has consumed the first ``position`` samples of its order, and can go on there with any number of ranks.
+A global batch is what all ranks together consume in one step: the next ``batch_size * size`` samples in the
+epoch's order. It is divided among the ranks into blocks whose sizes differ by at most one sample. After any
+batch, the epoch has consumed the first ``position`` samples of its order. It can continue from there with any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from ringdance.host.limits import usable_cores
 Array = np.ndarray[Any, Any]
 Transform = Callable[[Array, Draws], Array]
 _Failure = tuple[int, Exception]
-"""The row of a batch that could not be decoded, and why."""
+"""The row of a batch that could not be decoded, and its error."""
 
 
 @dataclass
 class Batch:
-    """One rank's part of a global batch.
+    """One rank's share of a global batch.
 
     Attributes:
-        images: shape (n, size, size, 3), uint8, RGB.
-        labels: shape (n,), int64.
-        indices: shape (n,), int64: the numbers of the samples in the data set; -1 for padding.
-        weight: factor for this rank's mean loss, so that the average over ranks is the mean over the samples
-            of the global batch: ``n * size / count``. 0 for a rank that got none: it has one row of padding.
-        position: samples of the epoch that all ranks have consumed after this batch.
-        count: samples of the global batch.
+        images: Shape (n, size, size, 3), uint8, RGB.
+        labels: Shape (n,), int64.
+        indices: Shape (n,), int64. The samples' numbers in the data set, or -1 for padding.
+        weight: Factor for this rank's mean loss, ``n * size / count``. With it, the average over ranks is the
+            mean over the samples in the global batch. 0 if the rank got no samples: it has one padding row.
+        position: Samples of the epoch that all ranks have consumed after this batch.
+        count: Samples in the global batch.
     """
 
     images: Any
@@ -50,7 +51,7 @@ class Batch:
 
 
 class Source(Protocol):
-    """What a loader reads: see ``ringdance.data.Dataset``."""
+    """The interface that a loader reads from, such as ``ringdance.data.Dataset``."""
 
     rows: Any
 
@@ -59,25 +60,25 @@ class Source(Protocol):
 
 
 READ_BYTES, LARGE = 2 << 20, 16 << 30
-_READ_AHEAD = 4  # batches between reading a piece and decoding its first image
+_READ_AHEAD = 4  # batches between the start of reading a piece and decoding its first image
 
 
 def piece_of(dataset: Any, read_bytes: int | None) -> int:
-    """Return how many samples are read at once; 0: each by itself. Ranks must have the same."""
+    """Return how many samples are read at once; 0 for each separately. It must be the same on all ranks."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))
     if read_bytes is None:
         read_bytes = READ_BYTES if size > LARGE else 0
-    found = min(int(read_bytes * len(dataset) // size), len(dataset))
-    return found if found > 1 else 0
+    samples = min(int(read_bytes * len(dataset) // size), len(dataset))
+    return samples if samples > 1 else 0
 
 
 class ImageBatches(Batches):
-    """What loaders of images share.
+    """Base class of the image loaders.
 
     Attributes:
-        image_size: height and width, in pixels.
+        image_size: Height and width, in pixels.
     """
 
     def __init__(self, plan: Plan, image_size: int, threads: int = 1, ahead: int = 1) -> None:
@@ -87,37 +88,38 @@ class ImageBatches(Batches):
 
 
 class Loader(ImageBatches):
-    """Decoded batches of a data set, the rest of an epoch at each iteration.
+    """Decoded batches of a data set. Each iteration yields the rest of the current epoch.
 
     Args:
-        dataset: a ``ringdance.data.Dataset``, or anything with its ``len``, ``read`` and ``rows["label"]``,
-            and for `read_bytes` its ``files`` and ``will_need``.
-        batch_size: images for this rank in each batch.
-        image_size: height and width, in pixels.
-        augment: a random part of each image, by chance flipped; otherwise the centre.
-        transform: what becomes of an image after that: ``transform(image, draw)`` gets uint8 of shape
-            (image_size, image_size, 3) and returns such; ``draw(low, high)`` returns random numbers. The
-            threads that decode call it.
-        shuffle: another order in each epoch; by default as ``augment``.
-        seed: of the order and the augmentation.
-        rank, size: of the job; every rank gets its part of each global batch.
-        threads: that decode; by default one for each core of this process.
-        prefetch: batches that are prepared ahead.
-        drop_last: leave out the last global batch of an epoch where it is short: a step with few samples
-            has a noisy gradient at the full rate. Which samples these are changes with the order.
-        read_bytes: what is read of a file at once where the order is shuffled: see Note [Order by pieces]. 0:
-            each image by itself, in an order of which all are equally likely. By default 2 MiB for data sets
-            of more than 16 GiB, which memory may not hold, and 0 for others.
+        dataset: A ``ringdance.data.Dataset``, or any object with its ``len``, ``read`` and
+            ``rows["label"]``. For ``read_bytes`` it also needs ``files`` and ``will_need``.
+        batch_size: Images per batch on each rank.
+        image_size: Height and width, in pixels.
+        augment: If True, take a random part of each image and flip it at random. Otherwise take the center.
+        transform: Called on each image after that as ``transform(image, draw)``. The image is uint8 of shape
+            (image_size, image_size, 3), and the result must be, too. ``draw(low, high)`` returns random
+            numbers. The decoding threads call it.
+        shuffle: If True, use a different order in each epoch. Defaults to ``augment``.
+        seed: Seed of the order and the augmentation.
+        rank: This process's rank. Each rank gets its share of each global batch.
+        size: Number of ranks.
+        threads: Number of decoding threads. Defaults to one per core of this process.
+        prefetch: Number of batches to prepare ahead.
+        drop_last: If True, skip an epoch's last global batch if it is short: a step with few samples has
+            a noisy gradient at the full learning rate. Which samples are skipped changes with the order.
+        read_bytes: Bytes to read from a file at once if the order is shuffled. See Note [Order by pieces].
+            If 0, each image is read separately, and all orders are equally likely. Defaults to 2 MiB for
+            data sets of more than 16 GiB, which may not fit in memory, and to 0 for others.
 
     Attributes:
-        piece: samples that are read at once; 0: each by itself.
-        memory: makes the array of a batch's images, given its shape.
+        piece: Number of samples read at once. 0 means each separately.
+        memory: Function that allocates the array for a batch's images, given its shape.
 
-    What it yields depends on the arguments alone, not on threads or their speed: a sample's augmentation is
-    drawn from ``seed``, the epoch and the number of the sample.
+    The batches depend on the arguments only, not on the threads or their speed: a sample's augmentation is
+    drawn from ``seed``, the epoch and the sample's number.
 
     Raises:
-        ArgumentError: an argument is wrong, or an image is broken: with its number and file, when iterating.
+        ArgumentError: An argument is wrong. When iterating: an image is broken (names the sample and file).
     """
 
     def __init__(
@@ -126,12 +128,12 @@ class Loader(ImageBatches):
         size: int = 1, threads: int | None = None, prefetch: int = 2, drop_last: bool = False,
         read_bytes: int | None = None,
     ) -> None:
-        from ringdance.data import images  # here: a clear error where Pillow is missing
+        from ringdance.data import images  # imported here so that a missing Pillow gives a clear error
 
         threads = usable_cores() if threads is None else threads
         check_positive(threads=threads, prefetch=prefetch)
         if read_bytes is not None and read_bytes < 0:
-            raise ArgumentError(f"read_bytes={read_bytes}: give a number of bytes, 0 to read each by itself.")
+            raise ArgumentError(f"read_bytes={read_bytes} is negative. Use 0 to read each image separately.")
         self._decode, self.transform = images.decode_into, transform
         self.dataset, self.augment, self.piece = dataset, augment, piece_of(dataset, read_bytes)
         self._will_need: Any = getattr(dataset, "will_need", None)
@@ -145,20 +147,20 @@ class Loader(ImageBatches):
     thread_name = "ringdance-decode"
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield the batches of an epoch, some time after threads have begun to read their pieces."""
+        """Yield an epoch's batches, some time after threads have started to read their pieces."""
         waiting: deque[Any] = deque()
-        known: set[int] = set()
+        requested: set[int] = set()
         for part in epoch.plan.batches():
             if self.piece:
-                self._read_ahead(epoch, part[0], known)
+                self._read_ahead(epoch, part[0], requested)
             waiting.append(part)
             if len(waiting) > (_READ_AHEAD if self.piece else 0):
                 yield waiting.popleft()
         yield from waiting
 
     def _read_ahead(self, epoch: Epoch, numbers: Indices, known: set[int]) -> None:
-        """Have the pieces of some samples read that are not in `known`, and add them."""
-        if not epoch.plan.shuffle:  # they are next to one another
+        """Start reading the samples' pieces that are not in ``known``, and add them to it."""
+        if not epoch.plan.shuffle:  # the samples are consecutive
             epoch.reads.submit(self._read_piece, epoch, int(numbers[0]), int(numbers[-1]) + 1)
             return
         for piece in {*(numbers // self.piece).tolist()} - known:
@@ -166,13 +168,13 @@ class Loader(ImageBatches):
             epoch.reads.submit(self._read_piece, epoch, piece * self.piece, (piece + 1) * self.piece)
 
     def _read_piece(self, epoch: Epoch, first: int, stop: int) -> None:
-        """Read some samples, whose errors are those of decoding them."""
-        # At its end the interpreter waits for all that was submitted, though it will not be used.
+        """Read some samples into the page cache. Errors are reported later, when they are decoded."""
+        # When the interpreter exits, it waits for all submitted work, even if the results are not needed.
         if not (epoch.stop.is_set() or getattr(concurrent.futures.thread, "_shutdown", False)):
             self._will_need(first, stop)
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:
-        """Give the threads the images of a batch."""
+        """Submit the images of a batch to the threads."""
         batch, tasks, count = self.empty(*part), [], min(self.threads, len(part[0]))
         for first in range(count):
             rows = range(first, len(part[0]), count)
@@ -191,7 +193,7 @@ class Loader(ImageBatches):
     def _fill(
         self, images: Array, numbers: Indices, rows: range, epoch: int, stop: threading.Event
     ) -> _Failure | None:
-        """Decode some rows of a batch; return the first that fails, with its error."""
+        """Decode some rows of a batch. Returns the first row that fails, with its error."""
         for row in rows:
             if stop.is_set():
                 break
@@ -202,34 +204,34 @@ class Loader(ImageBatches):
         return None
 
     def empty(self, numbers: Indices, weight: float, position: int, count: int) -> Batch:
-        """Return a batch without its images: memory for them."""
+        """Return a batch whose images are allocated but not yet decoded."""
         images = self.memory((len(numbers), self.image_size, self.image_size, 3))
         return _batch(images, self.dataset.rows["label"][numbers], numbers, weight, position, count)
 
     def load(self, out: Array, number: int, epoch: int) -> None:
-        """Decode one sample into ``out``, shape (image_size, image_size, 3), as in that epoch."""
+        """Decode one sample into ``out``, shape (image_size, image_size, 3), as in the given epoch."""
         draw = Draws(self.plan.seed, epoch, number)
         try:
             self._decode(out, self.dataset.read(number), draw if self.augment else None)
         except ArgumentError as error:
-            where = f"{self.plan.where}sample {number}{_place(self.dataset, number)}"
-            raise ArgumentError(f"{where}: {error}") from None
+            sample = f"{self.plan.where}sample {number}{_place(self.dataset, number)}"
+            raise ArgumentError(f"{sample}: {error}") from None
         if self.transform:
-            found = self.transform(out, draw)
-            if (found.shape, found.dtype) != (out.shape, out.dtype):
+            result = self.transform(out, draw)
+            if (result.shape, result.dtype) != (out.shape, out.dtype):
                 raise ArgumentError(
-                    f"transform returned {found.dtype} of shape {found.shape}, not uint8 of shape {out.shape}"
+                    f"transform returned {result.dtype} {result.shape}. It must return uint8 {out.shape}."
                 )
-            out[:] = found
+            out[:] = result
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Stands for a data set where only the speed of a training counts: see ``SyntheticLoader``.
+    """Stands for a data set when only the speed of training matters. See ``SyntheticLoader``.
 
     Attributes:
-        samples: of an epoch.
-        classes: the labels.
+        samples: Samples per epoch.
+        classes: The labels.
     """
 
     samples: int = 1_281_167
@@ -240,17 +242,17 @@ class Synthetic:
 
 
 class SyntheticLoader(ImageBatches):
-    """Batches with the interface of ``Loader`` and no data set: to try a training and its speed.
+    """Batches with the interface of ``Loader`` but no data set, to try a training script or its speed.
 
-    The images are one batch of random pixels, the same memory each time; samples, weights and positions are
-    those of a data set with as many samples.
+    The images are one batch of random pixels, in the same memory each time. The samples, weights and
+    positions match a data set with as many samples.
 
     Args:
-        samples: of an epoch.
-        batch_size: images for this rank in each batch.
-        image_size: height and width, in pixels.
-        classes: number of labels; a sample's label is its number modulo this.
-        shuffle, seed, rank, size, drop_last: as of ``Loader``.
+        samples: Samples per epoch.
+        batch_size: Images per batch on each rank.
+        image_size: Height and width, in pixels.
+        classes: Number of labels. A sample's label is its number modulo ``classes``.
+        shuffle, seed, rank, size, drop_last: Same meaning as in ``Loader``.
     """
 
     def __init__(
@@ -265,7 +267,7 @@ class SyntheticLoader(ImageBatches):
         self._images = np.random.RandomState([seed, rank]).randint(0, 256, shape, dtype=np.uint8)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the batches of the rest of the epoch as NumPy arrays."""
+        """Yield the remaining batches of the epoch as NumPy arrays."""
         for part in self.plan.batches():
             numbers = part[0]
             yield _batch(self._images[: len(numbers)], numbers % self.classes, *part)

@@ -1,4 +1,4 @@
-"""The files of a data set that a process has open: those it used last, as many as its limit allows."""
+"""A process's open files of a data set: the most recently used ones, as many as its limit allows."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ringdance.errors import ArgumentError
 from ringdance.host.limits import raise_open_files
 
 T = TypeVar("T")
-_SHARE, _MOST = 4, 4096  # of the limit, for each split; of files, however high the limit is
+_SHARE, _MOST = 4, 4096  # each split gets a quarter of the limit, and at most 4096 files
 
 
 class OpenFiles(Generic[T]):
-    """Keeps the files that were used last. Any thread may call it.
+    """Keeps the most recently used files open. Any thread may call it.
 
-    Who closes a file is the last thread that uses it: one that is dropped here meanwhile stays open until
-    then.
+    A file is closed by the last thread that uses it. If it is dropped here while a thread uses it, it stays
+    open until that thread is done.
 
     Args:
-        name: returns a file's path by its number.
-        open: opens the file of a number and path; what it returns closes it with its last reference.
-        count: files that there are. If the process may not have all of them open, its soft limit is raised.
+        name: Returns a file's path, given its number.
+        open: Opens a file, given its number and path. The file must close when its last reference is gone.
+        count: Number of files. If the process may not open all of them, its soft limit is raised.
     """
 
     def __init__(self, name: Callable[[int], Path], open: Callable[[int, Path], T], count: int) -> None:
@@ -37,12 +37,12 @@ class OpenFiles(Generic[T]):
         """Return an open file.
 
         Raises:
-            ArgumentError: it cannot be opened.
+            ArgumentError: The file cannot be opened.
         """
         return self._files(number)
 
     def clear(self) -> None:
-        """Drop all; they are opened again when they are used."""
+        """Drop all files. The next use opens them again."""
         self._files.cache_clear()
 
     def _opened(self, number: int) -> T:
@@ -51,16 +51,16 @@ class OpenFiles(Generic[T]):
             return self._open(number, name)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._files.cache_info().currsize:
-                self.clear()  # others have taken the rest
+                self.clear()  # other code has used up the rest of the limit
                 return self._opened(number)
             raise ArgumentError(f"{name}: {error.strerror or error}. {_fix(error)}") from None
 
 
 class Files:
-    """A split with open files, which each process opens for itself."""
+    """A split with open files. Each process opens its own."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled or copied."""
+        """Return the state to pickle or copy, without the open files."""
         return {name: value for name, value in vars(self).items() if not isinstance(value, OpenFiles)}
 
 
@@ -68,9 +68,9 @@ def _fix(error: OSError) -> str:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         limit = raise_open_files(0)
         return (
-            f"The limit of this process is {limit} (`ulimit -n`), no file of this data set is open: "
-            f"raise it, or see in /proc/{os.getpid()}/fd what holds them."
+            f"The limit of this process is {limit} (`ulimit -n`), and no file of this data set is open. "
+            f"Raise the limit, or look in /proc/{os.getpid()}/fd for what holds files open."
         )
     if error.errno == errno.ENOENT:
-        return "The index names it: is the copy of the data complete?"
-    return "The index names it: can this user read it on this host?"
+        return "The index names it. Is the copy of the data complete?"
+    return "The index names it. Can this user read it on this host?"

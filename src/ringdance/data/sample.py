@@ -1,4 +1,4 @@
-"""An image on its way into a data set."""
+"""An image before it is written to a data set."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sample:
-    """An image with what a data set says of it.
+    """An image with the metadata that a data set stores.
 
     Attributes:
-        image: encoded, as JPEG.
-        label: number of its class, from 0.
-        synset: the directory name of its class, such as "n01440764".
-        name: of its file, with the class's directory.
-        height, width: in pixels.
+        image: Encoded as JPEG.
+        label: Number of its class, from 0.
+        synset: Directory name of its class, such as "n01440764".
+        name: File name, with the class directory.
+        height, width: Size in pixels.
     """
 
     image: bytes

@@ -1,8 +1,8 @@
-"""TFRecord files and the ``tf.train.Example`` in them, without TensorFlow.
+"""TFRecord files and the ``tf.train.Example`` messages in them, without TensorFlow.
 
-A record is: its length (8 bytes, little-endian), the masked CRC-32C of these 8 bytes, the data, the masked
-CRC-32C of the data. The data is an Example, a protocol buffer that maps names to lists of bytes or integers:
-https://www.tensorflow.org/tutorials/load_data/tfrecord.
+A record consists of its length (8 bytes, little-endian), the masked CRC-32C of these 8 bytes, the data, and
+the masked CRC-32C of the data. The data is an Example, a protocol buffer that maps names to lists of bytes or
+numbers: https://www.tensorflow.org/tutorials/load_data/tfrecord.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ringdance.data.sample import Sample
 from ringdance.errors import ArgumentError
 
 LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
-# Wire types of protocol buffers; bytes are also texts, messages and packed numbers.
+# Wire types of protocol buffers. _BYTES also covers strings, messages and packed numbers.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3  # numbers of the fields of tf.train.Feature
+BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3  # field numbers in tf.train.Feature
 FIRST_LABEL = 1
-"""Label of the first class in ``image/class/label``: TensorFlow's ImageNet scripts keep 0 free."""
+"""Label of the first class in ``image/class/label``. TensorFlow's ImageNet scripts reserve 0."""
 
 Value = bytes | int
 
 
 def masked(crc: int) -> int:
-    """Return a CRC-32C as records store it."""
+    """Mask a CRC-32C as records store it."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def features(sample: Sample) -> dict[str, Value]:
-    """Return the features, by the names of TensorFlow's ImageNet scripts, without the image itself."""
+    """Return the features, named as in TensorFlow's ImageNet scripts, without the image itself."""
     return {
         "image/channels": 3,
         "image/class/label": sample.label + FIRST_LABEL,
@@ -46,13 +46,13 @@ def features(sample: Sample) -> dict[str, Value]:
 
 
 def encode(features: Mapping[str, Value], name: str, data: bytes) -> bytes:
-    """Encode an Example up to, but without, the bytes `data` of its last feature `name`."""
+    """Encode an Example up to, but excluding, the bytes ``data`` of its last feature ``name``."""
     body = b"".join(_feature(key, value) for key, value in sorted(features.items()))
     body += entry(name, BYTES_LIST, len(data))
     return delimiter(1, len(body) + len(data)) + body
 
 
-@lru_cache(maxsize=4096)  # most values are those of other images too
+@lru_cache(maxsize=4096)  # most values recur in other images
 def _feature(name: str, value: Value) -> bytes:
     kind, data = (BYTES_LIST, value) if isinstance(value, bytes) else (INT64_LIST, varint(value))
     return entry(name, kind, len(data)) + data
@@ -60,21 +60,21 @@ def _feature(name: str, value: Value) -> bytes:
 
 @lru_cache(maxsize=4096)
 def entry(name: str, kind: int, size: int) -> bytes:
-    """Return a feature in the map of an Example up to, but without, its value of `size` bytes.
+    """Encode an entry in an Example's map up to, but excluding, its value of ``size`` bytes.
 
     Args:
-        name: of the feature.
-        kind: field of tf.train.Feature, such as :data:`BYTES_LIST`; numbers are packed.
-        size: of one text, or of all numbers.
+        name: Name of the feature.
+        kind: Field of tf.train.Feature, such as ``BYTES_LIST``. Numbers are packed.
+        size: Size in bytes of the one string, or of all numbers.
     """
     feature = delimiter(1, size)
     feature = delimiter(kind, len(feature) + size) + feature
-    found = delimited(1, name.encode()) + delimiter(2, len(feature) + size) + feature
-    return delimiter(1, len(found) + size) + found
+    encoded = delimited(1, name.encode()) + delimiter(2, len(feature) + size) + feature
+    return delimiter(1, len(encoded) + size) + encoded
 
 
 def write(shard: ShardWriter, sample: Sample) -> int:
-    """Append a record; return where the image begins in the file."""
+    """Append a record. Returns the image's offset in the file."""
     head = encode(features(sample), "image/encoded", sample.image)
     shard.write(_head(len(head) + len(sample.image)) + head)
     offset = shard.size
@@ -84,55 +84,55 @@ def write(shard: ShardWriter, sample: Sample) -> int:
 
 
 def framed(data: bytes) -> bytes:
-    """Return data as a record."""
+    """Return ``data`` as a record."""
     return _head(len(data)) + data + _CRC.pack(masked(crc32c(data)))
 
 
 def _head(size: int) -> bytes:
-    """Return what is before the data of a record."""
+    """Return the bytes that precede a record's data."""
     length = LENGTH.pack(size)
     return length + _CRC.pack(masked(crc32c(length)))
 
 
 def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes, bytes, bytes]]:
-    """Iterate over a file's records: where each begins, what is before its data, these, and their checksum.
+    """Yield each record's offset, the bytes before its data, the data, and its checksum.
 
     Args:
-        file: at its start.
-        check: whether to compare the checksum of the data; that of the length always is.
+        file: File, positioned at its start.
+        check: If True, verify the data's checksum. The length's checksum is always verified.
 
     Raises:
-        ArgumentError: a checksum is wrong, or the file ends in a record.
+        ArgumentError: A checksum is wrong, or the file ends within a record.
     """
     offset = number = 0
     while head := file.read(12):
         number += 1
         if not is_head(head):
-            raise ArgumentError(f"{file.name}: no record at byte {offset}: damaged, or no TFRecord file")
+            raise ArgumentError(f"{file.name} is damaged or not a TFRecord file: no record at byte {offset}.")
         length = LENGTH.unpack(head[:8])[0]
         data = file.read(length)
         crc = file.read(4)
         if len(crc) < 4:
             where = f"record {number}, at byte {offset}"
-            raise ArgumentError(f"{file.name}: it ends within {where}: was its writer stopped?")
+            raise ArgumentError(f"{file.name} ends within {where}. Was its writer stopped?")
         if check and masked(crc32c(data)) != _CRC.unpack(crc)[0]:
-            raise ArgumentError(f"{file.name}: wrong checksum of the record at byte {offset}")
+            raise ArgumentError(f"{file.name}: the record at byte {offset} has a wrong checksum.")
         yield offset, head, data, crc
         offset += 16 + length
 
 
 def is_head(head: bytes) -> bool:
-    """Whether 12 bytes are the length of a record and its checksum."""
+    """True if 12 bytes are a record's length and its checksum."""
     return len(head) == 12 and masked(crc32c(head[:8])) == _CRC.unpack(head[8:])[0]
 
 
 def parse(data: bytes) -> dict[str, tuple[Value | float, int]]:
-    """Return the first value of each feature of an Example, and where it begins in `data`.
+    """Return the first value of each feature of an Example, and its offset in ``data``.
 
     Raises:
-        ArgumentError: it is no Example.
+        ArgumentError: The data is not an Example.
     """
-    found: dict[str, tuple[Value | float, int]] = {}
+    features: dict[str, tuple[Value | float, int]] = {}
     try:
         for _, start, end in fields(data, 0, len(data)):  # Example
             for _, at, stop in fields(data, start, end):  # Features: entries of a map
@@ -140,10 +140,10 @@ def parse(data: bytes) -> dict[str, tuple[Value | float, int]]:
                 key = data[slice(*entry[1])].decode()
                 for kind, a, b in fields(data, *entry.get(2, (0, 0))):
                     if value := _first(data, kind, a, b):
-                        found[key] = value
+                        features[key] = value
     except (IndexError, KeyError, ValueError):
-        raise ArgumentError("a record holds no tf.train.Example") from None
-    return found
+        raise ArgumentError("a record does not hold a tf.train.Example") from None
+    return features
 
 
 def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value | float, int] | None:
@@ -160,33 +160,33 @@ def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value | float,
 
 
 def varint(value: int) -> bytes:
-    """Return an integer, negative ones as 64 bits."""
+    """Encode an integer. Negative integers take 64 bits."""
     value &= (1 << 64) - 1
-    found = bytearray()
+    encoded = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 @lru_cache(maxsize=4096)
 def delimiter(field: int, size: int) -> bytes:
-    """Return what is before the bytes of a field with so many of them."""
+    """Return the bytes that precede a field's ``size`` bytes."""
     return varint(field << 3 | _BYTES) + varint(size)
 
 
 def delimited(field: int, data: bytes) -> bytes:
-    """Return a field with bytes."""
+    """Encode a field that holds bytes."""
     return delimiter(field, len(data)) + data
 
 
 def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Iterate over a message's fields: number, and where its value begins and ends.
+    """Yield a message's fields: number, and the start and end of the value.
 
     Raises:
-        IndexError: the message ends within a field.
-        ValueError: a field is of no known kind.
+        IndexError: The message ends within a field.
+        ValueError: A field has an unknown wire type.
     """
     while at < end:
         tag, at = read_varint(data, at)
@@ -206,10 +206,10 @@ def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the integer that begins there, from 0 to 2**64 - 1, and the place behind it."""
+    """Return the integer at ``at``, from 0 to 2**64 - 1, and the offset after it."""
     value, shift = data[at], 7
     at += 1
     while value >> shift - 7 > 127:
-        value += (data[at] - 1) << shift  # -1: the mark of the byte before
+        value += (data[at] - 1) << shift  # -1 removes the previous byte's continuation bit
         at, shift = at + 1, shift + 7
     return value, at

@@ -1,4 +1,4 @@
-"""Tars as WebDataset reads them: ``key.jpg`` and ``key.cls`` for each sample."""
+"""Tar files that WebDataset reads: ``key.jpg`` and ``key.cls`` for each sample."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _BLOCK = 512
 
 
 def write(shard: ShardWriter, sample: Sample, key: str) -> int:
-    """Append an image and its label; return where the image begins in the file."""
+    """Append an image and its label. Returns the image's offset in the file."""
     offset = _member(shard, f"{key}.jpg", sample.image)
     _member(shard, f"{key}.cls", str(sample.label).encode())
     return offset
 
 
 def key_of(sample: Sample) -> str:
-    """Return the name of a sample in a tar, which must not have dots: they begin the ending."""
+    """Return a sample's name in a tar. It has no dots, because the suffix starts at the first one."""
     name = sample.name.rpartition("/")[2].rpartition(".")[0] or sample.name
     directory = f"{sample.synset}/" if sample.synset else ""
     return (directory + name).replace(".", "_")
 
 
 def end(shard: ShardWriter) -> None:
-    """Append the blocks that end a tar."""
+    """Append the two zero blocks that mark the end of a tar."""
     shard.write(bytes(2 * _BLOCK))
 
 
 def _member(shard: ShardWriter, name: str, data: bytes) -> int:
-    header = tarfile.TarInfo(name)  # no time, no owner: equal samples make equal files
+    header = tarfile.TarInfo(name)  # no time and no owner, so that equal samples give equal files
     header.size, header.mode = len(data), 0o644
     shard.write(header.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
     offset = shard.size

@@ -1,4 +1,4 @@
-"""Write samples into the files of a data set."""
+"""Write samples to the files of a data set."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ringdance.data.sample import Sample
 from ringdance.errors import ArgumentError
 
 ENDINGS = {"tfrecord": "tfrecord", "webdataset": "tar"}
-"""Formats, with the ending of their files' names."""
+"""File name extension of each format."""
 
 
 def shard_name(split: str, number: int, shards: int, format: str) -> str:
-    """Return the name of a file, such as "train-00000-of-00128.tar"."""
+    """Return the name of a shard, such as "train-00000-of-00128.tar"."""
     return f"{split}-{number:05}-of-{shards:05}.{ENDINGS[format]}"
 
 
 def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[ShardFile, Rows]:
-    """Write a file of a data set; it has its name when it is complete.
+    """Write one file of a data set. It appears under its name only when it is complete.
 
     Args:
-        path: of the file.
+        path: Path of the file.
         format: "tfrecord" or "webdataset".
-        samples: in their order.
+        samples: The samples, in their order.
 
     Returns:
-        The file, and its rows with 0 as its number.
+        The file, and its rows with file number 0.
     """
     rows: list[tuple[int, int, int, int]] = []
     keys: set[str] = set()
@@ -42,7 +42,7 @@ def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[Sha
                 offset = tfrecord.write(shard, sample)
             else:
                 key = webdataset.key_of(sample)
-                # Equal keys after each other would be one sample.
+                # WebDataset would read consecutive entries with equal keys as one sample.
                 key = f"{key}-{len(rows)}" if key in keys else key
                 keys.add(key)
                 offset = webdataset.write(shard, sample, key)
@@ -61,32 +61,32 @@ def write(
     shards: int = 1,
     classes: Sequence[str] = (),
 ) -> Dataset:
-    """Write a small data set; ``ringdance data prepare`` writes large ones from several processes.
+    """Write a small data set. For large ones, use ``ringdance data prepare``, which writes in parallel.
 
     Args:
-        path: directory; made if it is missing.
-        samples: encoded JPEGs and their labels, from 0.
-        split: such as "train".
+        path: Directory. It is created if it is missing.
+        samples: Encoded JPEGs and their labels, from 0.
+        split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
-        shards: number of files.
-        classes: name of each class, by label; by default the labels.
+        shards: Number of files.
+        classes: Name of each class, by label. Defaults to the labels.
 
     Raises:
-        ArgumentError: an image is no JPEG, or a package is missing.
+        ArgumentError: An image is not a JPEG, or a package is missing.
     """
     if format not in ENDINGS:
-        raise ArgumentError(f"format={format!r}: must be one of {', '.join(ENDINGS)}")
+        raise ArgumentError(f"format={format!r} is not supported. Use one of {', '.join(ENDINGS)}.")
     directory, header = Path(path), needed("simplejpeg").decode_jpeg_header
     directory.mkdir(parents=True, exist_ok=True)
     pairs = list(samples)
-    classes = list(classes) or [str(label) for label in range(max((one for _, one in pairs), default=-1) + 1)]
+    classes = list(classes) or [str(n) for n in range(max((label for _, label in pairs), default=-1) + 1)]
 
     def sample(number: int) -> Sample:
         image, label = pairs[number]
         try:
             height, width = header(image)[:2]
         except ValueError as error:
-            raise ArgumentError(f"sample {number} is no JPEG: {error}") from None
+            raise ArgumentError(f"sample {number} is not a JPEG: {error}") from None
         return Sample(image, label, classes[label], f"{number:08}.jpg", height, width)
 
     files = []

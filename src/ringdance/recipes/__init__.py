@@ -1,1 +1,1 @@
-"""Training jobs that come with the package, to be copied and changed."""
+"""Training jobs that come with the package, to copy and change."""

@@ -1,4 +1,4 @@
-"""Exported models, written whole or not at all and checked when they are read; texts for scores."""
+"""Exported models, written completely or not at all and checked when read; text output of scores."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def export(
     given: argparse.Namespace, write: Callable[[Path], None], about: dict[str, Any],
     table: hvd.EmbeddingTable | None,
 ) -> None:
-    """Write a model for score.py: a directory that is complete when it has its name; collective.
+    """Write a model for score.py, in a directory that is renamed to its final name when complete. Collective.
 
     Args:
-        given: options of the recipe: ``export``.
-        write: puts the model's files into a directory; called on rank 0.
-        about: goes into model.json.
-        table: Written next to it.
+        given: Options of the recipe, with ``export``.
+        write: Writes the model's files to a directory. Called on rank 0.
+        about: Contents of model.json.
+        table: Embedding table that is written next to it.
 
     Raises:
-        SystemExit: it could not be written; on all ranks.
+        SystemExit: The model could not be written. Raised on all ranks.
     """
     final = Path(given.export).resolve()
     partial, old = (final.with_name(f".{final.name}.{word}") for word in ("partial", "old"))
 
     def begin() -> None:
-        if old.exists() and not final.exists():  # a process was killed between two names
+        if old.exists() and not final.exists():  # a process was killed between the two renames
             os.replace(old, final)
         for left in partial, old:
             shutil.rmtree(left, ignore_errors=True)
@@ -47,13 +47,13 @@ def export(
     def complete() -> str:
         try:
             write(partial)
-            files = sorted(one for one in partial.rglob("*") if one.is_file())
-            checksums = {str(one.relative_to(partial)): file_crc32(one) for one in files}
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            checksums = {str(path.relative_to(partial)): file_crc32(path) for path in files}
             (partial / "model.json").write_text(json.dumps(about | {"checksums": checksums}, indent=1))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        problem = wrong_target(given)  # others may have written there while it was trained
+        problem = wrong_target(given)  # others may have written there during training
         try:
             if final.exists() and not problem:
                 os.replace(final, old)
@@ -75,14 +75,14 @@ def export(
 
 
 def _on_rank_0(name: str, action: Callable[[], str | None]) -> None:
-    """Do something on rank 0; if that fails, or it returns a problem, end all ranks."""
+    """Run an action on rank 0. If it fails or returns a problem, exit on all ranks."""
     problem = ""
-    # What only one rank does takes seconds here. Marked, the waiting ranks do not warn.
+    # Only one rank works here, for seconds. The mark keeps the waiting ranks from warning about a stall.
     with hvd.pause_stall_check("export"):
         if hvd.rank() == 0:
             try:
                 problem = action() or ""
-            except Exception as error:  # of any framework
+            except Exception as error:  # any framework's error
                 problem = _not_written(name, error)
         problem = hvd.broadcast_object(problem)
     if problem:
@@ -94,36 +94,36 @@ def _not_written(name: str, error: Exception) -> str:
 
 
 def wrong_target(given: argparse.Namespace) -> str:
-    """Return why ``--export`` cannot write there: before the training, and nothing of others is replaced."""
+    """Return why ``--export`` cannot write there, or "". Checked before training, to protect other files."""
     if not given.export:
         return ""
     target = Path(given.export).resolve()
     if given.checkpoints and target in (kept := Path(given.checkpoints).resolve(), *kept.parents):
-        return f"--export {given.export}: --checkpoints {given.checkpoints} is there: give another directory"
+        return f"--export {given.export}: --checkpoints {given.checkpoints} is there. Use another directory"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        there = {one.name for one in target.iterdir()} if target.exists() else set()
-        if "model.json" in there:
+        existing = {path.name for path in target.iterdir()} if target.exists() else set()
+        if "model.json" in existing:
             own = (name.partition("/")[0] for name in about_model(target)["checksums"])
-            there -= {"model.json", *own}
-        if there:
-            return f"--export {given.export}: there is something else, such as {min(there)}"
+            existing -= {"model.json", *own}
+        if existing:
+            return f"--export {given.export} has other contents, such as {min(existing)}"
         if os.path.ismount(target):
-            return f"--export {given.export}: a file system is mounted there: name a directory in it"
+            return f"--export {given.export}: a file system is mounted there. Use a directory in it"
         if not os.access(target.parent, os.W_OK):
-            return f"--export {given.export}: {target.parent} cannot be written"
+            return f"--export {given.export}: {target.parent} is not writable"
     except OSError as error:
         return f"--export {given.export}: {error.strerror}: {error.filename}"
     except ArgumentError as error:
-        return f"--export {given.export}: there is something else: {error}"
+        return f"--export {given.export} has other contents: {error}"
     return ""
 
 
 def about_model(model: Path) -> dict[str, Any]:
-    """Return what ``model.json`` says of an exported model.
+    """Return the contents of an exported model's ``model.json``.
 
     Raises:
-        ArgumentError: it is not there, or damaged.
+        ArgumentError: The file is missing or damaged.
     """
     file = model / "model.json"
     try:
@@ -134,32 +134,32 @@ def about_model(model: Path) -> dict[str, Any]:
         raise ArgumentError(f"{model} is not an exported model: {error}") from None
     except NO_FORMAT:
         pass
-    raise ArgumentError(f"{file} is damaged, or not of an exported model")
+    raise ArgumentError(f"{file} is damaged, or does not belong to an exported model")
 
 
 def whole_model(model: Path) -> dict[str, Any]:
-    """Return the same, after all files of the model were read.
+    """Return the contents of ``model.json``, after checking all files of the model.
 
     Raises:
-        ArgumentError: the same, or one of them is missing or damaged.
+        ArgumentError: ``model.json`` or one of these files is missing or damaged.
     """
     about = about_model(model)
     for name, checksum in about["checksums"].items():
         try:
             check_regular(model / name)
-            found = file_crc32(model / name)
+            actual = file_crc32(model / name)
         except (LaunchError, OSError) as error:
             raise ArgumentError(f"{model / name}: {getattr(error, 'strerror', None) or error}") from None
-        if found != checksum:
-            raise ArgumentError(f"{model / name} is damaged: its checksum is another one")
+        if actual != checksum:
+            raise ArgumentError(f"{model / name} is damaged: its checksum does not match")
     return about
 
 
 def text_file(name: str | None) -> AbstractContextManager[TextIO]:
-    """Open a file for a text; it has its name when it is complete.
+    """Open a text file for writing. It appears under its name only when it is complete.
 
     Args:
-        name: of the file; a pipe or a device is written directly. None: the text is thrown away.
+        name: Path of the file. A pipe or a device is written directly. If None, the text is discarded.
     """
     path = Path(os.path.realpath(name or os.devnull))
     if path.exists() and not path.is_file():
@@ -168,11 +168,11 @@ def text_file(name: str | None) -> AbstractContextManager[TextIO]:
 
 
 def scores_of(found: dict[str, float]) -> str:
-    """Return the figures of ``BinaryScores``, the AUC with its standard error."""
+    """Format the metrics of ``BinaryScores``, with the standard error of the AUC."""
     rows = f"{found['count']:,} rows"
     if np.isnan(found["auc"]):
         kind = "is 1" if found["positives"] else "is 0"
-        return f"log-loss {found['logloss']:.5f} of {rows}; no AUC, as each label {kind}"
+        return f"log-loss {found['logloss']:.5f} of {rows}; no AUC, because each label {kind}"
     return (
         f"AUC {found['auc']:.5f} +/- {found['auc_error']:.5f}, log-loss {found['logloss']:.5f}, calibration "
         f"{found['calibration']:.4f} of {rows}"

@@ -1,4 +1,4 @@
-"""Options of the recipes: a parser, and the types of numbers that they take."""
+"""Options of the recipes: a parser, and the number types that the options take."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ number, count, amount = at_least, positive, at_least(float, 0)
 
 
 def widths(text: str) -> list[int]:
-    """Return the widths of layers, such as those of "400,400"."""
-    return [count(one) for one in text.split(",")]
+    """Parse layer widths, such as "400,400"."""
+    return [count(word) for word in text.split(",")]
 
 
 class Options(Parser):
-    """A parser of options whose errors are printed by one rank; it has those of all recipes."""
+    """A parser whose errors are printed by one rank. Has the options that all recipes share."""
 
     def add_shared(self, keep: int, log_every: int) -> None:
-        """Add the options that ``Training`` reads; defaults of two of them."""
+        """Add the options that ``Training`` reads. The arguments are defaults for two of them."""
         add = self.add_argument
-        text = "end after so many steps of this run, with a checkpoint"
+        text = "stop after N steps of this run, with a checkpoint"
         add("--steps", type=count, metavar="N", help=text)
-        add("--time-limit", type=amount, metavar="S", help="the same after so many seconds of this run")
+        add("--time-limit", type=amount, metavar="S", help="stop after S seconds of this run, likewise")
         add("--seed", type=number(int, 0), default=0)
-        text = "write them there, also after each epoch; go on from the newest; keep the best model"
+        text = "write checkpoints to DIR, also after each epoch; resume from the newest; keep the best model"
         add("--checkpoints", metavar="DIR", help=text)
         add("--checkpoint-every", type=count, default=1000, metavar="STEPS", help="default: 1000")
-        add("--keep", type=count, default=keep, metavar="N", help=f"checkpoints; default: {keep}")
-        add("--export", metavar="MODEL", help="write the best model (without --checkpoints: the last)")
+        add("--keep", type=count, default=keep, metavar="N", help=f"checkpoints to keep; default: {keep}")
+        add("--export", metavar="MODEL", help="export the best model (without --checkpoints: the last)")
         add("--log-every", type=count, default=log_every, metavar="STEPS", help=f"default: {log_every}")
-        text = "of all machines together: print what the time so far costs"
+        text = "price of all machines together per hour: print the cost so far"
         add("--price-per-hour", type=amount, metavar="P", help=text)
-        add("--tensorboard", metavar="DIR", help="write losses, rate, speed and evaluations there")
+        add("--tensorboard", metavar="DIR", help="write losses, rate, speed and evaluations to DIR")
 
     def add_images(self, presets: Collection[str], optimizers: Collection[str]) -> None:
-        """Add those of recipes that train on images."""
+        """Add the options of recipes that train on images."""
         add = self.add_argument
         names = f"default: 8xV100; {', '.join(presets)}"
         add("--preset", default="8xV100", choices=presets, metavar="NAME", help=names)
         add("--epochs", type=count, metavar="N", help="length of the schedule")
-        text = "images for each rank and pass; the rate changes in proportion"
+        text = "images for each rank and pass; the rate is scaled in proportion"
         add("--batch-size", type=count, metavar="N", help=text)
         add("--optimizer", choices=optimizers)
-        text = "peak learning rate of the whole batch, not scaled further"
+        text = "peak learning rate for the whole batch, not scaled further"
         add("--rate", type=amount, metavar="R", help=text)
         add("--precision", choices=("float32", "float16", "bfloat16"))
-        text = "that decode images; default: the cores of each rank"
+        text = "threads that decode images; default: the cores of each rank"
         add("--threads", type=count, metavar="N", help=text)
-        text = "and after the last (1); 0: never"
+        text = "evaluate at this interval and after the last epoch (default: 1); 0: never"
         add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help=text)
-        text = "only evaluate: the best model of --checkpoints, else its newest, or --weights"
+        text = "only evaluate: the best model of --checkpoints, otherwise its newest, or --weights"
         add("--evaluate", action="store_true", help=text)
-        add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
+        add("--sample-log", metavar="DIR", help="log in DIR which images each rank used in each step")
         self.add_shared(keep=3, log_every=20)
 
     def read(self) -> argparse.Namespace:
-        """Read the command line of such a recipe, which has ``--weights``."""
+        """Read the command line of an image recipe, which has ``--weights``."""
         given = self.parse_args()
         if given.evaluate and bool(given.checkpoints) == bool(given.weights):
             self.error("--evaluate: give either --checkpoints DIR or --weights FILE")
         return given
 
     def error(self, message: str) -> NoReturn:
-        """End all ranks, which have the same options."""
+        """Exit on all ranks. They have the same options, so only rank 0 prints the error."""
         hvd.init()
         if hvd.rank() == 0:
             super().error(message)

@@ -1,21 +1,21 @@
-"""Score rows of clicks or images with a model that train_torch.py or train_keras.py has exported.
+"""Score click-log rows or images with a model that train_torch.py or train_keras.py has exported.
 
     python score.py model clicks --split validation --output scores.tsv
     python score.py model photos --output scores.tsv
 
-Of rows of clicks it writes a line for each row, in order: the probability of a click, and the row's label.
-With labels of both kinds it prints AUC, log-loss and calibration too. Rows without a label get any, such as
-0, first:
+For click logs, it writes one line per row, in order: the probability of a click, and the row's label. If both
+labels occur, it also prints AUC, log-loss and calibration. If rows have no label, add any label first, such
+as 0:
 
     sed 's/^/0\\t/' test.txt > rows.tsv
 
-The table of embeddings is read from the disk as rows are needed: it may be greater than the memory.
+Rows of the embedding table are read from disk as needed, so the table may be larger than memory.
 
-Photographs are found in all directories below the one that is named. It writes a line for each image, under a
-head: its file (of prepared data: its number), its label, and the probability of each class. The label is the
-class of prepared data, or the name of the image's directory, if that is a class of the model; otherwise "-".
-With labels it prints top-1 and top-5 too. Images are cut as in an evaluation: the square in the centre.
-Photographs that are broken are left out and listed; the exit code is 3 then.
+Photographs are found in all directories below the given one. After a header, it writes one line per image:
+its file (for prepared data: its number), its label, and the probability of each class. The label is the class
+in prepared data, or the name of the image's directory if that is a class of the model; otherwise "-". If
+there are labels, it also prints top-1 and top-5. As in evaluations, images are cropped to the center square.
+Broken photographs are left out and listed, and the exit code is then 3.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
     """Return the exported program, as a function of arrays.
 
     Raises:
-        ArgumentError: It cannot be read.
+        ArgumentError: The program cannot be read.
     """
     try:
         if about["framework"] == "torch":
@@ -56,8 +56,8 @@ def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
 
             def by_torch(*arrays: Array) -> Array:
                 with torch.inference_mode():
-                    found: Array = program(*map(torch.from_numpy, arrays)).numpy()
-                return found
+                    outputs: Array = program(*map(torch.from_numpy, arrays)).numpy()
+                return outputs
 
             return by_torch
         if about["framework"] == "tensorflow":
@@ -69,40 +69,40 @@ def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
         import keras
 
         return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch
-    except Exception as error:  # of damaged files of any kind
+    except Exception as error:  # damaged files raise many kinds
         raise ArgumentError(f"{model} cannot be read: {error}") from None
 
 
 def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Score rows of clicks, and print what their labels say of it; return 0."""
+    """Score click-log rows, and print metrics if they have labels. Returns 0."""
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
-        raise ArgumentError(f"{given.data}: {data.fields} fields, but {given.model} has {about['fields']}")
+        raise ArgumentError(f"{given.data} has {data.fields} fields, but {given.model} has {about['fields']}")
     layers, table = program_of(given.model, about), np.load(given.model / "table.npy", mmap_mode="r")[0]
-    figures, began = hvd.BinaryScores(), time.perf_counter()
+    metrics, began = hvd.BinaryScores(), time.perf_counter()
     with text_file(given.output) as output:
         for batch in TableLoader(data, given.batch_size or 8192, shuffle=False):
             keys, places = np.unique(batch.ids, return_inverse=True)
             logits = layers(table[keys], places.reshape(batch.ids.shape), batch.values)
             scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
-            figures.add(scores, batch.labels)
+            metrics.add(scores, batch.labels)
             rows = zip(scores.tolist(), batch.labels.tolist(), strict=True)
             output.writelines(f"{score:.7g}\t{label:g}\n" for score, label in rows)
-    print(f"{scores_of(figures.result())} in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    print(f"{scores_of(metrics.result())} in {time.perf_counter() - began:.1f} s", file=sys.stderr)
     return 0
 
 
 class Photographs:
-    """Image files below a directory, as a data set for ``Loader``; label -1: not of a class."""
+    """Image files below a directory, as a data set for ``Loader``. Label -1 means not in a class."""
 
     def __init__(self, place: Path, classes: list[str]) -> None:
-        found, directory = ([place], place.parent) if place.is_file() else (place.rglob("*"), place)
-        self.paths = sorted(one for one in found if one.suffix.lower() in ENDINGS and one.is_file())
+        candidates, directory = ([place], place.parent) if place.is_file() else (place.rglob("*"), place)
+        self.paths = sorted(path for path in candidates if path.suffix.lower() in ENDINGS and path.is_file())
         labels = {name: number for number, name in enumerate(classes)}
         self.rows = np.zeros(len(self.paths), [("label", np.int64)])
-        self.rows["label"] = [labels.get(one.parent.name, -1) for one in self.paths]
-        self.names = [str(one.relative_to(directory)) for one in self.paths]
-        self.broken: dict[int, str] = {}  # why, by number
+        self.rows["label"] = [labels.get(path.parent.name, -1) for path in self.paths]
+        self.names = [str(path.relative_to(directory)) for path in self.paths]
+        self.broken: dict[int, str] = {}  # errors of broken images, by number
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -110,7 +110,7 @@ class Photographs:
     def read(self, number: int) -> bytes:
         """Return an image as ``ringdance data prepare`` would write it: upright, 8 bits, in RGB.
 
-        Of a broken one, which is noted, a black image.
+        If the image is broken, record that and return a black image.
         """
         try:
             return clean(self.paths[number].read_bytes()).image
@@ -120,27 +120,27 @@ class Photographs:
 
 
 def images_of(given: argparse.Namespace, classes: list[str]) -> Any:
-    """Return the photographs, or the split of prepared data."""
+    """Return the photographs, or the split of a prepared data set."""
     data = Photographs(given.data, classes)
     if len(data) and not (given.data / f"{given.split}.json").exists():
         return data
     try:
         prepared = Dataset.open(given.data, given.split)
     except ArgumentError as error:
-        raise ArgumentError(f"{error} Nor are there images ({', '.join(ENDINGS)})") from None
+        raise ArgumentError(f"{error} It does not contain images either ({', '.join(ENDINGS)}).") from None
     except NotADirectoryError:
-        raise ArgumentError(f"{given.data} is no image ({', '.join(ENDINGS)})") from None
+        raise ArgumentError(f"{given.data} is not an image ({', '.join(ENDINGS)})") from None
     if list(map(str, prepared.classes)) != classes:
-        raise ArgumentError(f"{given.data}: other classes than those of {given.model}")
+        raise ArgumentError(f"{given.data} has other classes than {given.model}")
     return prepared
 
 
 def score_images(given: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Score images, and print what their labels say of it; return how many were left out."""
+    """Score images, and print metrics if they have labels. Returns how many were left out."""
     classes = list(map(str, about["classes"]))
     data, program = images_of(given, classes), program_of(given.model, about)
     broken: dict[int, str] = getattr(data, "broken", {})
-    figures, began = hvd.TopK((1, 5) if len(classes) > 5 else (1,)), time.perf_counter()
+    metrics, began = hvd.TopK((1, 5) if len(classes) > 5 else (1,)), time.perf_counter()
     loader = Loader(data, given.batch_size or 32, image_size=about["image_size"], augment=False)
     with text_file(given.output) as output:
         print("file", "label", *classes, sep="\t", file=output)
@@ -148,14 +148,14 @@ def score_images(given: argparse.Namespace, about: dict[str, Any]) -> int:
             shares = program(batch.images)
             whole = [number not in broken for number in batch.indices]
             numbers, labels, shares = batch.indices[whole], batch.labels[whole], shares[whole]
-            figures.add(shares, labels)
+            metrics.add(shares, labels)
             for number, label, row in zip(numbers, labels, shares, strict=True):
                 name = data.names[number].replace("\t", "\\t") if hasattr(data, "names") else number
                 print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
                       sep="\t", file=output)  # fmt: skip
-    found, seconds = figures.result(), time.perf_counter() - began
-    told = [f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top")]
-    of = f"{', '.join(told)} of {found['count']:,} with a label" if found["count"] else "none has a label"
+    result, seconds = metrics.result(), time.perf_counter() - began
+    told = [f"top-{name[3:]} {share:.2%}" for name, share in result.items() if name.startswith("top")]
+    of = f"{', '.join(told)} of {result['count']:,} with a label" if result["count"] else "none has a label"
     print(f"{len(data) - len(broken):,} images in {seconds:.1f} s: {of}", file=sys.stderr)
     for _, why in sorted(broken.items()):
         print(f"left out: {why}", file=sys.stderr)
@@ -166,20 +166,20 @@ def main() -> None:
     """Score as the command line says.
 
     Raises:
-        SystemExit: 2: something is wrong; 3: samples were left out.
+        SystemExit: 2: something is wrong. 3: samples were left out.
     """
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
-    add("data", type=Path, metavar="DATA", help="prepared data; a file of rows; photographs, or one")
-    add("--split", default="train", help="of prepared data; default: train")
-    add("--output", metavar="FILE", help="default: the figures alone")
+    add("data", type=Path, metavar="DATA", help="prepared data, a file of rows, or one or more photographs")
+    add("--split", default="train", help="split of prepared data; default: train")
+    add("--output", metavar="FILE", help="default: print the metrics only")
     add("--batch-size", type=int, metavar="N", help="default: 8192 rows, 32 images")
     given = parser.parse_args()
     try:
         hvd.init()
         if hvd.size() > 1:
-            raise ArgumentError(f"{sys.argv[0]} runs as one process: start it without `ringdance run`")
+            raise ArgumentError(f"{sys.argv[0]} runs as one process. Start it without `ringdance run`.")
         about = whole_model(given.model)
         if not {"table_size", "classes"} & about.keys():
             raise ArgumentError(f"{given.model} is a model of another recipe")

@@ -1,4 +1,4 @@
-"""State of a PyTorch training as arrays of names, as checkpoints of the recipes have it."""
+"""The state of a PyTorch training run as named arrays, as the recipes' checkpoints store it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Array = np.ndarray[Any, Any]
 
 
 def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], bool]) -> list[str]:
-    """Load a state dict; return the names of a head's parameters that are of other classes, left as they are.
+    """Load a state dict. Returns the parameters of a head for other classes, which are left unchanged.
 
     Args:
-        model: to load it into.
-        file: of torch.save(), with the state dict itself or as "model" or "state_dict".
-        is_head: whether a name is of a head.
+        model: Model to load it into.
+        file: File written by torch.save(), with the state dict itself or under "model" or "state_dict".
+        is_head: Returns True if a parameter name belongs to the head.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is another model's, or of something else.
+        OSError: The file cannot be read.
+        ValueError: It belongs to another model, or holds something else.
     """
     try:
         check_regular(file)
@@ -32,35 +32,35 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
     except OSError:
         raise
-    except Exception:  # of other files torch raises many
-        raise ValueError("it is no file of torch.save(model.state_dict())") from None
+    except Exception:  # torch raises many kinds for other files
+        raise ValueError("it is not a file from torch.save(model.state_dict())") from None
     fresh = [name for name in own if name not in fits]
-    extra = {one for one in saved.keys() - own if not one.lower().startswith("aux")}  # heads without training
-    odd = {one for one in (*fresh, *extra) if not is_head(one)}
-    if other := [one for one in odd if not one.endswith("num_batches_tracked")]:
-        raise ValueError(f"{len(other)} of its entries are another model's, such as {min(other)}")
+    extra = {one for one in saved.keys() - own if not one.lower().startswith("aux")}  # untrained aux heads
+    odd = {name for name in (*fresh, *extra) if not is_head(name)}
+    if other := [name for name in odd if not name.endswith("num_batches_tracked")]:
+        raise ValueError(f"{len(other)} of its entries belong to another model, such as {min(other)}")
     model.load_state_dict(fits, strict=False)
-    return [one for one in fresh if is_head(one)]
+    return [name for name in fresh if is_head(name)]
 
 
 def arrays_of(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None, **modules: torch.nn.Module
 ) -> dict[str, Array]:
-    """Return copies of all that a checkpoint needs; modules under their names."""
-    found: dict[str, Any] = {}
+    """Return copies of everything that a checkpoint needs. Each module's entries start with its name."""
+    values: dict[str, Any] = {}
     for part, module in modules.items():
-        found |= {f"{part}/{name}": one for name, one in module.state_dict().items()}
+        values |= {f"{part}/{name}": value for name, value in module.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
-        found |= {f"optimizer/{number}/{name}": one for name, one in state.items() if one is not None}
-    found |= {f"scaler/{name}": one for name, one in (scaler.state_dict() if scaler else {}).items()}
-    return {name: torch.as_tensor(one).detach().cpu().clone().numpy() for name, one in found.items()}
+        values |= {f"optimizer/{number}/{name}": value for name, value in state.items() if value is not None}
+    values |= {f"scaler/{name}": value for name, value in (scaler.state_dict() if scaler else {}).items()}
+    return {name: torch.as_tensor(value).detach().cpu().clone().numpy() for name, value in values.items()}
 
 
 def restore(
     state: dict[str, Array], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None,
     **modules: torch.nn.Module,
 ) -> None:
-    """Take such values."""
+    """Restore the values that ``arrays_of`` returned."""
     parts: dict[str, dict[str, Any]] = {name: {} for name in (*modules, "optimizer", "scaler")}
     for name, value in state.items():
         part, _, rest = name.partition("/")
@@ -69,8 +69,8 @@ def restore(
         module.load_state_dict(parts[name])
     inner = optimizer.state_dict()
     for name, value in parts["optimizer"].items():
-        number, _, what = name.partition("/")
-        inner["state"].setdefault(int(number), {})[what] = value
+        number, _, field = name.partition("/")
+        inner["state"].setdefault(int(number), {})[field] = value
     optimizer.load_state_dict(inner)
     if scaler:
-        scaler.load_state_dict({name: one.item() for name, one in parts["scaler"].items()})
+        scaler.load_state_dict({name: value.item() for name, value in parts["scaler"].items()})

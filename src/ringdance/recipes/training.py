@@ -1,16 +1,16 @@
-"""What the recipes' scripts share: the table that is printed, evaluations, checkpoints, the best model.
+"""Code that the recipes' scripts share: printed table, evaluations, checkpoints, the best model.
 
-Note [Models of recipes]: a script has a class for its model, with
+Note [Models of recipes]: A script has a class for its model, with these members.
 
-- ``framework``: its name.
-- ``figures()``: this rank's figures, "loss" first, of the steps since the last call.
-- ``evaluate()``: figures of the samples of all ranks, each counted once; collective.
-- ``described(at, found)``: the text of such figures, at a position.
-- ``average_statistics()``: averages what each rank has of its own samples, such as normalization's running
-  means; collective.
-- ``state()``: copies of the weights and of the optimizer's state, by names; asked on rank 0.
-- ``restore(state)``: takes such values, equal on all ranks.
-- ``export(directory)``: writes what score.py needs; asked on rank 0.
+- ``framework``: Its name.
+- ``figures()``: This rank's metrics for the steps since the last call, "loss" first.
+- ``evaluate()``: Metrics over the samples of all ranks, each counted once. Collective.
+- ``described(at, found)``: Such metrics as text, at a position.
+- ``average_statistics()``: Averages statistics that each rank computes from its own samples, such as the
+  running means of normalization. Collective.
+- ``state()``: Copies of the weights and of the optimizer's state, by name. Called on rank 0.
+- ``restore(state)``: Restores such values, which are equal on all ranks.
+- ``export(directory)``: Writes what score.py needs. Called on rank 0.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from ringdance.recipes.models import export, wrong_target
 
 Array = np.ndarray[Any, Any]
 TRAINED_ON = "train (the data has no other split: these are not validation figures)"
-"""What an evaluation is of where there is nothing but what is trained on."""
+"""Name of what is evaluated if the data has only the split that is trained on."""
 
 
 @dataclass
 class Position:
-    """Where a training run is.
+    """The position of a training run.
 
     Attributes:
         step: Steps completed, in all epochs.
         epoch: The current epoch, from 0.
-        done: Samples of this epoch.
-        seconds: So far, including earlier runs.
-        best: The best evaluation.
-        worse: Evaluations since then.
+        done: Samples of this epoch that are done.
+        seconds: Time so far, including earlier runs.
+        best: Score of the best evaluation.
+        worse: Evaluations since the best one.
     """
 
     step: int = 0
@@ -58,23 +58,23 @@ class Position:
 
 
 class Training:
-    """A model that is trained, with its files, on each rank.
+    """Trains a model and manages its files, on each rank.
 
     Args:
-        given: options of the recipe: see ``Options``; ``patience`` and ``sample_log``, if it has these.
-        model: see Note [Models of recipes].
-        options: with which a checkpoint must have been made for this training to go on from it.
-        unit: what a sample is: "images".
-        samples: of an epoch.
-        epochs: length of the training.
-        split: what evaluations are of.
-        score: that of an evaluation's figures which the best model has the most of.
-        suffix: of checkpoints' names.
-        table: saved with the model.
+        given: Options of the recipe (see ``Options``), with ``patience`` and ``sample_log`` if it has them.
+        model: Model to train. See Note [Models of recipes].
+        options: Options that must match a checkpoint's to continue from it.
+        unit: Name of the samples, such as "images".
+        samples: Samples per epoch.
+        epochs: Length of the training run.
+        split: Name of what is evaluated.
+        score: Name of the metric by which the best model is chosen. Higher is better.
+        suffix: Suffix of the checkpoints' names.
+        table: Embedding table that is saved with the model.
 
     Attributes:
-        at: the position.
-        kept: that of the best model on the disk, which may be newer than the newest checkpoint.
+        at: The current position.
+        kept: Position of the best model on disk, which may be newer than the newest checkpoint.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Training:
         if given.checkpoints:
             with _one_sentence():
                 self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
-            if split != TRAINED_ON:  # the model that knows these best need not be the best
+            if split != TRAINED_ON:  # otherwise the best score need not mean the best model
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", suffix)
         used = getattr(given, "sample_log", None)
         self._used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
@@ -105,7 +105,7 @@ class Training:
         self._began = self._began_here = time.perf_counter()
         self._clear()
 
-    # What is printed --------------------------------------------------------------------------------------
+    # Printing ---------------------------------------------------------------------------------------------
 
     def print(self, text: str) -> None:
         """Print on rank 0."""
@@ -113,7 +113,7 @@ class Training:
             print(text, flush=True)
 
     def seconds(self) -> float:
-        """Return the time so far, with that of the runs before."""
+        """Return the time so far, including earlier runs."""
         return time.perf_counter() - self._began
 
     def _cost(self) -> str:
@@ -121,11 +121,11 @@ class Training:
         return "-" if price is None else f"{self.seconds() / 3600 * price:.2f}"
 
     def _clear(self) -> None:
-        """Begin to count."""
+        """Start counting for the next line."""
         self._mark, self._counted, self._waited = time.perf_counter(), 0, 0.0
 
     def _timed(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and add up how long the training waits for them."""
+        """Yield the batches, and add up how long training waits for them."""
         batches = iter(loader)
         while True:
             began = time.perf_counter()
@@ -137,22 +137,22 @@ class Training:
             yield batch
 
     def _note(self, batch: Any) -> None:
-        """Note which samples this rank has used in a step."""
+        """Log which samples this rank used in a step."""
         if self._used:
             about = {"step": self.at.step, "epoch": self.at.epoch}
             with self._used.open("a") as file:
                 print(json.dumps(about | {"samples": batch.indices[batch.indices >= 0].tolist()}), file=file)
 
     def _line(self, rate: float) -> bool:
-        """Print a line on the steps since the last one; return whether the time is over. Collective."""
+        """Print a line about the steps since the last one. Returns True if time is up. Collective."""
         figures, limit = self.model.figures(), self.given.time_limit
         over = limit and time.perf_counter() - self._began_here > limit
-        mine = np.array([*figures.values(), float(bool(over))])
-        *means, late = hvd.allreduce(mine, name="figures").tolist()
+        local = np.array([*figures.values(), float(bool(over))])
+        *means, late = hvd.allreduce(local, name="figures").tolist()
         if not np.isfinite(means[0]):
             raise SystemExit(_diverged(f"The loss is {means[0]} at", self.at.step))
-        passed = time.perf_counter() - self._mark
-        speed, waiting = self._counted / passed, self._waited / passed
+        elapsed = time.perf_counter() - self._mark
+        speed, waiting = self._counted / elapsed, self._waited / elapsed
         done = self.at.epoch * self.samples + self.at.done
         if self.titles != (titles := tuple(figures)):
             self.titles = titles
@@ -176,7 +176,7 @@ class Training:
         return late > 0
 
     def _scalars(self, **values: float) -> None:
-        """Write values for TensorBoard, and begin to count."""
+        """Write values for TensorBoard, and start counting for the next line."""
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, self.at.step)
@@ -185,15 +185,15 @@ class Training:
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def save(self, files: hvd.Checkpoints | None) -> None:
-        """Begin to write a checkpoint: copies are made here, the files are written in the background."""
+        """Start writing a checkpoint. Copies are made here; the files are written in the background."""
         if files is None:
             return
         self.at.seconds = self.seconds()
         self.model.average_statistics()
         state = self.model.state() if hvd.rank() == 0 else {}
-        floats = ((name, one) for name, one in state.items() if one.dtype.kind == "f")
-        wrong = next((name for name, one in floats if not np.isfinite(one).all()), "")
-        if wrong := hvd.broadcast_object(wrong):  # the loss shows it one step later
+        floats = ((name, array) for name, array in state.items() if array.dtype.kind == "f")
+        wrong = next((name for name, array in floats if not np.isfinite(array).all()), "")
+        if wrong := hvd.broadcast_object(wrong):  # the loss would show it one step later
             raise SystemExit(_diverged(f"{wrong} is not finite after", self.at.step))
         about = {"position": asdict(self.at), "options": self.options, "arrays": [*state]}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
@@ -201,21 +201,21 @@ class Training:
             files.save(self.at.step, lambda path: write(path, state), self.table)
 
     def resume(self, best: bool = False) -> bool:
-        """Go on from the newest checkpoint, or from the best model; return whether there is one.
+        """Restore the newest checkpoint, or the best model. Returns True if there was one.
 
         Raises:
-            SystemExit: it was made with other options, or cannot be read.
+            SystemExit: It was made with other options, or cannot be read.
         """
-        found = (best and self._restore(self.best)) or self._restore(self.files)
+        restored = (best and self._restore(self.best)) or self._restore(self.files)
         if self.best and (kept := self._read(self.best)):
             self.kept = kept[1]
         self._began = time.perf_counter() - self.at.seconds
-        return found
+        return restored
 
     def _restore(self, files: hvd.Checkpoints | None) -> bool:
-        if files is None or (found := self._read(files)) is None:
+        if files is None or (checkpoint := self._read(files)) is None:
             return False
-        saved, self.at, state = found
+        saved, self.at, state = checkpoint
         if self.table is not None:
             with _one_sentence():
                 files.read(saved, self.table)
@@ -223,23 +223,23 @@ class Training:
         return True
 
     def _read(self, files: hvd.Checkpoints) -> tuple[int, Position, dict[str, Array]] | None:
-        """Return number, position and state of the newest checkpoint."""
+        """Return the newest checkpoint's number, position and state."""
         with _one_sentence():
-            found = files.read()
-        if found is None:
+            checkpoint = files.read()
+        if checkpoint is None:
             return None
-        where = f"{files.directory}: checkpoint {found[0]}"
+        where = f"{files.directory}: checkpoint {checkpoint[0]}"
         try:
-            with np.load(io.BytesIO(found[1])) as saved:
+            with np.load(io.BytesIO(checkpoint[1])) as saved:
                 state = dict(saved)
-            parts = (json.loads(str(state.pop(one))) for one in ("position", "options", "arrays"))
+            parts = (json.loads(str(state.pop(key))) for key in ("position", "options", "arrays"))
             about, made, names = parts
             at = Position(**about)
             if odd := {*names} ^ {*state}:
-                raise ValueError(f"the array {min(odd)} is missing, or one too many")
-        except Exception as error:  # of damaged files NumPy raises many
+                raise ValueError(f"the array {min(odd)} is missing or unexpected")
+        except Exception as error:  # NumPy raises many kinds for damaged files
             raise SystemExit(
-                f"{where} is damaged, or of something else: {error}. Remove it to go on from the one before."
+                f"{where} is damaged or not a checkpoint: {error}. Remove it to use the previous one."
             ) from None
         other = [
             f"{name} was {made.get(name)}, now {value}"
@@ -247,12 +247,12 @@ class Training:
         ]  # fmt: skip
         if other:
             raise SystemExit(
-                f"{where} was made with other options: {'; '.join(other)}. Give the same ones, or another "
-                "directory to --checkpoints."
+                f"{where} was made with other options: {'; '.join(other)}. Use the same options, or another "
+                "directory for --checkpoints."
             )
-        return found[0], at, state
+        return checkpoint[0], at, state
 
-    # The loop ---------------------------------------------------------------------------------------------
+    # Training loop ----------------------------------------------------------------------------------------
 
     def train_or_evaluate(
         self, loader: Any, rate: Callable[[float], float], begin: Callable[[], None] = lambda: None
@@ -260,14 +260,14 @@ class Training:
         """Train from the newest checkpoint to the last epoch, or with ``--evaluate`` only evaluate.
 
         Args:
-            loader: of the samples, for ``run``.
-            rate: the learning rate by epochs.
-            begin: called where there is no checkpoint.
+            loader: Loads the samples, for ``run``.
+            rate: Returns the learning rate at a number of epochs.
+            begin: Called when starting without a checkpoint.
         """
         given = self.given
         if not self.resume(best=given.evaluate):
             if given.evaluate and given.checkpoints:
-                raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
+                raise SystemExit(f"--evaluate: {given.checkpoints} does not have a checkpoint")
             begin()
         if given.evaluate:
             self.best = None
@@ -285,13 +285,14 @@ class Training:
         self, loader: Any, step: Callable[[Any, Position], float],
         due: Callable[[Position, bool, bool], bool] | None = None,
     ) -> None:
-        """Train from the position to the last epoch, the limits, or until evaluations get no better.
+        """Train from the current position to the last epoch, a limit, or until evaluations stop improving.
 
         Args:
-            loader: of the samples; ``loader.plan`` says where an epoch ends.
-            step: updates the model by a batch at a position; returns the rate.
-            due: whether to evaluate, given the position, whether an epoch has ended, and the training. By
-                default after each ``given.evaluate_every`` epochs, and in the end; 0: never.
+            loader: Loads the samples. ``loader.plan`` says where an epoch ends.
+            step: Updates the model with a batch at a position. Returns the learning rate.
+            due: Returns True if it is time to evaluate, given the position and two booleans: the epoch has
+                ended, and training has ended. By default, evaluate after every ``given.evaluate_every``
+                epochs and at the end, or never if that is 0.
         """
         given, at = self.given, self.at
         self._clear()
@@ -303,7 +304,7 @@ class Training:
             self.print(f"nothing is left to do after step {at.step}: {why}")
         elif at.step:
             self.print(
-                f"going on after step {at.step}: epoch {at.epoch}, {at.done:,} of its {self.unit} are done"
+                f"continuing after step {at.step}: epoch {at.epoch}, {at.done:,} of its {self.unit} are done"
             )
         while not over:
             loader.set_epoch(at.epoch, at.done)
@@ -319,7 +320,7 @@ class Training:
                 if over:
                     break
             else:
-                if at.done:  # fewer samples were left than a batch of so many ranks
+                if at.done:  # fewer samples were left than one batch for this many ranks
                     over = self._after(True, False, due)
         if last and at.step < last and at.epoch >= self.epochs:
             self.print(
@@ -329,7 +330,7 @@ class Training:
     def _after(
         self, ended: bool, over: bool, due: Callable[[Position, bool, bool], bool] | None
     ) -> bool:
-        """Do what is due after a step or at the end of an epoch; return whether the training is over."""
+        """Evaluate and save if due, after a step or an epoch. Returns True if training is over."""
         at = self.at
         if ended:
             at.epoch, at.done = at.epoch + 1, 0
@@ -342,36 +343,36 @@ class Training:
         return over
 
     def evaluate(self) -> bool:
-        """Evaluate and keep the best model; return whether it is time to stop."""
-        at, found = self.at, self.model.evaluate()
-        self.print(f"{self.model.described(at, found)} of {self.split}, {clock(self.seconds())}")
-        self._scalars(**{f"evaluation_{name}": value for name, value in found.items()})
-        if not np.isfinite(found[self.score]):
+        """Evaluate, and keep the best model. Returns True if it is time to stop."""
+        at, metrics = self.at, self.model.evaluate()
+        self.print(f"{self.model.described(at, metrics)} of {self.split}, {clock(self.seconds())}")
+        self._scalars(**{f"evaluation_{name}": value for name, value in metrics.items()})
+        if not np.isfinite(metrics[self.score]):
             self.save(self.files)
             self._close_files()
             raise SystemExit(
-                f"The {self.score} of {self.split} is {found[self.score]} after step {at.step}: no model is "
-                "kept as the best, or exported. Do all samples have the same label, or none? Give others."
+                f"The {self.score} of {self.split} is {metrics[self.score]} after step {at.step}. No model "
+                "is kept as the best or exported. Do all samples have the same label, or none? Use others."
             )
         if self.best is None:
             return False
-        if found[self.score] > at.best:
-            at.best, at.worse = found[self.score], 0
+        if metrics[self.score] > at.best:
+            at.best, at.worse = metrics[self.score], 0
             if at.best > self.kept.best:
                 self.kept = replace(at)
                 self.save(self.best)
             return False
-        at.worse += at.step > self.kept.step  # up to there a run before has gone on
+        at.worse += at.step > self.kept.step  # an earlier run has already gone past the steps before that
         if self.patience and at.worse >= self.patience:
             self.print(f"ended: no better {self.score} than {at.best:.5f} in {at.worse} evaluations")
             return True
         return False
 
     def close(self, about: dict[str, Any]) -> None:
-        """Export the best model, if that was asked for, as a directory that ``about`` describes."""
+        """Export the best model to a directory, if requested. ``about`` describes it."""
         seconds, cost = self.seconds(), self._cost()
         if self.given.export:
-            self._restore(self.best)  # once it is written
+            self._restore(self.best)  # waits until it is written
             self.model.average_statistics()
             about = {"framework": self.model.framework, **about, "steps": self.at.step}
             export(self.given, self.model.export, about, self.table)
@@ -391,7 +392,7 @@ class Training:
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """End with the text of what is wrong with checkpoints, on all ranks."""
+    """Exit with the text of a checkpoint error, on all ranks."""
     try:
         yield
     except (ArgumentError, hvd.CheckpointError) as error:
@@ -400,18 +401,18 @@ def _one_sentence() -> Iterator[None]:
 
 def _diverged(what: str, step: int) -> str:
     return (
-        f"{what} step {step}: the training has diverged, and ends without another checkpoint. Try a smaller "
+        f"{what} step {step}: training has diverged, and stops without another checkpoint. Try a smaller "
         "rate, or a longer warm-up."
     )
 
 
 def clock(seconds: float) -> str:
-    """Return hours, minutes and seconds."""
+    """Format seconds as hours, minutes and seconds."""
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 def write(path: Path, state: dict[str, Array]) -> None:
-    """Write arrays into a file of any name."""
-    arrays: Any = state  # none is named as an argument of savez, of which NumPy 2.2 has one more
+    """Write arrays to a file of any name."""
+    arrays: Any = state  # no name may equal a parameter of savez, which has one more since NumPy 2.2
     with open(path, "wb") as file:
         np.savez(file, **arrays)

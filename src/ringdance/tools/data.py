@@ -22,54 +22,54 @@ from ringdance.launch.subcommands import Subcommand
 LEFT_OUT = 3
 """Exit code: the data set is complete except for broken images."""
 
-_DESCRIPTION = "Prepare data sets of images and click logs for training, check them, describe them."
+_DESCRIPTION = "Prepare image data sets and click logs for training, check them, and describe them."
 _EPILOG = """\
 examples:
   ringdance data prepare imagenet /data/ILSVRC /fast/imagenet --format tfrecord --shards 1024
   ringdance data prepare criteo /data/train.txt /fast/criteo --validation 0.1
-  ringdance data prepare coco /data/coco /fast/coco   boxes and masks: checked
-  ringdance data verify /fast/imagenet --decode       checksums and images
-  ringdance data info /fast/imagenet                  splits, classes, sizes
-  ringdance data index /data/tfrecords                for TFRecords or tars made by others
-  ringdance data generate criteo /fast/planted        click logs to try a training with
+  ringdance data prepare coco /data/coco /fast/coco   check boxes and masks
+  ringdance data verify /fast/imagenet --decode       check checksums and images
+  ringdance data info /fast/imagenet                  show splits, classes, sizes
+  ringdance data index /data/tfrecords                index TFRecords or tars made by others
+  ringdance data generate criteo /fast/planted        generate click logs to try training with
 
-Needs the packages google-crc32c and, for images, pillow and simplejpeg, for click logs pyarrow.
+Requires the package google-crc32c, and pillow and simplejpeg for images or pyarrow for click logs.
 `ringdance data COMMAND --help` shows all options.
 """
 _RESUMED = """
-Files appear under their names when they are complete. After Ctrl-C, kill -9 or a crash the same command
-resumes, and the result has the same bytes, also with another number of processes.
+Files appear under their names only when they are complete. After Ctrl-C, kill -9 or a crash, run the same
+command again to resume. The result has the same bytes, even with a different number of processes.
 
-exit code: 0; 3 if something broken was left out; 2 if it cannot be done"""
+exit code: 0; 3 if broken items were left out; 2 on errors"""
 _PREPARE = """\
-SRC is one of these; classes are numbered from 0 in the order of their names:
+SRC is one of these. Classes are numbered from 0 in the order of their names.
   class directories        SRC/n01440764/*.JPEG, or SRC/train/n01440764/*.JPEG and SRC/val/n01440764/*.JPEG;
-                           also training, valid and validation, in capitals or not; others are named
-  Kaggle's archive         the directory above ILSVRC, or ILSVRC, Data or CLS-LOC in it; labels of val from
-                           LOC_val_solution.csv
-  official files           ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar; labels of val from a text
-                           file: a class a line, as in imagenet_2012_validation_synset_labels.txt, or lines
-                           `IMAGE CLASS`
+                           also training, valid and validation, in any case. Other splits are only reported.
+  Kaggle's archive         the directory above ILSVRC, or ILSVRC, Data or CLS-LOC in it. The labels of val
+                           come from LOC_val_solution.csv.
+  official files           ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar. The labels of val come from a
+                           text file with a class per line (imagenet_2012_validation_synset_labels.txt) or
+                           with lines `IMAGE CLASS`.
 
 examples:
   ringdance data prepare imagenet /data/ILSVRC /fast/imagenet --format tfrecord --shards 1024 -np 16
   ringdance data prepare imagenet /data/flowers /fast/flowers --format webdataset --split train
   ringdance data prepare imagenet /data/ILSVRC /shared/imagenet-256 --resize 256
 
-An image stays byte for byte as it is, unless --resize makes it smaller, or its EXIF says that it is rotated,
-or it is no JPEG in RGB or grey (CMYK; PNG, whose 16 bits become 8 and whose transparent pixels become white):
-such are converted, damaged ones left out, and both listed in DST/SPLIT.problems.tsv.
+Images are copied byte for byte, except that --resize shrinks larger ones, EXIF rotation is applied, and any
+other than JPEG in RGB or gray are converted (CMYK; PNG, where 16 bits become 8 and transparent pixels become
+white). Damaged images are left out. DST/SPLIT.problems.tsv lists both converted and damaged images.
 """ + _RESUMED
 _PREPARE_CLICKS = """\
-SRC, also compressed as .gz, .bz2, .xz or .zst:
-  Criteo's files           train.txt, day_0 to day_23, or CSV: label, 13 numbers, 26 categories, between tabs
-                           or commas, with or without a line of names; or Parquet with these names
+SRC, optionally compressed as .gz, .bz2, .xz or .zst:
+  Criteo's files           train.txt, day_0 to day_23, or CSV: label, 13 numbers, 26 categories, separated by
+                           tabs or commas, with or without a header line; or Parquet with these column names
   LibSVM, TFRecords, .npy  a label with pairs of id and value; TFRecords and .npy as written here
-  a directory of these     without files whose names begin with "test", which are named; of a prepared one
-                           both splits
+  a directory of these     files whose names begin with "test" are reported, not read. A prepared directory
+                           gives both splits.
 
-Categories become ids by a hash, below --table-size; numbers x become log1p(x). Rows are shuffled over all
-files, always in the same way: by hashes, in two passes, which need as much disk again as the result.
+Categories become ids below --table-size by hashing, and numbers x become log1p(x). Rows are shuffled across
+all files, always in the same way, by hashes in two passes. This takes as much extra disk space as the result.
 Broken rows are left out and listed in DST/problems.tsv.
 
 examples:
@@ -78,48 +78,48 @@ examples:
   ringdance data prepare criteo /fast/criteo /fast/criteo-tfrecords --format tfrecord
 """ + _RESUMED
 _PREPARE_COCO = """\
-SRC has COCO's layout: SRC/annotations/instances_SPLIT.json, with the images in SRC/SPLIT. DST gets the same:
-the annotations without what is broken, and a link to the images, which are only read. The recipe `detection`
-trains on either.
+SRC has COCO's layout: SRC/annotations/instances_SPLIT.json, with the images in SRC/SPLIT. DST gets the same
+layout: the annotations without broken entries, and a link to the images, which are only read. The recipe
+`detection` trains on either.
 
-Left out, and listed in DST/SPLIT.problems.tsv with the reason: images that are missing, cannot be decoded,
-or have another size than it says, with all that is on them; boxes without area or outside of the image;
-polygons that are not three or more pairs of numbers (one of fewer points next to others is dropped), or far
-outside; run lengths of another number of pixels; unknown categories or images; what has the id of an earlier
-entry. An outline that is empty is as none. The rotation that an image's EXIF tells is not applied, as in
-COCO's own tools. What DST has of an earlier call is replaced.
+These are left out, and listed in DST/SPLIT.problems.tsv with the reason: images that are missing, cannot be
+decoded, or differ from their stated size, with all their annotations; boxes without area or outside the
+image; polygons that are not three or more pairs of numbers (a smaller one next to others is dropped), or
+lie far outside; run lengths for a different number of pixels; unknown categories or images; entries that
+repeat the id of an earlier one. An empty outline counts as none. EXIF rotation is not applied, as in COCO's
+own tools. Results of earlier calls in DST are replaced.
 
 examples:
   ringdance data prepare coco /data/coco /fast/coco
   ringdance data prepare coco /data/coco /fast/coco --split train2017
 
-exit code: 0; 3 if something broken was left out; 2 if it cannot be done"""
+exit code: 0; 3 if broken items were left out; 2 on errors"""
 _VERIFY = """\
-Compares sizes and CRC-32C of all files with the index, and the index with its own checksum; --decode also
-decodes every image, or parses every row of click logs.
+Compares the sizes and CRC-32C of all files with the index, and the index with its own checksum. With
+--decode, it also decodes every image, or parses every row of click logs.
 
 example:
   ringdance data verify /fast/imagenet --decode
 
-exit code: 0 if all is well, else 1"""
+exit code: 0 if everything is correct, otherwise 1"""
 _INDEX = """\
-Writes DIR/SPLIT.json and DIR/SPLIT.npy; files are only read. From then on DIR is read like any data set.
+Writes DIR/SPLIT.json and DIR/SPLIT.npy. Other files are only read. Afterwards, DIR works like any data set.
 TFRecords need an image in image/encoded (or image) and a label in image/class/label (or label), as written
-by TensorFlow's scripts and TFDS; tars need KEY.jpg (or another image) with KEY.cls, or KEY.json with "label".
-The split is train, validation or test by the files' names. Samples that cannot be used are left out, counted,
-and listed in DIR/SPLIT.problems.tsv; a file that is named *.tar or *.tfrecord and is neither is an error.
+by TensorFlow's scripts and TFDS. Tars need KEY.jpg (or another image) with KEY.cls, or KEY.json with "label".
+The file names decide the split: train, validation or test. Unusable samples are left out, counted, and
+listed in DIR/SPLIT.problems.tsv. A file named *.tar or *.tfrecord that is neither is an error.
 
 examples:
   ringdance data index /data/imagenet-tfrecords
   ringdance data index /data/shards --split train --files 'part-*.tar'
 
-exit code: 0; 3 if samples were left out; 2 if it cannot be done"""
+exit code: 0; 3 if samples were left out; 2 on errors"""
 
 _GENERATE = """\
-Rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories with a power law, values that are
-missing. Clicks (a quarter of the rows) are drawn from a known probability, which depends on single columns
-and on pairs of them, so that a factorization machine does better than a linear model. The AUC of that
-probability is printed: no model can do better on these rows. For other formats or more files, give DST to
+Rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories with a power law, and missing
+values. Clicks (a quarter of the rows) are drawn from a known probability that depends on single columns and
+on pairs of columns, so a factorization machine does better than a linear model. The command prints the AUC
+of that probability: no model can do better on these rows. For other formats or more files, pass DST to
 `ringdance data prepare criteo`.
 
 example:
@@ -127,37 +127,37 @@ example:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance data`` with the words after it; returns the exit code."""
+    """Run ``ringdance data`` with the words that follow it. Returns the exit code."""
     return subcommands.run("ringdance data", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     group = parser.add_subparsers(metavar="DATASET", title="commands", required=True)
     for name, help, add, run, epilog in (
-        ("imagenet", "images, also of any other directories of classes", _add_images, _prepare, _PREPARE),
+        ("imagenet", "images, also from any other class directories", _add_images, _prepare, _PREPARE),
         ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, _prepare_clicks, _PREPARE_CLICKS),
         ("coco", "images with boxes and masks, in COCO's format", _add_coco, _prepare_coco, _PREPARE_COCO),
     ):
-        one = group.add_parser(name, help=help, description=f"Prepare {help}.", epilog=epilog)
-        add(one)
-        one.set_defaults(prepare=run)
+        subparser = group.add_parser(name, help=help, description=f"Prepare {help}.", epilog=epilog)
+        add(subparser)
+        subparser.set_defaults(prepare=run)
 
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="directory of the images or tars, see below")
+    add("source", type=Path, metavar="SRC", help="directory with the images or tars, see below")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
-    text = "files of train; validation has an eighth of them (default: of 134 MB each)"
+    text = "files for train; validation gets an eighth as many (default: about 134 MB each)"
     add("--shards", type=positive, default=0, metavar="N", help=text)
-    text = "make the shorter side of larger images S pixels, encoded again with quality 95"
+    text = "shrink larger images to a shorter side of S pixels, encoded again with quality 95"
     add("--resize", type=positive, default=0, metavar="S", help=text)
-    text = "only this split; class directories without train and val are this one (default: all; train)"
+    text = "only this split; class directories without train and val become it (default: all; train)"
     add("--split", choices=tuple(SPLITS), action="append", default=[], help=text)
-    add("--labels", type=Path, metavar="FILE", help="labels of validation (default: a file beside them)")
-    text = "broken images that may be left out (default: one in a hundred)"
+    add("--labels", type=Path, metavar="FILE", help="labels of validation (default: a file next to them)")
+    text = "maximum number of broken images to leave out (default: one in a hundred)"
     add("--max-broken", type=int, metavar="N", help=text)
-    add("--overwrite", action="store_true", help="remove what DST has of these splits, and begin anew")
+    add("--overwrite", action="store_true", help="remove these splits from DST and start again")
     _add_processes(parser)
 
 
@@ -181,9 +181,9 @@ def _add_coco(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="SRC", help="directory in COCO's layout, see below")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
-    text = "only this split, such as train2017 (default: all of SRC/annotations)"
+    text = "only this split, such as train2017 (default: all in SRC/annotations)"
     add("--split", action="append", default=[], metavar="SPLIT", help=text)
-    text = "broken ones that may be left out of a split (default: a hundredth of its annotations)"
+    text = "maximum broken items to leave out of a split (default: a hundredth of its annotations)"
     add("--max-broken", type=int, metavar="N", help=text)
 
 
@@ -198,15 +198,15 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
-    parser.add_argument("--decode", action="store_true", help="decode every image, parse every row too")
+    parser.add_argument("--decode", action="store_true", help="also decode every image or parse every row")
 
 
 def _add_index(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     add = parser.add_argument
-    add("--split", default="", help="name of the split of all files (default: by the files' names)")
+    add("--split", default="", help="name of a single split for all files (default: from the file names)")
     add("--files", default="*", metavar="PATTERN", help="only these files (default: all TFRecords or tars)")
-    text = "number of the first class there (default: 1 for image/class/label unless a 0 occurs, else 0)"
+    text = "number of the first class (default: 1 for image/class/label unless a 0 occurs, otherwise 0)"
     add("--first-label", type=int, choices=(0, 1), help=text)
 
 
@@ -222,42 +222,42 @@ def _share_or_path(text: str) -> float | Path:
 
 def _add_clicks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=Path, nargs="+", metavar="SRC", help="files, or a directory of them, see below")
+    add("source", type=Path, nargs="+", metavar="SRC", help="files, or a directory with files, see below")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     text = "default: rows, which needs no parsing in training"
     add("--format", choices=tuple(ENDS), default="rows", help=text)
-    add("--shards", type=positive, default=0, metavar="N", help="files of train (default: of 268 MB each)")
+    add("--shards", type=positive, default=0, metavar="N", help="files for train (default: 268 MB each)")
     _add_table_size(parser)
-    text = "share of the rows for the split validation, such as 0.1, or its files (default: none)"
+    text = "share of the rows for the validation split, such as 0.1, or its files (default: none)"
     add("--validation", type=_share_or_path, default=0.0, metavar="SHARE|SRC", help=text)
     add("--max-broken", type=int, metavar="N", help="broken rows to leave out (default: one in a hundred)")
-    add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # MB; for tests
-    add("--overwrite", action="store_true", help="remove the data set that DST has, and begin anew")
+    add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # in MB; for tests
+    add("--overwrite", action="store_true", help="remove the data set in DST and start again")
     _add_processes(parser)
 
 
 def _add_table_size(parser: argparse.ArgumentParser) -> None:
-    text = "rows of the table of embeddings: ids are below it (default: 1000000)"
+    text = "rows in the embedding table; ids are below it (default: 1000000)"
     parser.add_argument("--table-size", type=positive, default=1_000_000, metavar="H", help=text)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("dataset", choices=("criteo",), help="its columns")
+    add("dataset", choices=("criteo",), help="the columns to generate")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
-    add("--rows", type=positive, default=2_000_000, metavar="N", help="of all splits (default: 2000000)")
-    text = "other rows of the same probability for each day (default: 0)"
+    add("--rows", type=positive, default=2_000_000, metavar="N", help="rows in all splits (default: 2000000)")
+    text = "day; each has different rows with the same click probability (default: 0)"
     add("--day", type=int, default=0, metavar="N", help=text)
     _add_table_size(parser)
-    text = "share of the rows for the split validation, such as 0.1 (default: none)"
+    text = "share of the rows for the validation split, such as 0.1 (default: none)"
     add("--validation", type=_share, default=0.0, metavar="SHARE", help=text)
-    add("--overwrite", action="store_true", help="replace the data set that DST has")
+    add("--overwrite", action="store_true", help="replace the data set in DST")
 
 
 _SUBCOMMANDS = {
     "prepare": Subcommand(
         lambda arguments: LEFT_OUT * bool(arguments.prepare(arguments)),
-        "write images or click logs into files for training, with an index", _add_prepare,
+        "write images or click logs to files for training, with an index", _add_prepare,
     ),
     "verify": Subcommand(
         lambda arguments: inspect.verify(arguments.directory, arguments.decode),

@@ -18,20 +18,20 @@ _DESCRIPTION = "List and copy training jobs that come with Ringdance."
 _EPILOG = """\
 examples:
   ringdance recipes list
-  ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and what they share
+  ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and their shared files
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
 """
-# Each recipe, and the command that tries a copy of it.
+# Each recipe, and the command that tries out a copy of it.
 _RECIPES = {
     "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
     "detection": "ringdance run -np 2 python {}/train.py --help",
     "deepfm": "ringdance run -np 2 python {}/train_torch.py --help",
 }
-_SCORED = ("resnet50", "deepfm")  # by one script
+_SCORED = ("resnet50", "deepfm")  # recipes that share score.py
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance recipes`` with the words after it; returns the exit code."""
+    """Run ``ringdance recipes`` with the words that follow it. Returns the exit code."""
     return subcommands.run("ringdance recipes", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
 
 
@@ -41,14 +41,14 @@ def _directory(name: str) -> Path:
 
 
 def _files(name: str) -> list[Path]:
-    """Return the files of a recipe, those to be run first."""
-    found = [one for one in _directory(name).glob("*.py") if one.name != "__init__.py"]
-    found += [_directory(name).parent / "score.py"] if name in _SCORED else []
-    return sorted(found, key=lambda one: (not one.name.startswith("train"), one.name))
+    """Return a recipe's files. Scripts that are run directly come first."""
+    files = [path for path in _directory(name).glob("*.py") if path.name != "__init__.py"]
+    files += [_directory(name).parent / "score.py"] if name in _SCORED else []
+    return sorted(files, key=lambda path: (not path.name.startswith("train"), path.name))
 
 
 def _first_line(path: Path) -> str:
-    # Not by importing: that would load a framework.
+    # Parsed instead of imported, because an import would load a framework.
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
@@ -63,28 +63,28 @@ def _list(arguments: argparse.Namespace) -> int:
 def _copy(arguments: argparse.Namespace) -> int:
     target = Path(arguments.directory or arguments.recipe)
     files = _files(arguments.recipe)
-    there = [one.name for one in files if (target / one.name).exists()]
-    if there and not arguments.force:
+    existing = [path.name for path in files if (target / path.name).exists()]
+    if existing and not arguments.force:
         raise CommandError(
-            f"{target} already has {', '.join(there)}: nothing was copied. Name another directory, or use "
+            f"{target} already has {', '.join(existing)}. Nothing was copied. Use another directory, or "
             "--force to overwrite."
         )
     target.mkdir(parents=True, exist_ok=True)
-    for one in files:
-        (target / one.name).write_bytes(one.read_bytes())
-    for one in files:
-        print(target / one.name)
+    for path in files:
+        (target / path.name).write_bytes(path.read_bytes())
+    for path in files:
+        print(target / path.name)
     print(f"Try: {_RECIPES[arguments.recipe].format(shlex.quote(str(target)))}", file=sys.stderr)
     return 0
 
 
 def _add_copy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", choices=_RECIPES, metavar="RECIPE", help=f"one of: {', '.join(_RECIPES)}")
-    parser.add_argument("directory", metavar="DIR", nargs="?", help="where to (default: ./RECIPE)")
-    parser.add_argument("--force", action="store_true", help="overwrite files of these names")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="target directory (default: ./RECIPE)")
+    parser.add_argument("--force", action="store_true", help="overwrite files with the same names")
 
 
 _SUBCOMMANDS = {
     "list": Subcommand(_list, "list the recipes and their files", lambda parser: None),
-    "copy": Subcommand(_copy, "copy a recipe's files into a directory, to run and to change", _add_copy),
+    "copy": Subcommand(_copy, "copy a recipe's files to a directory, to run and change", _add_copy),
 }

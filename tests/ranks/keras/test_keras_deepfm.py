@@ -91,7 +91,7 @@ def test_parts_of_a_sharded_training_are_the_whole_of_a_replicated_one(
     assert expected["best"] > 0.65, "no signal: 0.5; the best possible: 0.89"
     assert position["best"] == pytest.approx(expected["best"], abs=5e-4)
     if RANK == 0:
-        assert "going on after step 13" in capsys.readouterr().out
+        assert "continuing after step 13" in capsys.readouterr().out
     hvd.broadcast_object(None)
     scores = hvd.BinaryScores()
     if RANK == 0:

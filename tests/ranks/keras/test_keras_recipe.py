@@ -102,7 +102,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
     if RANK == 0:
         assert told.count(f"of {IMAGES} images of train (the data has no other split") == 2
         again = capsys.readouterr().out
-        assert "going on after step 1" in again
+        assert "continuing after step 1" in again
         assert again.count("epochs: top-1") == 2, "none in mid-epoch"
         assert "top-5" not in again, "there are three classes"
     run(recipe, monkeypatch, photos, "parts", "--evaluate")

@@ -103,7 +103,7 @@ def test_it_resumes_and_evaluates_what_it_exports(
     run(recipe, monkeypatch, photos, "--model", "maskrcnn", "--weights", weights, "--evaluate")
     again = capsys.readouterr().out
     if hvd.rank() == 0:
-        assert "going on after step 1" in told
+        assert "continuing after step 1" in told
         assert " mask " in told
         expected = evaluations(told)[-1]
         assert evaluations(again) == [expected, expected]
@@ -266,7 +266,7 @@ def test_its_parameters_are_those_of_torchvision(recipe: Any, tmp_path: Path) ->
     assert named["backbone.body.layer2.0.conv1.weight"].requires_grad
     saved = torch.load(tmp_path / "body.pt")["layer2.0.conv1.weight"]
     assert torch.equal(named["backbone.body.layer2.0.conv1.weight"], saved)
-    with pytest.raises(SystemExit, match=r"--weights .*body.pt: \d+ of its entries are another model's"):
+    with pytest.raises(SystemExit, match=r"--weights .*body.pt: \d+ of its entries belong to another model"):
         recipe.load_weights(made, str(tmp_path / "body.pt"), "--weights", head)
     with pytest.raises(SystemExit, match=r"--weights .*nowhere: No such file"):
         recipe.load_weights(made, str(tmp_path / "nowhere"), "--weights", head)
@@ -274,7 +274,7 @@ def test_its_parameters_are_those_of_torchvision(recipe: Any, tmp_path: Path) ->
     torch.save({"model": None}, tmp_path / "none.pt")
     os.mkfifo(tmp_path / "pipe.pt")
     for name in ("text.pt", "none.pt", "pipe.pt"):
-        with pytest.raises(SystemExit, match=rf"--weights .*{name}: it is no file of torch.save"):
+        with pytest.raises(SystemExit, match=rf"--weights .*{name}: it is not a file from torch.save"):
             recipe.load_weights(made, str(tmp_path / name), "--weights", head)
 
 
@@ -297,7 +297,7 @@ def test_what_cannot_be_read_is_named(
         "unknown category_id 5": {"annotations": [{**objects[0], "category_id": 5}]},
         "not subscriptable": {"images": [1]},
         "division by zero": {"images": [{**images[0], "height": 0}]},
-        "there twice": {"images": [*images, images[0]]},
+        "occurs twice": {"images": [*images, images[0]]},
     }.items():
         changed(photos, "bad", **parts)
         with pytest.raises(SystemExit, match=f"annotations are malformed.*{told}"):

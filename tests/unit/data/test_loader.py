@@ -113,7 +113,7 @@ def test_short_batches_are_left_out_also_after_a_resumption(first: int, second: 
             position = parts[0][2]
     assert position == plans[0].end
     assert seen == everything[:position]
-    with pytest.raises(ArgumentError, match="give batch_size=6 or less"):
+    with pytest.raises(ArgumentError, match="Use batch_size=6 or less"):
         Plan(31, 7, True, 5, 0, 5, drop_last=True)
 
 
@@ -306,7 +306,7 @@ else:
     loader.close()
     os._exit(0)
 """)
-    assert found == "10\nA forked process cannot go on with this iteration: begin another one there.\n10 9\n"
+    assert found == "10\nA forked process cannot continue this iteration. Start a new one there.\n10 9\n"
 
 
 def test_a_file_that_opens_slowly_holds_up_no_other() -> None:
@@ -445,7 +445,7 @@ def test_pieces_are_read_before_their_samples(tmp_path: Path) -> None:
     list(Loader(data, 8, image_size=8, read_bytes=4096, augment=False, rank=1, size=2))
     assert sorted(asked) == [*((first, first + 8) for first in range(8, 192, 16)), (196, 200)]
     assert Loader(data, 8).piece == 0  # 16 GiB and more
-    with pytest.raises(ArgumentError, match="read_bytes=-1: give a number of bytes"):
+    with pytest.raises(ArgumentError, match="read_bytes=-1 is negative"):
         Loader(data, 8, read_bytes=-1)
 
 
@@ -501,7 +501,7 @@ def test_sixteen_bits_are_scaled_and_transparent_pixels_are_white() -> None:
     assert (out == 255).all()
     with pytest.raises(ArgumentError, match="no known range"):
         decode_into(out, encoded(np.full((30, 40), 0.5, np.float32), "TIFF"))
-    with pytest.raises(ArgumentError, match=r"cannot be decoded \(no image format that Pillow knows\)"):
+    with pytest.raises(ArgumentError, match=r"cannot be decoded \(not an image format that Pillow knows\)"):
         decode_into(out, b"<html>404")
 
 
@@ -547,7 +547,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(ArgumentError):
             Loader(data, **options)
     loader = Loader(data, 1)
-    with pytest.raises(ArgumentError, match="has 3 samples"):
+    with pytest.raises(ArgumentError, match="has only 3 samples"):
         loader.set_epoch(0, 4)
 
 

@@ -285,7 +285,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         ),
         1,
         3,
-        ("left out: 1", "no label", "0.5", "no tf.train.Example"),
+        ("left out: 1", "no label", "0.5", "not hold a tf.train.Example"),
     ),
     "records of something else": (records(record(1, None)), 0, 2, ("train.tfrecord", "no image", "label")),
     "a wrong checksum": (
@@ -344,7 +344,7 @@ def test_index_of_files_in_directories(tmp_path: Path, capfd: pytest.CaptureFixt
     assert main(["index", str(tmp_path), "--files", "*/*.tar"]) == 0
     assert Dataset.open(tmp_path, "validation").read(0) == JPG
     assert main(["index", str(tmp_path), "--files", "/*.tar"]) == 2
-    assert "Give a pattern of names" in capfd.readouterr().err
+    assert "Use a pattern of names" in capfd.readouterr().err
 
 
 def images(*names: str) -> Make:
@@ -367,7 +367,7 @@ PREPARED: dict[str, tuple[Make, dict[str, int] | None, tuple[str, ...]]] = {
     "Train and Val": (two("Train", "Val"), {"train": 4, "validation": 4}, ()),
     "train and valid": (two("train", "valid"), {"train": 4, "validation": 4}, ()),
     "training and validation": (two("training", "VALIDATION"), {"train": 4, "validation": 4}, ()),
-    "Training and Testing": (two("Training", "Testing"), {"train": 4}, ("not taken", "1 (Testing)")),
+    "Training and Testing": (two("Training", "Testing"), {"train": 4}, ("not read", "1 (Testing)")),
     "unknown splits": (two("trn", "vld"), None, ("Are they splits?", "trn, vld", "cat, dog")),
     "a directory around": (images("pets/cat/1.jpg", "pets/dog/1.jpg"), None, ("pets", "cat, dog", "as SRC")),
     "val and valid": (
@@ -482,7 +482,7 @@ def test_click_logs_of_all_kinds(
     for name in others:
         (source / name).write_bytes(b"x")
     assert main(["prepare", "criteo", str(source), str(tmp_path / "dst"), "-np", "1"]) == 0
-    assert f"not read, by their names: 5 ({', '.join([*others, 'sub'])})" in capfd.readouterr().err
+    assert f"not read, because of their names: 5 ({', '.join([*others, 'sub'])})" in capfd.readouterr().err
     (tmp_path / "all").write_bytes(b"".join(lines))
     expected, found = Table.open(tmp_path / "all", table_size=1_000_000), Table.open(tmp_path / "dst")
     rows = [sorted(row.tobytes() for row in one.read(np.arange(70)).packed()) for one in (expected, found)]
@@ -493,9 +493,9 @@ def test_click_logs_of_all_kinds(
 BROKEN: Mapping[str, tuple[Callable[[bytes], bytes], str]] = {
     "a.parquet": (lambda data: parquet(data, upside_down=False), "label"),
     "b.parquet": (lambda data: parquet(data)[:-30], "damaged"),
-    "c.csv.zst": (lambda data: arrow.compress(data, "zstd", asbytes=True)[:-9], "not complete"),
-    "d.csv.bz2": (lambda data: bz2.compress(data)[:-9], "not complete"),
-    "e.csv.xz": (lambda data: b"no xz", "not complete"),
+    "c.csv.zst": (lambda data: arrow.compress(data, "zstd", asbytes=True)[:-9], "or incomplete"),
+    "d.csv.bz2": (lambda data: bz2.compress(data)[:-9], "or incomplete"),
+    "e.csv.xz": (lambda data: b"no xz", "or incomplete"),
     "f.csv": (lambda data: b"id,clicked\n1,0\n", "expected label,I1"),
     "g.csv": (lambda data: data.replace(b"\t", b",", 1).replace(b"\t", b" "), "rows are broken"),
     "h.csv": (lambda data: NAMES, "it is empty"),

@@ -240,10 +240,10 @@ def test_an_image_that_changed_at_equal_size_is_noticed(tmp_path, capfd):
     capfd.readouterr()
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
     said = capfd.readouterr().err
-    assert "train: files of its images were changed or copied anew since\ntrain: complete since" in said
+    assert "train: files with its images were changed or copied again since\ntrain: complete since" in said
     (tmp_path / "dst/train.json").unlink()  # as if it had been interrupted
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 2
-    assert "begun otherwise. Now: files of its images were changed or copied" in capfd.readouterr().err
+    assert "started differently. Now: files with its images were changed or copied" in capfd.readouterr().err
 
 
 def test_an_index_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -266,21 +266,21 @@ def test_errors_say_what_to_do(tmp_path, capfd):
         assert prepare(tmp_path / "src", tmp_path / "dst", *words) == 2
         return capfd.readouterr().err
 
-    assert "no such directory" in refused()
+    assert "is not a directory" in refused()
     (tmp_path / "src").mkdir()
-    assert "no images found. Looked for directories of classes" in refused()
+    assert "no images found. Looked for class directories" in refused()
     class_directories(tmp_path / "src/train")
     flat_validation(tmp_path / "src/val")
     assert "no labels for them. Looked for LOC_val_solution.csv" in refused()
     (tmp_path / "labels.txt").write_text("1\n2\n3\n1\n2\n3\n")
-    assert "are not labels: give imagenet_2012" in refused("--labels", tmp_path / "labels.txt")
+    assert "are not labels. Use imagenet_2012" in refused("--labels", tmp_path / "labels.txt")
     (tmp_path / "labels.txt").write_text("n01440764\n")
-    assert "it has 1 labels, but there are 6 images" in refused("--labels", tmp_path / "labels.txt")
-    assert "train has 12 images, so 1 to 12 files" in refused("--split", "train", "--shards", 13)
+    assert "has 1 labels, but there are 6 images" in refused("--labels", tmp_path / "labels.txt")
+    assert "train has 12 images: use 1 to 12 files" in refused("--split", "train", "--shards", 13)
     (tmp_path / "src/train/n09999999").mkdir()
     assert "classes without images: n09999999" in refused("--split", "train")
     (tmp_path / "src/train/n09999999/instances.json").touch()
-    assert "src/train is no directory of classes: n09999999 has instances.json" in refused("--split", "train")
+    assert "src/train does not hold classes: n09999999 has instances.json" in refused("--split", "train")
     shutil.rmtree(tmp_path / "src/train/n09999999")
     assert not list((tmp_path / "dst").glob("train*"))
     assert run("prepare", "imagenet", tmp_path / "src", tmp_path / "src/train/dst", "--split", "train") == 2
@@ -319,7 +319,7 @@ def test_what_an_interrupted_run_has_left_damaged_is_done_again(tmp_path, capfd,
             os.truncate(path, int(path.stat().st_size * part))
             if name == "train.json":
                 assert prepare(*words) == 2
-                assert f"{path} is damaged. Begin anew with --overwrite" in capfd.readouterr().err
+                assert f"{path} is damaged. Start again with --overwrite" in capfd.readouterr().err
                 assert prepare(*words, "--overwrite") == 0
             else:
                 assert prepare(*words) == 0
@@ -381,7 +381,7 @@ def test_an_index_that_was_changed_is_named(tmp_path):
     prepare(tmp_path / "src", tmp_path / "dst")
     path = tmp_path / "dst/train.json"
     path.write_text(path.read_text().replace('"samples": 12', '"samples": 11'))
-    with pytest.raises(ArgumentError, match=rf"{path} is damaged: its checksum is another one"):
+    with pytest.raises(ArgumentError, match=rf"{path} is damaged: its checksum does not match"):
         Dataset.open(tmp_path / "dst")
 
 
@@ -405,7 +405,7 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
 
     for name in (f"{CLASSES[0]}/x.JPEG", "x.JPEG"):
         os.mkfifo(tmp_path / "src" / name)
-        assert f"{name} is named like an image, but is no regular file" in refused()
+        assert f"{name} is named like an image, but is not a regular file" in refused()
         (tmp_path / "src" / name).unlink()
     for name in ("up", f"{CLASSES[1]}/up"):
         (tmp_path / "src" / name).symlink_to("..")
@@ -414,7 +414,7 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
     for name in ("n00000001", f"{CLASSES[1]}/more", "train"):
         (tmp_path / "src" / name).symlink_to("nowhere")
         assert f"/{name}" in (error := refused())
-        assert "links to nothing that is there" in error or "train: No such file" in error
+        assert "is a broken link" in error or "train: No such file" in error
         (tmp_path / "src" / name).unlink()
     ring = [tmp_path / "src" / one / "next" for one in CLASSES]  # each links to the next class
     for link, to in zip(ring, [*CLASSES[1:], CLASSES[0]], strict=True):
@@ -448,7 +448,7 @@ def test_info_after_an_interruption_says_to_resume(tmp_path, capfd, begun):
     """While processes wrote, or before, between the passes, and after too many broken ones."""
     (tmp_path / "dst/.prepare" / begun).mkdir(parents=True)
     assert run("info", tmp_path / "dst") == 2
-    assert "run the same command again, it resumes" in (error := capfd.readouterr().err)
+    assert "run the same command again to resume" in (error := capfd.readouterr().err)
     assert "data index" not in error
 
 
@@ -470,7 +470,7 @@ def test_half_an_index_is_no_circle(tmp_path, capfd):
             assert "--overwrite" in said
         if name == "train.npy":
             assert prepare(*words) == 2
-            assert "train.npy, its other half, is missing" in capfd.readouterr().err
+            assert "train.npy, which belongs to it, is missing" in capfd.readouterr().err
         assert prepare(*words, "--overwrite") == 0
         assert run("verify", tmp_path / "dst") == 0
     (tmp_path / "dst/train.json").unlink()
@@ -502,7 +502,7 @@ def test_generated_rows_replace_all_that_was_prepared(tmp_path, capfd):
     assert run("verify", tmp_path / "dst") == 0
     assert len(Table.open(tmp_path / "dst", "train")) == 100
     assert run(*words) == 2
-    assert "begun otherwise" in capfd.readouterr().err
+    assert "started differently" in capfd.readouterr().err
 
 
 def test_a_validation_without_rows_leaves_no_file(tmp_path, capfd):

@@ -34,7 +34,7 @@ WHOLE = [
     annotation(5, image_id=2), {"id": 6, "image_id": 2, "category_id": 9, "bbox": BOX},
 ]  # fmt: skip
 BROKEN = {
-    "outside of the image": annotation(20, bbox=[28, 3, 10, 8]),
+    "outside the image": annotation(20, bbox=[28, 3, 10, 8]),
     "no area": annotation(21, bbox=[2, 3, 0, 8]),
     "not four numbers": annotation(22, bbox=[2, 3, float("nan"), 8]),
     "not four numbers: None": annotation(23, bbox=None),
@@ -43,11 +43,11 @@ BROKEN = {
     "entry 12 has the id of an earlier one": annotation(1, bbox=[0, 0, 1, 1]),
     "a polygon is not three": annotation(27, segmentation=[[2, 3, 12, 3]]),
     "a polygon is not three or more pairs": annotation(28, segmentation=[[2, 3, 12, 3, 12, 11, 4]]),
-    "run lengths are not of 768 pixels": annotation(30, segmentation=runs(100, 68)),
+    "run lengths are not for 768 pixels": annotation(30, segmentation=runs(100, 68)),
     "run lengths are": annotation(31, segmentation=runs("T3T2hb")),
     "neither polygons nor run lengths of": annotation(32, segmentation=runs(768, size=(32, 24))),
     "neither": annotation(33, segmentation="T3"),
-    "no id": {"image_id": 1},
+    "not have an id": {"image_id": 1},
     "unknown image_id [1]": annotation(35, image_id=[1]),
     "not four numbers: [1": annotation(36, bbox=[10**400, 1, 1, 1]),
     "far outside": annotation(37, segmentation=[[1e9, 3, 12, 3, 12, 11]]),
@@ -180,7 +180,7 @@ def test_outlines_that_are_empty_or_slivers_keep_their_objects(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("content", "told"), [
-    (None, "No such file"), ("[", "is no JSON"), ("[]", "lists of images, annotations, categories"),
+    (None, "No such file"), ("[", "is not JSON"), ("[]", "lists of images, annotations, categories"),
     ('{"images": [], "annotations": {}, "categories": []}', "lists of images"),
 ])
 def test_a_file_of_something_else_is_named(

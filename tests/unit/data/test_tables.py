@@ -200,7 +200,7 @@ def test_broken_lines_are_named(tables, tmp_path):
     def svm(line):
         return broken(tmp_path, "libsvm", b"0 1:1 7:0.5\n" * 300 + line + b"\n0 1:1 3:1\n")
 
-    pairs = "libsvm, line 301: expected a label and 2 pairs id:value, and there are "
+    pairs = "libsvm, line 301: expected a label and 2 pairs id:value, but there are "
     assert svm(b"1 3:1") == pairs + "1 pairs"
     assert svm(b"1 3:1 4:1 5:1") == pairs + "3 pairs"
     assert svm(b"1 3:1 4:y") == "libsvm, line 301: column value 2: invalid value 'y'"
@@ -255,22 +255,22 @@ def test_files_that_do_not_fit_their_index(tables, tmp_path):
         Table.open(table.path, "libsvm", table_size=7)
     with pytest.raises(ArgumentError, match=r"no index of 'test' \(test.json is missing\). It has csv,"):
         Table.open(table.path, "test")
-    with pytest.raises(ArgumentError, match=r"raw.csv has no index .*: give table_size="):
+    with pytest.raises(ArgumentError, match=r"raw.csv does not have an index .*: give table_size="):
         Table.open(table.path / "raw.csv")
     copy = tmp_path / "copy"
     shutil.copytree(table.path, copy)
     first = copy / table.files[0].name
     data = first.read_bytes()
     first.write_bytes(data[:-5])
-    with pytest.raises(ArgumentError, match=f"{len(data) - 5} bytes, and {len(data)} by its index"):
+    with pytest.raises(ArgumentError, match=f"{len(data) - 5} bytes, but its index says {len(data)}"):
         Table.open(copy, "libsvm").read(np.arange(3))
     first.write_bytes(data.replace(b"\n", b" ", 1))
-    with pytest.raises(ArgumentError, match="hold 255 rows, which is not what the index says"):
+    with pytest.raises(ArgumentError, match="hold 255 rows, not what the index says"):
         Table.open(copy, "libsvm").read(np.arange(3))
     first.unlink()
     with pytest.raises(ArgumentError, match="No such file"):
         Table.open(copy, "libsvm").read(np.arange(3))
-    with pytest.raises(ArgumentError, match=r"rank 1: .* has rows 0 to 1342 only"):
+    with pytest.raises(ArgumentError, match=r"rank 1: .* has only rows 0 to 1342"):
         TableLoader(table, 8, rank=1, size=2)._read([(np.array([ROWS]), 1.0, 1, 1)], threading.Event())
 
 

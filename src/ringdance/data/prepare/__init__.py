@@ -1,1 +1,1 @@
-"""``ringdance data``: prepare data sets of images, check them, describe them."""
+"""``ringdance data``: prepare data sets of images and click logs, check them, and describe them."""

@@ -1,4 +1,4 @@
-"""Click logs as they come: read in chunks of whole rows, and parsed without the broken ones."""
+"""Click logs in their original form: read in chunks of whole rows, and parsed without the broken rows."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _COMPRESSED: dict[str, Callable[[Any], Any]] = {
     ".zst": lambda raw: io.BufferedReader(needed("pyarrow").CompressedInputStream(raw, "zstd")),
 }  # fmt: skip
 PARQUET = ".parquet"
-_PARQUET_ROW = 256  # bytes that a row has as text, about
-_HEAD = 1 << 16  # bytes in which a first line ends
-_SHARE = 100  # a chunk with more broken rows than one in so many is taken for another format
+_PARQUET_ROW = 256  # approximate size of a row as text, in bytes
+_HEAD = 1 << 16  # bytes that contain at least the first line
+_SHARE = 100  # if more than one row in 100 is broken, the chunk is assumed to have another format
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of click logs.
+    """A click-log file.
 
     Attributes:
-        path: of the file; decompressed by its ending, and rows of ``.parquet`` become text.
-        group: 0, or 1 for a file of the validation: rows are shuffled among those of their group.
+        path: Path of the file. It is decompressed according to its suffix, and ``.parquet`` becomes text.
+        group: 1 for a file of the validation split, otherwise 0. Rows are shuffled within their group.
         format: "rows", "tfrecord", "libsvm" or "csv".
-        fields: pairs of each row.
-        header: bytes of the first line if that names columns.
-        size: in bytes.
-        changed: time of its last change, in nanoseconds.
-        crc32c: by the index of a prepared directory; None for others.
+        fields: Pairs in each row.
+        header: Size in bytes of the first line if it names columns.
+        size: Size in bytes.
+        changed: Modification time in nanoseconds.
+        crc32c: Checksum from a prepared directory's index. None for other files.
     """
 
     path: str
@@ -59,13 +59,13 @@ class SourceFile:
 
     @classmethod
     def of(cls, path: Path, group: int, crc32c: int | None = None) -> SourceFile:
-        """Look at a file.
+        """Inspect a file.
 
         Raises:
-            ArgumentError: it has no rows in any of the formats, or is no regular file.
+            ArgumentError: It has no rows in any of the formats, or is not a regular file.
         """
         if not path.is_file():
-            raise ArgumentError(f"{path} is a link to nothing, or no regular file: remove or replace it")
+            raise ArgumentError(f"{path} is a broken link or not a regular file. Remove or replace it.")
         about, ending = path.stat(), plain(path).suffix.lower()
         try:
             with _open(str(path)) as (stream, _):
@@ -82,23 +82,23 @@ class SourceFile:
             else:
                 fields = formats.FORMATS[format].fields(data[header:])
         except (RowError, ValueError, IndexError, struct.error) as error:
-            raise ArgumentError(f"{path}: no rows of click logs at its beginning: {error}") from None
+            raise ArgumentError(f"{path} is not a click-log file (judging by its head): {error}") from None
         return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns, crc32c)
 
     def units(self, size: int) -> list[int]:
-        """Return the chunks that can be read by themselves, or only -1: for all, one after the other."""
+        """Return the chunks that can be read separately, or only -1: read all, one after the other."""
         ending = Path(self.path).suffix.lower()
         whole = ending in (*_COMPRESSED, PARQUET) or self.format in ("rows", "tfrecord")
         return [-1] if whole else list(range(-(-self.size // size)))
 
     def read(self, unit: int, size: int) -> Iterator[tuple[int, Any, int]]:
-        """Yield chunks: number, whole rows (``rows``: an array), bytes read on disk.
+        """Yield chunks: number, whole rows (an array for ``rows``), and bytes read from disk.
 
         Raises:
-            ArgumentError: the file is damaged, or not as it was when it was looked at.
+            ArgumentError: The file is damaged, or has changed since it was inspected.
         """
         if self.crc32c is not None and unit <= 0 and file_crc32c(Path(self.path)) != self.crc32c:
-            raise ArgumentError(f"{self.path} is damaged: its checksum is not that of the index beside it")
+            raise ArgumentError(f"{self.path} is damaged: its checksum is not that in the index next to it.")
         for chunk in self._rows(size) if self.format == "rows" else self._pieces(unit, size):
             self._check_same()
             yield chunk
@@ -107,15 +107,15 @@ class SourceFile:
     def _check_same(self) -> None:
         about = os.stat(self.path)
         if (about.st_size, about.st_mtime_ns) != (self.size, self.changed):
-            raise ArgumentError(f"{self.path} has changed meanwhile. Begin anew with --overwrite")
+            raise ArgumentError(f"{self.path} has changed in the meantime. Start again with --overwrite.")
 
     def _rows(self, size: int) -> Iterator[tuple[int, Any, int]]:
         about = np.load(self.path, mmap_mode="r")
         step = max(1, size // about.itemsize)
-        for at in range(0, len(about), step):  # reading from what is mapped, and cut meanwhile, is a SIGBUS
+        for at in range(0, len(about), step):  # np.fromfile, because a mapped file that shrinks gives SIGBUS
             begin, count = about.offset + at * about.itemsize, min(step, len(about) - at)
-            some = np.fromfile(self.path, about.dtype, count, offset=begin)
-            yield at // step, some, some.nbytes
+            rows = np.fromfile(self.path, about.dtype, count, offset=begin)
+            yield at // step, rows, rows.nbytes
 
     def _pieces(self, unit: int, size: int) -> Iterator[tuple[int, bytes, int]]:
         if self.path.lower().endswith(PARQUET):
@@ -126,7 +126,7 @@ class SourceFile:
             first, at = max(unit, 0), 0
             if first:
                 stream.seek(first * size - 1)
-                stream.readline()  # it belongs to the chunk that it begins in
+                stream.readline()  # this line belongs to the chunk in which it begins
                 begin = at = raw.tell()
             else:
                 begin = len(stream.read(self.header))
@@ -134,37 +134,37 @@ class SourceFile:
                 pieces = examples.pieces(stream, size)
             else:
                 pieces = lines.pieces(stream, size, (first + 1) * size - begin)
-            for number, some in enumerate(islice(pieces, None if unit < 0 else 1), first):
-                yield number, some, raw.tell() - at
+            for number, piece in enumerate(islice(pieces, None if unit < 0 else 1), first):
+                yield number, piece, raw.tell() - at
                 at = raw.tell()
 
 
 @contextmanager
 def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file: a stream of its contents, and the file on disk, which tells how far it is read.
+    """Open a file. Yields a stream of its contents, and the file on disk, whose position shows the progress.
 
     Raises:
-        ArgumentError: compressed data is damaged.
+        ArgumentError: Compressed data are damaged.
     """
     with open(path, "rb") as raw:
         try:
             yield _COMPRESSED.get(Path(path).suffix.lower(), lambda raw: raw)(raw), raw
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of what is read
+            if isinstance(error, OSError) and error.errno is not None:  # from the disk, not the contents
                 raise
-            raise ArgumentError(f"{path} is damaged, or not complete: {error}") from None
+            raise ArgumentError(f"{path} is damaged or incomplete: {error}") from None
 
 
 def plain(path: Path) -> Path:
-    """Return a path without the ending of a compression."""
+    """Return a path without a compression suffix."""
     return path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
 
 
 def _of_parquet(path: Path, size: int) -> Iterator[tuple[bytes, float]]:
-    """Yield a Parquet file's rows as text of about so many bytes, and their share of all rows.
+    """Yield a Parquet file's rows as text of about ``size`` bytes, and their share of all rows.
 
     Raises:
-        ArgumentError: it is damaged, or has not Criteo's columns.
+        ArgumentError: The file is damaged, or does not have Criteo's columns.
     """
     parquet, csv = needed("pyarrow.parquet"), needed("pyarrow.csv")
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
@@ -186,24 +186,23 @@ def parse(
     """Parse a chunk.
 
     Returns:
-        Rows that are not broken; shape (n,): their numbers in the chunk; number of each other row, and what
-        is wrong.
+        The valid rows; their numbers in the chunk, shape (n,); and the number and error of each broken row.
 
     Raises:
-        ArgumentError: more than `allowed` rows are broken, and more than one in a hundred.
+        ArgumentError: More than ``allowed`` rows are broken, and more than one in a hundred.
     """
     total, parsed = formats.parse(file.format, data, fields, table_size)
     good: list[Rows] = []
     numbers, broken = [np.empty(0, np.int64)], []
-    for row, found in parsed:
-        if not isinstance(found, RowError):
-            good.append(found)
-            numbers.append(np.arange(row, row + len(found.labels)))
+    for row, result in parsed:
+        if not isinstance(result, RowError):
+            good.append(result)
+            numbers.append(np.arange(row, row + len(result.labels)))
             continue
-        broken.append((row, str(found)))
+        broken.append((row, str(result)))
         if len(broken) > max(allowed, total // _SHARE):
             raise ArgumentError(
                 f"{file.path}: more than {len(broken) - 1} of {total} rows are broken (allow more with "
-                f"--max-broken, if it is of the format {file.format}); the last one: {found}"
+                f"--max-broken if its format is {file.format}). The last one: {result}"
             )
     return Rows.joined(good, fields), np.concatenate(numbers), broken

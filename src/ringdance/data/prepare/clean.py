@@ -1,4 +1,4 @@
-"""Check an image, and make a JPEG in RGB or grey of one that is not."""
+"""Check an image, and convert it to a JPEG in RGB or gray if it is not one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from ringdance.data.files import needed
 
 QUALITY = 95
-"""Of images that are encoded again."""
-_EXIF_WITHIN = 4096  # bytes; it is the first segment of a JPEG, or the second
+"""JPEG quality of images that are encoded again."""
+_EXIF_WITHIN = 4096  # bytes that are searched: EXIF is a JPEG's first or second segment
 
 
 class BrokenImage(Exception):
-    """An image that cannot be decoded; the message says why."""
+    """An image cannot be decoded. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Cleaned:
     """A JPEG that every decoder reads.
 
     Attributes:
-        image: encoded; the original's bytes where nothing had to change.
-        height, width: in pixels.
-        note: why it was converted, or "".
+        image: Encoded image. The original bytes if nothing had to change.
+        height, width: Size in pixels.
+        note: Why the image was converted, or "".
     """
 
     image: bytes
@@ -39,14 +39,14 @@ class Cleaned:
 def clean(data: bytes, resize: int = 0) -> Cleaned:
     """Check and convert an image.
 
-    The whole image is decoded, but at an eighth of its size: damage is found at a third less time.
+    The whole image is decoded, but at an eighth of its size: that finds damage in a third less time.
 
     Args:
-        data: encoded.
-        resize: of the shorter side, in pixels; smaller images and 0: as they are.
+        data: Encoded image.
+        resize: Target for the shorter side, in pixels. Smaller images are not resized, and with 0 none are.
 
     Raises:
-        BrokenImage: it cannot be decoded.
+        BrokenImage: The image cannot be decoded.
     """
     jpeg = needed("simplejpeg")
     try:
@@ -64,10 +64,10 @@ def clean(data: bytes, resize: int = 0) -> Cleaned:
 
 
 def _orientation(data: bytes) -> int:
-    """Return EXIF's orientation: 1 is upright; 0 if it is unreadable, as viewers take it."""
+    """Return EXIF's orientation. 1 is upright; 0 is unreadable, which viewers treat as upright."""
     try:
         return int(needed("PIL.Image").open(io.BytesIO(data)).getexif().get(0x0112, 1))
-    except Exception:  # Pillow's parser raises many
+    except Exception:  # Pillow's parser raises many kinds
         return 0
 
 
@@ -77,7 +77,7 @@ def _target(height: int, width: int, resize: int) -> tuple[int, int]:
 
 
 def _shrunk(data: bytes, height: int, width: int, resize: int) -> Cleaned:
-    """Decode at a size that the JPEG can be decoded at directly, at least twice as large, and resize."""
+    """Decode directly at a reduced size, at least twice as large as the target, and resize."""
     high, wide = _target(height, width, resize)
     pixels = needed("simplejpeg").decode_jpeg(data, "RGB", min_height=2 * high, min_width=2 * wide)
     return _encoded(needed("PIL.Image").fromarray(pixels), high, wide)
@@ -91,18 +91,18 @@ def _encoded(image: object, height: int, width: int, note: str = "") -> Cleaned:
 
 
 def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
-    """Decode by Pillow, which knows more formats, and encode as JPEG."""
-    from ringdance.data import images  # here: a clear error where Pillow is missing
+    """Decode with Pillow, which knows more formats, and encode as JPEG."""
+    from ringdance.data import images  # imported here so that a missing Pillow gives a clear error
 
     pil = needed("PIL.Image")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about metadata
+            warnings.simplefilter("ignore")  # warnings about metadata
             with pil.open(io.BytesIO(data)) as image:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
                 needed("PIL.ImageOps").exif_transpose(image, in_place=True)
                 rgb = images.as_rgb(image)
-    except Exception as error:  # Pillow's decoders raise many, some with the address of an object
+    except Exception as error:  # Pillow's decoders raise many kinds, some with an object's address
         text = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise BrokenImage(f"{problem}; {text}" if data[:2] == b"\xff\xd8" else text) from None
     width, height = rgb.size

@@ -1,4 +1,4 @@
-"""Check annotations in COCO's format and the images they are of; leave out what is broken, and list it."""
+"""Check annotations in COCO's format and their images. Leave out broken entries, and list them."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ Fields = dict[str, Any]
 
 @dataclass
 class Checked:
-    """What is left of a split, and what is wrong with the rest: what it is, its number, and why."""
+    """The valid part of a split, and its problems: kind of entry, number, and reason."""
 
     table: Fields
     problems: list[tuple[str, str, str]] = field(default_factory=list)
 
     def fault(self, what: str, number: Any, why: str) -> None:
-        """Note why something was left out."""
+        """Record why an entry was left out."""
         self.problems.append((what, str(number), why))
 
 
 def prepare(
     source: Path, destination: Path, splits: Sequence[str], max_broken: int | None
 ) -> int:
-    """Write annotations without what is broken, with links to the images.
+    """Write the annotations without broken entries, and links to the images.
 
     Args:
-        source: with ``annotations/instances_SPLIT.json`` and the images in ``SPLIT``.
-        destination: gets the same.
-        splits: all of the source, if there are none.
-        max_broken: so much may be left out; None: a hundredth of a split's annotations.
+        source: Directory with ``annotations/instances_SPLIT.json``, and the images in ``SPLIT``.
+        destination: Directory that gets the same layout.
+        splits: Splits to prepare. If empty, all splits in the source.
+        max_broken: Maximum number of entries to leave out. None means a hundredth of a split's annotations.
 
     Returns:
         The number of images, annotations and categories that were left out.
 
     Raises:
-        ArgumentError: a file is missing or no JSON, or more is broken.
+        ArgumentError: A file is missing or not JSON, or too much is broken.
     """
-    found = sorted(one.stem.partition("_")[2] for one in source.glob("annotations/instances_*.json"))
-    if not (splits := splits or found):
-        raise ArgumentError(f"{source}: there is no annotations/instances_SPLIT.json: see --help")
-    for one in (Path(), Path("annotations")):
-        if (destination / one).resolve() == (source / one).resolve():
-            raise ArgumentError(f"{destination / one} is SRC's: choose another DST; SRC stays as it is")
+    available = sorted(part.stem.partition("_")[2] for part in source.glob("annotations/instances_*.json"))
+    if not (splits := splits or available):
+        raise ArgumentError(f"{source} has no annotations/instances_SPLIT.json. See --help for the layout.")
+    for part in (Path(), Path("annotations")):
+        if (destination / part).resolve() == (source / part).resolve():
+            raise ArgumentError(f"{destination / part} is in SRC, which is only read. Choose another DST.")
     (destination / "annotations").mkdir(parents=True, exist_ok=True)
     return sum(_split(source, destination, split, max_broken) for split in splits)
 
 
 def _split(source: Path, destination: Path, split: str, max_broken: int | None) -> int:
-    """Prepare one split; return what was left out."""
+    """Prepare one split. Returns the number of entries left out."""
     name = Path("annotations") / f"instances_{split}.json"
     try:
         table = json.loads(_read(source / name))
     except OSError as error:
         raise ArgumentError(f"{source / name}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{source / name} is no JSON: {error}") from None
-    if not isinstance(table, dict) or not all(isinstance(table.get(one), list) for one in _ONE):
-        raise ArgumentError(f"{source / name}: it must have lists of {', '.join(_ONE)}, as COCO's files do")
+        raise ArgumentError(f"{source / name} is not JSON: {error}") from None
+    if not isinstance(table, dict) or not all(isinstance(table.get(part), list) for part in _ONE):
+        raise ArgumentError(f"{source / name} must have lists of {', '.join(_ONE)}, as COCO's files do.")
     total, checked = len(table["annotations"]), check(table, source / split)
     listed, left_out = destination / f"{split}.problems.tsv", len(checked.problems)
     list_problems(listed, checked.problems)
@@ -77,63 +77,63 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
     check_broken(what, left_out, total, max_broken, listed)
     link, images, objects = destination / split, checked.table["images"], checked.table["annotations"]
     if link.exists() and not link.is_symlink():
-        raise ArgumentError(f"{link} is not a link and may have other images: remove it or change DST")
-    for one in (destination / name, link):  # of an earlier call, perhaps with other images
-        one.unlink(missing_ok=True)
+        raise ArgumentError(f"{link} is not a link and may have other images. Remove it, or change DST.")
+    for path in (destination / name, link):  # from an earlier call, perhaps with other images
+        path.unlink(missing_ok=True)
     link.symlink_to((source / split).resolve(), target_is_directory=True)
-    write_whole(destination / name, json.dumps(checked.table).encode())  # last: it is what is trained on
+    write_whole(destination / name, json.dumps(checked.table).encode())  # last, because training reads it
     kinds = len(checked.table["categories"])
     say(f"{split}: {len(images)} images with {len(objects)} objects of {kinds} categories")
     return left_out
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's bytes; raise OSError also for what would never end, such as a FIFO."""
+    """Return a file's bytes. Raises OSError also if reading might never end, as for a FIFO."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "no regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     return path.read_bytes()
 
 
 def check(table: Fields, directory: Path) -> Checked:
-    """Return what is whole of a split, in the order of the numbers of images."""
-    found = Checked({**table})
-    kinds = {one["id"]: one for one in _unique(found, table, "categories")}
-    images = {one["id"]: one for one in _unique(found, table, "images")}
+    """Return a split's valid entries, ordered by image number."""
+    checked = Checked({**table})
+    kinds = {entry["id"]: entry for entry in _unique(checked, table, "categories")}
+    images = {entry["id"]: entry for entry in _unique(checked, table, "images")}
     left = set[int]()
     with PrepareProgress(len(images), "images") as progress, ThreadPoolExecutor(usable_cores()) as pool:
-        whys = pool.map(lambda one: _image_fault(one, directory), images.values())
+        whys = pool.map(lambda entry: _image_fault(entry, directory), images.values())
         for number, why in zip([*images], whys, strict=True):
             progress.add(1, 1)
             if why:
-                found.fault("image", number, why)
+                checked.fault("image", number, why)
                 left.add(number)
                 del images[number]
     objects = []
-    for one in _unique(found, table, "annotations"):
-        if isinstance(number := one.get("image_id"), int) and number in left:
-            continue  # with its image
-        _drop_slivers(found, one)
-        if why := _object_fault(one, images, kinds):
-            found.fault("annotation", one["id"], why)
+    for entry in _unique(checked, table, "annotations"):
+        if isinstance(number := entry.get("image_id"), int) and number in left:
+            continue  # left out with its image
+        _drop_slivers(checked, entry)
+        if why := _object_fault(entry, images, kinds):
+            checked.fault("annotation", entry["id"], why)
         else:
-            objects.append(one)
-    ordered = sorted(images.values(), key=lambda one: int(one["id"]))
-    found.table |= {"images": ordered, "annotations": objects, "categories": [*kinds.values()]}
-    return found
+            objects.append(entry)
+    ordered = sorted(images.values(), key=lambda entry: int(entry["id"]))
+    checked.table |= {"images": ordered, "annotations": objects, "categories": [*kinds.values()]}
+    return checked
 
 
 def _unique(found: Checked, table: Fields, part: str) -> Iterator[Fields]:
-    """Yield the entries with a number that no earlier one has."""
+    """Yield the entries whose number no earlier entry has."""
     seen, what = set[int](), _ONE[part]
-    for place, one in enumerate(table[part]):
-        number = one.get("id") if isinstance(one, dict) else None
+    for place, entry in enumerate(table[part]):
+        number = entry.get("id") if isinstance(entry, dict) else None
         if not isinstance(number, int) or number < 0:
-            found.fault(what, f"entry {place}", "it has no id that is a number of 0 or more")
+            found.fault(what, f"entry {place}", "it does not have an id that is a number of 0 or more")
         elif number in seen:
             found.fault(what, number, f"entry {place} has the id of an earlier one")
         else:
             seen.add(number)
-            yield one
+            yield entry
 
 
 _ONE = {"images": "image", "annotations": "annotation", "categories": "category"}
@@ -141,17 +141,17 @@ _ONE = {"images": "image", "annotations": "annotation", "categories": "category"
 
 def _image_fault(one: Fields, directory: Path) -> str:
     """Return what is wrong with an image or its file, or ""."""
-    from ringdance.data.images import decode  # here: a clear error where a package is missing
+    from ringdance.data.images import decode  # imported here so that a missing package gives a clear error
 
     if not isinstance(name := one.get("file_name"), str):
         return "it has no file_name"
     try:
         data = _read(directory / name)
-    except (OSError, ValueError) as error:  # a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return f"{name}: {getattr(error, 'strerror', error)}"
     try:
         height, width = decode(data).shape[:2]
-    except Exception as error:  # Pillow's decoders raise many
+    except Exception as error:  # Pillow's decoders raise many kinds
         return f"{name} cannot be decoded: {error}"
     if (width, height) != (one.get("width"), one.get("height")):
         return f"{name} has {width} x {height} pixels, not {one.get('width')} x {one.get('height')}"
@@ -159,7 +159,7 @@ def _image_fault(one: Fields, directory: Path) -> str:
 
 
 def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Fields]) -> str:
-    """Return what is wrong with an annotation, or ""; what it lacks of an area is filled in."""
+    """Return what is wrong with an annotation, or "". Fills in a missing area."""
     for name, known in (("image_id", images), ("category_id", kinds)):
         if not isinstance(number := one.get(name), int) or number not in known:
             return f"unknown {name} {number}"
@@ -169,11 +169,11 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
     left, top, wide, high = box
     if wide <= 0 or high <= 0:
         return f"its box has no area: {box}"
-    # A pixel more is rounding: COCO's own boxes are of outlines between pixels.
+    # Allow one more pixel for rounding: COCO's own boxes come from outlines between pixels.
     if min(left, top) < -1 or left + wide > about["width"] + 1 or top + high > about["height"] + 1:
-        return f"its box {box} is outside of the image, {about['width']} x {about['height']}"
+        return f"its box {box} is outside the image, {about['width']} x {about['height']}"
     if not _numbers([one.setdefault("area", wide * high)], 1):
-        return f"its area is no number: {one['area']}"
+        return f"its area is not a number: {one['area']}"
     one["iscrowd"] = one.get("iscrowd") or 0
     if one["iscrowd"] not in (0, 1):
         return f"its iscrowd is neither 0 nor 1: {one['iscrowd']}"
@@ -181,7 +181,7 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
 
 
 def _drop_slivers(found: Checked, one: Fields) -> None:
-    """Drop an empty outline, and of several polygons the ones with under three points, which are noted."""
+    """Drop an empty outline, and any of several polygons with fewer than three points, which are recorded."""
     outline = one.get("segmentation")
     if outline is None or outline == []:
         one.pop("segmentation", None)
@@ -189,7 +189,7 @@ def _drop_slivers(found: Checked, one: Fields) -> None:
         whole = [part for part in outline if not isinstance(part, list) or len(part) >= 6]
         if whole and len(whole) < len(outline):
             one["segmentation"] = whole
-            found.fault("polygon", one["id"], f"{len(outline) - len(whole)} of fewer than three points")
+            found.fault("polygon", one["id"], f"{len(outline) - len(whole)} with fewer than three points")
 
 
 def _outline_fault(outline: Any, about: Fields) -> str:
@@ -200,28 +200,28 @@ def _outline_fault(outline: Any, about: Fields) -> str:
         )
         if not whole:
             return "a polygon is not three or more pairs of numbers"
-        far = 2 * max(about["width"], about["height"])  # to draw it would take its length of time and memory
-        inside = all(abs(number) <= far for one in outline for number in one)
-        return "" if inside else "a polygon is far outside of the image"
+        far = 2 * max(about["width"], about["height"])  # drawing takes time and memory for its whole length
+        inside = all(abs(number) <= far for polygon in outline for number in polygon)
+        return "" if inside else "a polygon is far outside the image"
     size = [about["height"], about["width"]]
     if not isinstance(outline, dict) or outline.get("size") != size:
         return f"its segmentation is neither polygons nor run lengths of size {size}"
     counts: Any = outline.get("counts")
     try:
         lengths: Any = run_lengths(counts) if isinstance(counts, str) else counts
-        whole = all(isinstance(one, int) and one >= 0 for one in lengths) and sum(lengths) == math.prod(size)
+        whole = all(isinstance(run, int) and run >= 0 for run in lengths) and sum(lengths) == math.prod(size)
     except (TypeError, IndexError):
         whole = False
-    return "" if whole else f"its run lengths are not of {math.prod(size)} pixels"
+    return "" if whole else f"its run lengths are not for {math.prod(size)} pixels"
 
 
 def run_lengths(text: str) -> list[int]:
-    """Return the run lengths that COCO's compressed text says: 5 bits a character, lowest first.
+    """Decode COCO's compressed run lengths: 5 bits per character, lowest first.
 
-    From the fourth on a number is the difference to the one two before.
+    From the fourth on, each number is stored as the difference to the number two places before.
 
     Raises:
-        IndexError: the text ends within a number.
+        IndexError: The text ends within a number.
     """
     lengths: list[int] = []
     place = 0
@@ -239,12 +239,12 @@ def run_lengths(text: str) -> list[int]:
     return lengths
 
 
-_LARGEST = 1e15  # of a number that means something here; NaN is not below it
+_LARGEST = 1e15  # limit for meaningful numbers; NaN is not below it
 
 
 def _numbers(values: Any, count: int) -> bool:
-    """Whether something is a list of so many numbers, none of them NaN or huge."""
+    """True for a list of ``count`` numbers, none of them NaN or huge."""
     return (
         isinstance(values, list) and len(values) == count
-        and all(isinstance(one, int | float) and abs(one) < _LARGEST for one in values)
+        and all(isinstance(value, int | float) and abs(value) < _LARGEST for value in values)
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``ringdance data prepare criteo``: find the files, shuffle in two passes, close with an index."""
+"""``ringdance data prepare criteo``: find the files, shuffle in two passes, and write an index."""
 
 from __future__ import annotations
 
@@ -41,38 +41,39 @@ SPLITS = ("train", "validation")
 _PROBLEMS = "problems.tsv"
 _FILE_SIZE = 256 << 20
 _CHUNK, _LARGE = 64 << 20, 256 << 30
-"""Bytes that are parsed at once: so many for each so many bytes of the source, which bounds the runs."""
+"""Bytes to parse at once, per this many bytes of the source. The ratio bounds the number of runs."""
 _TRIED, _BEGINNING = 16, 1 << 22
-"""Files, and bytes of each, whose rows are counted for the estimate of the size."""
+"""Files, and bytes at the beginning of each, in which rows are counted to estimate the result's size."""
 
 
 def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
-    """Find the files of click logs in directories or among files.
+    """Find the click-log files in directories or among files.
 
-    A directory that Ringdance has prepared gives its train, and its validation for the other group.
+    A directory that Ringdance has prepared contributes its train split, and to the other group its validation
+    split.
 
     Raises:
-        ArgumentError: there are none, or they do not fit each other.
+        ArgumentError: No files are found, or they do not fit together.
     """
-    found = [(*one, 0) for path in paths for one in _files(path, "train")]
+    entries = [(*pair, 0) for path in paths for pair in _files(path, "train")]
     if validation is None and len(paths) == 1 and (paths[0] / "validation.json").exists():
         validation = paths[0]
     if validation is not None:
-        found += [(*one, 1) for one in _files(validation, "validation")]
+        entries += [(*pair, 1) for pair in _files(validation, "validation")]
     seen: dict[Path, Path] = {}
-    for path, *_ in found:
+    for path, *_ in entries:
         names = {plain(path), plain(path.resolve())}
-        if other := next((seen[one] for one in names if one in seen), None):
-            raise ArgumentError(f"{path} has the rows of {other}, which would be taken twice: leave out one")
+        if other := next((seen[name] for name in names if name in seen), None):
+            raise ArgumentError(f"{path} has the rows of {other}, too. Leave out one of them.")
         seen |= dict.fromkeys(names, path)
-    files = [SourceFile.of(path, group, crc32c) for path, crc32c, group in found]
-    if len(kinds := {one.fields for one in files}) > 1:
+    files = [SourceFile.of(path, group, crc32c) for path, crc32c, group in entries]
+    if len(kinds := {file.fields for file in files}) > 1:
         raise ArgumentError(f"the files have different numbers of fields: {sorted(kinds)}")
     return files
 
 
 def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
-    """List files of click logs, with their checksums if an index has them."""
+    """List the click-log files of a split, with their checksums if an index has them."""
     if not path.exists():
         raise ArgumentError(f"{path}: no such file or directory")
     if not path.is_dir():
@@ -80,40 +81,41 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
     if (path / f"{split}.json").exists():
         table = Table.open(path, split)
         check_sizes(path, table.files)
-        return [(path / one.name, one.crc32c) for one in table.files if one.rows]
-    found = [
-        one for one in path.iterdir()
-        if not one.is_dir() and not re.match(r"(?i)\.|test|readme|license", one.name)
-        and plain(one).suffix.lower() in ("", ".txt", PARQUET, *SUFFIXES)
+        return [(path / entry.name, entry.crc32c) for entry in table.files if entry.rows]
+    candidates = [
+        entry for entry in path.iterdir()
+        if not entry.is_dir() and not re.match(r"(?i)\.|test|readme|license", entry.name)
+        and plain(entry).suffix.lower() in ("", ".txt", PARQUET, *SUFFIXES)
     ]  # fmt: skip
-    if others := sorted(one.name for one in path.iterdir() if one not in found):
-        say(f"not read, by their names: {counted(others)}")
-    empty = {one for one in found if one.is_file() and not one.stat().st_size}  # as of Spark: _SUCCESS, parts
-    if empty and len(empty) < len(found):
-        say(f"left out, as they are empty: {', '.join(sorted(one.name for one in empty))}")
-        found = [one for one in found if one not in empty]
-    if not found:
+    if others := sorted(entry.name for entry in path.iterdir() if entry not in candidates):
+        say(f"not read, because of their names: {counted(others)}")
+    # Spark writes empty files such as _SUCCESS and empty parts.
+    empty = {entry for entry in candidates if entry.is_file() and not entry.stat().st_size}
+    if empty and len(empty) < len(candidates):
+        say(f"left out, because they are empty: {', '.join(sorted(entry.name for entry in empty))}")
+        candidates = [entry for entry in candidates if entry not in empty]
+    if not candidates:
         raise ArgumentError(f"{path}: no click logs (day_0, .txt, .tsv, .csv, .parquet, .libsvm, .tfrecord)")
-    found.sort(key=lambda one: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", one.name)])
-    return [(one, None) for one in found]
+    candidates.sort(key=lambda path: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", path.name)])
+    return [(entry, None) for entry in candidates]
 
 
 def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Namespace) -> int:
-    """Write a data set, or what is left of it; return how many broken rows were left out.
+    """Write a data set, or the files that are still missing. Returns how many broken rows were left out.
 
     Args:
-        destination: directory; made if it is missing.
-        files: of the source, see :func:`find`.
-        given: options of the command.
+        destination: Directory. It is created if it is missing.
+        files: The source's files. See ``find``.
+        given: Options of the command.
 
     Raises:
-        ArgumentError: it cannot be done so, with the remedy.
+        ArgumentError: The data set cannot be prepared. Names the fix.
     """
     for module in ("google_crc32c", "pyarrow"):
         needed(module)
     for file in files:
         if Path(file.path).resolve().is_relative_to(destination.resolve()):
-            raise ArgumentError(f"{file.path} is within DST, where files are replaced: choose another DST")
+            raise ArgumentError(f"{file.path} is in DST, where files are replaced. Choose another DST.")
     state(destination).mkdir(parents=True, exist_ok=True)
     plan = _plan(files, given)
     with locked(destination):
@@ -126,12 +128,12 @@ def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Name
             return listed(destination / _PROBLEMS, b"\n")
         write_whole(state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
         say(f"Pass 1 of 2: parse and sort {len(files)} files")
-        units = [one for one in plan.units() if not is_scattered(destination, one[2])]
-        progress = PrepareProgress(sum(one.size for one in files), "rows")
+        units = [unit for unit in plan.units() if not is_scattered(destination, unit[2])]
+        progress = PrepareProgress(sum(unit.size for unit in files), "rows")
         run_tasks(scatter, [(destination, *one) for one in units], given.num_proc, progress)
         runs, left_out = _runs(destination, plan)
         if not runs:
-            raise ArgumentError(f"{files[0].path} has no rows, nor has another file of SRC")
+            raise ArgumentError(f"{files[0].path} has no rows, and neither do the other files of SRC.")
         counts = write_cuts(destination, runs).tolist()
         left = [n for n, name in enumerate(plan.names) if not finished(destination, name)]
         rows = sum(counts[number] for number in left)
@@ -144,10 +146,10 @@ def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Name
 
 
 def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> ShufflePlan:
-    """Return what is to be done, with the number of files by the beginnings of the source."""
+    """Plan the work. Estimates the number of files from the beginnings of the source's files."""
     share = 0.0 if isinstance(given.validation, Path) else given.validation
     each = _rows_in_a_byte(files, given.table_size)
-    own, other = (each * sum(one.size for one in files if one.group == group) for group in (1, 0))
+    own, other = (each * sum(file.size for file in files if file.group == group) for group in (1, 0))
     held, kept, row = own + other * share, other * (1 - share), dtype(files[0].fields).itemsize
     wanted = given.shards or max(1, round(kept * row / _FILE_SIZE))
     counts = {"validation": round(wanted * held / max(kept, 1)) or int(held > 0), "train": wanted}
@@ -155,14 +157,14 @@ def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> ShufflePlan
         f"{split}-{shard:05}-of-{count:05}.{ENDS[given.format]}"
         for split, count in counts.items() for shard in range(count)
     ]  # fmt: skip
-    chunk = round(given.chunk * (1 << 20)) or _CHUNK * (1 + sum(one.size for one in files) // _LARGE)
+    chunk = round(given.chunk * (1 << 20)) or _CHUNK * (1 + sum(file.size for file in files) // _LARGE)
     return ShufflePlan(
         files, names, counts["validation"], given.format, given.table_size, share, given.max_broken, chunk
     )
 
 
 def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
-    """Estimate it by the beginnings of some files."""
+    """Estimate the number of rows per byte from the beginnings of some files."""
     rows = looked_at = 0.0
     for number in np.linspace(0, len(files) - 1, min(_TRIED, len(files))).astype(int):
         file = replace(files[number], crc32c=None)
@@ -177,41 +179,41 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
     """Remove what is to be overwritten.
 
     Raises:
-        ArgumentError: There is something else than a part of the same work.
+        ArgumentError: The directory has something other than a part of the same work.
     """
     former = None
-    with suppress(ArgumentError) if overwrite else nullcontext():  # a damaged plan
+    with suppress(ArgumentError) if overwrite else nullcontext():  # suppress the error of a damaged plan
         former = ShufflePlan.read(destination)
     if not overwrite and former and replace(former, max_broken=plan.max_broken) == plan:
         return
     indexes = [path for split in SPLITS if (path := destination / f"{split}.json").exists()]
     if not overwrite and (former or indexes):
         raise ArgumentError(
-            f"{destination} has a data set that was begun otherwise. Now: {_differences(plan, former)}. Use "
-            "the same options and files to resume, another DST, or --overwrite to begin anew"
+            f"{destination} has a data set that was started differently. Now: {_differences(plan, former)}. "
+            "Use the same options and files to resume, another DST, or --overwrite to start again."
         )
     own = set(former.names if former else ())
-    if (state(destination) / "criteo.json").exists():  # not the images of another preparation
+    if (state(destination) / "criteo.json").exists():  # otherwise they belong to an image preparation
         own |= {path.name.removesuffix(".json") for path in state(destination).glob("*-of-*.json")}
     for path in indexes:
-        with suppress(ArgumentError):  # a damaged one
-            own |= {one.name for one in Table.open(destination, path.stem).files}
-    found = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
-    if others := sorted(found - own):
+        with suppress(ArgumentError):  # a damaged index
+            own |= {file.name for file in Table.open(destination, path.stem).files}
+    present = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
+    if others := sorted(present - own):
         raise ArgumentError(
             f"{destination} has {others[0]} ({len(others)} such files), which no index or unfinished run of "
-            "this command names: choose another DST, or move or delete them"
+            "this command names. Choose another DST, or move or delete the files."
         )
-    for name in (*found, *(f"{split}.{end}" for split in SPLITS for end in ("json", "npy"))):
+    for name in (*present, *(f"{split}.{end}" for split in SPLITS for end in ("json", "npy"))):
         (destination / name).unlink(missing_ok=True)
     _remove_state(destination)
 
 
 def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
-    found = differences(plan, former, "format", "table_size", "validation") if former else []
+    changes = differences(plan, former, "format", "table_size", "validation") if former else []
     if former and len(plan.names) != len(former.names):
-        found.append(f"{len(plan.names)} instead of {len(former.names)} files (--shards)")
-    return "; ".join(found) or "other files, or changed ones"
+        changes.append(f"{len(plan.names)} instead of {len(former.names)} files (--shards)")
+    return "; ".join(changes) or "other files, or changed ones"
 
 
 def _remove_state(destination: Path, keep: str = "") -> None:
@@ -221,7 +223,7 @@ def _remove_state(destination: Path, keep: str = "") -> None:
 
 
 def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
-    """List the broken rows; return the names of the runs, and the number of broken rows."""
+    """List the broken rows. Returns the names of the runs, and the number of broken rows."""
     names, problems, total = list[str](), list[tuple[str, ...]](), 0
     for number, units in groupby(plan.units(), lambda unit: unit[0]):
         file = plan.files[number]
@@ -237,21 +239,21 @@ def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
 
 
 def _close(destination: Path, plan: ShufflePlan) -> None:
-    """Write the indexes of the finished files."""
+    """Write the indexes for the finished files."""
     directory = state(destination)
-    for split in reversed(SPLITS):  # train.json last: with it, all is there
+    for split in reversed(SPLITS):  # train.json comes last: its presence means that all is complete
         written = []
-        for name in (one for one in plan.names if one.startswith(split)):
+        for name in (file for file in plan.names if file.startswith(split)):
             if (about := finished(destination, name)) is None:
                 raise ArgumentError(f"{name} disappeared from {destination}")
             written.append(Written(TableFile(**about["file"]), np.load(directory / f"{name}.offsets.npy")))
-        if not sum(one.file.rows for one in written):
-            for one in written:
-                (destination / one.file.name).unlink()
+        if not sum(part.file.rows for part in written):
+            for part in written:
+                (destination / part.file.name).unlink()
                 say(f"warning: {split} got no rows by chance: there are too few for this --validation")
             continue
         fields, size = plan.files[0].fields, sum(one.file.size for one in written)
         table = write_index(destination, split, plan.format, fields, plan.table_size, written)
         say(f"{split}: {len(table)} rows in {len(written)} files, {decimal(size)}")
         if (label := table.only_label()) is not None:
-            say(f"warning: {split}: all labels are {label:g}: AUC needs rows of both kinds")
+            say(f"warning: {split}: all labels are {label:g}, but AUC needs both 0 and 1")

@@ -1,4 +1,4 @@
-"""``ringdance data index``: an index of TFRecords and tars that others have written."""
+"""``ringdance data index``: index TFRecords and tars that others have written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ringdance.data.prepare.sources import open_tar
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
 
-# Of equal names the first ending is taken: others are often masks or previews.
+# If images differ only in suffix, the first suffix here wins: the others are often masks or previews.
 _ENDINGS = ("image", "jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")
 _IMAGES = ("image/encoded", "image", "image_raw", *_ENDINGS[1:])
 _LABELS = ("image/class/label", "label", "class", "cls")
@@ -39,14 +39,14 @@ _MOST_CLASSES = 1 << 24
 
 @dataclass
 class _Scanned:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        path: of it.
-        rows: number 0, length and offset of the image, label as in the file.
-        synsets: the classes' directories by label, where the file says them.
-        from_one: whether labels are those of TensorFlow's scripts, which keep 0 free.
-        left_out: the name of what is not in the rows, and why.
+        path: Path of the file.
+        rows: File number (0), length and offset of the image, label as in the file.
+        synsets: Class directory of each label, if the file has them.
+        from_one: True if labels follow TensorFlow's scripts, which reserve 0.
+        left_out: Name of each sample that is not in the rows, and the reason.
     """
 
     path: Path
@@ -56,14 +56,14 @@ class _Scanned:
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note a sample that is not in the rows."""
+        """Record a sample that is not in the rows."""
         self.left_out.append((name, why))
 
     def add(self, name: str, place: tuple[int, int], label: object) -> bool:
-        """Add an image by where it begins and its size; returns False if it is left out."""
+        """Add an image, given its offset and size. Returns False if it is left out."""
         number = _class(label)
         if number is None:
-            # The label belongs to the name, as reasons are counted.
+            # The label goes into the name, because equal reasons are counted.
             why = f"the label is not a whole number from 0 to {_MOST_CLASSES - 1}"
             self.leave_out(f"{name}, label {label!r:.40}", why)
         elif not place[1]:
@@ -75,7 +75,7 @@ class _Scanned:
 
 
 def _class(label: object) -> int | None:
-    """Return the number of a class, None if a label is not one."""
+    """Return a label's class number, or None if the label is not valid."""
     try:
         number = int(label) if isinstance(label, str | bytes) else label
     except ValueError:
@@ -85,16 +85,16 @@ def _class(label: object) -> int | None:
 
 
 def index(directory: Path, split: str = "", pattern: str = "*", first_label: int | None = None) -> int:
-    """Index the files of a directory, which stay as they are; return how many samples are left out.
+    """Index the files in a directory without changing them. Returns how many samples were left out.
 
     Args:
-        directory: of the files.
-        split: name of the split of all files, or "" for that of each file's name.
-        pattern: of the files' names.
-        first_label: number that they give the first class; None: found out.
+        directory: Directory of the files.
+        split: Name of a single split for all files, or "" to derive it from each file's name.
+        pattern: Pattern of the file names.
+        first_label: Number of the first class in the files. If None, it is detected.
 
     Raises:
-        ArgumentError: there are no such files, or one cannot be understood.
+        ArgumentError: No such files are found, or one cannot be read.
     """
     groups: dict[str, list[Path]] = defaultdict(list)
     kinds: dict[str, str] = {}
@@ -102,20 +102,20 @@ def index(directory: Path, split: str = "", pattern: str = "*", first_label: int
         name = split or _split(path.relative_to(directory))
         groups[name].append(path)
         if kinds.setdefault(name, kind) != kind:
-            raise ArgumentError(f"{directory} has TFRecords and tars: choose, as by --files '*.tar'")
+            raise ArgumentError(f"{directory} has TFRecords and tars. Choose one, such as --files '*.tar'.")
     with ThreadPoolExecutor(usable_cores()) as pool:
         scanned = {name: list(pool.map(_SCANS[kinds[name]], paths)) for name, paths in groups.items()}
     for name, files in scanned.items():
-        if not any(one.rows for one in files):
-            notes = (f"{one.path}: {what}: {why}" for one in files for what, why in one.left_out)
-            raise ArgumentError(f"{directory}: no samples of {name}. {next(notes, 'All files are empty')}")
-    every = [one for files in scanned.values() for one in files]
-    lowest = min(row[3] for one in every for row in one.rows)
+        if not any(file.rows for file in files):
+            notes = (f"{file.path}: {what}: {why}" for file in files for what, why in file.left_out)
+            raise ArgumentError(f"{directory}: no samples of {name}. {next(notes, 'All files are empty.')}")
+    every = [file for files in scanned.values() for file in files]
+    lowest = min(row[3] for file in every for row in file.rows)
     first = first_label if first_label is not None else int(lowest > 0 and all(one.from_one for one in every))
     if lowest < first:
-        raise ArgumentError(f"{directory}: a label is {lowest}, so that of the first class is not {first}")
-    synsets = {label - first: name for one in every for label, name in one.synsets.items()}
-    classes = max(row[3] for one in every for row in one.rows) - first + 1
+        raise ArgumentError(f"{directory} has a label {lowest}, so the first class cannot be {first}.")
+    synsets = {label - first: name for file in every for label, name in file.synsets.items()}
+    classes = max(row[3] for file in every for row in file.rows) - first + 1
     names = [synsets.get(label, str(label)) for label in range(classes)]
     left_out = 0
     for name, files in scanned.items():
@@ -125,36 +125,36 @@ def index(directory: Path, split: str = "", pattern: str = "*", first_label: int
 
 
 def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
-    """Return the TFRecords and tars, and their formats; say what else is there.
+    """Return the TFRecords and tars, and their formats. Reports other files.
 
     Raises:
-        ArgumentError: there are none, or one that is named so is neither.
+        ArgumentError: There are none, or a file with such a name is neither.
     """
     own = {f"{one.stem}{end}" for one in directory.glob("*.json") if is_index(one) for end in _OWN}
-    found, others = [], []
+    shards, others = [], []
     try:
-        paths = sorted(one for one in directory.glob(pattern) if one.name not in {*own, ".prepare"})
+        paths = sorted(path for path in directory.glob(pattern) if path.name not in {*own, ".prepare"})
     except (NotImplementedError, ValueError) as error:
-        raise ArgumentError(f"--files {pattern!r}: {error}. Give a pattern of names in {directory}") from None
+        raise ArgumentError(f"--files {pattern!r}: {error}. Use a pattern of names in {directory}.") from None
     for path in paths:
         if kind := _format(path):
-            found.append((path, kind))
+            shards.append((path, kind))
         elif path.is_dir() or path.name.startswith(".") or not _SHARD.search(path.name):
             others.append(f"{path.relative_to(directory)}{'/' * path.is_dir()}")
         else:
             raise ArgumentError(
-                f"{path} is named like TFRecords or a tar, but is neither: damaged, empty, compressed or a "
-                "link to nothing. Copy it again or decompress it; or leave it out: remove it, or give --files"
+                f"{path} is named like TFRecords or a tar, but is neither. It may be damaged, empty, "
+                "compressed or a broken link. Copy it again, decompress it, or leave it out (--files)."
             )
     if others:
-        say(f"not read, as they are neither TFRecords nor tars: {counted(others)}")
-    if not found:
+        say(f"not read, because they are neither TFRecords nor tars: {counted(others)}")
+    if not shards:
         raise ArgumentError(f"{directory}: no TFRecords or tars match {pattern!r}")
-    return found
+    return shards
 
 
 def _format(path: Path) -> str:
-    """Return the format of a file by its first bytes, "" if it is neither."""
+    """Return a file's format according to its first bytes, or "" if it is neither."""
     if path.name.startswith(".") or not path.is_file():
         return ""
     with open(path, "rb") as file:
@@ -167,34 +167,34 @@ def _format(path: Path) -> str:
 
 
 def _split(path: Path) -> str:
-    found = _SPLIT.search(path.name) or _SPLIT.search(str(path))
-    name = found[0].lower() if found else "train"
+    match = _SPLIT.search(path.name) or _SPLIT.search(str(path))
+    name = match[0].lower() if match else "train"
     return {"val": "validation"}.get(name, name)
 
 
 def _scan_tfrecord(path: Path) -> _Scanned:
-    """Read all records of a file; of each, the image's place and the label."""
+    """Read all records in a file. Collects each image's location and label."""
     scanned = _Scanned(path, from_one=True)
     with open(path, "rb") as file:
         for begin, head, data, _ in tfrecord.records(file):
             name = f"record at byte {begin}"
             try:
-                found = tfrecord.parse(data)
+                features = tfrecord.parse(data)
             except ArgumentError as error:
                 scanned.leave_out(name, str(error))
                 continue
-            image = next((found[one] for one in _IMAGES if one in found), (None, 0))
-            key = next((one for one in _LABELS if one in found), "")
+            image = next((features[key] for key in _IMAGES if key in features), (None, 0))
+            key = next((key for key in _LABELS if key in features), "")
             if not isinstance(image[0], bytes) or not key:
-                name = f"{name}, with the features {', '.join(sorted(found)) or 'none'}"
+                name = f"{name}, with the features {', '.join(sorted(features)) or 'none'}"
                 expected = f"no image ({', '.join(_IMAGES[:2])}) or no label ({', '.join(_LABELS[:2])})"
                 scanned.leave_out(name, expected)
                 continue
-            place, label = (begin + len(head) + image[1], len(image[0])), found[key][0]
+            place, label = (begin + len(head) + image[1], len(image[0])), features[key][0]
             if not scanned.add(name, place, label):
                 continue
             scanned.from_one &= key == _LABELS[0]
-            synset = found.get(_SYNSET, (b"", 0))[0]
+            synset = features.get(_SYNSET, (b"", 0))[0]
             if isinstance(synset, bytes) and (text := synset.decode(errors="replace").replace("\0", "")):
                 scanned.synsets[scanned.rows[-1][3]] = text
     return scanned
@@ -203,8 +203,8 @@ def _scan_tfrecord(path: Path) -> _Scanned:
 def _scan_tar(path: Path) -> _Scanned:
     """Read a tar's headers and labels.
 
-    As WebDataset has it, a sample's members follow each other; their names are equal up to the first dot of
-    the last part.
+    As in WebDataset, the members of a sample follow each other, and their names are equal up to the first dot
+    in the last path component.
     """
     scanned = _Scanned(path)
 
@@ -218,11 +218,11 @@ def _scan_tar(path: Path) -> _Scanned:
             images, labels, first = dict[str, tarfile.TarInfo](), list[object](), ""
             for member in group:
                 ending, first = member.name.rpartition("/")[2].partition(".")[2].lower(), first or member.name
-                if ending in images:  # the name again: another sample
+                if ending in images:  # the same name and suffix again: another sample
                     _add_sample(scanned, first, images, labels)
                     images, labels, first = {}, [], member.name
                 if not member.isreg() or member.issparse():
-                    scanned.leave_out(member.name, "a link, or no regular file")
+                    scanned.leave_out(member.name, "a link, or not a regular file")
                 elif ending in _LABELED and (file := tar.extractfile(member)):
                     labels.append(_label(file.read()))
                 elif ending in _ENDINGS:
@@ -234,7 +234,7 @@ def _scan_tar(path: Path) -> _Scanned:
 def _add_sample(
     scanned: _Scanned, name: str, images: Mapping[str, tarfile.TarInfo], labels: Sequence[object]
 ) -> None:
-    """Add a sample, or note why it is left out."""
+    """Add a sample, or record why it is left out."""
     image = next((images[ending] for ending in _ENDINGS if ending in images), None)
     if image is None or not labels:
         scanned.leave_out(name, f"no {'.cls or .json' if image else 'image'} of this name")
@@ -244,7 +244,7 @@ def _add_sample(
 
 
 def _label(data: bytes) -> object:
-    """Return what a .cls or .json says of the class."""
+    """Return the class that a .cls or .json file states."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -260,17 +260,17 @@ _SCANS = {"tfrecord": _scan_tfrecord, "webdataset": _scan_tar}
 def _write(
     directory: Path, split: str, kind: str, files: Sequence[_Scanned], first: int, classes: Sequence[str]
 ) -> int:
-    """Write the index of a split and list what is not in it; return how many samples are left out."""
+    """Write a split's index, and list what is not in it. Returns how many samples were left out."""
     parts, shards = [], []
-    for one in files:
-        rows = np.array(one.rows, ROW)
+    for file in files:
+        rows = np.array(file.rows, ROW)
         rows["label"] -= first
         parts.append(rows)
-        size, name = one.path.stat().st_size, str(one.path.relative_to(directory))
-        shards.append(ShardFile(name, len(rows), size, file_crc32c(one.path)))
+        size, name = file.path.stat().st_size, str(file.path.relative_to(directory))
+        shards.append(ShardFile(name, len(rows), size, file_crc32c(file.path)))
     Dataset(directory, split, kind, classes, shards, joined(parts)).write()
     print(f"{split}: {sum(map(len, parts))} samples in {len(files)} files ({kind})")
-    left_out = [(one.path.name, name, why) for one in files for name, why in one.left_out]
+    left_out = [(file.path.name, name, why) for file in files for name, why in file.left_out]
     list_problems(listed := directory / f"{split}.problems.tsv", left_out)
     for why, count in Counter(why for _, _, why in left_out).items():
         say(f"{split}: left out: {count}: {why}. All: {listed}")

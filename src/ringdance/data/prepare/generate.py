@@ -16,18 +16,18 @@ from ringdance.errors import ArgumentError
 
 
 def generate(given: argparse.Namespace) -> int:
-    """Write a data set, and print the AUC of the true probabilities of each split.
+    """Write a data set, and print the AUC of the true probabilities for each split.
 
     Raises:
-        ArgumentError: There is one already.
+        ArgumentError: A data set already exists.
     """
     destination, held = given.destination, round(given.rows * given.validation)
     destination.mkdir(parents=True, exist_ok=True)
     if (destination / "train.json").exists() and not given.overwrite:
-        raise ArgumentError(f"{destination} has a data set (train.json). --overwrite replaces it")
+        raise ArgumentError(f"{destination} already has a data set (train.json). --overwrite replaces it.")
     if given.overwrite:
-        for one in (*destination.glob("*-[0-9]*-of-*"), *state(destination).glob("*")):
-            one.unlink()
+        for path in (*destination.glob("*-[0-9]*-of-*"), *state(destination).glob("*")):
+            path.unlink()
     for split, start, count in ("train", 0, given.rows - held), ("validation", given.rows - held, held):
         (destination / f"{split}.json").unlink(missing_ok=True)
         if count:

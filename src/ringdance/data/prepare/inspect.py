@@ -20,11 +20,11 @@ from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
 
-_ROWS = 1 << 14  # that are parsed at once
+_ROWS = 1 << 14  # rows parsed at once
 
 
 def verify(directory: Path, decode: bool) -> int:
-    """Check all files of a data set, print what is wrong; return the exit code."""
+    """Check all files of a data set, and print what is wrong. Returns the exit code."""
     wrong = 0
     for data in _splits(directory):
         if isinstance(data, ArgumentError):
@@ -33,7 +33,7 @@ def verify(directory: Path, decode: bool) -> int:
             continue
         with ThreadPoolExecutor(usable_cores()) as pool:
             problems = pool.map(partial(_problems, data, decode), range(len(data.files)))
-            for problem in (text for found in problems for text in found):
+            for problem in (text for texts in problems for text in texts):
                 wrong += 1
                 print(problem)
         size = sum(file.size for file in data.files)
@@ -50,13 +50,13 @@ def verify(directory: Path, decode: bool) -> int:
 
 
 def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
-    """Open all splits of a data set; of one that is damaged yield the error."""
+    """Open all splits of a data set. For a damaged split, yield the error."""
     names = {path.stem for path in directory.glob("*.json") if is_index(path)}
-    others = [*directory.glob("*.npy"), *directory.glob(".prepare/*.json")]  # of splits without an index
+    others = [*directory.glob("*.npy"), *directory.glob(".prepare/*.json")]  # from splits without an index
     begun = {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in others} - names
     names |= {name for name in begun if any(directory.glob(f"{name}-*-of-*"))}
     if not names:
-        Dataset.open(directory)  # explains what is missing
+        Dataset.open(directory)  # raises an error that explains what is missing
     for name in sorted(names):
         try:
             is_table = read_json(directory / f"{name}.json").get("kind") == TABLE
@@ -68,31 +68,31 @@ def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
 def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
     """Return what is wrong with a file."""
     file = data.files[number]
-    path, found = data.path / file.name, []
+    path, problems = data.path / file.name, []
     try:
         size = path.stat().st_size
         if size != file.size:
             return [f"{path}: {size} bytes instead of {file.size}"]
         if file.crc32c is not None and (crc := file_crc32c(path)) != file.crc32c:
-            found.append(f"{path}: checksum {crc:08x} instead of {file.crc32c:08x}")
+            problems.append(f"{path}: checksum {crc:08x} instead of {file.crc32c:08x}")
         if isinstance(data, Table):
-            first = sum(one.rows for one in data.files[:number])
+            first = sum(previous.rows for previous in data.files[:number])
             for at in range(first, first + data.files[number].rows, _ROWS) if decode else ():
                 data.read(np.arange(at, min(at + _ROWS, first + data.files[number].rows)))
     except (OSError, ArgumentError) as error:
-        return [*found, str(error)]
+        return [*problems, str(error)]
     if decode and isinstance(data, Dataset):
-        first = sum(one.samples for one in data.files[:number])
+        first = sum(previous.samples for previous in data.files[:number])
         for row in range(first, first + data.files[number].samples):
             try:
                 clean(data.read(row))
             except (BrokenImage, ArgumentError) as error:
-                found.append(f"{path}: sample {row} of {data.split}: {error}")
-    return found
+                problems.append(f"{path}: sample {row} of {data.split}: {error}")
+    return problems
 
 
 def info(directory: Path) -> int:
-    """Print a line on each split of a data set; return the exit code."""
+    """Print one line about each split of a data set. Returns the exit code."""
     for data in _splits(directory):
         if isinstance(data, ArgumentError):
             raise data

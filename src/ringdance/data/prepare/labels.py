@@ -1,4 +1,4 @@
-"""Labels of ImageNet's validation images, which lie in no class directories."""
+"""Labels of ImageNet's validation images, which are not in class directories."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _SYNSET = re.compile(r"n\d{8}")
 def validation_labels(
     source: Path, place: Path, images: Sequence[str], classes: Sequence[str], given: Path | None
 ) -> dict[str, str]:
-    """Return the class directory of each image of `images`, which are sorted.
+    """Return the class directory of each image in ``images``, which are sorted.
 
     Args:
-        source: where to look for labels, with the directories above it that belong to ImageNet.
-        place: of the images, for errors.
-        images: names of files.
-        classes: all directories, if they are known: by them numbers in a file are read.
-        given: the file, instead of looking for one.
+        source: Where to look for labels, including parent directories that belong to ImageNet.
+        place: Location of the images, for error messages.
+        images: File names.
+        classes: All class directories, if known. They resolve class numbers in a file.
+        given: The label file, instead of searching for one.
 
     Raises:
-        ArgumentError: there is no file with labels, or it does not fit the images.
+        ArgumentError: A label file is not found, or does not fit the images.
     """
-    there = (path for one in _around(source) for name in _LABELS if (path := one / name).exists())
-    found = given or next(there, None)
-    if found is None:
+    candidates = (path for base in _around(source) for name in _LABELS if (path := base / name).exists())
+    label_file = given or next(candidates, None)
+    if label_file is None:
         raise ArgumentError(
-            f"{place} has images outside of class directories, and no labels for them. Looked for "
-            f"{', '.join(_LABELS)} in {source} and above; --labels FILE names another file"
+            f"{place} has images outside of class directories, but no labels for them. Looked for "
+            f"{', '.join(_LABELS)} in {source} and above. --labels FILE selects another file."
         )
-    labels = _of_text(found, images, classes)
+    labels = _of_text(label_file, images, classes)
     missing = [name for name in images if name not in labels]
     if missing:
-        raise ArgumentError(f"{found}: no label of {missing[0]} and {len(missing) - 1} more of {place}")
+        raise ArgumentError(f"{label_file}: no label for {missing[0]} and {len(missing) - 1} more of {place}")
     return labels
 
 
 def _around(source: Path) -> Iterator[Path]:
-    """Iterate over directories that may have files about the images, as in Kaggle's archive."""
+    """Yield directories that may have files about the images, as in Kaggle's archive."""
     base = source.absolute()
     yield base
     yield base / "ILSVRC"
@@ -56,7 +56,7 @@ def _around(source: Path) -> Iterator[Path]:
 
 
 def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
-    """Read lines of a class each, or of an image and its class or number; commas or spaces between them."""
+    """Read lines with a class each, or with an image and its class or number, split at commas or spaces."""
     lines = path.read_text(errors="replace").splitlines()
     rows = [re.split(r"[,\s]+", line.strip()) for line in lines if line.strip()]
     if rows and rows[0][0] == "ImageId":
@@ -64,19 +64,19 @@ def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[
     if any(len(row) == 1 for row in rows):
         if not all(_SYNSET.fullmatch(row[0]) or row[0] in classes for row in rows):
             raise ArgumentError(
-                f"{path}: its lines are not names of classes such as n01440764. The numbers of the "
-                f"development kit's ground truth are not labels: give {_LABELS[1]}"
+                f"{path}: its lines are not names of classes such as n01440764. The numbers in the "
+                f"development kit's ground truth are not labels. Use {_LABELS[1]}."
             )
         return _in_order(path, [row[0] for row in rows], images)
     by_stem = {Path(row[0]).stem: row[1] for row in rows}
     if any(value.isdecimal() for value in by_stem.values()):
         if not classes or max(int(value) for value in by_stem.values()) >= len(classes):
-            raise ArgumentError(f"{path}: its numbers need the classes of train, which SRC must have too")
+            raise ArgumentError(f"{path}: its numbers need the classes of train, which SRC must also have.")
         by_stem = {stem: classes[int(value)] for stem, value in by_stem.items()}
     return {name: by_stem[stem] for name in images if (stem := Path(name).stem) in by_stem}
 
 
 def _in_order(path: Path, labels: Sequence[str], images: Sequence[str]) -> dict[str, str]:
     if len(labels) != len(images):
-        raise ArgumentError(f"{path}: it has {len(labels)} labels, but there are {len(images)} images")
+        raise ArgumentError(f"{path} has {len(labels)} labels, but there are {len(images)} images.")
     return dict(zip(images, labels, strict=True))

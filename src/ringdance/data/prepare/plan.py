@@ -1,9 +1,9 @@
-"""What is to be written: which image goes into which file. On disk, for the processes that write.
+"""The plan of which image goes into which file. Stored on disk, for the processes that write.
 
-In ``DST/.prepare`` a split has ``train.json`` (options, source, where each file's images begin in the next
-two), ``train.places.npy`` and ``train.names``; a finished file has ``NAME.rows.npy`` and ``NAME.json``, the
-latter written last, with the checksum of the former. When all are finished only ``train.json`` stays: it
-tells a later run what was done.
+In ``DST/.prepare``, a split has ``train.json`` (options, source, and where each file's images begin in the
+next two), ``train.places.npy`` and ``train.names``. A finished file has ``NAME.rows.npy`` and ``NAME.json``,
+which is written last and has the checksum of ``NAME.rows.npy``. When all files are finished, only
+``train.json`` stays: it tells a later run what was done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ringdance.errors import ArgumentError
 
 T = TypeVar("T")
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError)
-"""What a damaged JSON file ends in, where it is parsed or used."""
+"""Errors that a damaged JSON file causes when it is parsed or used."""
 _SEED = 0
 
 
@@ -37,16 +37,16 @@ class Plan:
     """The files of a split.
 
     Attributes:
-        split: such as "train".
+        split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
-        shards: number of files.
-        resize: of images' shorter sides in pixels, or 0.
-        fingerprint: of the source.
-        images: number of them.
-        size: in bytes.
-        root, classes, tars, changed: as of the source.
-        first: number of the first image of each file, and of all images.
-        names_at: where its names begin in the file of names, and the size of that.
+        shards: Number of files.
+        resize: Shorter side of resized images in pixels, or 0.
+        fingerprint: Fingerprint of the source.
+        images: Number of images.
+        size: Total size of the images in bytes.
+        root, classes, tars, changed: Same as in the source.
+        first: Number of the first image in each file, and the total number of images.
+        names_at: Offset of each file's names in the file of names, and that file's size.
     """
 
     split: str
@@ -65,15 +65,15 @@ class Plan:
 
     @classmethod
     def read(cls, destination: Path, split: str) -> Plan | None:
-        """Read a split's plan; None if there is none."""
+        """Read a split's plan. Returns None if it does not exist."""
         return read_plan(state(destination) / f"{split}.json", lambda about: cls(**about))
 
     def name(self, shard: int) -> str:
-        """Return the name of a file."""
+        """Return a file's name."""
         return shard_name(self.split, shard, self.shards, self.format)
 
     def images_of(self, destination: Path, shard: int) -> tuple[list[str], Rows]:
-        """Return names and places of the images of a file."""
+        """Return the names and locations of a file's images."""
         directory = state(destination)
         begin, end = self.names_at[shard : shard + 2]
         with open(directory / f"{self.split}.names", "rb") as file:
@@ -83,19 +83,19 @@ class Plan:
         return names, places[self.first[shard] : self.first[shard + 1]]
 
     def finished(self, destination: Path, shard: int) -> dict[str, Any] | None:
-        """Return what was noted of a finished file; None if it is not there, or not as it was written."""
+        """Return the record of a finished file, or None if the file is missing or changed."""
         return finished(destination, self.name(shard))
 
     def differences(self, other: Plan) -> list[str]:
-        """Return what a plan has otherwise, for people."""
-        found = differences(self, other, "format", "shards", "resize")
+        """Return how this plan differs from another, in readable form."""
+        changes = differences(self, other, "format", "shards", "resize")
         if self.fingerprint != other.fingerprint:
             number = f"{self.images} instead of {other.images}"
-            found.append(f"other images ({number}, or other sizes, names or labels)")
-        return found
+            changes.append(f"other images ({number}, or other sizes, names or labels)")
+        return changes
 
     def close(self, destination: Path) -> Dataset:
-        """Write the index of the finished files and remove what was needed until then."""
+        """Write the index of the finished files, and remove the temporary ones."""
         reports = [self.finished(destination, shard) for shard in range(self.shards)]
         if None in reports:
             raise ArgumentError(f"{self.name(reports.index(None))} disappeared from {destination}")
@@ -107,40 +107,40 @@ class Plan:
         return Dataset.open(destination, self.split)
 
     def remove_state(self, destination: Path, keep: str = "") -> None:
-        """Remove the split's files in ``.prepare``, except one."""
+        """Remove the split's files in ``.prepare``, except ``keep``."""
         for path in state(destination).glob(f"{self.split}*"):
             if path.name != keep and path.name.startswith((f"{self.split}.", f"{self.split}-")):
                 path.unlink()
 
 
 def differences(plan: Any, former: Any, *options: str) -> list[str]:
-    """Return which options a plan has otherwise than a former one."""
+    """Return the options that differ between a plan and a former one."""
     values = ((name, getattr(plan, name) or "none", getattr(former, name) or "none") for name in options)
-    changed = (one for one in values if one[1] != one[2])
+    changed = (option for option in values if option[1] != option[2])
     return [f"--{name.replace('_', '-')} {now} instead of {before}" for name, now, before in changed]
 
 
 def state(destination: Path) -> Path:
-    """Return the directory of the preparation's own files."""
+    """Return the directory for the preparation's own files."""
     return destination / ".prepare"
 
 
 def read_plan(path: Path, made: Callable[[Any], T]) -> T | None:
-    """Return what is made of the JSON in a file; None if there is none.
+    """Return what ``made`` makes of a file's JSON, or None if the file does not exist.
 
     Raises:
-        ArgumentError: the file is damaged.
+        ArgumentError: The file is damaged.
     """
     try:
         return made(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except DAMAGE:
-        raise ArgumentError(f"{path} is damaged. Begin anew with --overwrite") from None
+        raise ArgumentError(f"{path} is damaged. Start again with --overwrite.") from None
 
 
 def finished(destination: Path, name: str) -> dict[str, Any] | None:
-    """Return what was noted of a finished file; None if it is not there, or not as it was written."""
+    """Return the record of a finished file, or None if the file is missing or changed."""
     directory = state(destination)
     try:
         about: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
@@ -151,18 +151,18 @@ def finished(destination: Path, name: str) -> dict[str, Any] | None:
 
 
 def unchanged(directory: Path, checksums: Mapping[str, int]) -> bool:
-    """Whether files have the CRC-32C that were noted, by name."""
+    """True if all files have the recorded CRC-32C. ``checksums`` maps their names to it."""
     return all(file_crc32c(directory / name) == crc for name, crc in checksums.items())
 
 
 def listed(path: Path, mark: bytes) -> int:
-    """Return how often `mark` is in a list of problems; 0 if there is none."""
+    """Return how often ``mark`` occurs in a list of problems, or 0 if the list does not exist."""
     return path.read_bytes().count(mark) if path.exists() else 0
 
 
 @contextmanager
 def locked(destination: Path) -> Iterator[None]:
-    """Keep other runs out, where the file system knows locks; remove what killed ones have left."""
+    """Keep other runs out if the file system supports locks. Remove what killed runs have left behind."""
     with open(state(destination) / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,45 +176,45 @@ def locked(destination: Path) -> Iterator[None]:
 
 
 def list_problems(path: Path, problems: Sequence[Sequence[str]]) -> None:
-    """List problems in a file, a line for each; no file if there are none."""
+    """Write a file with one line per problem. Does not write a file if there are none."""
     path.unlink(missing_ok=True)
     if problems:
-        lines = ("\t".join(one).replace("\n", " ") + "\n" for one in problems)
+        lines = ("\t".join(problem).replace("\n", " ") + "\n" for problem in problems)
         path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def check_broken(what: str, count: int, total: int, most: int | None, path: Path) -> None:
-    """Say how much is broken.
+    """Report how much is broken.
 
     Args:
-        what: Is broken, such as "3 of 18 images".
-        count: How many.
-        total: Of how many.
-        most: May be left out; None: one in a hundred.
-        path: Of the list.
+        what: Broken items, such as "3 of 18 images".
+        count: Number of broken items.
+        total: Number of all items.
+        most: Maximum number to leave out. None means one in a hundred.
+        path: Path of the list of problems.
 
     Raises:
-        ArgumentError: More are broken.
+        ArgumentError: More items are broken.
     """
     limit = max(1, total // 100) if most is None else most
     if count > limit:
         raise ArgumentError(
-            f"{what} are broken, listed in {path}: more than --max-broken {limit}, so the data set is not "
-            "written. Correct them, or give the same command a larger --max-broken"
+            f"{what} are broken, listed in {path}. That is more than --max-broken {limit}, so the data set "
+            "is not written. Correct them, or run the same command with a larger --max-broken."
         )
     if count:
         say(f"{what} are broken, listed in {path}, and left out")
 
 
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, np.ndarray[Any, Any]]:
-    """Shuffle the images of a split into files, always in the same way.
+    """Shuffle a split's images into files, always in the same way.
 
     Returns:
-        The plan without places of names, and the numbers of the images in their new order.
+        The plan without the offsets of names, and the numbers of the images in their new order.
     """
     images = len(source.places)
     if not 0 < shards <= images:
-        raise ArgumentError(f"--shards {shards}: {source.split} has {images} images, so 1 to {images} files")
+        raise ArgumentError(f"--shards {shards}: {source.split} has {images} images: use 1 to {images} files")
     order = np.random.RandomState(_SEED).permutation(images)
     first = [0, *np.cumsum([len(part) for part in np.array_split(order, shards)]).tolist()]
     plan = Plan(
@@ -225,7 +225,7 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, n
 
 
 def store(plan: Plan, source: Source, order: np.ndarray[Any, Any], destination: Path) -> Plan:
-    """Write a plan for the processes; its own file comes last."""
+    """Write a plan for the other processes. Its own file comes last."""
     directory = state(destination)
     names_at = [0]
     with open(directory / f"{plan.split}.names", "wb") as file:

@@ -1,4 +1,4 @@
-"""``ringdance data prepare imagenet``: plan, write files by several processes, close with an index."""
+"""``ringdance data prepare imagenet``: plan, write files in several processes, and write an index."""
 
 from __future__ import annotations
 
@@ -29,62 +29,62 @@ from ringdance.data.writing import write_shard
 from ringdance.errors import ArgumentError
 
 _FILE_SIZE = 128 << 20
-"""Size of files where --shards is not given."""
+"""Target file size if --shards is not given."""
 
 
 def prepare(source: Path, destination: Path, given: argparse.Namespace) -> int:
-    """Write a data set, or what is left of it; return how many images were left out.
+    """Write a data set, or the files that are still missing. Returns how many images were left out.
 
     Args:
-        source: as of :func:`sources.find`.
-        destination: directory; made if it is missing.
-        given: options of the command.
+        source: A directory that ``sources.find`` accepts.
+        destination: Directory. It is created if it is missing.
+        given: Options of the command.
 
     Raises:
-        ArgumentError: it cannot be done so, with the remedy.
+        ArgumentError: The data set cannot be prepared. Names the fix.
     """
     for module in ("google_crc32c", "PIL", "simplejpeg"):
         needed(module)
     say(f"Looking for images in {source}")
     sources = find(source, given.split, given.labels)
-    for one in sources:
-        if one.left_out:
-            what = "; ".join(f"{ending}: {counted(names)}" for ending, names in one.left_out.items())
-            say(f"{one.split}: left out, as they are not named like images: {what}")
-        if destination.is_relative_to(one.root):
-            raise ArgumentError(f"{destination} is within {one.root}, whose directories are classes")
+    for part in sources:
+        if part.left_out:
+            what = "; ".join(f"{ending}: {counted(names)}" for ending, names in part.left_out.items())
+            say(f"{part.split}: left out, because they are not named like images: {what}")
+        if destination.is_relative_to(part.root):
+            raise ArgumentError(f"{destination} is in {part.root}, whose directories are classes")
     state(destination).mkdir(parents=True, exist_ok=True)
     with locked(destination):
-        made = [plans.make(one, given.format, _shards(one, given.shards), given.resize) for one in sources]
+        made = [plans.make(part, given.format, _shards(part, given.shards), given.resize) for part in sources]
         if given.overwrite:
             for plan, _ in made:
                 _remove(destination, plan)
         for plan, _ in made:
             _check_same(destination, plan)
         todo, left_out = [], 0
-        for one, (plan, order) in zip(sources, made, strict=True):
+        for part, (plan, order) in zip(sources, made, strict=True):
             if not (destination / f"{plan.split}.json").exists():
-                todo.append((one, plan, order))
+                todo.append((part, plan, order))
                 continue
             plan.remove_state(destination, keep=f"{plan.split}.json")
             check_sizes(destination, Dataset.open(destination, plan.split).files)
             left_out += listed(destination / f"{plan.split}.problems.tsv", b"left out\t")
             say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
-        stored = [plans.store(plan, one, order, destination) for one, plan, order in todo]
+        stored = [plans.store(plan, part, order, destination) for part, plan, order in todo]
         if stored:
             _write(destination, stored, given.num_proc)
         return left_out + sum(_close(destination, plan, given.max_broken) for plan in stored)
 
 
 def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None:
-    """Raise an ArgumentError if a file has not the size that the index says."""
-    for one in files:
-        if (size := (path := directory / one.name).stat().st_size) != one.size:
-            raise damaged(path, f"it has {size} bytes, and {one.size} by the index")
+    """Raise an ArgumentError if a file does not have the size that the index says."""
+    for file in files:
+        if (size := (path := directory / file.name).stat().st_size) != file.size:
+            raise damaged(path, f"it has {size} bytes, but its index says {file.size}")
 
 
 def _shards(source: Source, wanted: int) -> int:
-    """Return the number of files of a split; `wanted` of train, or 0: by their size."""
+    """Return the number of files for a split. ``wanted`` is the number for train, or 0: by their size."""
     images = len(source.places)
     if wanted:
         return min(-(-wanted // 8), images) if source.split == "validation" else wanted
@@ -92,11 +92,11 @@ def _shards(source: Source, wanted: int) -> int:
 
 
 def _remove(destination: Path, plan: Plan) -> None:
-    """Remove a split's files and all that is known of it."""
+    """Remove a split's files and everything recorded about it."""
     for end in ("json", "npy"):
         (destination / f"{plan.split}.{end}").unlink(missing_ok=True)
     former = None
-    with suppress(ArgumentError):  # a damaged one
+    with suppress(ArgumentError):  # a damaged plan
         former = Plan.read(destination, plan.split)
     for old in (former or plan, plan):
         for shard in range(old.shards):
@@ -105,31 +105,31 @@ def _remove(destination: Path, plan: Plan) -> None:
 
 
 def _check_same(destination: Path, plan: Plan) -> None:
-    """Raise an ArgumentError if a split was begun in another way, or not by this command."""
+    """Raise an ArgumentError if a split was started differently, or not by this command."""
     former, complete = Plan.read(destination, plan.split), (destination / f"{plan.split}.json").exists()
     if former is None:
         if complete:
             raise ArgumentError(
                 f"{destination} has an index of {plan.split} that this command did not write. Choose another "
-                "DST, or begin anew with --overwrite"
+                "DST, or start again with --overwrite."
             )
         return
     differences = plan.differences(former)
     if not differences and former.changed != plan.changed:
-        changed = "files of its images were changed or copied anew since"
+        changed = "files with its images were changed or copied again since"
         if complete:
             say(f"{plan.split}: {changed}")
-        else:  # each of its files would have another state of the source
+        else:  # otherwise its files would come from different states of the source
             differences = [changed]
     if differences:
         raise ArgumentError(
-            f"{destination}: {plan.split} was begun otherwise. Now: {'; '.join(differences)}. Use the same "
-            "options and images to resume, another DST, or --overwrite to begin anew"
+            f"{destination}: {plan.split} was started differently. Now: {'; '.join(differences)}. Use the "
+            "same options and images to resume, another DST, or --overwrite to start again."
         )
 
 
 def _write(destination: Path, stored: Sequence[Plan], processes: int) -> None:
-    """Write the files that are missing."""
+    """Write the missing files."""
     for plan in stored:
         of_classes = f"of {len(plan.classes)} classes, {decimal(plan.size)}"
         say(f"{plan.split}: {plan.images} images {of_classes}, into {plan.shards} files")
@@ -145,10 +145,10 @@ def _write(destination: Path, stored: Sequence[Plan], processes: int) -> None:
 
 
 def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
-    """Write a file of a plan; return how many images it was to have, and their bytes.
+    """Write one file of a plan. Returns how many images were planned for it, and their bytes.
 
     Raises:
-        ArgumentError: an image is not as it was when the plan was made.
+        ArgumentError: An image has changed since the plan was made.
     """
     plan = Plan.read(destination, split)
     assert plan is not None
@@ -159,13 +159,13 @@ def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
         for name, (tar, label, offset, length) in images:
             source = plan.tars[tar] if tar >= 0 else f"{plan.root}/{name}"
             try:
-                found = clean(_read(source, int(offset), int(length), tar >= 0), plan.resize)
+                cleaned = clean(_read(source, int(offset), int(length), tar >= 0), plan.resize)
             except BrokenImage as error:
                 problems.append(("left out", name, str(error)))
                 continue
-            if found.note:
-                problems.append(("converted", name, found.note))
-            yield Sample(found.image, int(label), plan.classes[label], name, found.height, found.width)
+            if cleaned.note:
+                problems.append(("converted", name, cleaned.note))
+            yield Sample(cleaned.image, int(label), plan.classes[label], name, cleaned.height, cleaned.width)
 
     file, rows = write_shard(destination / plan.name(number), plan.format, samples())
     own = state(destination) / plan.name(number)
@@ -176,7 +176,7 @@ def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
 
 
 def _read(path: str, offset: int, length: int, shared: bool) -> bytes:
-    """Read an image from its own file or from a tar, which stays open."""
+    """Read an image from its own file, or from a tar, which stays open."""
     descriptor = -1
     try:
         descriptor = _open(path) if shared else os.open(path, os.O_RDONLY)
@@ -184,12 +184,12 @@ def _read(path: str, offset: int, length: int, shared: bool) -> bytes:
     except OSError as error:
         if error.errno == errno.EIO:
             raise BrokenImage(f"cannot be read: {error.strerror}") from None
-        raise ArgumentError(f"{path}: {error.strerror}. SRC must stay as it is") from None
+        raise ArgumentError(f"{path}: {error.strerror}. SRC must not change while it is read.") from None
     finally:
         if not shared and descriptor >= 0:
             os.close(descriptor)
     if len(data) != length:
-        raise ArgumentError(f"{path} has changed: it had {length} bytes. Begin anew with --overwrite")
+        raise ArgumentError(f"{path} has changed: it had {length} bytes. Start again with --overwrite.")
     return data
 
 
@@ -199,9 +199,9 @@ def _open(path: str) -> int:
 
 
 def _close(destination: Path, plan: Plan, max_broken: int | None) -> int:
-    """Write the index of a split and the list of problems; return how many images were left out."""
+    """Write a split's index and list of problems. Returns how many images were left out."""
     reports = [plan.finished(destination, shard) or {} for shard in range(plan.shards)]
-    problems = sorted(tuple(one) for report in reports for one in report.get("problems", ()))
+    problems = sorted(tuple(problem) for report in reports for problem in report.get("problems", ()))
     left_out = sum(problem[0] == "left out" for problem in problems)
     list_problems(path := destination / f"{plan.split}.problems.tsv", problems)
     what = f"{left_out} of {plan.images} images of {plan.split}"

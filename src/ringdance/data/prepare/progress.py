@@ -1,4 +1,4 @@
-"""Show how far a preparation is: a bar on a terminal, lines elsewhere."""
+"""Show the progress of a preparation: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _NAMED = 5
 
 
 def say(text: str) -> None:
-    """Tell the user on stderr."""
+    """Print a message to the user on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def counted(names: Sequence[str]) -> str:
-    """Return how many names there are, and the first of them."""
+    """Return the number of names, and the first few of them."""
     return f"{len(names)} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"
 
 
 class PrepareProgress(Progress):
-    """Samples done, rate and time left, on stderr.
+    """Shows the samples done, the rate and the time left on stderr.
 
     Args:
-        size: What is to be done, in bytes; or in samples, if `unit` is what is counted.
-        unit: What samples are called.
+        size: Total work in bytes, or in samples if the work is counted in samples.
+        unit: Name for the samples.
     """
 
     def __init__(self, size: int, unit: str) -> None:
@@ -40,7 +40,7 @@ class PrepareProgress(Progress):
         self._start = self._last = time.monotonic()
 
     def add(self, samples: int, size: int) -> None:
-        """Count samples that are done, and their bytes."""
+        """Count finished samples and their bytes."""
         self._samples += samples
         self._bytes += size
         seconds = max(time.monotonic() - self._start, 1e-3)

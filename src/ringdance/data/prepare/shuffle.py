@@ -1,10 +1,10 @@
-"""Shuffle more rows than memory holds, in two passes over the disk.
+"""Shuffle more rows than fit in memory, in two passes over the disk.
 
-Note [Shuffled by hashes]: each row has a key, a hash of its file, its chunk and its number there. The key
-decides into which file of the result the row goes. Pass 1 parses chunks and writes the rows of each as a run
-that is sorted by these files. Pass 2 reads for each file of the result what all runs have for it, and writes
-it in an order that is drawn from the file's number. So the result depends on the source alone, not on the
-processes.
+Note [Shuffled by hashes]: Each row has a key, which is a hash of its file, its chunk and its number in the
+chunk. The key decides which output file the row goes to. Pass 1 parses chunks and writes the rows of each
+chunk as a run, sorted by output file. For each output file, pass 2 reads its rows from all runs and writes
+them in an order drawn from the file's number. The result therefore depends on the source only, not on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows, dtype
 from ringdance.data.tables.writing import TableWriter
 
-_WRITTEN = 1 << 14  # rows that are encoded at once
+_WRITTEN = 1 << 14  # rows encoded at once
 _SEED = 1
-_HALF = np.uint64(32)  # bits of a key that choose the split; the others choose the file
+_HALF = np.uint64(32)  # these upper bits of a key choose the split, the lower ones the file
 
 
 @dataclass(frozen=True)
 class ShufflePlan:
-    """What is to be done with which files: ``.prepare/criteo.json``.
+    """The work to do, stored as ``.prepare/criteo.json``.
 
     Attributes:
-        files: of the source.
-        names: of the files of the result, those of validation first.
-        held: number of the files of validation.
+        files: Files of the source.
+        names: Names of the output files. Those for validation come first.
+        held: Number of output files for validation.
         format: "rows" or "tfrecord".
-        table_size: ids are below it.
-        validation: share of the rows.
-        max_broken: rows that may be left out; None: one in a hundred.
-        chunk: bytes that are parsed at once.
+        table_size: Upper bound of the ids, exclusive.
+        validation: Share of the rows that goes to validation.
+        max_broken: Maximum number of rows to leave out. None means one in a hundred.
+        chunk: Bytes to parse at once.
     """
 
     files: Sequence[SourceFile]
@@ -55,20 +55,20 @@ class ShufflePlan:
 
     @classmethod
     def read(cls, destination: Path) -> ShufflePlan | None:
-        """Read the plan of a directory; None if there is none."""
+        """Read a directory's plan. Returns None if it does not exist."""
         return read_plan(
             state(destination) / "criteo.json",
-            lambda about: cls(**about | {"files": [SourceFile(**one) for one in about["files"]]}),
+            lambda about: cls(**about | {"files": [SourceFile(**file) for file in about["files"]]}),
         )
 
     def units(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield the work of pass 1: number of the file, of the unit, and the name of what is noted of it."""
+        """Yield the work of pass 1: the numbers of the file and the unit, and the path of the unit's note."""
         for number, file in enumerate(self.files):
             for unit in file.units(self.chunk):
                 yield number, unit, Path(f"unit.{number}.{unit}.json")
 
     def file_of(self, keys: Array, group: int) -> Array:
-        """Return the number of the file of the result into which each row of a group goes, by its key."""
+        """Return the number of the output file for each row in a group, given the rows' keys."""
         share, low = 1.0 if group else self.validation, keys & np.uint64((1 << 32) - 1)
         counts = np.array([len(self.names) - self.held, self.held], np.uint64)
         chosen = ((keys >> _HALF) < share * 2.0**32).astype(np.int64)
@@ -76,7 +76,7 @@ class ShufflePlan:
 
 
 def is_scattered(destination: Path, note: Path) -> bool:
-    """Whether a unit of pass 1 is done, and its runs are as they were written."""
+    """True if a unit of pass 1 is done, and its runs are unchanged since they were written."""
     directory = state(destination)
     try:
         runs = json.loads((directory / note).read_text())
@@ -86,7 +86,7 @@ def is_scattered(destination: Path, note: Path) -> bool:
 
 
 def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int, int]:
-    """Parse a unit of a file, and write its chunks as sorted runs; return the rows and bytes."""
+    """Parse a unit of a file, and write its chunks as sorted runs. Returns its rows and bytes."""
     plan = ShufflePlan.read(destination)
     assert plan is not None
     file, runs, total = plan.files[number], list[dict[str, Any]](), 0
@@ -109,7 +109,7 @@ def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int,
 
 
 def write_cuts(destination: Path, names: Sequence[str]) -> Array:
-    """Write where pass 2 finds the rows of each file in all runs; return the rows of each file."""
+    """Write where pass 2 finds each output file's rows in all runs. Returns each file's number of rows."""
     directory = state(destination)
     ends = np.stack([np.load(directory / f"{name}.ends.npy") for name in names])
     write_whole(directory / "cuts.npy", npy(ends))
@@ -119,7 +119,7 @@ def write_cuts(destination: Path, names: Sequence[str]) -> Array:
 
 
 def gather(destination: Path, number: int) -> tuple[int, int]:
-    """Write a file from what the runs have for it; return its rows."""
+    """Write an output file from its rows in all runs. Returns the number of rows, twice."""
     plan, directory = ShufflePlan.read(destination), state(destination)
     assert plan is not None
     cuts = np.load(directory / "cuts.npy", mmap_mode="r")[:, number : number + 2].tolist()

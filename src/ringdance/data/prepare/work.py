@@ -1,4 +1,4 @@
-"""Do the tasks of a preparation, by this process or by several."""
+"""Run the tasks of a preparation, in this process or in several."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ringdance.data.prepare.progress import PrepareProgress, say
 from ringdance.errors import ArgumentError
 
 Work = Callable[..., tuple[int, int]]
-"""Does a task, given its arguments; returns how many samples that were, and their bytes."""
+"""Runs a task with its arguments. Returns the number of its samples, and their bytes."""
 
 
 def run_tasks(
     work: Work, tasks: Sequence[tuple[Any, ...]], processes: int, progress: PrepareProgress
 ) -> None:
-    """Do all tasks.
+    """Run all tasks.
 
     Args:
-        work: A function of a module. A task that was interrupted must be free to be done again.
-        tasks: The arguments of each.
-        processes: At most so many work at a time; 1: this one.
-        progress: Counts what is done.
+        work: A module-level function. It must be safe to run a task again after an interruption.
+        tasks: The arguments of each task.
+        processes: Maximum number of processes. 1 means this process.
+        progress: Counts finished work.
 
     Raises:
-        ArgumentError: By a task, or a process was killed; the other processes have been ended.
+        ArgumentError: A task raised it, or a process was killed. The other processes have been stopped.
     """
     try:
         with progress:
@@ -40,7 +40,7 @@ def run_tasks(
             else:
                 _run_in_pool(work, tasks, min(processes, len(tasks)), progress)
     except BaseException:
-        say("Stopped. The same command resumes: files that are complete are not written again.")
+        say("Stopped. The same command resumes: complete files are not written again.")
         raise
 
 
@@ -58,13 +58,13 @@ def _run_in_pool(
                 process.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise ArgumentError(
-                    "a process was killed. If the memory was full: fewer processes need less (-np)"
+                    "a process was killed. If memory was full, use fewer processes (-np), which need less."
                 ) from None
             raise
 
 
 def _begin() -> None:
-    """Let this process end with the one that started it, and at once by Ctrl-C."""
+    """Make this process exit when its parent does, and exit immediately on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,4 +1,4 @@
-"""Tables of click logs: rows of a label and fields, each a pair of an id and a value. NumPy only."""
+"""Tables of click logs. Each row has a label and fields, which are pairs of an id and a value. NumPy only."""
 
 from ringdance.data.tables.loader import TableBatch, TableLoader
 from ringdance.data.tables.planted import planted

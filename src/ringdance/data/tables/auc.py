@@ -1,4 +1,4 @@
-"""The area under the ROC curve: by counts of equal scores, so that parts of all scores can be added."""
+"""The area under the ROC curve, from counts of equal scores, so that parts of all scores can be added up."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ Array = np.ndarray[Any, Any]
 
 
 def counted(scores: Array, positive: Array) -> tuple[Array, Array]:
-    """Return ascending scores, each once, and how many positive and negative samples have it, (n, 2)."""
+    """Return the distinct scores, ascending, and how many positive and negative samples have each, (n, 2)."""
     values, places = np.unique(scores, return_inverse=True)
     counts = [np.bincount(places[mask], minlength=len(values)) for mask in (positive, ~positive)]
     return values, np.stack(counts, 1)
 
 
 def won_twice(counts: Array) -> int:
-    """Return twice the number of pairs in which the positive sample is higher; ties count half.
+    """Return twice the number of pairs in which the positive sample has the higher score. Ties count half.
 
     Args:
-        counts: of positive and negative samples by ascending scores, shape (n, 2).
+        counts: Numbers of positive and negative samples by ascending score, shape (n, 2).
     """
     positive, negative = counts[:, 0], counts[:, 1]
     return int((positive * (2 * (np.cumsum(negative) - negative) + negative)).sum())
 
 
 def auc(scores: Array, labels: Array) -> float:
-    """Return the area under the ROC curve: Mann and Whitney 1947; NaN without labels of both kinds."""
+    """Return the area under the ROC curve (Mann and Whitney 1947), or NaN unless both labels occur."""
     counts = counted(scores, np.asarray(labels) > 0.5)[1]
     positives, negatives = counts.sum(0).tolist()
     return won_twice(counts) / (2 * positives * negatives) if positives and negatives else math.nan
 
 
 def standard_error(area: float, positives: int, negatives: int) -> float:
-    """Return the standard error of an area that is estimated from so many samples: Hanley and McNeil 1982."""
+    """Return the standard error of an area estimated from that many samples (Hanley and McNeil 1982)."""
     if not positives or not negatives:
         return math.nan
     both, one = area / (2 - area), 2 * area**2 / (1 + area)

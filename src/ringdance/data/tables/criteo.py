@@ -1,4 +1,4 @@
-"""Criteo's columns, a label, 13 numbers and 26 categories, and the ids and values made of them."""
+"""Criteo's columns (a label, 13 numbers and 26 categories), and the ids and values computed from them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TYPES = [
 ]
 
 Texts = tuple[Array, Array]
-"""Texts of a column: where each begins, and the end of the last, shape (n + 1,); and their bytes."""
+"""A column's strings: the offset of each and the end of the last, shape (n + 1,), and their bytes."""
 
 
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
-    """Parse lines of Criteo's columns, between commas or tabs, and transform them."""
+    """Parse and transform lines with Criteo's columns, separated by commas or tabs."""
     data = data[: starts[-1]]
     delimiter = "\t" if (data[: starts[1]] == ord("\t")).any() else ","
     parsed = columns(data, delimiter, _TYPES, null=True)
@@ -32,51 +32,52 @@ def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
         raise RowError("column label is empty: expected 0 or 1")
     rows = Rows.empty(len(starts) - 1, FIELDS)
     rows.labels[:] = parsed[0].to_numpy()
-    numbers = np.stack([one.to_numpy(zero_copy_only=False) for one in parsed[1 : 1 + NUMERIC]], axis=1)
-    transform(numbers, [texts(one) for one in parsed[1 + NUMERIC :]], rows, table_size)
+    numbers = np.stack([column.to_numpy(zero_copy_only=False) for column in parsed[1 : 1 + NUMERIC]], axis=1)
+    transform(numbers, [texts(column) for column in parsed[1 + NUMERIC :]], rows, table_size)
     return rows
 
 
 def texts(column: Any) -> Texts:
-    """Return the texts of an array of Arrow, type binary, without a copy."""
+    """Return the strings of an Arrow array of type binary, without a copy."""
     _, begins, data = column.buffers()
-    some = np.frombuffer(begins, np.int32)[column.offset : column.offset + len(column) + 1]
-    return some, np.frombuffer(data or b"", np.uint8)
+    offsets = np.frombuffer(begins, np.int32)[column.offset : column.offset + len(column) + 1]
+    return offsets, np.frombuffer(data or b"", np.uint8)
 
 
 def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int) -> None:
-    """Make ids and values of the columns.
+    """Compute ids and values from the columns.
 
-    Field i of the 13 numbers has the id i and the value log1p(max(x, 0)), 0 where it is missing. Field c of
-    the 26 categories has the value 1 and an id from 13 on, by a hash of column and text.
+    Field i of the 13 numbers has the id i and the value log1p(max(x, 0)), or 0 if it is missing. Each of the
+    26 categories has the value 1 and an id from 13 up, a hash of the column and the string.
 
     Args:
-        numbers: shape (n, 13), float64; NaN where missing.
-        texts: of the 26 categories.
-        out: ids and values are written there.
-        table_size: ids are below it.
+        numbers: Shape (n, 13), float64. NaN if missing.
+        texts: Strings of the 26 categories.
+        out: Receives the ids and values.
+        table_size: Upper bound of the ids, exclusive.
 
     Raises:
-        ArgumentError: the table has no room for categories.
+        ArgumentError: The table has no room for categories.
     """
     if table_size <= NUMERIC:
-        raise ArgumentError(f"table_size={table_size}: {NUMERIC} ids are for numbers; give more.")
+        raise ArgumentError(f"table_size={table_size}: the numbers take {NUMERIC} ids. Use a larger table.")
     out.ids[:, :NUMERIC] = np.arange(NUMERIC)
     out.values[:, :NUMERIC] = np.log1p(np.fmax(numbers, 0))  # fmax: 0 for NaN
     out.values[:, NUMERIC:] = 1
     hashes, rows = hash_texts(texts), np.uint64(table_size - NUMERIC)
-    hashes -= hashes // rows * rows  # the remainder; NumPy divides by one number much faster than by %
+    hashes -= hashes // rows * rows  # the remainder: NumPy is much faster dividing by a scalar than at %
     out.ids[:, NUMERIC:] = hashes.reshape(CATEGORICAL, -1).T
     out.ids[:, NUMERIC:] += NUMERIC
 
 
 def hash_texts(texts: Sequence[Texts]) -> Array:
-    """Hash texts of several columns, each column in another way.
+    """Hash the strings of several columns. Each column is hashed differently.
 
-    Eight bytes at a time by SplitMix64's finalizer, the column and the length first: the same on any machine.
+    SplitMix64's finalizer takes the column and the length first, then eight bytes at a time. The result is
+    the same on any machine.
 
     Args:
-        texts: of each column; all of the same length.
+        texts: Strings of each column. All columns have the same length.
 
     Returns:
         Shape (columns * n,), uint64, column after column.
@@ -97,11 +98,11 @@ def hash_texts(texts: Sequence[Texts]) -> Array:
     return state
 
 
-_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # of the first bytes of a word
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # keep a word's first bytes
 
 
 def mixed(value: Array) -> Array:
-    """Return the finalizer of SplitMix64 of each number, shape and dtype (uint64) as given."""
+    """Apply SplitMix64's finalizer to each number. Shape and dtype (uint64) do not change."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -109,10 +110,10 @@ def mixed(value: Array) -> Array:
 
 
 def header_size(data: Array) -> int:
-    """Return the bytes of the line with the columns' names that a file begins with; 0 without it.
+    """Return the size in bytes of the line with column names that a file begins with, or 0 without one.
 
     Raises:
-        RowError: the names are others, or in another order.
+        RowError: The names are different or in a different order.
     """
     if bytes(data[: len(BOM)]) == BOM:
         return len(BOM) + header_size(data[len(BOM) :])
@@ -122,5 +123,5 @@ def header_size(data: Array) -> int:
     if not names[0] or names[0].replace(".", "").isdigit():
         return 0
     if [name.lower() for name in names] != [name.lower() for name in COLUMNS]:
-        raise RowError(f"its first line is {line[:80]!r}: expected label,I1,...,I13,C1,...,C26, or a row")
+            raise RowError(f"its first line is {line[:80]!r}: expected label,I1,...,I13,C1,...,C26, or a row")
     return int(ends[0]) + 1 if len(ends) else len(data)

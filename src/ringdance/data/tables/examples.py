@@ -1,8 +1,8 @@
-"""Tables as TFRecords: a ``tf.train.Example`` for each row, parsed for many rows at once, by NumPy alone.
+"""Tables as TFRecords: one ``tf.train.Example`` per row. NumPy alone parses many rows at once.
 
 The features are ``label`` (a float or an integer), ``ids`` (integers) and ``values`` (floats), as in the
-public DeepFM scripts; or with their other names ``feat_ids`` and ``feat_vals``. All rows are decoded in step:
-each array below has an element for each row, such as the place that is read next.
+public DeepFM scripts, or ``feat_ids`` and ``feat_vals``, the other names for the last two. All rows are
+decoded in step: each array below has one element per row, such as the offset to be read next.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ _length = tfrecord.LENGTH.unpack_from
 
 
 def bounds(data: Array) -> Array:
-    """Return where each record begins, and the end of the last."""
-    found, at, size = [0], 0, len(data)
-    view = data.tobytes() if size < 1 << 24 else memoryview(data)  # bytes are faster
+    """Return the offset of each record, and the end of the last."""
+    offsets, at, size = [0], 0, len(data)
+    view = data.tobytes() if size < 1 << 24 else memoryview(data)  # bytes are faster than a memoryview
     while at + _HEAD <= size:
         at += _length(view, at)[0] + _HEAD + _TAIL
-        found.append(at)
+        offsets.append(at)
     if at != size:
-        raise RowError(f"the records do not end at byte {size}: damaged, or no TFRecord file")
-    return np.array(found)
+        raise RowError(f"the records do not end at byte {size}: damaged, or not a TFRecord file")
+    return np.array(offsets)
 
 
 def scan(data: Array) -> tuple[int, Array]:
-    """Return the number of records, where each 256th begins, and the end."""
+    """Return the number of records, the offset of each 256th, and the end."""
     if not tfrecord.is_head(bytes(data[:_HEAD])):
-        raise RowError("it does not begin with a record: no TFRecord file")
+        raise RowError("it does not begin with a record: not a TFRecord file")
     starts = bounds(data)
     return len(starts) - 1, np.append(starts[:-1:BLOCK], starts[-1]).astype(np.uint64)
 
 
 def pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield records, at least so many bytes at once; without checksums.
+    """Yield whole records, at least ``size`` bytes at a time. Data checksums are not verified.
 
     Raises:
-        ArgumentError: one is not complete.
+        ArgumentError: A record is incomplete.
     """
     parts, total = [], 0
     for _, *record in tfrecord.records(stream, check=False):
@@ -61,7 +61,7 @@ def pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def fields(data: Array) -> int:
-    """Return the number of fields of the first record."""
+    """Return the number of fields in the first record."""
     size = _length(data, 0)[0]
     data = np.append(data[: size + _HEAD], np.zeros(PADDING, np.uint8))
     _, ids, _ = _features(data, np.array([_HEAD]), np.array([_HEAD + size]))
@@ -69,7 +69,7 @@ def fields(data: Array) -> int:
 
 
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
-    """Parse records; all have as many fields."""
+    """Parse records. All have the same number of fields."""
     label, ids, values = _features(data, starts[:-1] + _HEAD, starts[1:] - _TAIL)
     number = data[label[1]] if (label[0] == INT64_LIST).all() else _floats(data, label, 1)[:, 0]
     return Rows(number.astype(np.float32), _integers(data, ids, fields), _floats(data, values, fields))
@@ -79,9 +79,9 @@ Feature = tuple[Array, Array, Array]
 
 
 def _features(data: Array, at: Array, end: Array) -> tuple[Feature, Feature, Feature]:
-    """Return of label, ids and values: kind, and where the packed numbers begin and end."""
+    """Return, for label, ids and values, the kind and where the packed numbers begin and end."""
     count = len(at)
-    found = np.zeros((3, 3, count), np.int64)  # feature; kind, begin, end; row
+    located = np.zeros((3, 3, count), np.int64)  # feature; kind, begin, end; row
     at, stop = _message(data, at, 1)  # Features
     if (stop != end).any():
         raise RowError(_EXPECTED)
@@ -94,86 +94,86 @@ def _features(data: Array, at: Array, end: Array) -> tuple[Feature, Feature, Fea
         packed, _ = _message(data, feature, None)
         begin, numbers_end = _message(data, packed, None)
         for name, place in _NAMES.items():
-            is_it = here - key == len(name)
-            if is_it.any():
-                text = np.lib.stride_tricks.sliding_window_view(data, len(name))[key * is_it]
-                which = np.flatnonzero(is_it & (text == np.frombuffer(name, np.uint8)).all(axis=1))
-                found[place][:, rows[which]] = kind[which], begin[which], numbers_end[which]
+            same_length = here - key == len(name)
+            if same_length.any():
+                text = np.lib.stride_tricks.sliding_window_view(data, len(name))[key * same_length]
+                which = np.flatnonzero(same_length & (text == np.frombuffer(name, np.uint8)).all(axis=1))
+                located[place][:, rows[which]] = kind[which], begin[which], numbers_end[which]
         at[rows] = after
         rows = rows[at[rows] < stop[rows]]
-    if not found[:, 0].all() or (found[:, 2] > end).any() or (at != end).any():
+    if not located[:, 0].all() or (located[:, 2] > end).any() or (at != end).any():
         raise RowError(_EXPECTED)
-    return tuple(tuple(one) for one in found)  # type: ignore[return-value]
+    return tuple(tuple(feature) for feature in located)  # type: ignore[return-value]
 
 
 def _message(data: Array, at: Array, number: int | None) -> tuple[Array, Array]:
-    """Return where messages begin and end whose tags are at `at`; of the field `number`, if it is given."""
+    """Return the begin and end of the messages whose tags are at ``at``. Checks ``number``, if not None."""
     at = np.minimum(at, len(data) - PADDING)
     if number is not None and (data[at] != (number << 3 | 2)).any():
         raise RowError(_EXPECTED)
     size, at = _varint(data, at + 1)
-    size[(size < 0) | (size > len(data))] = len(data)  # damaged: behind the record, whatever it is
+    size[(size < 0) | (size > len(data))] = len(data)  # damaged: make the end lie beyond the record
     return at, np.minimum(at + size, len(data))
 
 
 def _varint(data: Array, at: Array) -> tuple[Array, Array]:
-    """Return the integers that begin at `at`, and the places behind them."""
+    """Return the integers at ``at``, and the offsets after them."""
     at = np.minimum(at, len(data) - PADDING)
     value = data[at].astype(np.int64)
     at, shift = at + 1, 7
-    while (more := value >> (shift - 7) >= 0x80).any() and shift < 63:
-        value[more] += (data[at[more]].astype(np.int64) - 1) << shift  # -1: the mark of the byte before
-        at[more] += 1
+    while (continued := value >> (shift - 7) >= 0x80).any() and shift < 63:
+        value[continued] += (data[at[continued]].astype(np.int64) - 1) << shift  # -1: previous mark bit
+        at[continued] += 1
         shift += 7
     return value, at
 
 
 def _floats(data: Array, feature: Feature, count: int) -> Array:
-    """Return the floats of each row, shape (n, count), float32."""
+    """Return each row's floats, shape (n, count), float32."""
     kind, begin, end = feature
     if (kind != FLOAT_LIST).any() or (end - begin != 4 * count).any():
-        raise RowError(f"{_EXPECTED}; as many values as ids, {count} here")
+        raise RowError(f"{_EXPECTED}, with as many values as ids ({count} here)")
     return np.lib.stride_tricks.sliding_window_view(data, 4 * count)[begin].view("<f4")
 
 
 def _integers(data: Array, feature: Feature, count: int) -> Array:
-    """Return the integers of each row, shape (n, count), int64."""
+    """Return each row's integers, shape (n, count), int64."""
     kind, at, end = feature
-    found = np.empty((count, len(at)), np.int64)
+    integers = np.empty((count, len(at)), np.int64)
     for number in range(count):
-        found[number], at = _varint(data, at)
+        integers[number], at = _varint(data, at)
     if (kind != INT64_LIST).any() or (at != end).any():
         raise RowError(f"expected {count} ids, as in the first record")
-    return np.ascontiguousarray(found.T)
+    return np.ascontiguousarray(integers.T)
 
 
 def encode(rows: Rows) -> bytes:
-    """Return rows as records, like those of ``tf.io.TFRecordWriter``."""
+    """Encode rows as records, as ``tf.io.TFRecordWriter`` writes them."""
     ids, ends = _varints(rows.ids)
     values, labels = np.ascontiguousarray(rows.values, "<f4"), rows.labels.tolist()
     size = values.shape[1] * 4
-    found, start = [], 0
+    records, start = [], 0
     for number, end in enumerate(ends.tolist()):
         data = b"".join((
             tfrecord.entry("ids", INT64_LIST, end - start), ids[start:end].tobytes(),
             tfrecord.entry("label", FLOAT_LIST, 4), struct.pack("<f", labels[number]),
             tfrecord.entry("values", FLOAT_LIST, size), values[number].tobytes(),
         ))  # fmt: skip
-        found.append(tfrecord.framed(tfrecord.delimited(1, data)))
+        records.append(tfrecord.framed(tfrecord.delimited(1, data)))
         start = end
-    return b"".join(found)
+    return b"".join(records)
 
 
 def _varints(ids: Array) -> tuple[Array, Array]:
-    """Encode integers of shape (n, fields); return the bytes, and where those of each row end."""
+    """Encode integers of shape (n, fields). Returns the bytes, and where each row's bytes end."""
     flat = ids.reshape(-1)
     size = np.ones(len(flat), np.int64)
     for shift in range(7, 63, 7):
         size += flat >= 1 << shift
     ends = np.cumsum(size)
-    found = np.empty(ends[-1] if len(ends) else 0, np.uint8)
+    encoded = np.empty(ends[-1] if len(ends) else 0, np.uint8)
     for number in range(int(size.max(initial=0))):
         left = np.flatnonzero(size > number)
-        more = (size[left] > number + 1).astype(np.int64) << 7
-        found[ends[left] - size[left] + number] = flat[left] >> 7 * number & 0x7F | more
-    return found, ends[ids.shape[1] - 1 :: ids.shape[1]]
+        continuation = (size[left] > number + 1).astype(np.int64) << 7
+        encoded[ends[left] - size[left] + number] = flat[left] >> 7 * number & 0x7F | continuation
+    return encoded, ends[ids.shape[1] - 1 :: ids.shape[1]]

@@ -1,4 +1,4 @@
-"""The formats that are parsed: what a table needs of each. ``rows`` needs none."""
+"""What a table needs from each format that is parsed. The format ``rows`` needs no parsing."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SUFFIXES = {
     ".npy": "rows", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".libsvm": "libsvm", ".svm": "libsvm",
     ".svmlight": "libsvm", ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
-_CHUNK = 1 << 24  # bytes that are scanned at once
+_CHUNK = 1 << 24  # bytes scanned at once
 
 
 @dataclass(frozen=True)
 class Format:
-    """How rows are found and parsed.
+    """How to find and parse rows.
 
     Attributes:
-        unit: what an error calls a row.
-        bounds: of some whole rows' bytes: where each begins, and the end.
-        fields: of bytes that begin with a row.
-        parse: bytes (with padding behind), their bounds, fields and table size.
+        unit: What error messages call a row.
+        bounds: Returns the offset of each row in the bytes of some whole rows, and the end.
+        fields: Returns the number of fields, given bytes that begin with a row.
+        parse: Takes bytes (followed by padding), their bounds, the number of fields and the table size.
     """
 
     unit: str
@@ -45,7 +45,7 @@ FORMATS = {
 
 
 def format_of(head: bytes, suffix: str = "") -> str:
-    """Return the format of a file by the end of its name, or else by what it begins with."""
+    """Return a file's format according to its suffix, or otherwise according to its first bytes."""
     if suffix.lower() in SUFFIXES:
         return SUFFIXES[suffix.lower()]
     line = head.partition(b"\n")[0]
@@ -56,10 +56,10 @@ def format_of(head: bytes, suffix: str = "") -> str:
 def parse(
     format: str, data: Any, fields: int, table_size: int
 ) -> tuple[int, Iterator[tuple[int, Rows | RowError]]]:
-    """Parse whole rows: bytes, or an array of the format ``rows``.
+    """Parse whole rows: bytes, or for the format ``rows`` an array.
 
     Returns:
-        How many they are, and what :func:`by_halves` yields of them.
+        The number of rows, and what ``by_halves`` yields for them.
     """
     if format == "rows":
         return len(data), by_halves(lambda a, b: Rows.of(data[a:b]), len(data), table_size)
@@ -67,27 +67,27 @@ def parse(
     starts = FORMATS[format].bounds(array)
 
     def read(begin: int, end: int) -> Rows:
-        some = np.append(array[starts[begin] : starts[end]], np.zeros(PADDING, np.uint8))
-        return FORMATS[format].parse(some, starts[begin : end + 1] - starts[begin], fields, table_size)
+        padded = np.append(array[starts[begin] : starts[end]], np.zeros(PADDING, np.uint8))
+        return FORMATS[format].parse(padded, starts[begin : end + 1] - starts[begin], fields, table_size)
 
     return len(starts) - 1, by_halves(read, len(starts) - 1, table_size)
 
 
 def scan(path: Path, name: str) -> tuple[int, int, Array]:
-    """Return the rows, the fields and the offsets of blocks of a file: see Note [The index of a table].
+    """Return a file's rows, fields and block offsets. See Note [The index of a table].
 
     Raises:
-        RowError: it has no rows, or is not of that format.
+        RowError: The file has no rows, or is not in that format.
     """
     if name != "rows" and name not in FORMATS:
-        raise RowError(f"format={name!r}: choose one of rows, {', '.join(FORMATS)}")
+        raise RowError(f"format={name!r} is not supported. Use one of rows, {', '.join(FORMATS)}.")
     if not path.stat().st_size:
         raise RowError("it is empty")
     if name == "rows":
-        array = np.lib.format.open_memmap(path, mode="r")  # np.load takes a .npz too
+        array = np.lib.format.open_memmap(path, mode="r")  # unlike this, np.load accepts a .npz too
         fields = array["ids"].shape[1] if array.dtype.names else 0
         if array.ndim != 1 or array.dtype != dtype(fields):
-            raise RowError(f"it holds {array.dtype}: expected rows of {dtype(39)}, for any number of fields")
+            raise RowError(f"it holds {array.dtype}: expected rows of {dtype(39)}, with any number of fields")
         return len(array), fields, np.empty(0, np.uint64)
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     begin = criteo.header_size(data[: 1 << 16]) if name == "csv" else 0
@@ -98,14 +98,14 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
 
 
 def _line_blocks(data: Array, begin: int) -> tuple[int, Array]:
-    """Return the number of lines, where each 256th begins, and the end."""
+    """Return the number of lines, the offset of each 256th, and the end."""
     rows, offsets = 0, [np.array([begin])]
     for at in range(begin, len(data), _CHUNK):
         ends = np.flatnonzero(data[at : at + _CHUNK] == lines.NEWLINE) + (at + 1)
         offsets.append(ends[(-rows - 1) % BLOCK :: BLOCK])
         rows += len(ends)
-    found = np.concatenate(offsets)
+    blocks = np.concatenate(offsets)
     last = begin < len(data) and data[-1] != lines.NEWLINE
     if last or rows % BLOCK:
-        found = np.append(found, len(data))
-    return rows + int(last), found.astype(np.uint64)
+        blocks = np.append(blocks, len(data))
+    return rows + int(last), blocks.astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Tables as lines of text: their bounds, and the format LibSVM."""
+"""Tables as lines of text: their bounds, and the LibSVM format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEWLINE, SPACE, COLON = b"\n :"
 
 
 def bounds(data: Array) -> Array:
-    """Return where each line begins, and the end of the last, which may lack its newline."""
+    """Return the offset of each line, and the end of the last, which may lack its newline."""
     ends = np.flatnonzero(data == NEWLINE) + 1
     if len(data) and (not len(ends) or ends[-1] != len(data)):
         ends = np.append(ends, len(data))
@@ -23,7 +23,7 @@ def bounds(data: Array) -> Array:
 
 
 def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[bytes]:
-    """Yield the lines that begin in each `size` bytes, or in the `first`; all end with ``\\n``."""
+    """Yield the lines that begin in each ``size`` bytes, or first in ``first``. All end with ``\\n``."""
     left = size if first is None else first
     while True:
         data = stream.read(max(left, 0))
@@ -38,16 +38,16 @@ def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[by
 
 
 def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null: bool = False) -> list[Any]:
-    """Parse lines of text into an array of Arrow for each column.
+    """Parse lines of text into an Arrow array per column.
 
     Args:
-        data: the lines, bytes.
-        delimiter: between columns.
-        types: name and Arrow type, such as "float32", of each.
-        null: whether an empty number is a missing one; otherwise it is an error.
+        data: The lines, as bytes.
+        delimiter: Delimiter between columns.
+        types: Name and Arrow type, such as "float32", of each column.
+        null: If True, an empty number is a missing one. Otherwise it is an error.
 
     Raises:
-        RowError: a line has another number of columns, or something that is no number.
+        RowError: A line has the wrong number of columns, or something that is not a number.
     """
     arrow, csv = needed("pyarrow"), needed("pyarrow.csv")
     names = [str(number) for number in range(len(types))]
@@ -65,7 +65,7 @@ def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null:
         )  # fmt: skip
     except arrow.ArrowInvalid as error:
         text = re.sub(_NOISE, "", str(error))
-        text = re.sub(r"column #(\d+)", lambda found: f"column {types[int(found[1])][0]}", text)
+        text = re.sub(r"column #(\d+)", lambda match: f"column {types[int(match[1])][0]}", text)
         raise RowError(text[:200]) from None
     return [column.chunk(0) for column in table.columns]  # one block has one chunk
 
@@ -74,20 +74,20 @@ _NOISE = r"^CSV parse error: |CSV conversion error to \w+: |Row #\d+: |^In CSV |
 
 
 def libsvm_fields(data: Array) -> int:
-    """Return the number of fields of the first line of LibSVM."""
+    """Return the number of fields in the first line, in LibSVM format."""
     return int(np.count_nonzero(data[: bounds(data)[1]] == COLON))
 
 
 def parse_libsvm(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
-    """Parse lines ``label id:value id:value ...``, with ids from 1; all lines have as many fields."""
+    """Parse lines ``label id:value id:value ...``, with ids from 1. All have the same number of fields."""
     data = data[: starts[-1]]
-    loose = starts[1:][data[starts[1:] - 2] == SPACE] - 2  # spaces that end a line
+    loose = starts[1:][data[starts[1:] - 2] == SPACE] - 2  # spaces at the end of a line
     if len(loose):
         data = np.delete(data, loose)
     colons = data == COLON
-    if (found := np.count_nonzero(colons)) != fields * (len(starts) - 1):
-        raise RowError(f"expected a label and {fields} pairs id:value, and there are {found} pairs")
-    data -= colons * np.uint8(COLON - SPACE)  # they become spaces
+    if (pair_count := np.count_nonzero(colons)) != fields * (len(starts) - 1):
+        raise RowError(f"expected a label and {fields} pairs id:value, but there are {pair_count} pairs")
+    data -= colons * np.uint8(COLON - SPACE)  # turns colons into spaces
     pairs = [(f"{part} {n}", kind) for n in range(1, fields + 1) for part, kind in _PAIR]
     parsed = [column.to_numpy() for column in columns(data, " ", [("label", "float32"), *pairs])]
     ids = np.stack(parsed[1::2], axis=1)

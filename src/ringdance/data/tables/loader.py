@@ -1,4 +1,4 @@
-"""Batches of a table in the order of an epoch, read ahead by threads."""
+"""Batches of a table in an epoch's order. Threads read them ahead."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from ringdance.data.tables.rows import BLOCK, Array
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 
-_READ = 4096  # rows that are read at once, in whole batches: parsing few takes as long as parsing hundreds
+# Rows to read at once, in whole batches: parsing a few rows takes as long as parsing hundreds.
+_READ = 4096
 
 Part = tuple[Indices, float, int, int]
 
 
 @dataclass
 class TableBatch:
-    """One rank's part of a global batch.
+    """One rank's share of a global batch.
 
     Attributes:
-        labels: shape (n,), float32.
-        ids: shape (n, fields), int64: rows of the table of embeddings.
-        values: shape (n, fields), float32: their factors.
-        weight: factor for this rank's mean loss, so that the average over ranks is the mean over the rows of
-            the global batch: ``n * size / count``. 0 for a rank that got none: it has one row of padding.
-        position: rows of the epoch that all ranks have consumed after this batch.
-        count: rows of the global batch.
+        labels: Shape (n,), float32.
+        ids: Shape (n, fields), int64. Rows in the embedding table.
+        values: Shape (n, fields), float32. Factors of the embeddings.
+        weight: Factor for this rank's mean loss, ``n * size / count``. With it, the average over ranks is the
+            mean over the rows in the global batch. 0 if the rank got no rows: it has one padding row.
+        position: Rows of the epoch that all ranks have consumed after this batch.
+        count: Rows in the global batch.
     """
 
     labels: Any
@@ -43,28 +44,29 @@ class TableBatch:
     count: int
 
     def converted(self, make: Callable[[Array], Any]) -> TableBatch:
-        """Return the same with what `make` makes of labels, ids and values."""
+        """Return a copy with ``make`` applied to labels, ids and values."""
         return replace(self, labels=make(self.labels), ids=make(self.ids), values=make(self.values))
 
 
 class TableLoader(Batches):
-    """Batches of a table, the rest of an epoch at each iteration.
+    """Batches of a table. Each iteration yields the rest of the current epoch.
 
-    An epoch takes blocks of 256 rows in an order drawn from ``seed`` and the epoch, the same for any format
-    and any number of ranks; each rank reads only its own part.
+    An epoch takes blocks of 256 rows in an order drawn from ``seed`` and the epoch's number. The order is the
+    same for any format and any number of ranks. Each rank reads only its own share.
 
     Args:
-        table: what is read.
-        batch_size: rows for this rank in each batch.
-        shuffle: another order of the blocks in each epoch; otherwise that of the files.
-        seed: of the order.
-        rank, size: of the job; every rank gets its part of each global batch.
-        threads: that read and parse.
-        prefetch: batches that are prepared ahead, at least.
-        drop_last: leave out the last global batch of an epoch where it is short.
+        table: The table to read.
+        batch_size: Rows per batch on each rank.
+        shuffle: If True, use a different order of the blocks in each epoch. Otherwise use the files' order.
+        seed: Seed of the order.
+        rank: This process's rank. Each rank gets its share of each global batch.
+        size: Number of ranks.
+        threads: Number of threads that read and parse.
+        prefetch: Minimum number of batches to prepare ahead.
+        drop_last: If True, skip an epoch's last global batch if it is short.
 
     Raises:
-        ArgumentError: an argument is wrong, or a row is broken: with its number and file, when iterating.
+        ArgumentError: An argument is wrong. When iterating: a row is broken (names the row and file).
     """
 
     def __init__(
@@ -80,25 +82,25 @@ class TableLoader(Batches):
     thread_name = "ringdance-table"
 
     def parts(self, epoch: Epoch) -> Iterator[list[Part]]:
-        """Yield the batches that are read at once."""
+        """Yield groups of batches that are read at once."""
         parts = epoch.plan.batches()
         return iter(lambda: list(islice(parts, self._together)), [])
 
     def prepare(self, epoch: Epoch, part: list[Part]) -> Wait:
-        """Give a thread some batches."""
+        """Submit a group of batches to a thread."""
         return epoch.pool.submit(self._read, part, epoch.stop).result
 
     def _read(self, parts: list[Part], stopped: threading.Event) -> list[TableBatch]:
-        """Read the rows of some batches at once."""
+        """Read the rows of a group of batches at once."""
         if stopped.is_set():
             return []
         try:
             rows = self.table.read(np.concatenate([part[0] for part in parts]))
         except ArgumentError as error:
             raise ArgumentError(f"{self.plan.where}{error}") from None
-        found, start = [], 0
+        batches, start = [], 0
         for numbers, weight, position, count in parts:
             stop = start + len(numbers)
-            found.append(TableBatch(*rows.part(start, stop), weight, position, count))
+            batches.append(TableBatch(*rows.part(start, stop), weight, position, count))
             start = stop
-        return found
+        return batches

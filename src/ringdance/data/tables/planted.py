@@ -1,8 +1,8 @@
-"""Rows like Criteo's whose probability of a click is known: to compare models with the best possible one.
+"""Rows like Criteo's with a known click probability, to compare models with the best possible one.
 
-The logit of a row is a factorization machine of hidden weights and factors: a bias, a weight for each field,
-and the inner products of the factors of all pairs of fields. A linear model finds the weights only. Rare
-categories have neither weight nor factors, since no number of rows would show them.
+A row's logit is a factorization machine with hidden weights and factors: a bias, a weight for each field, and
+the inner products of the factors for all pairs of fields. A linear model can find the weights only. Rare
+categories have neither weights nor factors, because no number of rows would show them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows
 
 BLOCK = 1 << 14
-"""Rows that are drawn at once: a part of the seed, so that fewer rows are the first of more."""
+"""Rows drawn at once. The block's number is part of the seed, so fewer rows are the first of more."""
 _CATEGORIES = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10,
     5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
-"""Categories of each column, as of Criteo's display advertising challenge."""
+"""Number of categories in each column, as in Criteo's display advertising challenge."""
 _MISSING_NUMBERS = (0.44, 0, 0.22, 0.22, 0.02, 0.22, 0.04, 0, 0.04, 0.44, 0.04, 0.76, 0.22)
 _MISSING_CATEGORIES = {2: 0.03, 3: 0.03, 5: 0.12, 11: 0.03, 15: 0.03, 18: 0.44, 19: 0.44, 20: 0.03, 21: 0.76,
                        23: 0.03, 24: 0.44, 25: 0.44}  # fmt: skip
-_MEDIANS = (1, 3, 6, 4, 2700, 33, 3, 7, 38, 1, 1, 1, 4)  # of the numbers
+_MEDIANS = (1, 3, 6, 4, 2700, 33, 3, 7, 38, 1, 1, 1, 4)  # medians of the numbers
 _POWER = 1.15  # the k-th most frequent category has a share of about k ** -_POWER
-_KNOWN = 1024  # most frequent categories of a column that have weights
-_PAIRED = 120  # a column with more categories has no factors: each pair of categories must come often
+_KNOWN = 1024  # number of most frequent categories in a column that have weights
+_PAIRED = 120  # columns with more categories have no factors, because each pair must occur often
 _FACTORS = 4
 _POSITIVE = 0.25
 
@@ -40,10 +40,10 @@ class PlantedRows:
     """Some rows, and what they were drawn from.
 
     Attributes:
-        labels: shape (n,), int8: 1 for a click.
-        numbers: shape (n, 13), float64: whole numbers, NaN where missing.
-        texts: of the 26 categories: 8 hexadecimal digits, or empty where missing.
-        probabilities: shape (n,), float64: of a click.
+        labels: Shape (n,), int8. 1 for a click.
+        numbers: Shape (n, 13), float64. Whole numbers, or NaN if missing.
+        texts: Strings of the 26 categories: 8 hexadecimal digits, or empty if missing.
+        probabilities: Shape (n,), float64. Probability of a click.
     """
 
     labels: Array
@@ -60,21 +60,21 @@ class PlantedRows:
         )  # fmt: skip
 
     def rows(self, table_size: int = 1_000_000) -> Rows:
-        """Return ids and values, as a file of these columns would have."""
-        found = Rows.empty(len(self.labels), criteo.FIELDS)
-        found.labels[:] = self.labels
-        criteo.transform(self.numbers, self.texts, found, table_size)
-        return found
+        """Return ids and values, as if read from a file with these columns."""
+        rows = Rows.empty(len(self.labels), criteo.FIELDS)
+        rows.labels[:] = self.labels
+        criteo.transform(self.numbers, self.texts, rows, table_size)
+        return rows
 
 
 def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[PlantedRows]:
-    """Draw rows, up to 16,384 at once.
+    """Draw rows, up to 16,384 at a time.
 
     Args:
-        rows: how many; fewer rows are the first of more.
-        seed: of the hidden weights and of the rows.
-        day: other rows with the same weights for each, from 0.
-        start: number of the first.
+        rows: Number of rows. Fewer rows are the first of more.
+        seed: Seed of the hidden weights and of the rows.
+        day: Number of the day, from 0. Each day has different rows with the same weights.
+        start: Number of the first row.
     """
     check_positive(rows=rows)
     stop = start + rows
@@ -85,7 +85,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
 @lru_cache(maxsize=1)
 class _Hidden:
-    """Weights and factors of the fields: column 0 the weight, then the factors."""
+    """Weights and factors of the fields. Column 0 is the weight, the others are the factors."""
 
     def __init__(self, seed: int) -> None:
         random = np.random.RandomState([seed, 1 << 20])
@@ -95,10 +95,10 @@ class _Hidden:
             table = random.standard_normal((min(count, _KNOWN) + 1, 1 + _FACTORS)) * 0.4
             share = np.arange(1, len(table)) ** -_POWER
             table[:, 0] *= 0.6
-            # A mean other than zero would be a weight of the other column, which a linear model finds too.
+            # A nonzero mean would act as a weight of the other column, which a linear model finds too.
             table[:, 1:] -= share @ table[:-1, 1:] / share.sum()
             table[:, 1:] *= count <= _PAIRED
-            table[-1] = 0  # of rare categories
+            table[-1] = 0  # rare categories
             self.categories.append(table)
         logits = self.columns(random)[3]
         low, high = -30.0, 30.0
@@ -111,13 +111,13 @@ class _Hidden:
 
     def draw(self, random: np.random.RandomState) -> PlantedRows:
         """Draw a block."""
-        numbers, words, there, logits = self.columns(random)
+        numbers, words, present, logits = self.columns(random)
         probabilities = _sigmoid(logits + self.bias)
         labels = (random.random_sample(BLOCK) < probabilities).astype(np.int8)
-        return PlantedRows(labels, numbers, list(map(_texts, words, there)), probabilities)
+        return PlantedRows(labels, numbers, list(map(_texts, words, present)), probabilities)
 
     def columns(self, random: np.random.RandomState) -> tuple[Array, Array, Array, Array]:
-        """Draw numbers, categories' words, which of these are there, and the logits without the bias."""
+        """Draw numbers, the categories' words, which words are present, and the logits without the bias."""
         total, squares = np.zeros((2, BLOCK, 1 + _FACTORS))
         numbers = np.empty((BLOCK, criteo.NUMERIC))
         for column, hidden in enumerate(self.numbers):
@@ -128,27 +128,27 @@ class _Hidden:
             total += effect
             squares += effect**2
         words = np.empty((criteo.CATEGORICAL, BLOCK), np.uint32)
-        there = np.empty((criteo.CATEGORICAL, BLOCK), bool)
+        present = np.empty((criteo.CATEGORICAL, BLOCK), bool)
         for column, table in enumerate(self.categories):
             rank = _power_law(random.random_sample(BLOCK), _CATEGORIES[column])
             words[column] = criteo.mixed(rank.astype(np.uint64) | np.uint64(column + 1 << 32))
-            there[column] = random.random_sample(BLOCK) >= _MISSING_CATEGORIES.get(column, 0)
-            effect = table[np.where(there[column], np.minimum(rank, len(table) - 1), -1)]
+            present[column] = random.random_sample(BLOCK) >= _MISSING_CATEGORIES.get(column, 0)
+            effect = table[np.where(present[column], np.minimum(rank, len(table) - 1), -1)]
             total += effect
             squares += effect**2
         pairs = (total[:, 1:] ** 2 - squares[:, 1:]).sum(axis=1) / 2
-        return numbers, words, there, total[:, 0] + pairs
+        return numbers, words, present, total[:, 0] + pairs
 
 
 def _power_law(uniform: Array, count: int) -> Array:
-    """Return categories from 0, by frequency, of uniform numbers in [0, 1)."""
+    """Map uniform numbers in [0, 1) to categories, numbered from 0 by descending frequency."""
     power = 1 - _POWER
-    found = (1 + uniform * ((count + 1) ** power - 1)) ** (1 / power)
-    return np.minimum(found.astype(np.int64) - 1, count - 1)
+    ranks = (1 + uniform * ((count + 1) ** power - 1)) ** (1 / power)
+    return np.minimum(ranks.astype(np.int64) - 1, count - 1)
 
 
 def _texts(words: Array, there: Array) -> criteo.Texts:
-    """Return 8 hexadecimal digits for each number that is there, else nothing."""
+    """Return 8 hexadecimal digits for each word that is present, and nothing for others."""
     shifts = np.arange(28, -1, -4, dtype=np.uint32)
     data = _DIGITS[words[there][:, None] >> shifts & np.uint32(15)]
     return np.append(0, np.cumsum(there * 8)).astype(np.int32), np.ascontiguousarray(data).reshape(-1)

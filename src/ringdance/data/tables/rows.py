@@ -10,24 +10,24 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 BLOCK = 256
-"""Rows that stay together where a table is shuffled, and whose place in a file its index holds."""
+"""Rows that stay together when a table is shuffled. A file's index holds each block's offset."""
 
 
 PADDING = 32
-"""Bytes behind those that are parsed, so that reading a few beyond the end needs no check."""
+"""Bytes after the parsed data, so that reading a few bytes beyond the end needs no check."""
 
 
 class RowError(ValueError):
-    """Rows are broken: says what was expected. A table adds the file and the row."""
+    """Rows are broken. The message says what was expected; a table adds the file and the row."""
 
 
 class Rows(NamedTuple):
     """Rows of a table.
 
     Attributes:
-        labels: shape (n,), float32: 0 or 1.
-        ids: shape (n, fields), int64: rows of the table of embeddings.
-        values: shape (n, fields), float32: their factors.
+        labels: Shape (n,), float32. 0 or 1.
+        ids: Shape (n, fields), int64. Rows in the embedding table.
+        values: Shape (n, fields), float32. Factors of the embeddings.
     """
 
     labels: Array
@@ -40,13 +40,13 @@ class Rows(NamedTuple):
 
     @classmethod
     def empty(cls, count: int, fields: int) -> Rows:
-        """Return memory for rows."""
+        """Allocate rows, uninitialized."""
         shape = (count, fields)
         return cls(np.empty(count, np.float32), np.empty(shape, np.int64), np.empty(shape, np.float32))
 
     @classmethod
     def joined(cls, parts: Sequence[Rows], fields: int) -> Rows:
-        """Return the rows of all parts; without a copy if there is one."""
+        """Join the rows of all parts. Does not copy if there is only one part."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate(arrays) for arrays in zip(cls.empty(0, fields), *parts, strict=True)))
@@ -57,16 +57,16 @@ class Rows(NamedTuple):
         return cls(array["label"], array["ids"].astype(np.int64), array["values"])
 
     def packed(self) -> Array:
-        """Return them as an array of dtype ``dtype(fields)``: as files of the format ``rows`` hold them."""
+        """Return an array of dtype ``dtype(fields)``, as stored in files of the format ``rows``."""
         array = np.empty(len(self.labels), dtype(self.ids.shape[1]))
         array["label"], array["ids"], array["values"] = self
         return array
 
     def check(self, table_size: int) -> None:
-        """Raise RowError for what no row may have: the first such id, label or value."""
+        """Raise RowError for the first id, label or value that is not allowed in a row."""
         if not len(self.labels):
             return
-        if self.ids.view(np.uint64).max(initial=0) >= table_size:  # negative ones are large there
+        if self.ids.view(np.uint64).max(initial=0) >= table_size:  # negative ids are large as uint64
             wrong = self.ids[(self.ids < 0) | (self.ids >= table_size)][0]
             raise RowError(f"id {wrong} (from 0) is beyond the table: expected 0 to {table_size - 1}")
         right = (self.labels >= 0) & (self.labels <= 1)
@@ -79,15 +79,15 @@ class Rows(NamedTuple):
 def by_halves(
     read: Callable[[int, int], Rows], count: int, table_size: int
 ) -> Iterator[tuple[int, Rows | RowError]]:
-    """Read rows and check them, all at once if none is broken; broken ones are found by halves.
+    """Read rows and check them, all at once if none is broken. Otherwise find broken rows by bisection.
 
     Args:
-        read: takes begin and end.
-        count: of all rows.
-        table_size: ids are below it.
+        read: Function that takes begin and end.
+        count: Number of rows.
+        table_size: Upper bound of the ids, exclusive.
 
     Yields:
-        The number of the first row, and the rows; or for a broken one what is wrong.
+        The number of the first row, and the rows, or for a broken row the error.
     """
     todo = [(0, count)] if count else []
     while todo:
@@ -105,12 +105,12 @@ def by_halves(
 
 
 def dtype(fields: int) -> np.dtype[np.void]:
-    """Return the dtype of a row in a file of the format ``rows``."""
+    """Return a row's dtype in a file of the format ``rows``."""
     return np.dtype([("label", "<f4"), ("ids", "<i4", (fields,)), ("values", "<f4", (fields,))])
 
 
 def header(count: int, kind: np.dtype[Any]) -> bytes:
-    """Return what a ``.npy`` file with so many elements of a dtype begins with."""
+    """Return the header of a ``.npy`` file with ``count`` elements of a dtype."""
     memory = io.BytesIO()
     about = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(memory, about)

@@ -1,9 +1,9 @@
-"""A split of a table on disk: its files, in any of the formats, and where their rows are.
+"""A split of a table on disk: its files, in any of the formats, and the locations of their rows.
 
-Note [The index of a table]: ``train.json`` describes the files of the split ``train``. Where rows are not
-all of one length, ``train.npy`` holds the offset of each block of 256 rows (uint64): of each file in turn,
-that of its first block (behind a header), of the others, and the end of the last. Files without an index
-are scanned for it once, when they are opened.
+Note [The index of a table]: ``train.json`` describes the files of the split ``train``. If rows differ in
+length, ``train.npy`` holds the offset of each block of 256 rows (uint64). For each file in turn, it has the
+offsets of the first block (after a header) and of all others, and the end of the last. Files without an
+index are scanned for these offsets once, when they are opened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringdance.data.tables.lines import NEWLINE
 from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves, dtype
 from ringdance.errors import ArgumentError
 
-_LABELS = 1 << 16  # rows that are read at once to compare their labels
+_LABELS = 1 << 16  # rows to read at once when comparing labels
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class TableFile:
     """One file of a split.
 
     Attributes:
-        name: relative to the table's directory.
-        rows: how many it has.
-        size: in bytes.
-        crc32c: of the whole file; None where it was not made by Ringdance.
+        name: Path relative to the table's directory.
+        rows: Number of rows.
+        size: Size in bytes.
+        crc32c: CRC-32C of the whole file. None if Ringdance did not write it.
     """
 
     name: str
@@ -46,16 +46,16 @@ class TableFile:
 
 @dataclass(frozen=True)
 class Table(Files):
-    """One split of a table on disk; :meth:`open` makes it.
+    """One split of a table on disk. ``open`` creates it.
 
     Attributes:
-        path: the directory.
-        split: such as "train".
+        path: Directory.
+        split: Name of the split, such as "train".
         format: "rows", "tfrecord", "libsvm" or "csv".
-        fields: pairs of id and value in each row.
-        table_size: rows of the table of embeddings: ids are below it.
-        files: in the order of the rows.
-        offsets: see Note [The index of a table]; empty for the format ``rows``.
+        fields: Pairs of id and value in each row.
+        table_size: Rows in the embedding table: the upper bound of the ids, exclusive.
+        files: The files, in the order of the rows.
+        offsets: See Note [The index of a table]. Empty for the format ``rows``.
     """
 
     path: Path
@@ -74,13 +74,13 @@ class Table(Files):
         """Open a prepared directory, or a file of one of the formats.
 
         Args:
-            path: a directory with ``train.json``, or a file without an index: it is scanned once.
-            split: the name of the index.
-            table_size: rows of the table of embeddings; needed without an index, which knows it.
-            format: of a file without an index; by default by its name, or what it begins with.
+            path: A directory with ``train.json``, or a file without an index, which is scanned once.
+            split: Name of the split, whose index is read.
+            table_size: Rows in the embedding table. Required without an index, which has it.
+            format: Format of a file without an index. Defaults to a guess from its name or content.
 
         Raises:
-            ArgumentError: it is missing, or does not fit its index or `table_size`.
+            ArgumentError: It is missing, or does not match its index or ``table_size``.
         """
         where = Path(path)
         if where.is_dir():
@@ -88,7 +88,7 @@ class Table(Files):
         if not where.exists():
             raise ArgumentError(f"{where}: no such file or directory")
         if table_size is None:
-            raise ArgumentError(f"{where} has no index that says its table's size: give table_size=.")
+            raise ArgumentError(f"{where} does not have an index with its table size: give table_size=.")
         try:
             with open(where, "rb") as stream:
                 name = format or format_of(stream.read(1 << 16), where.suffix)
@@ -104,9 +104,9 @@ class Table(Files):
         if table_size not in (None, about["table_size"]):
             raise ArgumentError(
                 f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} "
-                "(--table-size of `ringdance data prepare criteo`). Give that one or none, or prepare again."
+                "(--table-size of `ringdance data prepare criteo`). Use that one or none, or prepare again."
             )
-        files = [TableFile(**one) for one in about["files"]]
+        files = [TableFile(**file) for file in about["files"]]
         is_rows = about["format"] == "rows"
         offsets = np.empty(0, np.uint64) if is_rows else read_array(index.with_suffix(".npy"), about)
         return cls(
@@ -114,9 +114,9 @@ class Table(Files):
         )
 
     def write(self) -> None:
-        """Write the index; a process that opens it meanwhile finds the old one or none."""
+        """Write the index. A process that opens it at the same time finds the old index or none."""
         about = {"kind": TABLE, "format": self.format, "fields": self.fields, "table_size": self.table_size}
-        files = [asdict(one) for one in self.files]
+        files = [asdict(file) for file in self.files]
         offsets = None if self.format == "rows" else self.offsets
         write_index(self.path / f"{self.split}.json", about | {"files": files}, offsets)
 
@@ -125,32 +125,32 @@ class Table(Files):
 
     @cached_property
     def _first(self) -> Array:
-        """The number of each file's first row, and of the row behind the last."""
-        return np.cumsum([0, *(one.rows for one in self.files)])
+        """The number of each file's first row, and of the row after the last."""
+        return np.cumsum([0, *(file.rows for file in self.files)])
 
     @cached_property
     def _begin(self) -> Array:
-        """The place of each file's first offset."""
+        """The position of each file's first offset."""
         return np.cumsum([0, *map(_offsets, self.files)])
 
     def read(self, numbers: Indices) -> Rows:
-        """Return rows by their numbers. Any thread may call it; runs of numbers are read at once.
+        """Read rows by their numbers. Any thread may call it. Consecutive numbers are read at once.
 
         Raises:
-            ArgumentError: a file is missing, was changed, or a row is broken: names file and row.
+            ArgumentError: A file is missing or was changed, or a row is broken. Names the file and the row.
         """
         read, parts = self._rows if self.format == "rows" else self._parsed, []
-        for at, found in by_halves(lambda a, b: read(numbers[a:b]), len(numbers), self.table_size):
-            if isinstance(found, RowError):
+        for at, rows in by_halves(lambda a, b: read(numbers[a:b]), len(numbers), self.table_size):
+            if isinstance(rows, RowError):
                 ((file, row, _),) = self._runs(numbers[at : at + 1])
                 header = self.format == "csv" and self.offsets[self._begin[file]] > 0
                 unit = "row" if self.format == "rows" else FORMATS[self.format].unit
-                raise ArgumentError(f"{self._name(file)}, {unit} {row + 1 + header}: {found}") from None
-            parts.append(found)
+                raise ArgumentError(f"{self._name(file)}, {unit} {row + 1 + header}: {rows}") from None
+            parts.append(rows)
         return Rows.joined(parts, self.fields)
 
     def only_label(self) -> float | None:
-        """Return the label that all rows have, or None: there are both, as the first rows mostly show."""
+        """Return the label that all rows share, or None if both occur. Usually reads the first rows only."""
         first = None
         for start in range(0, len(self), _LABELS):
             labels = self.read(np.arange(start, min(start + _LABELS, len(self)))).labels
@@ -160,15 +160,15 @@ class Table(Files):
         return first if first is None else float(first)
 
     def _rows(self, numbers: Indices) -> Rows:
-        found, at = Rows.empty(len(numbers), self.fields), 0
+        rows, at = Rows.empty(len(numbers), self.fields), 0
         for file, start, stop in self._runs(numbers):
-            some = self._mapped(file)[start:stop]
-            part = found.part(at, at := at + stop - start)
-            part.labels[:], part.ids[:], part.values[:] = some["label"], some["ids"], some["values"]
-        return found
+            mapped = self._mapped(file)[start:stop]
+            part = rows.part(at, at := at + stop - start)
+            part.labels[:], part.ids[:], part.values[:] = mapped["label"], mapped["ids"], mapped["values"]
+        return rows
 
     def _parsed(self, numbers: Indices) -> Rows:
-        """Read the blocks that have the rows, leave out other rows, and parse all at once."""
+        """Read the blocks that contain the rows, drop other rows, and parse all at once."""
         form = FORMATS[self.format]
         pieces: list[Array] = []
         bounds: list[Array] = []
@@ -181,7 +181,7 @@ class Table(Files):
             if len(ends) - 1 != min(last * BLOCK, self.files[file].rows) - first * BLOCK:
                 raise ArgumentError(
                     f"{self._name(file)}: bytes {offsets[first]} to {offsets[last]} hold {len(ends) - 1} "
-                    "rows, which is not what the index says: was it changed? Copy or prepare it again."
+                    "rows, not what the index says. Was the file changed? Copy it or prepare it again."
                 )
             ends = ends[start - first * BLOCK : stop - first * BLOCK + 1]
             pieces.append(data[ends[0] : ends[-1]])
@@ -194,11 +194,11 @@ class Table(Files):
         return form.parse(joined, np.concatenate([*bounds, [size]]), self.fields, self.table_size)
 
     def _runs(self, numbers: Indices) -> list[tuple[int, int, int]]:
-        """Divide numbers into runs: the file, and the first and the last row there (exclusive)."""
+        """Divide numbers into runs: the file, its first row in the run, and the row after the last."""
         if not len(numbers):
             return []
         if not 0 <= numbers.min() <= numbers.max() < len(self):
-            raise ArgumentError(f"{self.path}: {self.split} has rows 0 to {len(self) - 1} only")
+            raise ArgumentError(f"{self.path}: {self.split} has only rows 0 to {len(self) - 1}")
         files = np.searchsorted(self._first, numbers, "right") - 1
         starts = np.flatnonzero(np.append(True, (np.diff(numbers) != 1) | (np.diff(files) != 0)))
         files, lengths = files[starts], np.diff(np.append(starts, len(numbers)))
@@ -210,22 +210,22 @@ class Table(Files):
 
     @cached_property
     def _mapped(self) -> OpenFiles[Array]:
-        """Return a file's rows or bytes, mapped into memory."""
+        """The files' rows or bytes, mapped into memory."""
         return OpenFiles(self._name, self._map, len(self.files))
 
     def _map(self, file: int, name: Path) -> Array:
         size = name.stat().st_size
         if size != self.files[file].size:
-            raise ArgumentError(f"{name} has {size} bytes, and {self.files[file].size} by its index.")
+            raise ArgumentError(f"{name} has {size} bytes, but its index says {self.files[file].size}.")
         if self.format != "rows":
             return np.memmap(name, np.uint8, "r").view(np.ndarray)
-        found = read_npy(name)
-        if found.dtype != dtype(self.fields) or len(found) != self.files[file].rows:
+        array = read_npy(name)
+        if array.dtype != dtype(self.fields) or len(array) != self.files[file].rows:
             expected = f"{self.files[file].rows} rows of {self.fields} fields"
-            raise damaged(name, f"{len(found)} of {found.dtype}, and {expected} by its index")
-        return found.view(np.ndarray)
+            raise damaged(name, f"it has {len(array)} of {array.dtype}, but its index says {expected}")
+        return array.view(np.ndarray)
 
 
 def _offsets(file: TableFile) -> int:
-    """Return the number of offsets of a file: see Note [The index of a table]."""
+    """Return a file's number of offsets. See Note [The index of a table]."""
     return -(-file.rows // BLOCK) + 1

@@ -1,4 +1,4 @@
-"""Write a table: a file in any of the formats, and the index of all files."""
+"""Write a table: a file in either format, and the index of all files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ringdance.data.tables.table import Table, TableFile
 from ringdance.errors import ArgumentError
 
 ENDS = {"rows": "npy", "tfrecord": "tfrecord"}
-"""What the names of files end with, by format."""
+"""File name extensions, by format."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is complete.
+    """A complete file.
 
     Attributes:
-        file: for the index.
-        offsets: of its blocks: see Note [The index of a table].
+        file: Description for the index.
+        offsets: Offsets of its blocks. See Note [The index of a table].
     """
 
     file: TableFile
@@ -33,18 +33,18 @@ class Written:
 
 
 class TableWriter:
-    """A file of a table; it gets its name when it is complete: use it in a ``with`` statement.
+    """A table's file, for use in a ``with`` statement. It appears under its name only when it is complete.
 
     Args:
-        path: its name.
+        path: Path of the file.
         format: "rows" or "tfrecord".
-        count: rows that will be written; the format ``rows`` begins with it.
-        fields: pairs of each row.
+        count: Rows that will be written. The format ``rows`` stores it at the beginning.
+        fields: Pairs in each row.
     """
 
     def __init__(self, path: Path, format: str, count: int, fields: int) -> None:
         if format not in ENDS:
-            raise ArgumentError(f"format {format!r}: choose one of {', '.join(ENDS)}")
+            raise ArgumentError(f"format {format!r} is not supported. Use one of {', '.join(ENDS)}.")
         self.path, self.format, self.count = path, format, count
         self._file, self._rows = ShardWriter(path), 0
         if format == "rows":
@@ -60,7 +60,7 @@ class TableWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Complete the file; after an error remove it."""
+        """Complete the file. Remove it after an error."""
         wrong = None
         if error is None and self._rows != self.count:
             wrong = error = ArgumentError(f"{self.path}: {self._rows} rows were written, not {self.count}")
@@ -70,7 +70,7 @@ class TableWriter:
 
     @property
     def written(self) -> Written:
-        """What the index needs; after the ``with`` statement."""
+        """What the index needs. Available after the ``with`` statement."""
         file = TableFile(self.path.name, self._rows, self._file.size, self._file.crc32c)
         empty = not self._rows and self.format != "rows"
         return Written(file, np.zeros(1, np.uint64) if empty else scan(self.path, self.format)[2])
@@ -79,8 +79,8 @@ class TableWriter:
 def write_index(
     directory: Path, split: str, format: str, fields: int, table_size: int, files: Sequence[Written]
 ) -> Table:
-    """Write the index of files in a directory, and return the table."""
-    offsets = np.concatenate([one.offsets for one in files])
-    table = Table(directory, split, format, fields, table_size, [one.file for one in files], offsets)
+    """Write the index of the files in a directory. Returns the table."""
+    offsets = np.concatenate([written.offsets for written in files])
+    table = Table(directory, split, format, fields, table_size, [written.file for written in files], offsets)
     table.write()
     return table

@@ -1,1 +1,1 @@
-"""DeepFM on logs of clicks, for CPU hosts: training and scoring."""
+"""DeepFM on click logs, for CPU hosts: training and scoring."""

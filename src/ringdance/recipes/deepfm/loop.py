@@ -1,4 +1,4 @@
-"""The loop of train_torch.py and train_keras.py: options, epochs, evaluation, checkpoints, what is shown."""
+"""The loop of train_torch.py and train_keras.py: options, epochs, evaluation, checkpoints, output."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def options(manual: str) -> argparse.Namespace:
     text = "a prepared directory, or a file: Criteo's CSV or TSV, LibSVM, TFRecord; SageMaker: channel train"
     add("data", metavar="DATA", nargs="?", default=os.environ.get("SM_CHANNEL_TRAIN"), help=text)
     add("--table-size", type=int, metavar="N", help="for a file: rows of the table; default: 1,000,000")
-    add("--validation", metavar="DATA", help="default: the split `validation` of DATA, else its own rows")
+    add("--validation", metavar="DATA", help="default: split `validation` of DATA, otherwise its own rows")
     add("--epochs", type=count, default=1, metavar="N", help="default: 1")
     add("--batch-size", type=count, default=2048, metavar="N", help="rows for each rank; default: 2048")
-    add("--dim", type=count, default=16, metavar="N", help="factors of each row of the table; default: 16")
+    add("--dim", type=count, default=16, metavar="N", help="factors in each table row; default: 16")
     add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="widths; default: 400,400,400")
     shown = "; default: %(default)g"
     add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam, for the layers{shown}")
     text = f"Adagrad, for the table{shown}"
     add("--table-rate", type=float, default=rates.TABLE_RATE, metavar="R", help=text)
-    text = f"Adagrad's first sum of squares, of gradients summed over a batch of all ranks{shown}"
+    text = f"Adagrad's initial sum of squares, for gradients summed over a batch of all ranks{shown}"
     add("--first-sum", type=float, default=rates.FIRST_SUM, metavar="S", help=text)
     text = f"multiply --rate by b^F, --table-rate by b^(-F/2); b: batch of all ranks / {rates.BATCH}{shown}"
     add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
-    add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the rates{shown}")
-    add("--sharded", action="store_true", help="each rank has a part of the table, not all of it")
-    add("--threads", type=count, default=1, metavar="N", help="of each rank that read and parse; default: 1")
+    add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the full rates{shown}")
+    add("--sharded", action="store_true", help="divide the table among the ranks instead of copying it")
+    add("--threads", type=count, default=1, metavar="N", help="reading threads on each rank; default: 1")
     add("--evaluate-every", type=count, metavar="STEPS", help="default: after each epoch")
-    add("--patience", type=count, metavar="N", help="end after N evaluations without a better AUC")
-    add("--warm-start", metavar="MODEL", help="begin with a model that --export has written")
+    add("--patience", type=count, metavar="N", help="stop after N evaluations without a better AUC")
+    add("--warm-start", metavar="MODEL", help="start with a model that --export has written")
     parser.add_shared(keep=2, log_every=50)
     given = parser.parse_args()
     if given.data is None:
@@ -57,17 +57,18 @@ def options(manual: str) -> argparse.Namespace:
 
 
 class Model:
-    """What the models of train_torch.py and train_keras.py share: see Note [Models of recipes].
+    """Base class of the models in train_torch.py and train_keras.py. See Note [Models of recipes].
 
-    They have ``step(batch, rate)``, which updates by one batch and returns the mean loss of this rank's rows;
-    ``predict(ids, values)``, which returns probabilities, shape (n,); and ``export_layers(directory)``.
+    Subclasses have ``step(batch, rate)``, which updates the model with one batch and returns the mean loss of
+    this rank's rows; ``predict(ids, values)``, which returns probabilities, shape (n,); and
+    ``export_layers(directory)``.
     """
 
     framework: str
     table: hvd.EmbeddingTable
 
     def __init__(self) -> None:
-        self.losses: list[float] = []  # of the steps since figures() was called
+        self.losses: list[float] = []  # losses of the steps since the last call of figures()
         self.checks: Any = None  # a loader of the validation rows
 
     def figures(self) -> dict[str, float]:
@@ -79,41 +80,41 @@ class Model:
     def evaluate(self) -> dict[str, float]:
         """Return AUC, log-loss and calibration on the validation rows, each counted once.
 
-        All ranks take part, each with a part of the rows: no rank waits for rank 0.
+        All ranks join in, each with a share of the rows: no rank waits for rank 0.
         """
         scores = hvd.BinaryScores()
         self.checks.set_epoch(0)
         for batch in self.checks:
-            found = self.predict(batch.ids, batch.values)  # type: ignore[attr-defined]
-            if batch.weight:  # else padding
-                scores.add(found, batch.labels)
+            predictions = self.predict(batch.ids, batch.values)  # type: ignore[attr-defined]
+            if batch.weight:  # otherwise padding
+                scores.add(predictions, batch.labels)
         return scores.result()
 
     def described(self, at: Position, found: dict[str, float]) -> str:
-        """Return the text of an evaluation."""
+        """Format an evaluation."""
         return f"after step {at.step}: {scores_of(found)}"
 
     def average_statistics(self) -> None:
         """Do nothing: the layers have no statistics."""
 
     def export(self, directory: Path) -> None:
-        """Write what score.py needs beside the table, and what --warm-start needs."""
+        """Write what score.py needs in addition to the table, and what --warm-start needs."""
         self.export_layers(directory)  # type: ignore[attr-defined]
         write(directory / "layers.npz", self.state())  # type: ignore[attr-defined]
 
 
 def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
-    """Begin with an exported model, which must be as ``about`` says; collective."""
+    """Start with an exported model, which must match ``about``. Collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
-        """Return its layers, or what is wrong with it."""
+        """Return the model's layers, or what is wrong with it."""
         try:
-            found = whole_model(start)
+            exported_about = whole_model(start)
         except ArgumentError as error:
             return {}, str(error)
         for name, value in {"framework": model.framework, **about}.items():
-            if found.get(name) != value:
-                return {}, f"its {name} is {found.get(name)}, here it is {value}"
+            if exported_about.get(name) != value:
+                return {}, f"its {name} is {exported_about.get(name)}, but here it is {value}"
         with np.load(start / "layers.npz") as saved:
             return dict(saved), ""
 
@@ -125,7 +126,7 @@ def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
 
 
 def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
-    """Return the rows to train on, those to evaluate, and what the latter are."""
+    """Return the rows to train on, the rows to evaluate, and the name of the latter."""
     size = given.table_size or (None if Path(given.data).is_dir() else 1_000_000)
     try:
         data = Table.open(given.data, table_size=size)
@@ -140,32 +141,33 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
         raise SystemExit(str(error)) from None
     if given.patience:
         raise SystemExit(
-            f"--patience {given.patience} needs rows that are not trained on: give --validation DATA, or "
-            "prepare with --validation 0.1"
+            f"--patience {given.patience} needs rows that are not trained on. Use --validation DATA, or "
+            "prepare the data with --validation 0.1."
         )
     return data, data, TRAINED_ON
 
 
 def unusable(splits: dict[str, Table]) -> str:
-    """Return why rows are not worth training on or evaluating, or "": their labels are all the same."""
+    """Return why rows are not worth training on or evaluating (all labels are the same), or ""."""
     try:
         labels = {name: data.only_label() for name, data in splits.items()}
     except ArgumentError as error:
         return str(error)
-    found = [
-        f"{name}: all {len(splits[name]):,} labels are {one:g}"
-        for name, one in labels.items() if one is not None
+    problems = [
+        f"{name}: all {len(splits[name]):,} labels are {label:g}"
+        for name, label in labels.items() if label is not None
     ]  # fmt: skip
-    return f"{'; '.join(found)}. AUC needs rows with and rows without clicks." if found else ""
+    return f"{'; '.join(problems)}. AUC needs rows with and rows without clicks." if problems else ""
 
 
 def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     """Train as the command line says.
 
     Args:
-        manual: of the script.
-        make: returns the model: ``make(given, table, fields)``.
-        init: of the framework's binding, if that limits the framework's threads to a rank's cores.
+        manual: Docstring of the script, for --help.
+        make: Creates the model: ``make(given, table, fields)``.
+        init: The ``init`` function of a framework's binding, if that limits the framework's threads to a
+            rank's cores.
     """
     given = options(manual)
     init()

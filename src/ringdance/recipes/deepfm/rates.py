@@ -1,35 +1,35 @@
-"""The hyper-parameters of train_torch.py, train_keras.py and of benchmarks/strategies.
+"""The hyperparameters for train_torch.py, train_keras.py and benchmarks/strategies.
 
-Adagrad of the table gets gradients summed over the batch of all ranks, not averaged: what a row of the data
-does to the row of a rare id is the same whatever the batch, and one first sum is right for each.
+The table's Adagrad gets gradients summed over the batch of all ranks, not averaged. What a data row does to a
+rare id's table row is then the same for any batch size, and a single first sum is right for all of them.
 docs/howto/strategies.md has the measurements.
 """
 
-RATE = 0.0005  # of Adam, for the layers, if a batch of all ranks has BATCH rows
+RATE = 0.0005  # Adam's rate for the layers, if the batch of all ranks has BATCH rows
 BATCH = 2048
-# Adam's rate is multiplied by (rows in a batch of all ranks / BATCH) to this power, and the table's is
-# divided by the root of that. A smaller batch makes more steps in an epoch, in which the layers would learn
-# the rows by heart. In a larger one the gradients of ids that all rows have keep their signs for more steps.
+# Adam's rate is multiplied by (rows in the batch of all ranks / BATCH) to this power, and the table's rate is
+# divided by the square root of the result. A smaller batch makes more steps per epoch, in which the layers
+# would overfit the rows. In a larger one, gradients of ids that all rows have keep their signs for longer.
 SCALE_RATE = 0.5
-# Of Adagrad, for the table. The factors of the 13 numbers are in every row, with values up to 13, so the
-# logits of all rows move together: at 0.03 and BATCH rows they overshoot at the end of the warm-up.
+# Adagrad's rate for the table. The factors of the 13 numbers are in every row, with values up to 13, so the
+# logits of all rows move together. At 0.03 and BATCH rows, they overshoot at the end of the warm-up.
 TABLE_RATE = 0.015
-# Adagrad's sum at the beginning. With 0 the first row with an id moves it by the whole rate, wherever that
-# row's label points: rare ids are noise then. With much more, only frequent ids learn.
+# Adagrad's initial sum. With 0, the first row with an id moves it by the whole rate, in the direction of that
+# row's label, so rare ids become noise. With a much larger sum, only frequent ids learn.
 FIRST_SUM = 1000.0
-# Steps. Adagrad's first steps move frequent ids by the whole rate, whatever their gradient. A long warm-up
-# is no better: the sums remain small in it, and the steps after it are then too large.
+# Warm-up steps. Adagrad's first steps move frequent ids by the whole rate, whatever their gradient. A long
+# warm-up is not better: the sums stay small during it, and the steps after it are then too large.
 WARMUP = 20
 
 
 def scaled(batch: int, power: float) -> float:
-    """Return the factor of Adam's rate for a batch of so many rows, of all ranks together.
+    """Return the factor for Adam's rate, given the rows in the batch of all ranks.
 
-    The table's rate is divided by its square root.
+    The table's rate is divided by the square root of this factor.
     """
     return float((batch / BATCH) ** power)
 
 
 def warm(step: int, steps: int = WARMUP) -> float:
-    """Return the factor of all rates in a step, which are numbered from 1."""
+    """Return the factor for all rates in a step. Steps are numbered from 1."""
     return min(1.0, step / max(steps, 1))

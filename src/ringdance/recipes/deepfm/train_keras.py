@@ -1,6 +1,6 @@
-"""Train DeepFM on logs of clicks with Keras on TensorFlow, on the CPUs of any number of hosts.
+"""Train DeepFM on click logs with Keras on TensorFlow, on the CPUs of any number of hosts.
 
-Rows are those of Criteo: a label, 13 numbers, 26 categories. Try it on generated ones; then with real ones:
+Rows have Criteo's columns: a label, 13 numbers, 26 categories. Try generated rows first, then real ones:
 
     ringdance data generate criteo clicks --rows 2000000 --validation 0.05
     ringdance run -np 2 python train_keras.py clicks --export model
@@ -9,19 +9,19 @@ Rows are those of Criteo: a label, 13 numbers, 26 categories. Try it on generate
     ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
     ringdance run -H node1:16,node2:16 python train_keras.py /data/clicks --checkpoints run1 --patience 3
 
-Start one rank for each core: `ringdance run` gives each its own. benchmarks/strategies
-of a clone compares that with other ways on your hosts.
+Start one rank per core: `ringdance run` gives each rank its own. benchmarks/strategies, in a clone of the
+repository, compares this with other ways on your hosts.
 
-The model (Guo et al., DeepFM, IJCAI 2017): each field of a row is an id, a row of one table of embeddings,
-and a factor. The first column of the table is the linear part; the others give the pairwise products, and the
-input of the layers. A step reads and updates only the rows of the table that its batch has.
+The model (Guo et al., DeepFM, IJCAI 2017): each field in a row is an id, which selects a row of one embedding
+table, and a factor. The table's first column is the linear part. The others give the pairwise products and
+the input of the layers. A step reads and updates only the table rows that occur in its batch.
 
-With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another number
-of ranks: no row is used twice in an epoch. Only rank 0 reads and writes that directory. The model
-with the best AUC is kept there too. A table that does not fit into the memory of one rank: --sharded.
+With --checkpoints, run the same command again to continue a run that was stopped or even killed, also with
+another number of ranks. No row is used twice in an epoch. Only rank 0 reads and writes that directory. The
+model with the best AUC is kept there too. If the table does not fit in one rank's memory, use --sharded.
 
-No rank waits for rank 0: all take part in an evaluation; checkpoints are copied, then written in the
-background. What one rank has to do alone, the export, is marked by hvd.pause_stall_check().
+No rank waits for rank 0: all ranks join in evaluations, and checkpoints are copied, then written in the
+background. Only the export is one rank's work. hvd.pause_stall_check() marks it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """The model without its table."""
+    """The model without its embedding table."""
 
     def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
         super().__init__()
         self.deep = keras.Sequential([
             keras.Input((fields * dim,)),
             *(keras.layers.Dense(width, "relu") for width in hidden),
-            keras.layers.Dense(1),  # its bias is that of the model, too
+            keras.layers.Dense(1),  # its bias is also the model's
         ])  # fmt: skip
         self.built = True
 
@@ -61,11 +61,11 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Return logits, shape (n,).
 
         Args:
-            rows: of the table, shape (any, 1 + dim).
-            places: of each field's row among them, shape (n, fields).
-            values: factors of those rows, shape (n, fields).
+            rows: Rows of the table, shape (any, 1 + dim).
+            places: Index of each field's row in ``rows``, shape (n, fields).
+            values: Factors of those rows, shape (n, fields).
         """
-        # Both parts by themselves: slices of the large tensor would be copies.
+        # Two gathers, because slices of the large tensor would be copies.
         linear = tf.gather(rows[:, 0], places) * values
         factors = tf.gather(rows[:, 1:], places) * values[:, :, None]
         pairs = tf.square(tf.reduce_sum(factors, 1)) - tf.reduce_sum(tf.square(factors), 1)
@@ -80,12 +80,12 @@ class Model(loop.Model):  # type: ignore[misc]
 
     def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
         super().__init__()
-        keras.utils.set_random_seed(given.seed)  # the same weights on all ranks
+        keras.utils.set_random_seed(given.seed)  # so that weights are the same on all ranks
         self.table, self.rate = table, given.rate
         self.layers = Layers(fields, given.dim, given.hidden)
         self.optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(given.rate))
         self.optimizer.build(self.layers.trainable_variables)
-        # None: batches of any length, and of any number of different ids, are one program.
+        # With None, a single program handles batches of any length, with any number of different ids.
         rows, values = tf.TensorSpec((None, table.columns)), tf.TensorSpec((None, fields))
         labels, number = tf.TensorSpec((None,)), tf.TensorSpec(())
         self._signature = [rows, tf.TensorSpec((None, fields), tf.int64), values]
@@ -93,10 +93,10 @@ class Model(loop.Model):  # type: ignore[misc]
         self._predict = tf.function(self._score, self._signature)
 
     def step(self, batch: TableBatch, rate: float) -> float:
-        """Update by one batch; return the mean loss of this rank's rows.
+        """Update the model with one batch. Returns the mean loss of this rank's rows.
 
-        Gradients are averaged over the ranks. The weight of the batch makes that the mean over the rows of
-        the global batch, also if it is short, or if this rank has none of it. The table gets their sum.
+        Gradients are averaged over the ranks. With the batch's weight, the result is the mean over the rows
+        in the global batch, even if the batch is short or this rank has no rows. The table gets their sum.
         """
         rows, places = self.table.lookup(batch.ids)
         numbers = np.float32(batch.weight), np.float32(self.rate * rate)
@@ -112,11 +112,11 @@ class Model(loop.Model):  # type: ignore[misc]
             logits = self.layers(rows, places, values)
             loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits))
             weighted = loss * weight
-        variables = [one.value for one in self.layers.trainable_variables]
+        variables = [variable.value for variable in self.layers.trainable_variables]
         gradient, *gradients = tape.gradient(weighted, [rows, *variables])
         self.optimizer.learning_rate = rate
         self.optimizer.apply(gradients, self.layers.trainable_variables)
-        return loss, tf.convert_to_tensor(gradient)  # summed over the places of each row
+        return loss, tf.convert_to_tensor(gradient)  # sums over all places where a row occurs
 
     def predict(self, ids: Array, values: Array) -> Array:
         """Return probabilities, shape (n,)."""
@@ -127,19 +127,19 @@ class Model(loop.Model):  # type: ignore[misc]
         return tf.sigmoid(self.layers(rows, places, values))
 
     def state(self) -> dict[str, Array]:
-        """Return copies of the layers' weights and of Adam's state."""
-        return {f"v{number}": np.array(one.numpy()) for number, one in enumerate(self._variables())}
+        """Return copies of the layers' weights and Adam's state."""
+        return {f"v{number}": np.array(variable.numpy()) for number, variable in enumerate(self._variables())}
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Take such values."""
-        for number, one in enumerate(self._variables()):
-            one.assign(state[f"v{number}"])
+        """Restore the values that ``state`` returned."""
+        for number, variable in enumerate(self._variables()):
+            variable.assign(state[f"v{number}"])
 
     def _variables(self) -> list[Any]:
         return [*self.layers.variables, *self.optimizer.variables]
 
     def export_layers(self, directory: Path) -> None:
-        """Write the layers for score.py: a SavedModel, without this file."""
+        """Write the layers for score.py as a SavedModel, which does not need this file."""
         archive = keras.export.ExportArchive()
         archive.track(self.layers)
         archive.add_endpoint("serve", self.layers.call, self._signature)
@@ -147,7 +147,7 @@ class Model(loop.Model):  # type: ignore[misc]
 
 
 def init() -> None:
-    """Join the job; where a rank has one core, one operation after the other is the fastest."""
+    """Join the job. If a rank has one core, running one operation after another is fastest."""
     hvd.init()
     if tf.config.threading.get_intra_op_parallelism_threads() == 1:
         tf.config.threading.set_inter_op_parallelism_threads(1)

@@ -1,6 +1,6 @@
-"""Train DeepFM on logs of clicks with PyTorch, on the CPUs of any number of hosts.
+"""Train DeepFM on click logs with PyTorch, on the CPUs of any number of hosts.
 
-Rows are those of Criteo: a label, 13 numbers, 26 categories. Try it on generated ones; then with real ones:
+Rows have Criteo's columns: a label, 13 numbers, 26 categories. Try generated rows first, then real ones:
 
     ringdance data generate criteo clicks --rows 2000000 --validation 0.05
     ringdance run -np 2 python train_torch.py clicks --export model
@@ -9,19 +9,19 @@ Rows are those of Criteo: a label, 13 numbers, 26 categories. Try it on generate
     ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
     ringdance run -H node1:16,node2:16 python train_torch.py /data/clicks --checkpoints run1 --patience 3
 
-Start one rank for each core: `ringdance run` gives each its own. benchmarks/strategies
-of a clone compares that with other ways on your hosts.
+Start one rank per core: `ringdance run` gives each rank its own. benchmarks/strategies, in a clone of the
+repository, compares this with other ways on your hosts.
 
-The model (Guo et al., DeepFM, IJCAI 2017): each field of a row is an id, a row of one table of embeddings,
-and a factor. The first column of the table is the linear part; the others give the pairwise products, and the
-input of the layers. A step reads and updates only the rows of the table that its batch has.
+The model (Guo et al., DeepFM, IJCAI 2017): each field in a row is an id, which selects a row of one embedding
+table, and a factor. The table's first column is the linear part. The others give the pairwise products and
+the input of the layers. A step reads and updates only the table rows that occur in its batch.
 
-With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another number
-of ranks: no row is used twice in an epoch. Only rank 0 reads and writes that directory. The model
-with the best AUC is kept there too. A table that does not fit into the memory of one rank: --sharded.
+With --checkpoints, run the same command again to continue a run that was stopped or even killed, also with
+another number of ranks. No row is used twice in an epoch. Only rank 0 reads and writes that directory. The
+model with the best AUC is kept there too. If the table does not fit in one rank's memory, use --sharded.
 
-No rank waits for rank 0: all take part in an evaluation; checkpoints are copied, then written in the
-background. What one rank has to do alone, the export, is marked by hvd.pause_stall_check().
+No rank waits for rank 0: all ranks join in evaluations, and checkpoints are copied, then written in the
+background. Only the export is one rank's work. hvd.pause_stall_check() marks it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Layers(nn.Module):
-    """The model without its table."""
+    """The model without its embedding table."""
 
     def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class Layers(nn.Module):
         """Return logits, shape (n,).
 
         Args:
-            rows: of the table, shape (any, 1 + dim).
-            places: of each field's row among them, shape (n, fields).
-            values: factors of those rows, shape (n, fields).
+            rows: Rows of the table, shape (any, 1 + dim).
+            places: Index of each field's row in ``rows``, shape (n, fields).
+            values: Factors of those rows, shape (n, fields).
         """
-        where = places.flatten()  # both parts by themselves: slices of the large tensor would be copies
+        where = places.flatten()  # two selects, because slices of the large tensor would be copies
         linear = rows[:, 0].index_select(0, where).view_as(values) * values
         factors = rows[:, 1:].index_select(0, where).view(*values.shape, -1) * values.unsqueeze(2)
         pairs = factors.sum(1).square() - factors.square().sum(1)
@@ -79,17 +79,17 @@ class Model(loop.Model):  # type: ignore[misc]
 
     def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
         super().__init__()
-        torch.manual_seed(given.seed)  # the same weights on all ranks
+        torch.manual_seed(given.seed)  # so that weights are the same on all ranks
         self.table, self.rate = table, given.rate
         self.fields, self.layers = fields, Layers(fields, given.dim, given.hidden)
         self.inner = torch.optim.Adam(self.layers.parameters(), given.rate, fused=True)
         self.optimizer = hvd.DistributedOptimizer(self.inner, self.layers.named_parameters())
 
     def step(self, batch: TableBatch, rate: float) -> float:
-        """Update by one batch; return the mean loss of this rank's rows.
+        """Update the model with one batch. Returns the mean loss of this rank's rows.
 
-        Gradients are averaged over the ranks. The weight of the batch makes that the mean over the rows of
-        the global batch, also if it is short, or if this rank has none of it. The table gets their sum.
+        Gradients are averaged over the ranks. With the batch's weight, the result is the mean over the rows
+        in the global batch, even if the batch is short or this rank has no rows. The table gets their sum.
         """
         self.inner.param_groups[0]["lr"] = self.rate * rate
         looked_up, places = self.table.lookup(batch.ids)
@@ -110,15 +110,15 @@ class Model(loop.Model):  # type: ignore[misc]
         return self.layers(*map(torch.as_tensor, arrays)).sigmoid().numpy()
 
     def state(self) -> dict[str, Array]:
-        """Return copies of the layers' weights and of Adam's state."""
+        """Return copies of the layers' weights and Adam's state."""
         return arrays_of(self.inner, layers=self.layers)
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Take such values."""
+        """Restore the values that ``state`` returned."""
         restore(state, self.inner, layers=self.layers)
 
     def export_layers(self, directory: Path) -> None:
-        """Write the layers for score.py, as a program without this file."""
+        """Write the layers as a program that score.py runs without this file."""
         places = torch.zeros(2, self.fields, dtype=torch.int64)
         example = torch.zeros(3, self.table.columns), places, torch.zeros(2, self.fields)
         shapes = {0: torch.export.Dim("rows")}, {0: (n := torch.export.Dim("n"))}, {0: n}

@@ -1,4 +1,4 @@
-"""Batches of images of one orientation: each image once in an epoch, equally many batches on each rank."""
+"""Batches of images with one orientation: each image once per epoch, equally many batches on each rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of the images of a step.
+    """A rank's share of the images in a step.
 
     Attributes:
-        numbers: of its images; of a rank that gets none, one of another rank's.
-        weight: factor for its mean loss, so that the average over the ranks is the mean over the images of
-            the step: images * ranks / count. 0 for a rank that gets none.
-        position: images of the epoch that all ranks have used after this step.
-        count: images of the step, of all ranks.
+        numbers: Numbers of its images. For a rank that gets none, one of another rank's images.
+        weight: Factor for its mean loss, images * ranks / count. With it, the average over ranks is the mean
+            over the images in the step. 0 for a rank that gets none.
+        position: Images of the epoch that all ranks have used after this step.
+        count: Images in the step, over all ranks.
     """
 
     numbers: list[int]
@@ -32,22 +32,24 @@ class Part:
 
 
 class Plan:
-    """The steps of an epoch that one rank takes part in.
+    """The steps of an epoch, from one rank's view.
 
-    Images are shuffled, and batches are made of those with the same orientation, as they come: padded to the
-    largest of them, they waste little. The last batch of each orientation may be short. Batches go to the
-    ranks in turn, so that their sequence does not depend on the number of ranks: a training that resumes on
-    another one uses no image twice.
+    Images are shuffled. Batches take images of the same orientation in that order, so that padding them to
+    the largest wastes little. The last batch of each orientation may be short. Batches go to the ranks in
+    turn, so their sequence does not depend on the number of ranks: a training run that resumes with another
+    number uses no image twice.
 
     Args:
-        ratios: width / height of each image.
-        batch_size: images of a rank and step.
-        seed, epoch: of the order.
-        rank, size: of the job.
-        done: images of this epoch that are used already: ``position`` of a step.
+        ratios: Width / height of each image.
+        batch_size: Images per rank and step.
+        seed: Seed of the order.
+        epoch: Epoch of the order.
+        rank: This process's rank.
+        size: Number of ranks.
+        done: Images of this epoch that are already used: the ``position`` after a step.
 
     Attributes:
-        end: position after the last step.
+        end: Position after the last step.
     """
 
     def __init__(
@@ -63,19 +65,19 @@ class Plan:
                 batches.append(group)
                 waiting[wide] = []
         batches += [group for group in waiting.values() if group]
-        ends = np.cumsum([len(one) for one in batches])
+        ends = np.cumsum([len(batch) for batch in batches])
         self.left = batches[int(np.searchsorted(ends, done, "right")) :]
 
     def __len__(self) -> int:
-        """Return the number of steps that are left, the same on all ranks."""
+        """Return the number of steps left. It is the same on all ranks."""
         return -(-len(self.left) // self.size)
 
     def __iter__(self) -> Iterator[Part]:
-        """Yield this rank's part of each step."""
+        """Yield this rank's share of each step."""
         position = self.done
         for first in range(0, len(self.left), self.size):
             step = self.left[first : first + self.size]
-            mine = step[self.rank] if self.rank < len(step) else []
+            own = step[self.rank] if self.rank < len(step) else []
             count = sum(map(len, step))
             position += count
-            yield Part(mine or step[0][:1], len(mine) * self.size / count, position, count)
+            yield Part(own or step[0][:1], len(own) * self.size / count, position, count)

@@ -20,72 +20,72 @@ from ringdance.errors import ArgumentError
 from ringdance.host.files import check_regular
 
 Array = np.ndarray[Any, Any]
-AHEAD = 2  # batches that are decoded while one is trained on
-PREPARE = "`ringdance data prepare coco` finds and leaves out what is broken"
+AHEAD = 2  # batches decoded ahead while one is trained on
+PREPARE = "`ringdance data prepare coco` finds and leaves out broken entries"
 
 
 class Coco:
-    """The images of a split and what is on them; labels are the file's numbers of categories.
+    """The images of a split and the objects on them. Labels are the file's category numbers.
 
     Args:
-        directory: in COCO's layout.
-        split: such as "train2017".
-        masks: decode them too.
-        trained_on: leave out images without objects.
+        directory: Directory in COCO's layout.
+        split: Name of the split, such as "train2017".
+        masks: If True, also decode masks.
+        trained_on: If True, skip images without objects.
     """
 
     def __init__(self, directory: Path, split: str, masks: bool, trained_on: bool) -> None:
         annotations = directory / "annotations" / f"instances_{split}.json"
         check_regular(annotations)
         self.table = json.loads(annotations.read_bytes())
-        self.kinds = {one["id"]: one.get("name") for one in self.table["categories"]}
+        self.kinds = {entry["id"]: entry.get("name") for entry in self.table["categories"]}
         objects: dict[int, list[Any]] = {}
-        for one in self.table["annotations"]:
-            if one["category_id"] not in self.kinds:
-                raise ValueError(f"annotation {one['id']} has the unknown category_id {one['category_id']}")
-            if not one.get("iscrowd") and all(side > 0 for side in one["bbox"][2:]):
-                objects.setdefault(one["image_id"], []).append(one)
-        images = sorted(self.table["images"], key=lambda one: int(one["id"]))
-        if len({one["id"] for one in images}) < len(images) or min(self.kinds) < 0:
-            raise ValueError("the id of an image is there twice, or that of a category below 0")
-        self.outlined = all(one.get("segmentation") for one in self.table["annotations"])
-        self.images = [one for one in images if one["id"] in objects or not trained_on]
+        for item in self.table["annotations"]:
+            if item["category_id"] not in self.kinds:
+                raise ValueError(f"annotation {item['id']} has the unknown category_id {item['category_id']}")
+            if not item.get("iscrowd") and all(side > 0 for side in item["bbox"][2:]):
+                objects.setdefault(item["image_id"], []).append(item)
+        images = sorted(self.table["images"], key=lambda entry: int(entry["id"]))
+        if len({entry["id"] for entry in images}) < len(images) or min(self.kinds) < 0:
+            raise ValueError("an image's id occurs twice, or a category's id is below 0")
+        self.outlined = all(entry.get("segmentation") for entry in self.table["annotations"])
+        self.images = [entry for entry in images if entry["id"] in objects or not trained_on]
         self.objects, self.masks, self.directory = objects, masks, directory / split
-        self.ratios = np.array([one["width"] / one["height"] for one in self.images])
+        self.ratios = np.array([entry["width"] / entry["height"] for entry in self.images])
 
     def __len__(self) -> int:
         return len(self.images)
 
     @property
     def classes(self) -> int:
-        """Return the number of labels, with 0 for the background."""
+        """Number of labels, including 0 for the background."""
         return 1 + max(one["id"] for one in self.table["categories"])
 
     def count_from_one(self) -> None:
-        """Raise the numbers of categories by one, where one of them is the background's 0."""
-        for one in self.table["categories"]:
-            one["id"] += 1
-        for one in self.table["annotations"]:
-            one["category_id"] += 1
+        """Add one to all category numbers, because one of them is 0, which is the background."""
+        for entry in self.table["categories"]:
+            entry["id"] += 1
+        for entry in self.table["annotations"]:
+            entry["category_id"] += 1
 
     def load(self, place: int, flip: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """Return an image, uint8, shape (3, height, width), and its objects."""
         about = self.images[place]
-        found = self.objects.get(about["id"], [])
+        objects = self.objects.get(about["id"], [])
         try:
             pixels = decode(self._file(about).read_bytes())
             height, width = pixels.shape[:2]
             if (width, height) != (about["width"], about["height"]):
                 size = f"{about['width']} x {about['height']}"
                 raise ValueError(f"it has {width} x {height} pixels, not {size}")
-            outlines = [one["segmentation"] for one in found] if self.masks else []
+            outlines = [item["segmentation"] for item in objects] if self.masks else []
             masks = masks_of(outlines, height, width)
-        except Exception as error:  # decoders raise many
+        except Exception as error:  # decoders raise many kinds
             raise ArgumentError(f"{self._file(about)} cannot be used: {error}. {PREPARE}") from None
-        boxes = torch.tensor([one["bbox"] for one in found], dtype=torch.float32).reshape(-1, 4)
+        boxes = torch.tensor([item["bbox"] for item in objects], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         image = torch.from_numpy(pixels).permute(2, 0, 1)
-        target = {"labels": torch.tensor([one["category_id"] for one in found], dtype=torch.int64)}
+        target = {"labels": torch.tensor([item["category_id"] for item in objects], dtype=torch.int64)}
         if self.masks:
             target["masks"] = torch.from_numpy(masks)
         if flip:
@@ -98,30 +98,30 @@ class Coco:
 
 
 def masks_of(outlines: list[Any], height: int, width: int) -> Array:
-    """Return masks, uint8, shape (n, height, width), of polygons or run lengths."""
-    found = np.zeros((len(outlines), height, width), np.uint8)
-    for out, one in zip(found, outlines, strict=True):
-        compressed = isinstance(one, dict) and isinstance(one["counts"], str)
-        code = one if compressed else rle.frPyObjects(one, height, width)
+    """Decode polygons or run lengths to masks, uint8, shape (n, height, width)."""
+    masks = np.zeros((len(outlines), height, width), np.uint8)
+    for out, outline in zip(masks, outlines, strict=True):
+        compressed = isinstance(outline, dict) and isinstance(outline["counts"], str)
+        code = outline if compressed else rle.frPyObjects(outline, height, width)
         out[:] = rle.decode(rle.merge(code) if isinstance(code, list) else code)
-    return found
+    return masks
 
 
 def ahead(tasks: Iterable[Any], load: Any, threads: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each task with what ``load`` returns for its ``numbers``, which threads load meanwhile."""
+    """Yield each task with the results of ``load`` for its ``numbers``. Threads load ahead."""
     waiting: deque[tuple[Any, list[Future[Any]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for task in tasks:
             waiting.append((task, [pool.submit(load, place) for place in task.numbers]))
             if len(waiting) > AHEAD:
                 task, parts = waiting.popleft()
-                yield task, [one.result() for one in parts]
+                yield task, [future.result() for future in parts]
         for task, parts in waiting:
-            yield task, [one.result() for one in parts]
+            yield task, [future.result() for future in parts]
 
 
 def results_of(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Return what was found on an image, as COCO's results files have it."""
+    """Return the detections on an image, in the format of COCO's results files."""
     boxes = torch.cat([seen["boxes"][:, :2], seen["boxes"][:, 2:] - seen["boxes"][:, :2]], 1).tolist()
     labels, shares = seen["labels"].int().tolist(), seen["scores"].tolist()
     results: list[dict[str, Any]] = [
@@ -130,22 +130,22 @@ def results_of(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
     ]
     if "masks" in seen and results:
         inside = (seen["masks"][:, 0] > 0.5).numpy().astype(np.uint8)
-        for one, code in zip(results, rle.encode(np.asfortranarray(inside.transpose(1, 2, 0))), strict=True):
-            one["segmentation"] = code
+        for item, code in zip(results, rle.encode(np.asfortranarray(inside.transpose(1, 2, 0))), strict=True):
+            item["segmentation"] = code
     return results
 
 
 def scores(table: dict[str, Any], results: list[Any], kinds: tuple[str, ...]) -> dict[str, float]:
-    """Return COCO's average precision of boxes ("bbox AP", "bbox AP50") and masks ("segm ...")."""
-    figures: dict[str, float] = {}
-    # An id of 0 would be that of an object which was not found.
-    objects = [{**one, "id": number} for number, one in enumerate(table["annotations"], 1)]
+    """Return COCO's average precision for boxes ("bbox AP", "bbox AP50") and masks ("segm ...")."""
+    metrics: dict[str, float] = {}
+    # An id of 0 would mean an object that was not found.
+    objects = [{**annotation, "id": number} for number, annotation in enumerate(table["annotations"], 1)]
     truth = COCO({**table, "annotations": objects})
-    found = truth.loadRes(results)
+    detections = truth.loadRes(results)
     for kind in kinds:
-        metric = COCOeval_faster(truth, found, kind)
+        metric = COCOeval_faster(truth, detections, kind)
         metric.evaluate()
         metric.accumulate()
         metric.summarize()
-        figures |= {f"{kind} AP": float(metric.stats[0]), f"{kind} AP50": float(metric.stats[1])}
-    return figures
+        metrics |= {f"{kind} AP": float(metric.stats[0]), f"{kind} AP50": float(metric.stats[1])}
+    return metrics

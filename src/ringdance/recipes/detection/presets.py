@@ -1,7 +1,7 @@
-"""Hyper-parameters of published detection runs on COCO, each with its source and reported result.
+"""Hyperparameters of published detection runs on COCO, each with its source and reported result.
 
-A preset's ``rate`` is the peak learning rate of its whole batch, ``batch_size * devices``; with
-another one it is scaled linearly. All are for either model; ``expected`` names those that were published.
+A preset's ``rate`` is the peak learning rate for its whole batch, ``batch_size * devices``. With another
+batch, it is scaled linearly. All presets work for either model. ``expected`` names the published models.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ import argparse
 from dataclasses import dataclass, replace
 
 IMAGES = 117_266
-"""Images of COCO train2017 with objects: the length of an epoch, in which sources count their steps."""
+"""Images in COCO train2017 with objects: the length of an epoch, in which sources count their steps."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One set of hyper-parameters.
+    """One set of hyperparameters.
 
     Attributes:
-        batch_size: images per device and step.
-        devices: of the published run.
-        rate: peak learning rate of the whole batch.
-        epochs: length of the schedule.
-        warmup_steps: in which the rate rises linearly.
-        warmup_start: rate of the first step, as a share of the peak.
-        source: where the figures are from.
-        expected: what is reported for them.
-        milestones: epochs from which on the rate is a tenth of that before; none: cosine to 0.
+        batch_size: Images per device and step.
+        devices: Number of devices in the published run.
+        rate: Peak learning rate for the whole batch.
+        epochs: Length of the schedule.
+        warmup_steps: Steps in which the rate rises linearly.
+        warmup_start: Rate in the first step, as a share of the peak.
+        source: Where the numbers come from.
+        expected: What is reported for them.
+        milestones: Epochs at which the rate drops to a tenth. If empty, cosine to 0.
         optimizer: "sgd" (momentum 0.9) or "adamw".
-        weight_decay: L2; of AdamW decoupled.
-        clip: largest norm of the gradient of all parameters; 0: any.
+        weight_decay: L2 for SGD, decoupled for AdamW.
+        clip: Maximum norm of all parameters' gradient. 0 means no limit.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
-        image_size, longest: the shorter side of an image becomes the one, unless the longer one were above
-            the other, in pixels.
-        flip: half of the images, by chance.
-        backbone: "resnet50_fpn" and the like: a ResNet of torchvision with a feature pyramid.
-        width: channels of the pyramid and of the masks' head; the boxes' head has four times as many.
-        anchor: side of the smallest anchor, in pixels.
-        regions: of an image that the heads are trained on.
+        image_size: Target for an image's shorter side, in pixels.
+        longest: Limit for the longer side, in pixels, which takes precedence.
+        flip: If True, flip half of the images, at random.
+        backbone: A torchvision ResNet with a feature pyramid, such as "resnet50_fpn".
+        width: Channels in the pyramid and the mask head. The box head has four times as many.
+        anchor: Side of the smallest anchor, in pixels.
+        regions: Regions per image that the heads are trained on.
     """
 
     batch_size: int
@@ -62,20 +62,20 @@ class Preset:
     regions: int = 512
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with what a command line sets, and what goes with that.
+        """Return the preset with the command line's values, and others scaled accordingly.
 
-        The rate goes with the batch size, milestones with the epochs, the longest side with the shorter one.
+        The rate follows the batch size, milestones the epochs, and the longer side the shorter one.
         """
-        values = {name: one for name in _OVERRIDDEN if (one := getattr(given, name, None)) is not None}
-        more = values.get("batch_size", self.batch_size) / self.batch_size
+        values = {name: value for name in _OVERRIDDEN if (value := getattr(given, name, None)) is not None}
+        larger_batch = values.get("batch_size", self.batch_size) / self.batch_size
         longer = values.get("epochs", self.epochs) / self.epochs
         larger = values.get("image_size", self.image_size) / self.image_size
-        milestones = tuple(one * longer for one in self.milestones)
+        milestones = tuple(epoch * longer for epoch in self.milestones)
         values.setdefault("longest", round(self.longest * larger))
-        return replace(self, rate=self.rate * more, milestones=milestones, **values)
+        return replace(self, rate=self.rate * larger_batch, milestones=milestones, **values)
 
     def rate_for(self, batch: int) -> float:
-        """Return the peak learning rate for another whole batch: linear scaling."""
+        """Return the peak learning rate for another whole batch, by linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
 
 
@@ -89,7 +89,7 @@ _TORCHVISION = "github.com/pytorch/vision, references/detection/README.md and tr
 
 
 def _gluoncv(devices: int, expected: str) -> Preset:
-    """Return the published runs with MXNet: an image for each device, 0.00125 for each image of a batch."""
+    """Return a published MXNet run: one image per device, and a rate of 0.00125 per image in the batch."""
     return Preset(
         batch_size=1, devices=devices, rate=0.00125 * devices, epochs=26, warmup_steps=1000,
         warmup_start=1 / 3, milestones=(17, 23), source=_GLUONCV, expected=expected,
@@ -100,10 +100,10 @@ def _mlperf(
     batch_size: int, devices: int, rate: float, warmup_steps: int, start: float, decays: tuple[int, int],
     epochs: int,
 ) -> Preset:
-    """Return a reference convergence point; ``decays``: the steps from which on the rate is a tenth.
+    """Return a reference convergence point. ``decays`` are the steps at which the rate drops to a tenth.
 
-    The source gives whole batches and no precision; it ends at the target. The schedule has one epoch more
-    than its mean run.
+    The source gives whole batches but no precision, and its runs end at the target. The schedule has one
+    epoch more than the source's mean run.
     """
     milestones = [step * batch_size * devices / IMAGES for step in decays]
     return Preset(

@@ -9,26 +9,26 @@
 --data DIR has COCO's layout: DIR/annotations/instances_train2017.json with the images in DIR/train2017, and
 the same for val2017.
 
-`presets.py` has the presets: the hyper-parameters of published runs and their
-results. Options override single values. The learning rate of a preset holds for its whole batch; with
-another number of processes it is scaled with the batch.
+`presets.py` has the presets: hyperparameters of published runs, and their results. Options override single
+values. A preset's learning rate applies to its whole batch; with another number of processes, it is scaled
+with the batch.
 
---backbone-weights FILE is a file of torch.save() with the state_dict() of a classifier of torchvision, or of
-the recipe resnet50, whose ResNet-50 has the same names: its normalization is frozen then, with its first two
-stages. Without such a file the normalization is GroupNorm, and all is trained. --weights FILE is a whole
-detector's, such as torchvision's own, to go on from or to --evaluate: give --norm frozen for those.
+--backbone-weights FILE is a file from torch.save() with the state_dict() of a torchvision classifier, or of
+the recipe resnet50, whose ResNet-50 has the same names. Its normalization and its first two stages are then
+frozen. Without such a file, normalization is GroupNorm, and everything is trained. --weights FILE is a whole
+detector, such as torchvision's own, to train further or to --evaluate. For torchvision's, use --norm frozen.
 
-A rank uses the GPU of its local rank, where there are GPUs.
+If there are GPUs, a rank uses the GPU with its local rank.
 
-Batches are of images that are all wide or all high, each image once in an epoch. With --checkpoints a run
-that was stopped, even killed, goes on with the same command, also on another number of processes.
+Each batch has either wide or high images, each image once per epoch. With --checkpoints, run the same command
+again to continue a run that was stopped or even killed, also with another number of processes.
 
-What is printed, by rank 0: one line every --log-every steps with the mean losses, images per second of all
-ranks and of each, the share of the time in which training waited for images, the time so far with that of
-the runs before, the time left, and what it has cost, if --price-per-hour says what all machines together
-cost. After every --evaluate-every epochs: COCO's average precision (AP; at an overlap of 0.5 AP50), each
-image evaluated by one rank; without a split for validation on the images that were trained on, which the
-line says. The best model on it is kept in --checkpoints; --export writes its weights.
+Rank 0 prints a line every --log-every steps: the mean losses, images per second for all ranks and for each,
+the share of time that training waited for images, the time so far including earlier runs, the time left, and
+the cost if --price-per-hour gives the price of all machines together. After every --evaluate-every epochs, it
+prints COCO's average precision (AP; AP50 at an overlap of 0.5), with each image evaluated by one rank.
+Without a validation split, it uses the training images, and says so. The best model on the validation split
+is kept in --checkpoints, and --export writes its weights.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ try:
     from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 except (ImportError, RuntimeError) as error:
     raise SystemExit(
-        f"the recipe needs torchvision, of the same release as torch, and faster-coco-eval: {error}. "
+        f"the recipe needs torchvision of the same release as torch, and faster-coco-eval: {error}. "
         "Install them with: pip install torchvision faster-coco-eval"
     ) from None
 
@@ -75,25 +75,25 @@ Array = np.ndarray[Any, Any]
 
 
 class Batches:
-    """This rank's batches, an epoch at a time; see ``Plan``."""
+    """This rank's batches, one epoch at a time. See ``Plan``."""
 
     def __init__(self, data: Coco, preset: Preset, seed: int, threads: int) -> None:
         self.data, self.preset, self.seed, self.threads = data, preset, seed, threads
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, done: int = 0) -> None:
-        """Choose the epoch, and how many of its images are done."""
+        """Set the epoch, and how many of its images are done."""
         ratios, size = self.data.ratios, self.preset.batch_size
         self.epoch, self.plan = epoch, Plan(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
 
     def load(self, place: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return an image as this epoch has it."""
+        """Return an image as this epoch uses it."""
         return self.data.load(place, self.preset.flip and Draws(self.seed, self.epoch, place)() < 0.5)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches whose images and labels are lists."""
-        for part, found in ahead(self.plan, self.load, self.threads):
-            images, objects = zip(*found, strict=True)
+        for part, loaded in ahead(self.plan, self.load, self.threads):
+            images, objects = zip(*loaded, strict=True)
             used = np.array(part.numbers if part.weight else [-1])
             yield Batch(images, objects, used, part.weight, part.position, part.count)
 
@@ -104,14 +104,14 @@ class Batches:
 def detector(name: str, preset: Preset, classes: int, norm: str, weights: str | None) -> nn.Module:
     """Return torchvision's FasterRCNN or MaskRCNN on a ResNet with a feature pyramid.
 
-    At a width of 256 its parameters have the names and shapes of torchvision's own.
+    With a width of 256, its parameters have the names and shapes of torchvision's own.
     """
     width, levels = preset.width, ["0", "1", "2", "3"]
     body = _body(preset.backbone, norm, weights)
     channels = [body.fc.in_features >> shift for shift in (3, 2, 1, 0)]
     stages = {f"layer{stage + 1}": level for stage, level in enumerate(levels)}
     backbone = BackboneWithFPN(body, stages, channels, width, norm_layer=None if norm == "frozen" else group)
-    # What is made for 800 pixels goes with the size of the anchors.
+    # Values made for 800 pixels are scaled with the size of the anchors.
     scale = 7 * preset.anchor
     pooled = functools.partial(MultiScaleRoIAlign, levels, sampling_ratio=2, canonical_scale=scale)
     sizes = tuple((preset.anchor << level,) for level in range(5))
@@ -134,7 +134,7 @@ def detector(name: str, preset: Preset, classes: int, norm: str, weights: str | 
 
 
 def _body(backbone: str, norm: str, weights: str | None) -> Any:
-    """Return a ResNet; with weights of a file its first two stages are not trained."""
+    """Return a ResNet. If weights are loaded from a file, its first two stages are not trained."""
     name = backbone.removesuffix("_fpn")
     names = [one for one in models.list_models(module=models) if "resne" in one]
     if name not in names or name == backbone:
@@ -144,23 +144,23 @@ def _body(backbone: str, norm: str, weights: str | None) -> Any:
     )
     if weights:
         load_weights(body, weights, "--backbone-weights", lambda name: name.startswith("fc."))
-        for name, one in body.named_parameters():
-            one.requires_grad_(name.startswith(("layer2", "layer3", "layer4")))
+        for name, parameter in body.named_parameters():
+            parameter.requires_grad_(name.startswith(("layer2", "layer3", "layer4")))
     return body
 
 
 def group(channels: int) -> nn.Module:
-    """Return a normalization that does not depend on the batch."""
+    """Return a normalization layer that does not depend on the batch."""
     return nn.GroupNorm(min(32, channels // 4), channels)
 
 
 def load_weights(
     model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]
 ) -> list[str]:
-    """Load a state dict; return the names of a head's parameters that are of other classes, left as they are.
+    """Load a state dict. Returns the parameters of a head for other classes, which are left unchanged.
 
     Raises:
-        SystemExit: it cannot be read, or is another model's.
+        SystemExit: The file cannot be read, or belongs to another model.
     """
     try:
         return torch_state.load_weights(model, file, is_head)
@@ -171,7 +171,7 @@ def load_weights(
 
 
 class Model:
-    """Model, optimizer and loss scale of this rank: see Note [Models of recipes]."""
+    """This rank's model, optimizer and loss scale. See Note [Models of recipes]."""
 
     framework = "torch"
 
@@ -182,36 +182,36 @@ class Model:
         self.kinds = ("bbox", "segm") if given.model == "maskrcnn" else ("bbox",)
         made = detector(given.model, preset, classes, given.norm, given.backbone_weights)
         self.model: Any = made.to(device)
-        self.trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         decay = preset.weight_decay
         self.inner: torch.optim.Optimizer = (
             torch.optim.SGD(self.trained, 0.0, 0.9, weight_decay=decay) if preset.optimizer == "sgd"
             else torch.optim.AdamW(self.trained, 0.0, weight_decay=decay)
         )  # fmt: skip
-        named = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
+        named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
         self.optimizer = hvd.DistributedOptimizer(self.inner, named)
         self.scaler = torch.amp.GradScaler(device.type, enabled=preset.precision == "float16")
         self.sums: dict[str, Any] = {}
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which convolutions compute with 16 bits, if the preset says so."""
+        """Return a context in which convolutions compute with 16 bits if the preset says so."""
         dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype, enabled=self.preset.precision != "float32")
 
     def pixels(self, image: Tensor) -> Tensor:
-        """Return an image on the device, from 0 to 1."""
+        """Return an image on the device, with values from 0 to 1."""
         return image.to(self.device, non_blocking=True).float() / 255
 
     def step(self, batch: Batch, rate: float) -> None:
-        """Update the model by one batch; the gradients are averaged over the images of all ranks."""
-        for one in self.inner.param_groups:
-            one["lr"] = rate
-        objects = [{name: one.to(self.device) for name, one in target.items()} for target in batch.labels]
+        """Update the model with one batch. The gradients are averaged over the images of all ranks."""
+        for value in self.inner.param_groups:
+            value["lr"] = rate
+        objects = [{name: value.to(self.device) for name, value in target.items()} for target in batch.labels]
         with self.autocast():
             losses = self.model([self.pixels(image) for image in batch.images], objects)
         loss = torch.stack([*losses.values()]).sum()
-        for name, one in {"loss": loss, **losses, "images": loss.new_ones(())}.items():
-            self.sums[name] = self.sums.get(name, 0) + one.detach() * len(batch.images)
+        for name, value in {"loss": loss, **losses, "images": loss.new_ones(())}.items():
+            self.sums[name] = self.sums.get(name, 0) + value.detach() * len(batch.images)
         scaled: Any = self.scaler.scale(loss * batch.weight)
         scaled.backward()
         self.scaler.unscale_(self.optimizer)
@@ -222,48 +222,48 @@ class Model:
         self.optimizer.zero_grad()
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's mean losses of an image since the last call; waits for the GPU."""
-        sums, self.sums = {name: float(one) for name, one in self.sums.items()}, {}
+        """Return this rank's mean losses per image since the last call. Waits for the GPU."""
+        sums, self.sums = {name: float(total) for name, total in self.sums.items()}, {}
         images = sums.pop("images")
-        return {_TITLES[name]: one / images for name, one in sums.items()}
+        return {_TITLES[name]: total / images for name, total in sums.items()}
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return COCO's figures, each image evaluated by itself and by one rank: those of one process."""
-        mine = [Part([place], 1.0, 0, 1) for place in range(hvd.rank(), len(self.check), hvd.size())]
-        found: list[tuple[int, list[Any]]] = []
+        """Return COCO's metrics, as a single process would: one rank evaluates each image, separately."""
+        own = [Part([place], 1.0, 0, 1) for place in range(hvd.rank(), len(self.check), hvd.size())]
+        results: list[tuple[int, list[Any]]] = []
         model = self.model.eval()
-        for part, [(image, _)] in ahead(mine, self.check.load, self.threads):
+        for part, [(image, _)] in ahead(own, self.check.load, self.threads):
             with self.autocast():
                 [seen] = model([self.pixels(image)])
             number = self.check.images[part.numbers[0]]["id"]
             seen = {name: one.float().cpu() for name, one in seen.items()}
-            found.append((number, results_of(number, seen)))
+            results.append((number, results_of(number, seen)))
         model.train()
-        every = sorted((one for part in hvd.allgather_object(found) for one in part), key=lambda one: one[0])
-        figures: dict[str, float] = {}
+        every = sorted((row for part in hvd.allgather_object(results) for row in part), key=lambda x: x[0])
+        metrics: dict[str, float] = {}
         with hvd.pause_stall_check("COCO's metric"):
             if hvd.rank() == 0:
-                results = [one for _, image in every for one in image]
-                figures = scores(self.check.table, results, self.kinds) | {"count": len(every)}
-            figures = hvd.broadcast_object(figures)
-        return figures
+                entries = [entry for _, image in every for entry in image]
+                metrics = scores(self.check.table, entries, self.kinds) | {"count": len(every)}
+            metrics = hvd.broadcast_object(metrics)
+        return metrics
 
     def described(self, at: Position, found: dict[str, float]) -> str:
-        """Return the text of an evaluation."""
-        shares = ", ".join(f"{name} {one:.4f}" for name, one in found.items() if "AP" in name)
+        """Format an evaluation."""
+        shares = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if "AP" in name)
         when = f"after {at.epoch} epochs" if at.step else "before"
         return f"{when}: {shares} of {found['count']:,} images"
 
     def average_statistics(self) -> None:
-        """Do nothing: no normalization here has statistics of a rank's own."""
+        """Do nothing: no normalization here has per-rank statistics."""
 
     def state(self) -> dict[str, Array]:
-        """Return copies of all that a checkpoint needs."""
+        """Return copies of everything that a checkpoint needs."""
         return torch_state.arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Take such values."""
+        """Restore the values that ``state`` returned."""
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def export(self, directory: Path) -> None:
@@ -281,50 +281,50 @@ _TITLES = {
 
 
 def options() -> Options:
-    """Return the parser of the command line."""
+    """Return the command line's parser."""
     made = Options(description=__doc__)
     add = made.add_argument
     add("--model", default="fasterrcnn", choices=("fasterrcnn", "maskrcnn"))
     add("--data", type=Path, required=True, metavar="DIR", help="in COCO's layout, or prepared: see above")
-    add("--split", default="train2017", help="to train on; default: train2017")
-    text = "to evaluate; default: val2017, or --split if DIR has no val2017"
+    add("--split", default="train2017", help="split to train on; default: train2017")
+    text = "split to evaluate; default: val2017, or --split if DIR has no val2017"
     add("--validation-split", metavar="SPLIT", help=text)
-    add("--backbone", metavar="NAME", help="resnet50_fpn, or another ResNet of torchvision")
-    add("--backbone-weights", metavar="FILE", help="of a classifier: see above")
-    add("--weights", metavar="FILE", help="of a whole detector; a head of other classes is left fresh")
-    text = "default: frozen with --backbone-weights, else group"
+    add("--backbone", metavar="NAME", help="resnet50_fpn, or another torchvision ResNet")
+    add("--backbone-weights", metavar="FILE", help="weights of a classifier: see above")
+    add("--weights", metavar="FILE", help="weights of a whole detector; a head for other classes stays fresh")
+    text = "default: frozen with --backbone-weights, otherwise group"
     add("--norm", choices=("frozen", "group"), help=text)
-    add("--width", type=count, metavar="CHANNELS", help="of the pyramid and the heads")
-    add("--warmup-steps", type=number(int, 0), metavar="N", help="in which the rate rises")
-    add("--clip", type=amount, metavar="NORM", help="largest norm of the gradient; 0: any")
-    add("--image-size", type=number(int, 32), metavar="PIXELS", help="of the shorter side")
-    add("--longest", type=count, metavar="PIXELS", help="of the longer side; default: goes with the shorter")
+    add("--width", type=count, metavar="CHANNELS", help="channels in the pyramid and the heads")
+    add("--warmup-steps", type=number(int, 0), metavar="N", help="steps in which the rate rises")
+    add("--clip", type=amount, metavar="NORM", help="maximum norm of the gradient; 0: no limit")
+    add("--image-size", type=number(int, 32), metavar="PIXELS", help="target for the shorter side")
+    add("--longest", type=count, metavar="PIXELS", help="limit for the longer side; default: in proportion")
     made.add_images(PRESETS, ("sgd", "adamw"))
     return made
 
 
 def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
-    """Return what to train on, what to evaluate, and the name of the latter."""
-    masks, its = given.model == "maskrcnn", given.validation_split
-    if not its:
+    """Return what to train on, what to evaluate, and the name of what is evaluated."""
+    masks, checked = given.model == "maskrcnn", given.validation_split
+    if not checked:
         has = (given.data / "annotations" / "instances_val2017.json").exists()
-        its = "val2017" if has else given.split
+        checked = "val2017" if has else given.split
     try:
-        data, check = Coco(given.data, given.split, masks, True), Coco(given.data, its, False, False)
+        data, check = Coco(given.data, given.split, masks, True), Coco(given.data, checked, False, False)
         if masks and not (data.outlined and check.outlined):
             raise ArgumentError("an annotation has no segmentation, which maskrcnn needs")
-        if other := {one for one in data.kinds.keys() & check.kinds if data.kinds[one] != check.kinds[one]}:
-            raise ArgumentError(f"category {min(other)} has another name in {its} than in {given.split}")
+        if other := {key for key in data.kinds.keys() & check.kinds if data.kinds[key] != check.kinds[key]}:
+            raise ArgumentError(f"category {min(other)} has another name in {checked} than in {given.split}")
         if 0 in (*data.kinds, *check.kinds):
             data.count_from_one()
             check.count_from_one()
     except (OSError, ArgumentError) as error:
         raise SystemExit(f"--data {given.data}: {error}. It must have COCO's layout: see --help") from None
-    except Exception as error:  # other JSON raises many
+    except Exception as error:  # other JSON raises many kinds
         raise SystemExit(f"--data {given.data}: annotations are malformed: {error!r}. {PREPARE}") from None
     if not len(data):
         raise SystemExit(f"--data {given.data}: no image of {given.split} has an object")
-    return data, check, TRAINED_ON if its == given.split else its
+    return data, check, TRAINED_ON if checked == given.split else checked
 
 
 def main() -> None:
@@ -338,7 +338,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    torch.manual_seed(given.seed)  # equal weights on all ranks; then their choices of regions are their own
+    torch.manual_seed(given.seed)  # same weights on all ranks; below, each rank's choice of regions differs
     data, check, split = splits(given)
     model = Model(given, preset, max(data.classes, check.classes), device, check)
     if given.weights:
@@ -350,7 +350,7 @@ def main() -> None:
 
 
 def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, split: str) -> None:
-    """Train from the newest checkpoint to the last epoch, or only evaluate; then export."""
+    """Train from the newest checkpoint to the last epoch, or only evaluate. Then export."""
     batches = Batches(data, preset, given.seed, given.threads)
     batch = preset.batch_size * hvd.size()
     same: dict[str, Any] = {
@@ -358,7 +358,7 @@ def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, s
         "anchor": preset.anchor, "labels": max(data.classes, model.check.classes),
         "optimizer": preset.optimizer, "precision": preset.precision,
     }  # fmt: skip
-    if not given.evaluate:  # a position in an epoch is of its order
+    if not given.evaluate:  # a position in an epoch depends on the epoch's order
         same |= {"images": len(data), "batch_size": preset.batch_size, "seed": given.seed}
     training = Training(
         given, model, same, "images", len(data), preset.epochs, split, f"{model.kinds[-1]} AP"

@@ -1,7 +1,7 @@
-"""Hyper-parameters of published ResNet-50 runs, each with its source and the result that it reports.
+"""Hyperparameters of published ResNet-50 runs, each with its source and reported result.
 
-A preset's ``rate`` is the peak learning rate of its whole batch, ``batch_size * devices``. Runs on another
-number of devices scale it linearly (Goyal et al. 2017): see ``Preset.rate_for``.
+A preset's ``rate`` is the peak learning rate for its whole batch, ``batch_size * devices``. With another
+number of devices, it is scaled linearly (Goyal et al. 2017). See ``Preset.rate_for``.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Preset:
-    """One set of hyper-parameters.
+    """One set of hyperparameters.
 
     Attributes:
-        batch_size: images per device and step.
-        devices: of the published run.
+        batch_size: Images per device and step.
+        devices: Number of devices in the published run.
         optimizer: "sgd" (with momentum) or "lars".
-        rate: peak learning rate of the whole batch.
-        schedule: after the warm-up: "cosine", "step" (a tenth at each of ``milestones``) or "polynomial"
-            (power 2).
-        warmup_epochs: in which the rate rises linearly.
-        warmup_start: rate of its first step; 0: the peak divided by the warm-up's steps.
-        epochs: length of the schedule, with the warm-up.
-        source: where the figures are from.
-        expected: what the source reports for them.
-        milestones: epochs, of "step".
-        label_smoothing: share of the target that is spread over all classes.
-        weight_decay: L2, of weights only: not of biases, nor of normalization's scales and offsets.
-        momentum: of SGD as in PyTorch, ``v = momentum * v + g; w = w - rate * v``; LARS' ``v`` has the rate.
+        rate: Peak learning rate for the whole batch.
+        schedule: Schedule after the warm-up: "cosine", "step" (a tenth at each of ``milestones``) or
+            "polynomial" (power 2).
+        warmup_epochs: Epochs in which the rate rises linearly.
+        warmup_start: Rate in the first step. 0 means the peak divided by the number of warm-up steps.
+        epochs: Length of the schedule, including the warm-up.
+        source: Where the numbers come from.
+        expected: What the source reports for them.
+        milestones: Epochs for the schedule "step".
+        label_smoothing: Share of the target that is spread over all classes.
+        weight_decay: L2, for weights only: not for biases, nor for normalization's scales and offsets.
+        momentum: SGD's, as in PyTorch: ``v = momentum * v + g; w = w - rate * v``. In LARS, ``v`` contains
+            the rate.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
-        image_size: of the crops, in pixels.
-        augment: random crops and flips.
+        image_size: Size of the crops, in pixels.
+        augment: If True, use random crops and flips.
     """
 
     batch_size: int
@@ -54,16 +55,16 @@ class Preset:
     warmup_start: float = 0.0
 
     def rate_for(self, batch: int) -> float:
-        """Return the peak learning rate for another whole batch: linear scaling."""
+        """Return the peak learning rate for another whole batch, by linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with what a command line sets: rate goes with batch, milestones with epochs."""
-        values = {name: one for name in _OVERRIDDEN if (one := getattr(given, name, None)) is not None}
-        more = values.get("batch_size", self.batch_size) / self.batch_size
+        """Return the preset with the command line's values. Scales rate and milestones accordingly."""
+        values = {name: value for name in _OVERRIDDEN if (value := getattr(given, name, None)) is not None}
+        larger = values.get("batch_size", self.batch_size) / self.batch_size
         longer = values.get("epochs", self.epochs) / self.epochs
-        milestones = tuple(one * longer for one in self.milestones)
-        return replace(self, rate=self.rate * more, milestones=milestones, **values)
+        milestones = tuple(epoch * longer for epoch in self.milestones)
+        return replace(self, rate=self.rate * larger, milestones=milestones, **values)
 
 
 _OVERRIDDEN = (
@@ -75,7 +76,7 @@ _MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, tr
 
 
 def _goyal(devices: int, expected: str) -> Preset:
-    """Return the recipe of the paper: 0.1 for each 256 images of a batch, 32 images per device."""
+    """Return the paper's recipe: 0.1 for every 256 images in a batch, 32 images per device."""
     return Preset(
         batch_size=32, devices=devices, optimizer="sgd", rate=0.1 * 32 * devices / 256, schedule="step",
         milestones=(30, 60, 80), warmup_epochs=5, warmup_start=0.1, epochs=90, label_smoothing=0.0,
@@ -90,8 +91,8 @@ def _mlperf(
     """Return a reference convergence point.
 
     ``batch_size`` is the source's span of batch normalization. The length of the schedule is the source's
-    number of decay steps; the warm-up comes before them where the source's own runs took longer than that.
-    Label smoothing and precision are not in the source: NVIDIA's 0.1, and bfloat16.
+    number of decay steps. The warm-up precedes them if the source's own runs took longer than that. Label
+    smoothing and precision are not in the source: they are NVIDIA's 0.1, and bfloat16.
     """
     return Preset(
         batch_size=batch_size, devices=devices, optimizer="lars", rate=rate, schedule="polynomial",

@@ -1,4 +1,4 @@
-"""What train_torch.py and train_keras.py do alike: options, data, learning rate, beginning, steps, end."""
+"""Code that train_torch.py and train_keras.py share: options, data, learning rate, start, steps, end."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ringdance.training.schedules import Schedule
 
 
 def parser(manual: str) -> Options:
-    """Return a parser of the options that both have; a script may add its own."""
+    """Return a parser with the options of both scripts. A script may add its own."""
     made = Options(description=manual)
     add, share = made.add_argument, number(float, 0, 1)
     add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
     add("--synthetic", action="store_true", help="random pixels instead of data")
     add("--synthetic-images", type=count, default=1_281_167, metavar="N", help="default: 1,281,167")
-    add("--warmup-epochs", type=number(int, 0), metavar="N", help="of these, in which the rate rises")
+    add("--warmup-epochs", type=number(int, 0), metavar="N", help="epochs in which the rate rises")
     add("--accumulate", type=count, default=1, metavar="N", help="passes in each step; default: 1")
-    add("--model", metavar="NAME", help="of the library instead of our ResNet-50: see above")
-    add("--width", type=count, help="channels of our ResNet-50's first stage; default: 64")
-    text = "begin with these, or with those of an exported model; a head of other classes is left fresh"
+    add("--model", metavar="NAME", help="a model from the library instead of our ResNet-50: see above")
+    add("--width", type=count, help="channels in the first stage of our ResNet-50; default: 64")
+    text = "start with these weights or an exported model's; a head for other classes stays fresh"
     add("--weights", metavar="FILE", help=text)
     add("--image-size", type=count, metavar="PIXELS")
     add("--label-smoothing", type=share, metavar="S", help="share of a target that all classes get")
@@ -37,24 +37,24 @@ def parser(manual: str) -> Options:
 
 
 def read(made: Options) -> argparse.Namespace:
-    """Read the command line, and check what it says."""
+    """Read and check the command line."""
     given = made.read()
     if bool(given.data) == given.synthetic:
         made.error("give either --data DIR or --synthetic")
     if given.model and given.width:
-        made.error(f"--width {given.width} is of our ResNet-50: leave it out, or --model {given.model}")
+        made.error(f"--width {given.width} is for our ResNet-50. Omit it or --model {given.model}.")
     given.width = given.width or 64
     preset = PRESETS[given.preset].overridden(given)
     if preset.epochs < preset.warmup_epochs:
         warmup = f"{preset.warmup_epochs:g} of warm-up"
-        made.error(f"{preset.epochs:g} epochs, but {warmup}: give --epochs or --warmup-epochs")
+        made.error(f"{preset.epochs:g} epochs, but {warmup}. Change --epochs or --warmup-epochs.")
     return given
 
 
 def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> Schedule:
-    """Return the learning rate over the epochs; ``images``: of an epoch; ``batch``: of all ranks."""
+    """Return the learning rate's schedule. ``images`` is per epoch, ``batch`` is for all ranks."""
     peak = preset.rate_for(batch) if given.rate is None else given.rate
-    # Without a source's figure the first step has one share of the warm-up: at a rate of 0 it would be lost.
+    # Without a value from the source, the first step gets one share of the warm-up: 0 would waste the step.
     start = preset.warmup_start or peak * batch / max(preset.warmup_epochs * images, batch)
     return Schedule(
         peak, preset.epochs, preset.schedule, preset.warmup_epochs, min(start, peak), preset.milestones
@@ -62,7 +62,7 @@ def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: i
 
 
 def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
-    """Return what to train on, what to evaluate, and the name of the latter."""
+    """Return what to train on, what to evaluate, and the name of what is evaluated."""
     if given.synthetic:
         data: Any = Synthetic(given.synthetic_images)
         return data, data, TRAINED_ON
@@ -76,33 +76,33 @@ def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
 
 
 def ranks_of(count: int) -> tuple[int, ...]:
-    """Return which k of the top k tell something about so many classes."""
+    """Return the values of k for which top-k is informative with ``count`` classes."""
     return (1, 5) if count > 5 else (1,)
 
 
 def described(at: Position, found: dict[str, float]) -> str:
-    """Return the text of an evaluation."""
+    """Format an evaluation."""
     shares = (f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top"))
     when = f"after {at.epoch} epochs" if at.step else "before any training"
     return f"{when}: {', '.join(shares)} of {found['count']:,} images"
 
 
 def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
-    """Load weights on rank 0, but for a head of other classes; return what is to be said about it."""
+    """Load weights on rank 0, except a head for other classes. Returns a message about it."""
     file, fresh, problem = given.weights, list[str](), ""
     try:
         if hvd.rank() == 0:
             fresh = model.load_weights(file)
     except OSError as error:
         problem = f"--weights {file}: {error.strerror or error}"
-    except Exception as error:  # of files of any kind
-        problem = f"--weights {file}: not of this model: {error}".splitlines()[0]
+    except Exception as error:  # files of any kind raise many
+        problem = f"--weights {file}: not for this model: {error}".splitlines()[0]
     if fresh and given.evaluate:
-        problem = f"--weights {file}: it has not {classes} classes, so there is nothing to evaluate"
+        problem = f"--weights {file} does not have {classes} classes, so there is nothing to evaluate"
     fresh, problem = hvd.broadcast_object((fresh, problem))
     if problem:
         raise SystemExit(problem)
-    head = f", but {', '.join(fresh)} fresh: it has not {classes} classes" if fresh else ""
+    head = f", but {', '.join(fresh)} fresh: it does not have {classes} classes" if fresh else ""
     return f"weights of {file}{head}"
 
 
@@ -110,26 +110,26 @@ def train(
     given: argparse.Namespace, preset: Preset, model: Any, data: Any, loader: Any, split: str,
     framework: str,
 ) -> None:
-    """Train from the newest checkpoint to the last epoch, or only evaluate; then export.
+    """Train from the newest checkpoint to the last epoch, or only evaluate. Then export.
 
     Args:
-        given: what the command line says.
-        preset: with what the command line sets.
-        model: of this rank: see Note [Models of recipes]; with ``step``, ``load_weights`` and ``equal``,
-            which gives all ranks that of rank 0.
-        data: to train on.
-        loader: of that.
-        split: what evaluations are of.
-        framework: that is at work, to be shown.
+        given: Options of the command line.
+        preset: Preset, with the command line's values.
+        model: This rank's model. See Note [Models of recipes]. It also has ``step``, ``load_weights`` and
+            ``equal``, which broadcasts rank 0's model.
+        data: Data set to train on.
+        loader: Loader for ``data``.
+        split: Name of what is evaluated.
+        framework: Name of the framework, for display.
     """
     same = {"model": given.model or f"ResNet-50 of width {given.width}", "classes": len(data.classes)}
     same |= {"optimizer": preset.optimizer, "precision": preset.precision}
-    if model.framework == "keras":  # whose optimizer has other variables then
+    if model.framework == "keras":  # its optimizer has other variables when accumulating
         same["accumulate"] = given.accumulate
     if not given.evaluate:
         same |= {"images": len(data), "preset": given.preset, "seed": given.seed}
     if given.evaluate and given.checkpoints and not hvd.broadcast_object(Path(given.checkpoints).is_dir()):
-        raise SystemExit(f"--evaluate: there is no directory {given.checkpoints}")
+        raise SystemExit(f"--evaluate: the directory {given.checkpoints} does not exist")
     training = Training(given, model, same, "images", len(data), preset.epochs, split, "top1")
     batch = loader.plan.batch_size * hvd.size()
     epochs = f", {preset.epochs:g} epochs\npreset {given.preset} ({preset.source}): {preset.expected}"

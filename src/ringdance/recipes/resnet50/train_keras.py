@@ -1,36 +1,35 @@
 """Train ResNet-50 with Keras 3 on any number of processes: ImageNet, your own images, or synthetic ones.
 
-Try it on a laptop, without data; then with data, as `ringdance data prepare` writes it:
+Try it on a laptop without data first, then with data that `ringdance data prepare` has written:
 
     ringdance run -np 2 python train_keras.py --preset laptop --synthetic --steps 20
     ringdance data prepare imagenet /data/ILSVRC2012 /data/imagenet --format tfrecord --shards 128
     ringdance run -np 8 python train_keras.py --preset 8xV100 --data /data/imagenet --checkpoints run1
     ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_keras.py --preset 32 --data /data/imagenet
 
-`presets.py` has the presets: the hyper-parameters of published runs and their results.
-Options override single values. The learning rate of a preset holds for its whole batch; with another number
-of processes it is scaled with the batch.
+`presets.py` has the presets: hyperparameters of published runs, and their results. Options override single
+values. A preset's learning rate applies to its whole batch; with another number of processes, it is scaled
+with the batch.
 
-Without --model it trains the ResNet-50 below. With --model NAME it trains any classifier of
-keras.applications, such as MobileNetV2, behind its own preprocess_input. --weights FILE is a file of its
-save_weights() or save().
+By default, it trains the ResNet-50 below. With --model NAME, it trains any classifier from
+keras.applications, such as MobileNetV2, after that model's preprocess_input. --weights FILE is a file from
+save_weights() or save() of the model.
 
-A rank uses the GPU of its local rank, where there are GPUs. KERAS_BACKEND chooses tensorflow, torch or jax.
+If there are GPUs, a rank uses the GPU with its local rank. KERAS_BACKEND chooses tensorflow, torch or jax.
 
-With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another number
-of processes: model, optimizer, epoch and position in the epoch are read from the newest checkpoint, and each
-epoch still uses no image twice. Only rank 0 reads and writes that directory.
+With --checkpoints, run the same command again to continue a run that was stopped or even killed, also with
+another number of processes. Model, optimizer, epoch and the position in the epoch are read from the newest
+checkpoint, and no image is used twice in an epoch. Only rank 0 reads and writes that directory.
 
-What is printed, by rank 0: one line every --log-every steps with the mean loss (cross-entropy and, with SGD,
-the L2 term) and top-1 of the images that were trained on since the last one (as augmented), images
-per second of all ranks and of each, the share of the time in which training waited for images, the time so
-far with that of the runs before, the time left, and what it costs, if --price-per-hour says what all
-machines together cost. After every --evaluate-every epochs: top-1 and top-5 on the split `validation`, each
-image counted once; if the data has none, on the images that were trained on, which the line says. The model
-with the best top-1 on `validation` is kept in --checkpoints; --evaluate prints its figures again, and
---export writes it for score.py.
+Rank 0 prints a line every --log-every steps: the mean loss (cross-entropy and, with SGD, the L2 term) and
+top-1 over the images (as augmented) that training has used since the last line, images per second for all
+ranks and for each, the share of time that training waited for images, the time so far including earlier
+runs, the time left, and the cost if --price-per-hour gives the price of all machines together. After every
+--evaluate-every epochs, it prints top-1 and top-5 on the split `validation`, with each image counted once.
+Without such a split, it uses the training images, and says so. The model with the best top-1 on `validation`
+is kept in --checkpoints. --evaluate prints its metrics again, and --export writes it for score.py.
 
-The last images of an epoch that are fewer than a whole batch are left out: others in each epoch.
+If the last images of an epoch do not fill a whole batch, they are skipped. Each epoch skips different images.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ try:
     import keras
 except ImportError as error:
     chosen = f"KERAS_BACKEND={os.environ['KERAS_BACKEND']}"
-    raise SystemExit(f"{chosen}: {error}: install it, or choose tensorflow, torch or jax") from None
+    raise SystemExit(f"{chosen}: {error}. Install it, or choose tensorflow, torch or jax.") from None
 import numpy as np
 from presets import PRESETS, Preset  # type: ignore[import-not-found]  # in this directory
 from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
@@ -58,7 +57,7 @@ import ringdance.keras as hvd
 from ringdance import numpy
 from ringdance.data import Batch
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixels: R, G, B
 Array = np.ndarray[Any, Any]
 
 
@@ -66,11 +65,11 @@ Array = np.ndarray[Any, Any]
 
 
 def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
-    """Return ResNet-50 v1.5 (stride in the 3x3 convolutions), on pixels 0 to 255, channels last; logits."""
+    """Return ResNet-50 v1.5 (stride in the 3x3 convolutions): pixels 0 to 255, channels last, to logits."""
     layers = keras.layers
 
     def conv(x: Any, filters: int, kernel: int, stride: int = 1) -> Any:
-        if kernel > 1:  # as PyTorch pads, not as "same"
+        if kernel > 1:  # pads like PyTorch, not like "same"
             x = layers.ZeroPadding2D(kernel // 2)(x)
         return layers.Conv2D(filters, kernel, stride, use_bias=False, kernel_initializer="he_normal")(x)
 
@@ -80,7 +79,7 @@ def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
     def block(x: Any, filters: int, stride: int) -> Any:
         y = layers.ReLU()(norm(conv(x, filters, 1)))
         y = layers.ReLU()(norm(conv(y, filters, 3, stride)))
-        y = norm(conv(y, 4 * filters, 1), "zeros")  # a block begins as the identity: Goyal et al. 2017
+        y = norm(conv(y, 4 * filters, 1), "zeros")  # a block starts as the identity: Goyal et al. 2017
         if stride > 1 or x.shape[-1] != 4 * filters:
             x = norm(conv(x, 4 * filters, 1, stride))
         return layers.ReLU()(layers.Add()([x, y]))
@@ -99,34 +98,34 @@ def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
 
 
 def of_keras(name: str, classes: int, image_size: int) -> Any:
-    """Return a classifier of keras.applications, on pixels 0 to 255; logits."""
-    known = [one for one, found in vars(keras.applications).items() if callable(found)]
+    """Return a classifier from keras.applications: pixels 0 to 255 to logits."""
+    known = [key for key, value in vars(keras.applications).items() if callable(value)]
     if name not in known:
-        raise SystemExit(f"--model {name} is not a classifier of keras.applications: {', '.join(known)}")
+        raise SystemExit(f"--model {name} is not a keras.applications classifier. Use {', '.join(known)}.")
     make = getattr(keras.applications, name)
     shape = (image_size, image_size, 3)
     try:
         body = make(weights=None, classes=classes, input_shape=shape, classifier_activation=None)
     except ValueError as error:
-        raise SystemExit(f"--model {name} takes no images of {image_size} pixels: {error}") from None
+        raise SystemExit(f"--model {name} does not take images of {image_size} pixels: {error}") from None
     for layer in body.layers:
         if isinstance(layer, keras.layers.BatchNormalization):
-            layer.momentum = 0.9  # PyTorch's; at 0.999 (MobileNetV2's) a short training evaluates badly
+            layer.momentum = 0.9  # PyTorch's value; with MobileNetV2's 0.999, short runs evaluate badly
     images = keras.Input(shape, dtype="uint8")
     pixels = sys.modules[make.__module__].preprocess_input(keras.ops.cast(images, "float32"))
     return keras.Model(images, keras.layers.Activation("linear", dtype="float32")(body(pixels)))
 
 
 def use_own_gpu() -> None:
-    """Let this rank see the GPU of its local rank alone. With JAX: set CUDA_VISIBLE_DEVICES for each rank."""
+    """Make only the GPU with its local rank visible to this rank. With JAX, use CUDA_VISIBLE_DEVICES."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
         gpus = tf.config.list_physical_devices("GPU")
         if gpus:
-            mine = gpus[hvd.local_rank() % len(gpus)]
-            tf.config.set_visible_devices(mine, "GPU")
-            tf.config.experimental.set_memory_growth(mine, True)
+            own = gpus[hvd.local_rank() % len(gpus)]
+            tf.config.set_visible_devices(own, "GPU")
+            tf.config.experimental.set_memory_growth(own, True)
     elif keras.backend.backend() == "torch":
         import torch
 
@@ -138,25 +137,25 @@ def use_own_gpu() -> None:
 
 
 class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """Momentum SGD whose rate follows, layer by layer, the norms of weights and gradients.
+    """Momentum SGD whose rate is adapted, layer by layer, to the norms of weights and gradients.
 
     For each variable with more than one dimension::
 
-        trust = 0.001 * |w| / (|g| + weight_decay * |w|)    1 where a norm is 0
+        trust = 0.001 * |w| / (|g| + weight_decay * |w|)    1 if a norm is 0
         v = momentum * v + learning_rate * trust * (g + weight_decay * w)
         w = w - v
 
-    Biases, scales and offsets of normalization have one dimension: there trust is 1 and nothing decays.
+    Biases, and normalization's scales and offsets, have one dimension: their trust is 1, without decay.
     Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
     """
 
     def __init__(self, momentum: float, weight_decay: float, **options: Any) -> None:
         super().__init__(learning_rate=0.0, **options)
         self.momentum = momentum
-        self.decay = weight_decay  # not the base class's weight_decay, which takes it off the weights
+        self.decay = weight_decay  # not the base class's weight_decay, which is subtracted from the weights
 
     def build(self, variables: Any) -> None:
-        """Make the velocities."""
+        """Create the velocities."""
         if not self.built:
             super().build(variables)
             self.velocities = [self.add_variable_from_reference(one, name="velocity") for one in variables]
@@ -166,9 +165,9 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
         ops, velocity = keras.ops, self.velocities[self._get_variable_index(variable)]
         rate, gradient = ops.cast(learning_rate, variable.dtype), ops.cast(gradient, variable.dtype)
         if len(variable.shape) > 1:
-            # Squares of float16 overflow.
+            # Squares in float16 overflow.
             weights, slope = (
-                ops.sqrt(ops.sum(ops.square(ops.cast(one, "float32")))) for one in (variable, gradient)
+                ops.sqrt(ops.sum(ops.square(ops.cast(tensor, "float32")))) for tensor in (variable, gradient)
             )
             adapts = ops.logical_and(weights > 0, slope > 0)
             below = ops.where(adapts, slope + self.decay * weights, 1.0)
@@ -183,7 +182,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
 
 
 class Model:
-    """The compiled model of this rank, and how it is updated."""
+    """This rank's compiled model, and how it is updated."""
 
     framework, described = "keras", staticmethod(described)
 
@@ -201,23 +200,23 @@ class Model:
         else:
             optimizer = keras.optimizers.SGD(0.0, preset.momentum, **passes)
             for weights in self.model.trainable_variables:
-                if len(weights.shape) > 1:  # no decay of biases, nor of normalization's scales and offsets
+                if len(weights.shape) > 1:  # no decay for biases or normalization's scales and offsets
                     weights.regularizer = keras.regularizers.L2(preset.weight_decay / 2)
         loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=preset.label_smoothing)
         # float16: compile() adds loss scaling; if a rank's gradients overflow, all ranks skip that step.
         self.model.compile(hvd.DistributedOptimizer(optimizer), loss, weighted_metrics=["accuracy"])
         self.model.optimizer.build(self.model.trainable_variables)
-        # All of them: with averages of gradients, loss scale and counters.
+        # All variables, including averages of gradients, loss scale and counters.
         self.variables = [*self.model.variables, *self.model.optimizer.variables]
 
     def step(self, batch: Batch, rate: float) -> None:
-        """Update the model by one batch, in so many passes.
+        """Update the model with one batch, in several passes.
 
-        With SGD the momentum is corrected where the rate changes, which makes it PyTorch's. LARS has none to
-        correct: the rate of each step belongs to its velocity, as in the paper.
+        With SGD, momentum is corrected when the rate changes, so that it matches PyTorch's. LARS needs no
+        correction: the rate of each step is part of its velocity, as in the paper.
 
-        Gradients are averaged over passes and ranks. The weights of the samples make that the mean over the
-        samples of the global batch, also if it is short, or if a rank or a pass has none of it.
+        Gradients are averaged over passes and ranks. With the samples' weights, the result is the mean over
+        the samples in the global batch, even if it is short, or if a rank or a pass has no samples.
         """
         count, optimizer = len(batch.labels), self.model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -225,65 +224,65 @@ class Model:
         targets = keras.utils.to_categorical(batch.labels, self.classes)
         for rows in np.array_split(np.arange(count), self.passes):
             weight = batch.weight * self.passes * len(rows) / count
-            rows = rows if len(rows) else np.arange(1)  # all take part in the exchange: one image, weight 0
+            rows = rows if len(rows) else np.arange(1)  # all must join the exchange: one image with weight 0
             weights = np.full(len(rows), weight, np.float32)
             self.last = self.model.train_on_batch(batch.images[rows], targets[rows], sample_weight=weights)
 
     def figures(self) -> dict[str, float]:
-        """Return mean loss and share of right images of this rank since the last call."""
+        """Return this rank's mean loss and share of correct images since the last call."""
         loss, right = map(float, self.last)
         self.model.reset_metrics()
         return {"loss": loss, "top-1": right}
 
     def evaluate(self) -> dict[str, float]:
-        """Return "count", the images of all ranks, and "top1" and "top5", the shares that are right."""
+        """Return "count", the number of images on all ranks, and the shares "top1" and "top5"."""
         self.average_statistics()
         right = hvd.TopK(ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
-            if batch.weight:  # else padding
+            if batch.weight:  # otherwise padding
                 right.add(self.model.predict_on_batch(batch.images), batch.labels)
         return right.result()
 
     def average_statistics(self) -> None:
-        """Average normalization's running means and variances, which each rank has of its own images."""
-        statistics = [one for one in self.model.weights if "moving" in one.path]
-        values = [keras.ops.convert_to_numpy(one.value) for one in statistics]
+        """Average the running means and variances that each rank computes from its own images."""
+        statistics = [variable for variable in self.model.weights if "moving" in variable.path]
+        values = [keras.ops.convert_to_numpy(variable.value) for variable in statistics]
         if values:
-            for one, value in zip(statistics, numpy.allreduce(values, name="statistics"), strict=True):
-                one.assign(value)
+            for variable, value in zip(statistics, numpy.allreduce(values, name="statistics"), strict=True):
+                variable.assign(value)
 
     def state(self) -> dict[str, Array]:
-        """Return copies of all that a checkpoint needs."""
-        return {f"v{number}": read_value(one) for number, one in enumerate(self.variables)}
+        """Return copies of everything that a checkpoint needs."""
+        return {f"v{number}": read_value(variable) for number, variable in enumerate(self.variables)}
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Take such values."""
-        for number, one in enumerate(self.variables):
-            one.assign(state[f"v{number}"])
+        """Restore the values that ``state`` returned."""
+        for number, variable in enumerate(self.variables):
+            variable.assign(state[f"v{number}"])
 
     def load_weights(self, file: str) -> list[str]:
-        """Load weights; return the names of the head's, if it is of other classes."""
+        """Load weights. Returns the names of the head's weights if it is for other classes."""
         body = self.body()
-        before = {one.path: read_value(one) for one in body.trainable_weights}
+        before = {weights.path: read_value(weights) for weights in body.trainable_weights}
         try:
             body.load_weights(file)
             return []
-        except ValueError:  # it may be the head
+        except ValueError:  # possibly a head for other classes
             with warnings.catch_warnings(action="ignore"):
                 body.load_weights(file, skip_mismatch=True)
         same = [one for one in body.trainable_weights if np.array_equal(before[one.path], read_value(one))]
-        head = [one.path for one in same if len(one.shape) > 1]
-        if len(head) != 1 or head[0] != [path for path, one in before.items() if one.ndim > 1][-1]:
+        head = [weights.path for weights in same if len(weights.shape) > 1]
+        if len(head) != 1 or head[0] != [path for path, weights in before.items() if weights.ndim > 1][-1]:
             raise ValueError(f"{len(head)} of its layers have other shapes")
         return head
 
     def body(self) -> Any:
-        """Return the model of keras.applications, or our own."""
-        return next((one for one in self.model.layers if isinstance(one, keras.Model)), self.model)
+        """Return the model from keras.applications, or our own."""
+        return next((layer for layer in self.model.layers if isinstance(layer, keras.Model)), self.model)
 
     def equal(self) -> None:
-        """Give all ranks the model of rank 0."""
+        """Broadcast rank 0's model to all ranks."""
         hvd.broadcast_variables(self.variables, root_rank=0)
 
     def export(self, directory: Path) -> None:

@@ -1,36 +1,36 @@
 """Train ResNet-50 with PyTorch on any number of processes: ImageNet, your own images, or synthetic ones.
 
-Try it on a laptop, without data; then with data, as `ringdance data prepare` writes it:
+Try it on a laptop without data first, then with data that `ringdance data prepare` has written:
 
     ringdance run -np 2 python train_torch.py --preset laptop --synthetic --steps 20
     ringdance data prepare imagenet /data/ILSVRC2012 /data/imagenet --format tfrecord --shards 128
     ringdance run -np 8 python train_torch.py --preset 8xV100 --data /data/imagenet --checkpoints run1
     ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_torch.py --preset 32 --data /data/imagenet
 
-`presets.py` has the presets: the hyper-parameters of published runs and their
-results. Options override single values. The learning rate of a preset holds for its whole batch; with
-another number of processes it is scaled with the batch.
+`presets.py` has the presets: hyperparameters of published runs, and their results. Options override single
+values. A preset's learning rate applies to its whole batch; with another number of processes, it is scaled
+with the batch.
 
-Without --model it trains the ResNet-50 below, whose weights have the names of torchvision's resnet50. With
---model NAME it trains any classifier of torchvision, if that is installed, such as resnet18 or vit_b_16, with
-the normalization of its own weights; googlenet and inception_v3 without their auxiliary heads. --weights FILE
-is a file of torch.save() with a model's state_dict().
+By default, it trains the ResNet-50 below, whose weights have the names of torchvision's resnet50. With
+--model NAME, it trains any torchvision classifier (if torchvision is installed), such as resnet18 or
+vit_b_16, with the normalization that its weights expect. googlenet and inception_v3 have no auxiliary heads
+here. --weights FILE is a file from torch.save() with a model's state_dict().
 
-A rank uses the GPU of its local rank, where there are GPUs.
+If there are GPUs, a rank uses the GPU with its local rank.
 
-With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another
-number of processes: model, optimizer, epoch and position in the epoch are read from the newest checkpoint,
-and no image is used twice in an epoch. Only rank 0 reads and writes that directory.
+With --checkpoints, run the same command again to continue a run that was stopped or even killed, also with
+another number of processes. Model, optimizer, epoch and the position in the epoch are read from the newest
+checkpoint, and no image is used twice in an epoch. Only rank 0 reads and writes that directory.
 
-What is printed, by rank 0: one line every --log-every steps with the mean loss and top-1 of the images that
-were trained on since the last one (as augmented), images per second of all ranks and of each, the
-share of the time in which training waited for images, the time so far with that of the runs before, the time
-left, and what it costs, if --price-per-hour says what all machines together cost. After every
---evaluate-every epochs: top-1 and top-5 on the split `validation`, each image counted once; if the data has
-none, on the images that were trained on, which the line says. The model with the best top-1 on `validation`
-is kept in --checkpoints; --evaluate prints its figures again, and --export writes it for score.py.
+Rank 0 prints a line every --log-every steps: the mean loss and top-1 over the images (as augmented) that
+training has used since the last line, images per second for all ranks and for each, the share of time that
+training waited for images, the time so far including earlier runs, the time left, and the cost if
+--price-per-hour gives the price of all machines together. After every --evaluate-every epochs, it prints
+top-1 and top-5 on the split `validation`, with each image counted once. Without such a split, it uses the
+training images, and says so. The model with the best top-1 on `validation` is kept in --checkpoints.
+--evaluate prints its metrics again, and --export writes it for score.py.
 
-The last images of an epoch that are fewer than a whole batch are left out: others in each epoch.
+If the last images of an epoch do not fill a whole batch, they are skipped. Each epoch skips different images.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ import ringdance.torch as hvd
 from ringdance.data import Batch
 from ringdance.recipes import torch_state
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixels: R, G, B
 Array = np.ndarray[Any, Any]
 
 
@@ -60,19 +60,19 @@ Array = np.ndarray[Any, Any]
 
 
 def conv(before: int, after: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Return a convolution that keeps the size, but for its stride."""
+    """Return a convolution that keeps the size, divided by its stride."""
     return nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False)
 
 
 class Block(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the stride is in the 3x3 convolution (v1.5)."""
+    """1x1, 3x3 and 1x1 convolutions next to a shortcut. The stride is in the 3x3 convolution (v1.5)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = conv(channels, width, 1), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = conv(width, width, 3, stride), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = conv(width, 4 * width, 1), nn.BatchNorm2d(4 * width)
-        nn.init.zeros_(self.bn3.weight)  # a block begins as the identity: Goyal et al. 2017
+        nn.init.zeros_(self.bn3.weight)  # a block starts as the identity: Goyal et al. 2017
         self.downsample: nn.Module = nn.Identity()
         if stride > 1 or channels != 4 * width:
             shortcut = conv(channels, 4 * width, 1, stride)
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 def resnet50(classes: int, width: int) -> nn.Module:
-    """Return ResNet-50 v1.5; logits. Its parameters have torchvision's names."""
+    """Return ResNet-50 v1.5, which outputs logits. Its parameters have torchvision's names."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=conv(3, width, 7, 2), bn1=nn.BatchNorm2d(width))
     layers |= OrderedDict(relu=nn.ReLU(inplace=True), maxpool=nn.MaxPool2d(3, 2, 1))
     channels = width
@@ -101,21 +101,21 @@ def resnet50(classes: int, width: int) -> nn.Module:
     nn.init.zeros_(head.bias)
     layers |= OrderedDict(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=head)
     model = nn.Sequential(layers)
-    for one in model.modules():
-        if isinstance(one, nn.Conv2d):
-            nn.init.kaiming_normal_(one.weight, mode="fan_out", nonlinearity="relu")
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return model
 
 
 def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, Any]:
-    """Return a classifier of torchvision, and mean and deviation of the pixels 0 to 255 that it expects."""
+    """Return a torchvision classifier, and the mean and deviation of the pixels (0 to 255) it expects."""
     try:
         from torchvision import models  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except (ImportError, RuntimeError) as error:
-        raise SystemExit(f"--model {name} needs torchvision, of the same release as torch: {error}") from None
+        raise SystemExit(f"--model {name} needs torchvision of the same release as torch: {error}") from None
     names = models.list_models(module=models)
     if name not in names:
-        raise SystemExit(f"--model {name} is not a classifier of torchvision: {', '.join(names)}")
+        raise SystemExit(f"--model {name} is not a torchvision classifier. Use one of {', '.join(names)}.")
     special: dict[str, Any] = {"image_size": size} if name.startswith("vit") else {}
     if name in ("googlenet", "inception_v3"):
         special = {"aux_logits": False, "init_weights": True, "transform_input": True}
@@ -124,13 +124,13 @@ def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, 
         with torch.no_grad():
             model.eval()(torch.zeros(1, 3, size, size))
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"--model {name} takes no images of {size} pixels: {error}") from None
-    its = models.get_model_weights(name).DEFAULT.transforms()
-    return model.train(), [255 * one for one in its.mean], [255 * one for one in its.std]
+        raise SystemExit(f"--model {name} does not take images of {size} pixels: {error}") from None
+    transforms = models.get_model_weights(name).DEFAULT.transforms()
+    return model.train(), [255 * mean for mean in transforms.mean], [255 * std for std in transforms.std]
 
 
 class Classifier(nn.Module):
-    """What is exported: pixels in, probabilities out."""
+    """The exported model: pixels in, probabilities out."""
 
     mean: Tensor
     deviation: Tensor
@@ -142,7 +142,7 @@ class Classifier(nn.Module):
         self.register_buffer("deviation", deviation)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return probabilities, shape (n, classes), of images, uint8, shape (n, size, size, 3)."""
+        """Return the probabilities, shape (n, classes), for images, uint8, shape (n, size, size, 3)."""
         pixels = (images.permute(0, 3, 1, 2).float() - self.mean) / self.deviation
         logits: Tensor = self.model(pixels)
         return logits.softmax(1)
@@ -152,24 +152,24 @@ class Classifier(nn.Module):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups for an optimizer: weights that decay; biases and normalization, which do not."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    """Return two groups for an optimizer: weights (with decay), and biases and normalization (without)."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
-        {"params": [one for one in trained if one.ndim > 1], "weight_decay": weight_decay},
-        {"params": [one for one in trained if one.ndim <= 1], "weight_decay": 0.0},
+        {"params": [weight for weight in trained if weight.ndim > 1], "weight_decay": weight_decay},
+        {"params": [weight for weight in trained if weight.ndim <= 1], "weight_decay": 0.0},
     ]
 
 
 class LARS(torch.optim.Optimizer):
-    """Momentum SGD whose rate follows, layer by layer, the norms of weights and gradients.
+    """Momentum SGD whose rate is adapted, layer by layer, to the norms of weights and gradients.
 
     For each parameter with more than one dimension::
 
-        trust = 0.001 * |w| / (|g| + weight_decay * |w|)    1 where a norm is 0
+        trust = 0.001 * |w| / (|g| + weight_decay * |w|)    1 if a norm is 0
         v = momentum * v + lr * trust * (g + weight_decay * w)
         w = w - v
 
-    Biases, scales and offsets of normalization have one dimension: there trust is 1 and nothing decays.
+    Biases, and normalization's scales and offsets, have one dimension: their trust is 1, without decay.
     Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
     """
 
@@ -181,25 +181,25 @@ class LARS(torch.optim.Optimizer):
         """Update the parameters that have gradients, without waiting for a GPU."""
         for group in self.param_groups:
             decay = group["weight_decay"]
-            for one in group["params"]:
-                if (gradient := one.grad) is None:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
                     continue
-                state, rate = self.state[one], group["lr"]
+                state, rate = self.state[parameter], group["lr"]
                 if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(one)
-                if one.ndim > 1:
-                    weight, slope = one.norm(dtype=torch.float32), gradient.norm(dtype=torch.float32)
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                if parameter.ndim > 1:
+                    weight, slope = parameter.norm(dtype=torch.float32), gradient.norm(dtype=torch.float32)
                     trust = 0.001 * weight / (slope + decay * weight)
                     trust = torch.where((weight > 0) & (slope > 0), trust, 1.0)
-                    rate, gradient = rate * trust.to(one.dtype), gradient + decay * one
-                one.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(rate * gradient))
+                    rate, gradient = rate * trust.to(parameter.dtype), gradient + decay * parameter
+                parameter.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(rate * gradient))
 
 
 # Training -------------------------------------------------------------------------------------------------
 
 
 class Model:
-    """Model, optimizer and loss scale of this rank, and how they are updated."""
+    """This rank's model, optimizer and loss scale, and how they are updated."""
 
     framework, described = "torch", staticmethod(described)
 
@@ -226,32 +226,32 @@ class Model:
             self.inner, self.model.named_parameters(), backward_passes_per_step=self.passes
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=preset.precision == "float16")
-        self.sums = torch.zeros(3, device=device)  # loss, right ones, images
+        self.sums = torch.zeros(3, device=device)  # loss, correct images, images
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of images, pixels 0 to 255, shape (n, 3, size, size)."""
+        """Return the logits for images, pixels 0 to 255, shape (n, 3, size, size)."""
         with self.autocast():
             logits: Tensor = self.model((images.float() - self.mean) / self.deviation)
         return logits
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which convolutions compute with 16 bits, if the preset says so."""
+        """Return a context in which convolutions compute with 16 bits if the preset says so."""
         low = self.preset.precision != "float32"
         dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype, enabled=low)
 
     def step(self, batch: Batch, rate: float) -> None:
-        """Update the model by one batch, in so many passes.
+        """Update the model with one batch, in several passes.
 
-        The gradients are averaged over the ranks. The weight of the batch makes that the mean over the images
-        of the global batch, also if it is short, or if this rank has none of it.
+        The gradients are averaged over the ranks. With the batch's weight, the result is the mean over the
+        images in the global batch, even if the batch is short or this rank has no images.
         """
         for group in self.inner.param_groups:
             group["lr"] = rate
         count = len(batch.labels)
         passes = min(self.passes, count)
         self.optimizer.set_backward_passes_per_step(passes)
-        parts = (one.tensor_split(passes) for one in (batch.images, batch.labels))
+        parts = (array.tensor_split(passes) for array in (batch.images, batch.labels))
         for images, labels in zip(*parts, strict=True):
             logits, smoothing = self.forward(images).float(), self.preset.label_smoothing
             loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
@@ -264,48 +264,48 @@ class Model:
         self.optimizer.zero_grad()
 
     def figures(self) -> dict[str, float]:
-        """Return mean loss and share of right images of this rank since the last call; waits for the GPU."""
+        """Return this rank's mean loss and share of correct images since the last call. Waits for the GPU."""
         loss, right, count = self.sums.tolist()
         self.sums.zero_()
         return {"loss": loss / count, "top-1": right / count}
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return the number of images of all ranks, "count", and the shares "top1" and "top5"."""
+        """Return "count", the number of images on all ranks, and the shares "top1" and "top5"."""
         self.average_statistics()
         model, metric = self.model.eval(), hvd.TopK(ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
-            if batch.weight:  # else padding
+            if batch.weight:  # otherwise padding
                 metric.add(self.forward(batch.images).float().cpu(), batch.labels.cpu())
         model.train()
         return metric.result()
 
     def average_statistics(self) -> None:
-        """Average normalization's running means and variances, which each rank has of its own images."""
-        statistics = [one for one in self.model.buffers() if one.is_floating_point()]
+        """Average the running means and variances that each rank computes from its own images."""
+        statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         if statistics:
             hvd.grouped_allreduce_(statistics, name="statistics")
 
     def state(self) -> dict[str, Array]:
-        """Return copies of all that a checkpoint needs."""
+        """Return copies of everything that a checkpoint needs."""
         return torch_state.arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Take such values."""
+        """Restore the values that ``state`` returned."""
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def load_weights(self, file: str) -> list[str]:
-        """Load a state dict; return the names of the head's parameters, if it is of other classes."""
+        """Load a state dict. Returns the names of the head's parameters if it is for other classes."""
         head = [*self.model.state_dict()][-1].rpartition(".")[0] + "."
         return torch_state.load_weights(self.model, file, lambda name: name.startswith(head))
 
     def equal(self) -> None:
-        """Give all ranks the model of rank 0."""
+        """Broadcast rank 0's model to all ranks."""
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def export(self, directory: Path) -> None:
-        """Write weights.pt, for --weights, and program.pt2, a program for score.py without this file."""
+        """Write weights.pt, for --weights, and program.pt2, which score.py runs without this file."""
         trained: Any = self.model
         model = trained.to("cpu", memory_format=torch.contiguous_format).eval()
         torch.save(model.state_dict(), directory / "weights.pt")
@@ -321,14 +321,14 @@ def main() -> None:
     options = parser(__doc__ or "")
     given = read(options)
     if not given.model and given.image_size is not None and given.image_size <= 32:
-        options.error(f"--image-size {given.image_size}: give 33 or more: it is halved five times")
+        options.error(f"--image-size {given.image_size} is halved five times: use 33 or more.")
     hvd.init()
     preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True  # images have one size
+        torch.backends.cudnn.benchmark = True  # all images have the same size
     torch.manual_seed(given.seed)
     data, check, split = datasets(given)
     same = {"device": device, "threads": given.threads, "seed": given.seed}
