@@ -86,7 +86,7 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
                 raise ArgumentError(f"Process sets must differ, but {list(ranks)} appears twice.")
     except ArgumentError as error:
         problem = str(error)
-    listed = [ranks for ranks, process_set in zip(rank_lists, process_sets, strict=False) if process_set.mpi_comm is None]
+    listed = [ranks for ranks, item in zip(rank_lists, process_sets, strict=False) if item.mpi_comm is None]
     everywhere = allgather_json([problem, listed, rank_lists], "init.process_sets")
     for rank, (wrong, theirs, _) in enumerate(everywhere):
         if wrong is None and theirs == everywhere[0][1]:
@@ -97,7 +97,7 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
             raise ArgumentError(f"init(process_sets=...) on rank {rank} ({engine.hosts[rank]}): {wrong}")
         raise SetsDifferError(
             f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
-            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) has {theirs}. Pass the same to all ranks."
+            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) has {theirs}. Pass the same list."
         )
     others = {tuple(ranks) for _, _, theirs in everywhere for ranks in theirs}.difference(listed)
     for ranks in [*listed, *sorted(others)]:

@@ -181,7 +181,7 @@ class Call:
         """Return the collective that computes the gradient of this call.
 
         Raises:
-            UnsupportedOperationError: Several ranks reduce by Min, Max, Product or Adasum, which are not linear.
+            UnsupportedOperationError: Several ranks reduce by Min, Max, Product or Adasum (not linear).
         """
         size = len(engine.members(self.set_id))
         checks.check_gradient(self.operation, size, f"{self.full_name or 'allreduce'} on rank {engine.rank}")

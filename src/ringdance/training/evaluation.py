@@ -60,7 +60,7 @@ class TopK:
             )
         scores, labels = scores[labels >= 0], labels[labels >= 0]
         if labels.size and labels.max() >= scores.shape[1]:
-            raise ArgumentError(f"TopK.add: label {labels.max()}, but scores has {scores.shape[1]} classes.")
+            raise ArgumentError(f"TopK.add: label {labels.max()}, but scores have {scores.shape[1]} classes.")
         right = scores[np.arange(len(labels)), labels]
         better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # The right class counts itself.
         self.count += len(labels)

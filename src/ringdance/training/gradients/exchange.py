@@ -351,6 +351,7 @@ class GradientExchange:
         Args:
             began_in: The step in which the pass began, if it can be an earlier one (``step()`` was called in
                 a hook). Gradients computed since then are exchanged, but the pass does not count in this step.
+        """
         own = began_in is None or began_in == self.step
         self.state.passes += own
         if self.early and (not own or self.state.passes % self.passes == 0):
