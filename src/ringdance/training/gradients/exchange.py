@@ -104,7 +104,7 @@ def forget_all() -> None:
 def _overlaps() -> int | None:
     """Return 1 if this rank's exchanges in the global set are to overlap, 0 if not, None if fixed."""
     exchanges = _of_all_ranks()
-    free = all(exchange.early and exchange.passes == 1 and not exchange.source.on_device for exchange in exchanges)
+    free = all(item.early and item.passes == 1 and not item.source.on_device for item in exchanges)
     if not exchanges or not free or exchanges[0].engine.settings.overlap != "auto":
         return None
     return int(any(exchange.wants_overlap for exchange in exchanges))
@@ -234,9 +234,9 @@ class GradientExchange:
         self.reset()
 
     def extend(self, names: Sequence[str]) -> None:
-        """Add the gradients that the source has gained. All ranks of the set call this between the same steps.
+        """Add the gradients that the source has gained. All ranks of the set call this, between equal steps.
 
-        The exchange keeps its name. If a rank has not called this, all ranks get an error in the next exchange.
+        The exchange keeps its name, so that the next one fails on all ranks if a rank has not called this.
 
         Args:
             names: Names of the added parameters, as in ``__init__``.
@@ -284,8 +284,8 @@ class GradientExchange:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed again, or replaced, after it had been "
                 "reduced. Only op=Average allows that. Call optimizer.step() or optimizer.zero_grad() after "
-                f"each {self.passes} backward passes, or set backward_passes_per_step to the number of passes "
-                "you make. Change reduced gradients in place, or call step() within skip_synchronize(). To "
+                f"each {self.passes} backward passes, or set backward_passes_per_step to the number you "
+                "make. Change reduced gradients in place, or call step() within skip_synchronize(). To "
                 "replace local gradients, set reduce_in_backward=False."
             )
         if not state.computed[index]:
@@ -350,7 +350,7 @@ class GradientExchange:
 
         Args:
             began_in: The step in which the pass began, if it can be an earlier one (``step()`` was called in
-                a hook). Gradients computed since then are exchanged, but the pass does not count in this step.
+                a hook). Gradients computed since are exchanged, but the pass does not count in this step.
         """
         own = began_in is None or began_in == self.step
         self.state.passes += own
@@ -568,7 +568,7 @@ class GradientExchange:
     def _different_steps(self, others: str) -> MismatchError:
         return MismatchError(
             f"Gradients of different steps were exchanged together: rank {self.engine.rank} is in step "
-            f"{self.step}, {others}. Some ranks made more backward passes than others before optimizer.step(). "
+            f"{self.step}, {others}. Some made more backward passes than others before optimizer.step(). "
             "Make the same number on all ranks (a pass may skip parameters), replace gradients after a "
             "pass on all ranks or none, or set reduce_in_backward=False, which exchanges once, in step()."
         )
