@@ -86,4 +86,4 @@ def test_a_mismatch_that_comes_each_time(tmp_path: Path) -> None:
     assert output.count("begins at 0") == 3
     assert output.count("begins at 10") == 3 * MOST_FAILURES
     assert "MismatchError: Mismatched shapes" in output
-    assert "giving up" in output
+    assert "Giving up" in output

@@ -235,7 +235,7 @@ def test_bad_splits_on_all_ranks(way: str, named: bool) -> None:
 
 @several
 def test_rows_that_do_not_divide(way: str) -> None:
-    with pytest.raises(ArgumentError, match="give splits"):
+    with pytest.raises(ArgumentError, match="Pass splits"):
         hvd.alltoall(np.ones(SIZE + 1))
     hvd.barrier()
 

@@ -58,7 +58,7 @@ def test_what_is_not_linear_has_no_gradient(way: Any) -> None:
     def total(x: Any, stop: Any) -> Any:
         return x + sum(stop(hvd.allreduce(x, op=op)) for op in (hvd.Min, hvd.Max, hvd.Product))
 
-    with pytest.raises(ArgumentError, match=rf"on rank {RANK}: .* only Average and Sum have"):
+    with pytest.raises(ArgumentError, match=rf"on rank {RANK}: .* only Average and Sum do"):
         gradient_of(way, lambda x: total(x, tf.identity), mine((4,)), [1.0])
     got = gradient_of(way, lambda x: total(x, tf.stop_gradient), mine((4,)), [1.0])
     np.testing.assert_array_equal(got, 1.0)
@@ -234,7 +234,7 @@ def test_eager_errors_are_of_both_families() -> None:
         hvd.allreduce(tf.zeros(RANK + 1), name="both")
     with pytest.raises(RuntimeError):
         hvd.allreduce(tf.zeros(RANK + 1), name="both")
-    with pytest.raises(ValueError, match="not more than"):
+    with pytest.raises(ValueError, match="not exceed"):
         hvd.alltoall(tf.zeros(SIZE), [SIZE] * SIZE, name="both")
 
 

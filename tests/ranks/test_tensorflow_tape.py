@@ -254,7 +254,7 @@ def test_models_in_two_threads(apart: str) -> None:
     if apart:
         assert found == {0: MEAN - 1, 1: MEAN + 9}
     else:
-        assert "name of its own" in str(found[int(RANK != 0)])
+        assert "Pass a unique name=" in str(found[int(RANK != 0)])
 
 
 @several

@@ -291,7 +291,7 @@ def test_without_room_the_file_is_named_and_nothing_is_left(tmp_path: Path) -> N
     run = begin(Model(), checkpoints=tmp_path)
     with little_room():
         run.save(run.best)
-        with pytest.raises(SystemExit, match=r"best-0+ is not written: File too large \(.* MB are"):
+        with pytest.raises(SystemExit, match=r"best-0+ could not be written: File too large \(.* MB are"):
             run.save(run.best)
     assert {one.name for one in tmp_path.iterdir()} == {".best-N.lock"}
 

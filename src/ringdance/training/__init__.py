@@ -1,5 +1,5 @@
-"""What all frameworks share: collectives on NumPy views, process sets, handles, objects, gradient exchange.
+"""The layer that all frameworks share: collectives on NumPy views, process sets, handles, gradient exchange.
 
-Knows no framework. A binding (``ringdance.torch``, ...) turns its tensors into NumPy views,
-calls this layer, and turns results back.
+It does not depend on any framework. A binding (``ringdance.torch``, ...) converts its tensors to NumPy
+views, calls this layer, and converts the results back.
 """

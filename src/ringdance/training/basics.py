@@ -1,4 +1,4 @@
-"""Start and stop, rank and size, and what Horovod's scripts ask about the build."""
+"""Start and stop, rank and size, and the functions by which Horovod scripts query the build."""
 
 from __future__ import annotations
 
@@ -25,78 +25,78 @@ _log = logging.getLogger("ringdance")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job; return when all ranks have. In a job already, only bind the process sets.
+    """Join the job. Returns when all ranks have joined. In a running job, only bind the process sets.
 
     Args:
         comm: ``None`` for the whole job, ranks of MPI_COMM_WORLD, or an mpi4py communicator. Only the
-            processes in it may call then, with ranks in the same order.
-        process_sets: sets that exist from the start; they get the ids 1, 2, ... in this order.
-            ``"dynamic"`` is accepted: sets can always be added later here.
+            processes in it may call ``init`` then, with ranks in the same order.
+        process_sets: Sets that exist from the start. They get the ids 1, 2, ... in this order.
+            ``"dynamic"`` is accepted, but has no effect: sets can always be added later.
 
     Raises:
-        ArgumentError: sets are equal to one another or to the global set, or differ between ranks; raised
-            on all ranks. This process has joined then, and may call again with other ones.
-        KeyError: in a job that has sets already, none has the ranks of one that is given.
+        ArgumentError: Sets are equal to each other or to the global set, or differ between ranks. Raised on
+            all ranks. This process has joined the job then, and may call ``init`` again with other sets.
+        KeyError: The job has sets already, and none has the same ranks as a set in ``process_sets``.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            raise ArgumentError(f"process_sets={process_sets!r}: give a list of ProcessSet, or 'dynamic'.")
+            raise ArgumentError(f"process_sets={process_sets!r} must be a list of ProcessSet, or 'dynamic'.")
         process_sets = None
-    given = list(process_sets or ())
-    if not all(isinstance(one, ProcessSet) for one in given):
-        raise ArgumentError(f"process_sets={given!r}: every element must be a ProcessSet.")
+    sets = list(process_sets or ())
+    if not all(isinstance(item, ProcessSet) for item in sets):
+        raise ArgumentError(f"process_sets={sets!r}: every element must be a ProcessSet.")
     again = session.is_initialized()
     session.init(comm)
     if not again:
         handles.clear()
-        if session.engine().closed:  # in a process that a rank has started, which has no part in its job
+        if session.engine().closed:  # A process that a rank has started, which is not part of the job.
             return
-    # The first time also without sets: another rank may have given some, and has to get the error.
-    # After a first init whose list was refused there are no sets yet: another list is accepted then.
-    if not again or (given and len(session.engine().process_sets()) == 1):
-        _register_sets(given)
+    # The first time also without sets, because another rank may have some and must get the error.
+    # After a first init whose list was refused there are no sets yet, so another list is accepted.
+    if not again or (sets and len(session.engine().process_sets()) == 1):
+        _register_sets(sets)
         session.engine().recorder.uncounted()
     else:
-        bind(given)
+        bind(sets)
 
 
 class SetsDifferError(MismatchError, ArgumentError):
-    """The process sets given to ``init`` differ between ranks; a ValueError, as init's others are."""
+    """The process sets passed to ``init`` differ between ranks. A ValueError, like init's other errors."""
 
 
 def _register_sets(process_sets: list[ProcessSet]) -> None:
-    """Register the sets given to ``init``: ids 1, 2, ... in their order. Collective over all ranks.
+    """Register the sets passed to ``init``, with ids 1, 2, ... in order. Collective over all ranks.
 
-    Sets made from communicators may be different ones on each rank (as from ``Split``); they
-    come after the others, ordered by their ranks.
+    Sets made from communicators may differ between ranks (as after ``Split``). They come after the others,
+    ordered by their ranks.
 
     Raises:
-        ArgumentError: on any rank, sets are equal to one another or to the global set, or out of range.
-        SetsDifferError: lists differ between ranks.
+        ArgumentError: On any rank, sets are equal to each other or to the global set, or out of range.
+        SetsDifferError: The lists differ between ranks.
     """
     engine = session.engine()
-    given: list[tuple[int, ...]] = []
+    rank_lists: list[tuple[int, ...]] = []
     problem = None
     try:
-        given = [ranks_of(one) for one in process_sets]
-        for index, ranks in enumerate(given):
+        rank_lists = [ranks_of(process_set) for process_set in process_sets]
+        for index, ranks in enumerate(rank_lists):
             engine.sets.check_new(ranks)
-            if ranks in given[:index]:
-                raise ArgumentError(f"Process sets must differ; given twice: {list(ranks)}.")
+            if ranks in rank_lists[:index]:
+                raise ArgumentError(f"Process sets must differ, but {list(ranks)} appears twice.")
     except ArgumentError as error:
         problem = str(error)
-    listed = [ranks for ranks, one in zip(given, process_sets, strict=False) if one.mpi_comm is None]
-    everywhere = allgather_json([problem, listed, given], "init.process_sets")
+    listed = [ranks for ranks, item in zip(rank_lists, process_sets, strict=False) if item.mpi_comm is None]
+    everywhere = allgather_json([problem, listed, rank_lists], "init.process_sets")
     for rank, (wrong, theirs, _) in enumerate(everywhere):
         if wrong is None and theirs == everywhere[0][1]:
             continue
-        for one in process_sets:
-            one.process_set_id = None
+        for process_set in process_sets:
+            process_set.process_set_id = None
         if wrong is not None:
             raise ArgumentError(f"init(process_sets=...) on rank {rank} ({engine.hosts[rank]}): {wrong}")
         raise SetsDifferError(
             f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
-            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) has {theirs}. Give all the same."
+            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) has {theirs}. Pass the same list."
         )
     others = {tuple(ranks) for _, _, theirs in everywhere for ranks in theirs}.difference(listed)
     for ranks in [*listed, *sorted(others)]:
@@ -107,8 +107,8 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
 def mark_step() -> None:
     """Mark the end of a training step, for timelines, metrics and reports.
 
-    For scripts that reduce gradients by hand, or in which several optimizers make one step. From the first
-    call on the optimizers' own marks do not count. Without a job it does nothing.
+    For scripts that reduce gradients by hand, or in which several optimizers make one step. After the first
+    call, the optimizers' own marks are ignored. Without a job it does nothing.
     """
     session.mark_step(StepMark.SCRIPT)
 
@@ -124,7 +124,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those on its host."""
+    """Return this process's rank among the processes on its host."""
     return session.engine().local_rank
 
 
@@ -134,7 +134,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's number among those that have a process with this local rank."""
+    """Return this host's index among the hosts that have a process with this local rank."""
     return session.engine().cross_rank
 
 
@@ -144,20 +144,20 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host runs the same number of processes."""
+    """Return True if every host runs the same number of processes."""
     return len(set(Counter(session.engine().hosts).values())) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether the program may use MPI itself (with mpi4py) from any thread.
+    """Return True if the program may use MPI itself (with mpi4py) from any thread.
 
-    Submitting from several threads is always possible.
+    Collectives can always be submitted from several threads.
     """
     return session.engine().transport.several_threads
 
 
 def mpi_enabled() -> bool:
-    """Return whether this process is in a job (ranks are processes of MPI)."""
+    """Return True if this process is in a job (all ranks are MPI processes)."""
     return session.is_initialized()
 
 
@@ -167,17 +167,17 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return False: gloo is not used; MPI and shared memory do its work."""
+    """Return False: gloo is not used. MPI and shared memory do its work."""
     return False
 
 
 def gloo_built() -> bool:
-    """Return whether this process has ``HOROVOD_RANK``, which scripts take for gloo's; gloo is not used."""
+    """Return True if ``HOROVOD_RANK`` is set, which scripts take as a sign of gloo. Gloo is not used."""
     return "HOROVOD_RANK" in os.environ
 
 
 def nccl_built() -> int:
-    """Return 0: NCCL is used for PyTorch's tensors only (``ringdance.torch``). Scripts compare the number."""
+    """Return 0: NCCL is used for PyTorch tensors only (``ringdance.torch``). Scripts compare the number."""
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: written by rank 0 in the background, found again by all ranks."""
+"""Checkpoints: written by rank 0 in the background, read by all ranks."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from ringdance.training.objects import broadcast_object
 __all__ = ["CheckpointError", "Checkpoints"]
 
 _log = logging.getLogger("ringdance")
-_READS = 5  # attempts to read what another process replaces meanwhile
+_READS = 5  # Attempts to read a checkpoint while another process replaces it.
 
 
 class Checkpoints:
-    """Numbered checkpoints in a directory, of which those saved last are kept.
+    """Numbered checkpoints in a directory. The last ones saved are kept.
 
-    All ranks make the calls; rank 0 alone touches the directory, so no other host needs to see it. A
-    checkpoint counts when all of it is on the disk: a killed run loses at most the one that it was writing.
-    Others can be in the same directory, if their name or suffix differs.
+    All ranks make the calls. Only rank 0 uses the directory, so no other host needs access to it. A
+    checkpoint exists once it is completely on disk: a killed run loses at most the one it was writing. Other
+    checkpoints can be in the same directory if their name or suffix differs.
 
     Args:
-        directory: is made if needed.
-        keep: number of checkpoints that stay.
-        name: the files are ``<name>-<number><suffix>``, and tables the same with ``.npy`` at the end.
-        suffix: such as ".pt"; it cannot end with ".npy".
+        directory: Directory, created if needed.
+        keep: Number of checkpoints to keep.
+        name: Files are named ``<name>-<number><suffix>``. Tables have ``.npy`` appended.
+        suffix: Suffix such as ".pt". It cannot end with ".npy".
 
     Raises:
         ArgumentError: ``keep`` is less than 1, or files cannot have such names.
-        CheckpointError: rank 0 cannot make the directory; raised on all ranks, here and by the methods.
+        CheckpointError: Rank 0 cannot create the directory. Raised on all ranks, here and by the methods.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 3, name: str = "checkpoint", suffix: str = ""
     ) -> None:
         if not isinstance(keep, int) or keep < 1:
-            raise ArgumentError(f"keep={keep!r}: give an integer, 1 or more.")
+            raise ArgumentError(f"keep={keep!r} must be an integer of at least 1.")
         if "/" in name + suffix or suffix.endswith(TABLE):
-            raise ArgumentError(f"name={name!r}, suffix={suffix!r}: no '/', and not {TABLE} at the end.")
+            raise ArgumentError(f"name={name!r}, suffix={suffix!r}: remove '/', and {TABLE} at the end.")
         self.directory = Path(directory)
         self._files = CheckpointFiles(self.directory, keep, name, suffix)
         self._is_writer, self._host = session.engine().rank == 0, session.engine().hosts[0]
@@ -71,28 +71,28 @@ class Checkpoints:
     def save(
         self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None
     ) -> None:
-        """Write a checkpoint in the background; wait for the one before it if that is not complete yet.
+        """Write a checkpoint in the background. First wait for the previous one to complete.
 
         Args:
-            number: such as the step; 0 or more. One that there is already is replaced.
-            write: called on rank 0 in a thread with the path of a file to write. What it saves must not
-                change meanwhile: give it copies.
-            table: saved with it as it is now, in a file of its own beside it.
+            number: Number such as the step, 0 or more. An existing checkpoint with it is replaced.
+            write: Called on rank 0 in a thread, with the path of a file to write. The data it saves must not
+                change in the meantime: pass it copies.
+            table: Table to save with it, as it is now, in a separate file.
 
         Raises:
-            CheckpointError: the one before could not be written, or a sharded table, which is written now.
+            CheckpointError: The previous checkpoint, or a sharded table (written now), could not be written.
         """
         if (number := operator.index(number)) < 0:
-            raise ArgumentError(f"Checkpoints.save({number}): give a number of 0 or more.")
+            raise ArgumentError(f"Checkpoints.save({number}): number must be 0 or more.")
         if self._closed:
-            raise ArgumentError(f"Checkpoints.save({number}) after close(): make a new Checkpoints.")
+            raise ArgumentError(f"Checkpoints.save({number}) after close(). Create a new Checkpoints.")
         self.wait()
         token = uuid.uuid4().hex
         path = partial_path(table_path(self._files.path(number)), token)
         try:
             write_table = None if table is None else table.snapshot(path)
         except OSError as error:
-            with contextlib.suppress(OSError):  # only rank 0 has it
+            with contextlib.suppress(OSError):  # Only rank 0 has the file.
                 path.unlink()
             raise self._error(self._not_written(number, error)) from None
         if self._executor is not None:
@@ -102,7 +102,7 @@ class Checkpoints:
     def _write(self, number: int, token: str, *writers: Any) -> None:
         try:
             self._files.write(number, token, *writers)
-        except Exception as error:  # the script may end before it waits for the last one
+        except Exception as error:  # Log it: the script may exit before it waits for the last checkpoint.
             problem = self._not_written(number, error)
             _log.error("ringdance: %s", self._error(problem))
             raise problem from None
@@ -114,16 +114,16 @@ class Checkpoints:
 
         def result() -> None:
             if (writing := self._writing) is not None:
-                wait([writing])  # after Ctrl-C here, the next call waits for it again
+                wait([writing])  # After Ctrl-C here, the next call waits for it again.
                 self._writing = None
                 writing.result()
 
         self._on_rank_zero(result)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the complete checkpoints in the order in which they were saved."""
+        """Return the numbers of the complete checkpoints, in the order of saving."""
         return self._on_rank_zero(
-            lambda: [one.number for one in self._files.scan() if not one.problem]
+            lambda: [saved.number for saved in self._files.scan() if not saved.problem]
         )
 
     def read(
@@ -132,45 +132,45 @@ class Checkpoints:
         """Return a checkpoint's number and content on all ranks.
 
         Args:
-            number: which; None: the one that was saved last, and the result is None if there is none. One
-                that is damaged is left out, with a warning.
-            table: filled with the values that were saved with it.
+            number: Number of the checkpoint. None means the last saved one, and the result is None if there
+                are none. Damaged checkpoints are skipped then, with a warning.
+            table: Table to fill with the values that were saved with it.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or none with a table, or all are damaged.
-            ArgumentError: its table has another shape; on all ranks.
+            CheckpointError: The checkpoint does not exist or has no table, or all are damaged.
+            ArgumentError: Its table has a different shape. Raised on all ranks.
         """
 
         def find() -> tuple[SavedCheckpoint, bytes, Path | None] | None:
             for _ in range(_READS):
                 if (saved := self._files.find(number)) is None:
                     return None
-                with contextlib.suppress(FileNotFoundError):  # another process has just replaced it
+                with contextlib.suppress(FileNotFoundError):  # Another process has just replaced it.
                     content = present_path(self._files.path(saved.number), saved.token).read_bytes()
                     return saved, content, None if table is None else self._files.table(saved)
-            raise CheckpointError("checkpoints are replaced again and again while they are read")
+            raise CheckpointError("other processes keep replacing checkpoints while they are read")
 
         self.wait()
         for _ in range(_READS):
             with session.pause_stall_check("reading a checkpoint"):
-                found: tuple[SavedCheckpoint, bytes, Path | None] | None = self._on_rank_zero(find)
-            if found is None:
+                result: tuple[SavedCheckpoint, bytes, Path | None] | None = self._on_rank_zero(find)
+            if result is None:
                 return None
-            saved, content, path = found
+            saved, content, path = result
             problem: OSError | None = None
             try:
                 if table is not None and path is not None:
                     table.load(path)
-            except OSError as error:  # on all ranks
+            except OSError as error:  # Raised on all ranks.
                 problem = error
             if self._on_rank_zero(partial(self._files.look, saved.number)) == saved:
                 if problem:
                     raise self._error(problem) from None
                 return saved.number, content
-        raise self._error("checkpoints are replaced again and again while they are read")
+        raise self._error("other processes keep replacing checkpoints while they are read")
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and end the thread."""
+        """Wait for the last checkpoint, and stop the thread."""
         self._closed = True
         try:
             self.wait()
@@ -179,7 +179,7 @@ class Checkpoints:
                 self._executor.shutdown()
 
     def _on_rank_zero(self, action: Callable[[], Any]) -> Any:
-        """Return the action's result on all ranks, or raise its error on all."""
+        """Return the action's result on all ranks, or raise its error on all ranks."""
         result, problem = None, None
         if self._is_writer:
             try:
@@ -193,7 +193,7 @@ class Checkpoints:
 
     def _not_written(self, number: int, error: Exception) -> CheckpointError:
         name = self._files.path(number).name
-        return CheckpointError(f"{name} is not written: {why_not(error, self.directory)}")
+        return CheckpointError(f"{name} could not be written: {why_not(error, self.directory)}")
 
     def _error(self, problem: Exception | str) -> CheckpointError:
         if isinstance(problem, OSError):

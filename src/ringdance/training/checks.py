@@ -1,4 +1,4 @@
-"""Check the arguments of collective calls and describe what all ranks must agree on."""
+"""Check the arguments of collective calls, and describe the properties that all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# dtype.name is computed anew at each access (2 µs); a lookup takes 0.1.
+# dtype.name is computed at each access (2 µs); a lookup takes 0.1 µs.
 _DTYPE_NAMES: dict[np.dtype[Any], str] = {
     np.dtype(kind): np.dtype(kind).name
     for kind in (
@@ -29,7 +29,7 @@ _DTYPE_NAMES: dict[np.dtype[Any], str] = {
 
 
 def know_dtypes(names: dict[Any, str]) -> None:
-    """Let requests have elements of a framework's own dtypes."""
+    """Allow requests to have elements of a framework's own dtypes."""
     _DTYPE_NAMES.update(names)
 
 
@@ -38,21 +38,21 @@ _OPERATIONS = {int(operation): operation for operation in ReduceOp}
 
 
 class UnsupportedOperationError(ArgumentError, CollectiveError, NotImplementedError):
-    """A reduction that this collective, data type or number of ranks does not allow. Raised locally, at once.
+    """This collective, data type or number of ranks does not allow the reduction. Raised locally, at once.
 
-    Of all three kinds because Horovod raises one or the other, by case.
+    Derives from all three classes because Horovod raises one or another, depending on the case.
     """
 
 
 def pick_operation(average: bool | None, op: int | None) -> ReduceOp:
-    """Return the operation of Horovod's pair of arguments; Average if both are ``None``.
+    """Return the operation for Horovod's pair of arguments. Average if both are ``None``.
 
     Raises:
-        ArgumentError: both are given, or ``op`` is not a known number.
+        ArgumentError: Both are passed, or ``op`` is not a known number.
     """
     if average is not None:
         if op is not None:
-            raise ArgumentError("Give op, as in op=hvd.Average or op=hvd.Sum, or average=, not both.")
+            raise ArgumentError("Pass op, such as op=hvd.Average or op=hvd.Sum, or average=, but not both.")
         text = "average= is deprecated; use op=hvd.Average or op=hvd.Sum."
         warnings.warn(text, DeprecationWarning, stacklevel=level_of_caller())
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
@@ -72,19 +72,19 @@ def describe(
     """Return the description of a request.
 
     Raises:
-        ArgumentError: no tensors, or a data type or operation that is not supported.
+        ArgumentError: There are no tensors, or a data type or operation is not supported.
     """
     if not dtypes:
         raise ArgumentError("A group needs at least one tensor.")
     for dtype in dtypes:
         if dtype not in _DTYPE_NAMES:
             known = ", ".join(dict.fromkeys(_DTYPE_NAMES.values()))
-            raise ArgumentError(f"Elements of type {dtype} cannot be exchanged; known are {known}.")
+            raise ArgumentError(f"Elements of type {dtype} cannot be exchanged. Supported types are {known}.")
     names = tuple(_DTYPE_NAMES[dtype] for dtype in dtypes)
     _check_operation(kind, names, operation)
     detail: tuple[int, ...] = ()
     if kind in (Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER) and not all(shapes):
-        detail = (-1,)  # a tensor without dimensions: the engine refuses it, on all members alike
+        detail = (-1,)  # A tensor without dimensions. The engine refuses it on all members.
     if kind in (Collective.ALLGATHER, Collective.ALLTOALL):
         shapes = tuple(shape[1:] for shape in shapes)
     return Description(kind, names, shapes, operation, prescale, postscale, root, detail)
@@ -93,7 +93,7 @@ def describe(
 def _check_operation(kind: Collective, names: tuple[str, ...], operation: ReduceOp) -> None:
     linear = operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
     if kind is Collective.REDUCESCATTER and not linear:
-        raise UnsupportedOperationError(f"reducescatter knows Sum and Average, not {operation.name.title()}.")
+        raise UnsupportedOperationError(f"reducescatter takes Sum and Average, not {operation.name.title()}.")
     if not linear and any(name.startswith("complex") for name in names):
         raise UnsupportedOperationError(
             f"Complex tensors can be reduced by Sum and Average, not by {operation.name.title()}. Reduce "
@@ -102,15 +102,15 @@ def _check_operation(kind: Collective, names: tuple[str, ...], operation: Reduce
     if operation is ReduceOp.ADASUM and not _FLOATS.issuperset(names):
         raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")
     if operation is ReduceOp.AVERAGE and "bool" in names and kind is not Collective.BROADCAST:
-        raise UnsupportedOperationError("Booleans have no average: use Max (any) or Min (all).")
+        raise UnsupportedOperationError("Booleans have no average. Use Max (any) or Min (all).")
 
 
 def check_size(operation: ReduceOp, size: int) -> None:
     """Raise UnsupportedOperationError if the operation does not work with this number of ranks."""
     if operation is ReduceOp.ADASUM and size & (size - 1):
         raise UnsupportedOperationError(
-            f"Adasum combines ranks in pairs and needs 2, 4, 8, ... of them; there are {size}. "
-            "Start another number, or use op=hvd.Average."
+            f"Adasum combines ranks in pairs and needs 2, 4, 8, ... of them, but there are {size}. "
+            "Start a different number of ranks, or use op=hvd.Average."
         )
 
 
@@ -118,18 +118,18 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
     """Raise UnsupportedOperationError if a reduction over several ranks has no gradient."""
     if size > 1 and operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UnsupportedOperationError(
-            f"{where}: {operation.name.title()} has no gradient, only Average and Sum have. Use one of these,"
-            " or leave the call out of it (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
+            f"{where}: {operation.name.title()} has no gradient, only Average and Sum do. Use one of these,"
+            " or exclude the call from it (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
         )
 
 
 def is_random_state(variable: Any) -> bool:
-    """Return whether a variable is a seed of Keras 3, as dropout has: that stays each rank's own."""
+    """Return True if a variable is a seed of Keras 3, such as dropout's. Each rank keeps its own seeds."""
     return "seed_generator_state" in str(getattr(variable, "path", ""))
 
 
 def is_gradient_sum(variable: Any) -> bool:
-    """Return whether a variable is a sum of gradients in an optimizer of Keras 3: of this rank's alone."""
+    """Return True if a variable is a sum of gradients in a Keras 3 optimizer. It is local to each rank."""
     return "gradient_accumulator" in str(getattr(variable, "path", ""))
 
 
@@ -138,7 +138,7 @@ def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: in
     if root not in members:
         raise ArgumentError(
             f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with "
-            f"the ranks {list(members)}; the root is given as a global rank."
+            f"the ranks {list(members)}. The root must be given as a global rank."
         )
 
 
@@ -146,29 +146,29 @@ def split_rows(view: Array, splits: Array | None, size: int, name: str, engine: 
     """Return the rows for each member of an alltoall as int64, shape (size,).
 
     Args:
-        view: the tensor whose rows are sent.
-        splits: integers, one for each member; ``None`` for equal shares.
-        size: number of members.
-        name: of the call, for messages.
-        engine: for messages.
+        view: Tensor whose rows are sent.
+        splits: Integers, one for each member, or ``None`` for equal shares.
+        size: Number of members.
+        name: Name of the call, for messages.
+        engine: Engine of this rank, for messages.
 
     Raises:
-        ArgumentError: splits do not fit the tensor or the number of members.
+        ArgumentError: The splits do not fit the tensor or the number of members.
     """
     where = f"{name} on rank {engine.rank} ({engine.hosts[engine.rank]})"
     rows = view.shape[0] if view.ndim else 0
     if splits is None:
         if rows % size:
-            raise ArgumentError(f"{where}: {rows} rows cannot be cut equally for {size} ranks; give splits.")
+            raise ArgumentError(f"{where}: {rows} rows are not divisible by {size} ranks. Pass splits.")
         return np.full(size, rows // size, np.int64)
     splits = np.asarray(splits)
     if splits.ndim != 1 or (splits.dtype.kind not in "iu" and splits.size):
         raise ArgumentError(f"{where}: splits must be a list of integers, got {splits.dtype} {splits.shape}.")
     if len(splits) != size:
-        raise ArgumentError(f"{where}: {len(splits)} splits for {size} ranks; give one for each.")
+        raise ArgumentError(f"{where}: {len(splits)} splits for {size} ranks. Pass one for each rank.")
     if (splits < 0).any() or int(splits.sum()) > rows:
         raise ArgumentError(
-            f"{where}: splits {splits.tolist()} must not be negative, and their sum {int(splits.sum())} not "
-            f"more than the {rows} rows of the tensor."
+            f"{where}: splits {splits.tolist()} must not be negative, and their sum {int(splits.sum())} must "
+            f"not exceed the {rows} rows of the tensor."
         )
     return np.ascontiguousarray(splits, np.int64)

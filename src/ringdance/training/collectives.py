@@ -1,12 +1,12 @@
 """Collective calls on NumPy views: the one path from every binding to the engine.
 
-A binding makes a ``Call`` (``reduction`` and ``movement`` check the user's arguments), turns its tensors into
-NumPy views, submits the call and turns the results back into tensors. A call holds no tensors, so frameworks
-that compile keep it in a graph, as text.
+A binding makes a ``Call`` (``reduction`` and ``movement`` check the user's arguments), converts its tensors
+to NumPy views, submits the call and converts the results back to tensors. A call holds no tensors, so
+frameworks that compile can keep it in a graph, as text.
 
 Note [Refused calls]
-An argument error that only this rank can see is raised here at once. The other ranks wait for the same call:
-``Call.refuse`` makes it fail on them with the same message.
+An argument error that only this rank can see is raised here at once. The other ranks wait for the same
+call, so ``Call.refuse`` makes it fail on them with the same message.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Call:
     """One collective call, without its tensors.
 
     Args:
-        kind: which collective.
-        name: key that matches the ranks' calls; ``None`` matches by order.
-        operation: of a reduction.
-        prescale, postscale: factors of a reduction.
-        set_id: the process set.
-        root: of a broadcast, a global rank.
-        grouped: whether it has a list of tensors, exchanged together.
-        equal_splits: of an alltoall without splits.
-        tables: names of tables of which rows are reduced: see ``training.gradients.sparse.submit``.
-        step_mark: of a step's last exchange: who marks the step when it is complete, see ``completed``.
-        pattern: of a reduction of gradients: see ``options.pattern_of``.
-        weights: of a comparison of weights: see ``training.gradients.weights``.
+        kind: The collective.
+        name: Key that matches the calls of the ranks. ``None`` matches by order.
+        operation: Operation, if the call is a reduction.
+        prescale, postscale: Factors before and after a reduction.
+        set_id: Process set.
+        root: Global rank of the root, if the call is a broadcast.
+        grouped: True if the call has a list of tensors that are exchanged together.
+        equal_splits: True for an alltoall without splits.
+        tables: Names of the tables whose rows are reduced. See ``training.gradients.sparse.submit``.
+        step_mark: For the last exchange of a step, who marks the step as complete. See ``completed``.
+        pattern: For a reduction of gradients, the pattern from ``options.pattern_of``.
+        weights: For a comparison of weights, the texts from ``training.gradients.weights.call_of``.
     """
 
     kind: Collective
@@ -63,21 +63,21 @@ class Call:
     grouped: bool = False
     equal_splits: bool = False
     tables: tuple[str, ...] = ()
-    step_mark: int = 0  # a StepMark; hashing a member of an Enum takes long
+    step_mark: int = 0  # A StepMark as an integer, because hashing a member of an Enum is slow.
     pattern: str = ""
     weights: tuple[str, ...] = ()
-    # Data types and shapes of the last submission with their description: comparing is quicker than hashing.
+    # The last submission's dtypes and shapes, with its description: comparing them is faster than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
     @property
     def keeps_shapes(self) -> bool:
-        """Whether each result has the shape of its input, so that memory for it can be given."""
+        """True if each result has the shape of its input, so that the caller can provide its memory."""
         kept = self.kind is Collective.ALLREDUCE or self.kind is Collective.BROADCAST
         return kept and not self.tables and not self.weights
 
     @property
     def full_name(self) -> str | None:
-        """The name under which the engine knows the call; ``None`` for an unnamed one."""
+        """The name under which the engine knows the call. ``None`` if it is unnamed."""
         if self.name is None:
             return None
         return f"{'grouped_' if self.grouped else ''}{self.kind.name.lower()}.{self.name}"
@@ -87,7 +87,7 @@ class Call:
         return replace(self, **changes)
 
     def text(self) -> str:
-        """Return the call as text, the same for equal calls."""
+        """Return the call as text. Equal calls have equal texts."""
         return json.dumps({name: getattr(self, name) for name in _FIELDS})
 
     @staticmethod
@@ -107,21 +107,21 @@ class Call:
         """Submit the call.
 
         Args:
-            engine: the engine.
-            inputs: contiguous views; they must not change until the call is complete.
-            outputs: where the results go, only if the call ``keeps_shapes``: the inputs to work in place,
-                ``None`` lets the engine allocate.
-            splits: of an alltoall, for each tensor integers (rows for each member) or ``None``.
-            wake: whether the engine thread starts it; False for callers that wait at once.
-            device: kind of device of inputs that are the framework's own tensors.
-            ready: see ``Request``.
+            engine: Engine of this rank.
+            inputs: Contiguous views. They must not change until the call is complete.
+            outputs: Memory for the results, only if the call ``keeps_shapes``. Pass the inputs to work in
+                place, or ``None`` to let the engine allocate.
+            splits: For an alltoall, each tensor's integers (rows for each member) or ``None``.
+            wake: If True, wake the engine thread to start the call. False for callers that wait at once.
+            device: Kind of device, if the inputs are the framework's own tensors.
+            ready: Passed on to ``Request``.
 
         Returns:
             A work whose result is a list of arrays, one for each input.
 
         Raises:
-            ArgumentError: a type, operation, root or split that is not possible; this process is not a
-                member; the name is in flight. Peers get the same message, see Note [Refused calls].
+            ArgumentError: A type, operation, root or split is not valid, this process is not a member, or
+                the name is in flight. Peers get the same message, see Note [Refused calls].
         """
         kind, number = self.kind, self.set_id
         try:
@@ -142,8 +142,8 @@ class Call:
                     checks.check_root(self.root, members, self.name, number)
                 elif kind is Collective.ALLTOALL:
                     rows = tuple([
-                        checks.split_rows(view, one, len(members), name or "alltoall", engine)
-                        for view, one in zip(inputs, splits or [None] * len(inputs), strict=True)
+                        checks.split_rows(view, rows_to_send, len(members), name or "alltoall", engine)
+                        for view, rows_to_send in zip(inputs, splits or [None] * len(inputs), strict=True)
                     ])
                 checks.check_size(self.operation, len(members))
         except ArgumentError as error:
@@ -164,7 +164,7 @@ class Call:
         return replace(described, pattern=self.pattern, device=device), name
 
     def refuse(self, engine: Engine, error: Exception | str) -> None:
-        """Make the call fail on the peers, once for each error: see Note [Refused calls]."""
+        """Make the call fail on the peers, once per error: see Note [Refused calls]."""
         if isinstance(error, str) or not getattr(error, "sent_to_peers", False):
             if isinstance(error, Exception):
                 error.sent_to_peers = True  # type: ignore[attr-defined]
@@ -172,15 +172,15 @@ class Call:
             engine.refuse(request, str(error))
 
     def completed(self) -> None:
-        """Mark a step that ends with this call, whose results are there now."""
+        """Mark the step that ends with this call. Called when its results are available."""
         if self.step_mark:
             session.mark_step(StepMark(self.step_mark))
 
     def backward(self, engine: Engine) -> Backward:
-        """Return how the gradient of the call is computed.
+        """Return the collective that computes the gradient of this call.
 
         Raises:
-            UnsupportedOperationError: several ranks reduce by Min, Max, Product or Adasum: not linear.
+            UnsupportedOperationError: Several ranks reduce by Min, Max, Product or Adasum (not linear).
         """
         size = len(engine.members(self.set_id))
         checks.check_gradient(self.operation, size, f"{self.full_name or 'allreduce'} on rank {engine.rank}")
@@ -198,29 +198,30 @@ class Call:
         return Backward(average, keep)
 
 
-_FIELDS = [one.name for one in fields(Call) if one.init]
+_FIELDS = [field.name for field in fields(Call) if field.init]
 
 
 class Keep(enum.Enum):
-    """What of the results of a backward call is this rank's gradient."""
+    """Which part of a backward call's results is this rank's gradient."""
 
     ALL = enum.auto()
-    OWN_ROWS = enum.auto()  # the rows of each result that this rank gave to the gather
-    ROOT = enum.auto()  # all of them on the root, zeros elsewhere
-    PADDED = enum.auto()  # all of them, followed by zeros for the rows that were not sent
+    OWN_ROWS = enum.auto()  # The rows of each result that this rank contributed to the gather.
+    ROOT = enum.auto()  # All of them on the root, zeros on the other ranks.
+    PADDED = enum.auto()  # All of them, followed by zeros for the rows that were not sent.
 
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradient of a collective: another collective on the gradients of its results, then a local step.
+    """The gradient of a collective: a collective on the gradients of its results, then a local step.
 
-    All ranks of the set have to run the backward pass. A named call's gradient has the name ``<name>.grad``,
-    an unnamed one's none: those have to be in the same order on all ranks, as the calls themselves.
+    All ranks of the set must run the backward pass. The gradient of a named call has the name
+    ``<name>.grad``. The gradients of unnamed calls have no names, so they must run in the same order on all
+    ranks, like the calls themselves.
 
     Args:
-        call: what is called with the gradients of the results; an alltoall with the received splits.
-        keep: what of its results is the gradient.
-        scale: multiplies the gradients before the call.
+        call: Call on the gradients of the results. An alltoall gets the received splits.
+        keep: Part of its results that is the gradient.
+        scale: Factor for the gradients before the call.
     """
 
     call: Call
@@ -228,8 +229,8 @@ class Backward:
     scale: float = 1.0
 
 
-# A call with these fields, the same object each time: its description is then made once. Not for call sites
-# that change the tensors' shapes each time.
+# Return a call with these fields, the same object each time, so that its description is made only once. Not
+# for call sites where the shapes of the tensors change each time.
 prepared = lru_cache(maxsize=4096)(Call)
 
 
@@ -250,7 +251,7 @@ def reduction(
     """Return the call of an allreduce or reducescatter from a user's arguments.
 
     Raises:
-        ArgumentError: ``op`` or ``process_set`` is wrong; peers get the same message.
+        ArgumentError: ``op`` or ``process_set`` is wrong. Peers get the same message.
     """
     number = set_id(process_set)
     try:
@@ -276,7 +277,7 @@ def movement(
 
     Raises:
         ArgumentError: ``process_set`` is wrong.
-        TypeError: ``root`` is not a number; peers get the same message.
+        TypeError: ``root`` is not a number. Peers get the same message.
     """
     number = set_id(process_set)
     try:
@@ -292,27 +293,27 @@ def _refuse_early(call: Call, error: Exception) -> None:
 
 
 def _members(engine: Engine, number: int) -> tuple[int, ...]:
-    """Return the ranks of a set; raise ArgumentError if this process is not one of them."""
+    """Return the ranks of a set. Raises ArgumentError if this process is not a member."""
     members = engine.members(number)
     if engine.rank not in members:
         raise ArgumentError(
             f"Rank {engine.rank} ({engine.hosts[engine.rank]}) is not a member of process set {number} with "
-            f"the ranks {list(members)}: only members may submit to it (test with process_set.included())."
+            f"the ranks {list(members)}. Only members may submit to it. Check process_set.included() first."
         )
     return members
 
 
 _BARRIER = Description(Collective.BARRIER)
 _JOIN = Description(Collective.JOIN)
-# Called when all ranks have joined. Weak references: registering a method does not keep its object alive.
+# Called when all ranks have joined. The references are weak, so registering does not keep an object alive.
 _listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[], None]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def on_join(engine: Engine, method: Callable[[], None]) -> None:
-    """Call the bound method each time that ``join`` returns on this rank, as long as its object lives."""
-    known = [one for one in _listeners.get(engine, []) if one() is not None]
+    """Call the bound method each time ``join`` returns on this rank, as long as its object exists."""
+    known = [reference for reference in _listeners.get(engine, []) if reference() is not None]
     _listeners[engine] = [*known, weakref.WeakMethod(method)]
 
 
@@ -323,7 +324,7 @@ def barrier(engine: Engine, set_id: int = 0) -> None:
 
 
 def join(engine: Engine) -> int:
-    """Help the other ranks with zeros until all have joined; return the rank that came last."""
+    """Help the other ranks with zeros until all have joined. Returns the rank that joined last."""
     last: int = engine.submit(Request(_JOIN), wake=False).wait()
     engine.joins += 1
     for listener in [reference() for reference in _listeners.get(engine, [])]:

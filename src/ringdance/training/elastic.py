@@ -1,4 +1,4 @@
-"""Training that goes on after an error: state that is committed, and a loop that goes back to it.
+"""Training that continues after an error: a committed state, and a loop that goes back to it.
 
 ::
 
@@ -14,8 +14,8 @@
     train(state)
 
 When a collective fails, every rank goes back to its last commit, leaves the job, joins it again, takes rank
-0's state, and calls the function again. Any other exception ends the job. The processes and hosts
-of a job stay the same: if a process has ended, the error is raised on all others.
+0's state, and calls the function again. Any other exception ends the job. The processes and hosts of a job
+stay the same: if a process has exited, the error is raised on all others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ringdance.training.objects import broadcast_object
 
 _log = logging.getLogger("ringdance")
 
-# Failures in a row without a new commit after which training is not started again.
+# Training is not restarted after more than this many failures in a row without a new commit.
 MOST_FAILURES = 10
 
 T = TypeVar("T")
@@ -46,76 +46,76 @@ Broadcast = Callable[[Any], Any]
 
 
 class State:
-    """The state of a training: the base of the states for each framework.
+    """The state of a training run. Base class of the states for each framework.
 
-    Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` if need be.
+    Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` if needed.
 
     Args:
-        bcast_object: returns rank 0's object on all ranks; by default ``broadcast_object``.
-        get_rank: returns this process's rank.
+        bcast_object: Returns rank 0's object on all ranks. Default: ``broadcast_object``.
+        get_rank: Returns this process's rank.
     """
 
     def __init__(
         self, bcast_object: Broadcast | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        # A name of its own, so that it does not match a broadcast of the script.
+        # A separate name, so that it does not match a broadcast of the script.
         self._bcast_object = bcast_object or functools.partial(broadcast_object, name="elastic.state")
         self._rank = get_rank or basics.rank
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._saves = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Call functions, in this order, each time the job has started again.
+        """Call functions, in this order, each time the job has restarted.
 
         The number of ranks may be different then: scale the learning rate here.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call ``reset()`` and the callbacks after the job has started again."""
+        """Call ``reset()`` and the callbacks after the job has restarted."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save; on all ranks alike."""
+        """Save the state. All ranks call this at the same point."""
         self.save()
         self._saves += 1
 
     def check_host_updates(self) -> None:
-        """Do nothing: the hosts of a job do not change. Horovod's scripts call it."""
+        """Do nothing: the hosts of a job do not change. Horovod scripts call it."""
 
     def save(self) -> None:
         """Keep a copy of everything in memory, for ``restore``."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take over rank 0's state. A collective."""
+        """Copy rank 0's state to all ranks. A collective call."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to the job that has started again, perhaps with other ranks. Does nothing here."""
+        """Adapt to the restarted job, perhaps with other ranks. Does nothing in this class."""
 
 
 class ObjectState(State):
     """Plain attributes: ``state.epoch`` for ``ObjectState(epoch=0)``.
 
-    A save copies lists, dicts, sets, arrays and what they hold, so that changing them in place does not
-    change what was saved; objects of other classes are kept as they are.
+    A save copies lists, dicts, sets, arrays and their contents, so that changing them in place does not
+    change the saved state. Objects of other classes are not copied.
 
-    ``sync`` gives all ranks both rank 0's values and what it saved last, so that ``restore`` afterwards goes
-    back to a state in which everything is of one moment.
+    ``sync`` gives all ranks both rank 0's values and its last saved values. A later ``restore`` then goes
+    back to a consistent state, saved at one moment.
 
     Args:
-        bcast_object, get_rank: see ``State``.
-        kwargs: names and first values of the attributes; they count as saved.
+        bcast_object, get_rank: Passed on to ``State``.
+        kwargs: Names and initial values of the attributes, which count as saved.
 
     Raises:
-        ArgumentError: an attribute has the name of a method.
+        ArgumentError: An attribute has the name of a method.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ObjectState(State):
         super().__init__(bcast_object, get_rank)
         taken = [name for name in kwargs if hasattr(type(self), name)]
         if taken:
-            raise ArgumentError(f"{type(self).__name__}: {taken[0]!r} is a method; give it another name.")
+            raise ArgumentError(f"{type(self).__name__}: {taken[0]!r} is a method. Use a different name.")
         self._saved_state = {name: self._copied(value) for name, value in kwargs.items()}
         for name, value in kwargs.items():
             setattr(self, name, value)
@@ -135,13 +135,13 @@ class ObjectState(State):
         self._saves += 1
 
     def restore(self) -> None:
-        """Set the attributes to what was saved last, and forget the lookups of embedding tables since."""
+        """Set the attributes to their last saved values, and forget later lookups of embedding tables."""
         forget_lookups()
         for name, value in self._saved_state.items():
             setattr(self, name, self._copied(value))
 
     def sync(self) -> None:
-        """Take over rank 0's attributes: what they are, and what was saved of them last."""
+        """Copy rank 0's attributes: their current values and their last saved values."""
         if not self._saved_state:
             return
         values = {name: getattr(self, name) for name in self._saved_state}
@@ -152,20 +152,20 @@ class ObjectState(State):
                 setattr(self, name, value)
 
     def _copied(self, value: Any) -> Any:
-        """Copy containers and arrays, all the way down; the rest may be tied to other objects."""
+        """Copy containers and arrays recursively. Other objects may be tied to further objects: keep them."""
         kind = type(value)
         if kind in (dict, OrderedDict, defaultdict, Counter, list, deque):
-            made = copy.copy(value)
-            for key in made if isinstance(made, dict) else range(len(made)):
-                made[key] = self._copied(made[key])
-            return made
+            copied = copy.copy(value)
+            for key in copied if isinstance(copied, dict) else range(len(copied)):
+                copied[key] = self._copied(copied[key])
+            return copied
         if kind is tuple:
             return tuple(map(self._copied, value))
         return copy.copy(value) if kind in (set, bytearray, np.ndarray) else value
 
 
 class VariablesState(ObjectState):
-    """Variables of a framework and plain attributes; derived classes define how to access the variables."""
+    """Variables of a framework, and plain attributes. Subclasses define how to access the variables."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -189,35 +189,35 @@ class VariablesState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Restore what was saved last."""
+        """Restore the last saved variables and attributes."""
         self._assign(self._values)
         super().restore()
 
     def sync(self) -> None:
-        """Copy rank 0's variables and attributes, and save the variables. A collective."""
+        """Copy rank 0's variables and attributes to all ranks, and save the variables. A collective call."""
         self._broadcast()
         self._values = self._read()
         super().sync()
 
 
 def restart() -> None:
-    """Leave the job and join it again, on all ranks. Process sets have to be added again.
+    """Leave the job and join it again, on all ranks. Process sets must be added again.
 
     Raises:
-        RankLostError: a process has ended, or does not join within the setting ``elastic_timeout``.
+        RankLostError: A process has exited, or does not join within the setting ``elastic_timeout``.
     """
     basics.init(session.regroup())
 
 
 def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]:
-    """Return ``func`` in a loop that starts it again after errors of collectives; see the module.
+    """Wrap ``func`` in a loop that restarts it after errors of collectives. See the module docstring.
 
-    The loop gives up, and raises the error, where going on is impossible (a process has ended) or
-    has been tried ten times without a new commit.
+    The loop gives up and raises the error if it cannot continue (a process has exited), or after ten
+    attempts without a new commit.
 
     Args:
-        func: takes a ``State`` first.
-        reset: ends the job and starts it again.
+        func: Function whose first parameter is a ``State``.
+        reset: Leaves the job and joins it again.
     """
 
     @functools.wraps(func)
@@ -233,10 +233,10 @@ def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]
                 if not skip_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:  # raised by scripts that replace check_host_updates
+            except HostsUpdatedInterrupt as interrupt:  # Raised by scripts that replace check_host_updates.
                 skip_sync = interrupt.skip_sync
             except NotInitializedError:
-                raise  # nothing has failed: init() is missing
+                raise  # Nothing has failed: the call of init() is missing.
             except CollectiveError as error:
                 failures.note(error)
                 state.restore()
@@ -255,55 +255,55 @@ class _Failures:
         self._saves = self._count = 0
 
     def note(self, error: CollectiveError) -> None:
-        """Return if training can start again, else raise the error with the reason."""
+        """Return if training can restart. Otherwise, raise the error with the reason."""
         saves = getattr(self._state, "_saves", 0)
         self._count = 1 if saves != self._saves else self._count + 1
         self._saves = saves
-        found = session.engine() if session.is_initialized() else None
-        if found is not None and found.end.departed:
+        engine = session.engine() if session.is_initialized() else None
+        if engine is not None and engine.end.departed:
             error.add_note(
-                f"ringdance: {found.end.departed} has ended, and cannot be started again within a running "
-                "job: the other ranks end too. Start the job again from a checkpoint."
+                f"ringdance: {engine.end.departed} has exited, and cannot be restarted within a running job, "
+                "so the other ranks exit too. Start the job again from a checkpoint."
             )
             raise error
         if self._count > MOST_FAILURES:
             error.add_note(
                 f"ringdance: training was restored to its last commit {MOST_FAILURES} times in a row and "
-                "failed each time: giving up."
+                "failed each time. Giving up."
             )
             raise error
-        if found is None or found.rank == 0:
+        if engine is None or engine.rank == 0:
             _log.warning(
-                "ringdance: %s: %s. All ranks go back to the last commit and start again (%d of at most %d "
+                "ringdance: %s: %s. All ranks go back to the last commit and restart (%d of at most %d "
                 "times without a new commit).",
                 type(error).__name__, str(error).rstrip("."), self._count, MOST_FAILURES,
             )  # fmt: skip
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a training function whose first argument is a state; see the module."""
+    """Decorate a training function whose first argument is a state. See the module docstring."""
     return run_fn(func, restart)
 
 
 class ElasticIndices:
-    """Divides the samples that are left of an epoch among the ranks.
+    """Divides the remaining samples of an epoch among the ranks.
 
-    The indices of the data set are shuffled by Python's random numbers, seeded with ``seed + epoch``, the
-    first ``processed_num`` of them are done, and the rest, lengthened from its own start to a
-    multiple of the ranks, is distributed round-robin. All ranks compute the same: nothing is exchanged.
+    The indices of the data set are shuffled by Python's random numbers, seeded with ``seed + epoch``. The
+    first ``processed_num`` of them are done. The rest is extended from its own start to a multiple of the
+    number of ranks, and distributed round-robin. All ranks compute the same indices without communication.
 
     Args:
-        length: samples in the data set.
-        shuffle: False keeps their order.
-        seed: the same on all ranks.
+        length: Samples in the data set.
+        shuffle: If False, the order is kept.
+        seed: Seed, equal on all ranks.
 
     Attributes:
-        epoch: as set by ``set_epoch``.
-        processed_num: samples of this epoch that are done, on all ranks together.
-        num_replicas, rank: as at the last ``reset``.
-        remaining_indices: what was left of the epoch then.
-        num_samples: how many of them each rank gets.
-        total_size: all ranks together.
+        epoch: Epoch set by ``set_epoch``.
+        processed_num: Samples of this epoch that are done, on all ranks together.
+        num_replicas, rank: Number of ranks and this rank at the last ``reset``.
+        remaining_indices: Indices that were left of the epoch at the last ``reset``.
+        num_samples: Samples for each rank.
+        total_size: Samples for all ranks together.
     """
 
     def __init__(self, length: int, shuffle: bool = True, seed: int = 0) -> None:
@@ -313,13 +313,13 @@ class ElasticIndices:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with nothing done. Call it when one is over: a restart goes on within an epoch."""
+        """Start an epoch with nothing done. Call it after an epoch: a restart continues within one."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that every rank has done a batch of this many samples."""
+        """Record that every rank has done a batch of this many samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -327,13 +327,13 @@ class ElasticIndices:
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Set epoch and progress, and distribute the rest again."""
+        """Set epoch and progress, and distribute the remaining samples again."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Distribute what is not done among the present ranks."""
+        """Distribute the remaining samples among the current ranks."""
         self.num_replicas = basics.size()
         self.rank = basics.rank()
         order = list(range(self._length))
@@ -344,7 +344,7 @@ class ElasticIndices:
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        # From its own start, several times over if fewer samples are left than there are ranks.
+        # Extended from its own start, several times if fewer samples are left than there are ranks.
         lengthened = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
         return iter(list(lengthened)[self.rank :: self.num_replicas])
 
@@ -352,7 +352,7 @@ class ElasticIndices:
         return self.num_samples
 
 
-# The error of the last collective that failed in a compiled function: frameworks pass on its message only.
+# The last error of a collective in a compiled function, because frameworks pass on its message only.
 _last: list[BaseException] = []
 
 
@@ -362,11 +362,11 @@ def remember(error: BaseException) -> None:
 
 
 def run_translating(func: Callable[..., T], errors: Any) -> Callable[..., T]:
-    """As ``run``, where a framework raises errors of its own for failed collectives.
+    """Work like ``run`` for a framework that raises its own errors for failed collectives.
 
     Args:
-        func: takes a ``State`` first.
-        errors: the framework's class of errors.
+        func: Function whose first parameter is a ``State``.
+        errors: The framework's class of errors.
     """
 
     @functools.wraps(func)

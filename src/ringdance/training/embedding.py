@@ -1,8 +1,8 @@
-"""A table of embeddings in the host's memory, of which each step reads and updates some rows.
+"""A table of embeddings in host memory. Each step reads and updates some of its rows.
 
-The framework sees only the rows that a step uses: it computes their gradient as that of any dense tensor, and
-neither memory nor time of a step depends on the size of the table. Rows are either on all ranks
-(replicated), or each on one of them (sharded): row r on rank r % size.
+The framework sees only the rows that a step uses. It computes their gradient like the gradient of any dense
+tensor, and neither memory nor time of a step depends on the size of the table. Each row is either on all
+ranks (replicated) or on one of them (sharded): row r on rank r % size.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ringdance.training.objects import broadcast_object
 __all__ = ["EmbeddingTable"]
 
 Array = np.ndarray[Any, Any]
-_CHUNK = 1 << 16  # rows that are drawn, sent, read or written at once
-_STEP = 2048  # rows that are updated at once, in the processor's cache
+_CHUNK = 1 << 16  # Rows that are drawn, sent, read or written at once.
+_STEP = 2048  # Rows that are updated at once, in the processor's cache.
 _TINY = np.finfo(np.float32).tiny
 
 _tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
 
 
 def forget_lookups() -> None:
-    """Let all tables forget the lookups of a step that has failed: no ``update`` will follow them."""
+    """Make all tables forget the lookups of a failed step, which no ``update`` will follow."""
     for table in list(_tables):
         table._lookups.clear()
 
@@ -48,20 +48,20 @@ class EmbeddingTable:
         table.update(gradient)
 
     Args:
-        rows: of the whole table.
-        columns: of each row.
-        rate: the learning rate, which may be changed at any time.
-        scale: standard deviation of the first values, drawn from a normal distribution.
-        accumulator: first sum of squared gradients, 0 or more; greater: smaller first steps. The default is
-            that of Keras and TensorFlow. Gradients of a mean over a batch are small: where their squares stay
-            far below this sum, steps are those of SGD at rate / sqrt(accumulator).
-        sharded: whether each rank has only its part of the rows; ``lookup`` is a collective call then.
-        seed: of the first values, which do not depend on the number of ranks.
-        name: key that matches the ranks' calls, for people too.
+        rows: Rows in the whole table.
+        columns: Columns in each row.
+        rate: Learning rate. May be changed at any time.
+        scale: Standard deviation of the initial values, which are drawn from a normal distribution.
+        accumulator: Initial sum of squared gradients, 0 or more. Larger values make the first steps smaller.
+            The default is the same as in Keras and TensorFlow. Gradients of a mean over a batch are small: as
+            long as their squares are far below this sum, steps are like SGD at rate / sqrt(accumulator).
+        sharded: If True, each rank has only its part of the rows, and ``lookup`` is a collective call.
+        seed: Seed of the initial values, which do not depend on the number of ranks.
+        name: Key that matches the calls of the ranks. Also appears in messages.
 
     Attributes:
-        rows, columns, rate, sharded, name: as above.
-        values, accumulators: shape (rows of this rank, columns).
+        rows, columns, rate, sharded, name: The arguments.
+        values, accumulators: Arrays of shape (rows of this rank, columns).
 
     Source: Duchi, Hazan, Singer: Adaptive subgradient methods, JMLR 2011.
     """
@@ -71,16 +71,16 @@ class EmbeddingTable:
         sharded: bool = False, seed: int = 0, name: str = "embedding",
     ) -> None:
         if rows < 1 or columns < 1:
-            raise ArgumentError(f"EmbeddingTable({rows}, {columns}): give a positive number of each.")
+            raise ArgumentError(f"EmbeddingTable({rows}, {columns}): rows and columns must be positive.")
         if not 0 <= accumulator < np.inf:
-            raise ArgumentError(f"EmbeddingTable(accumulator={accumulator}): sums begin at 0 or more.")
+            raise ArgumentError(f"EmbeddingTable(accumulator={accumulator}): sums must start at 0 or more.")
         engine = session.engine()
         self.rows, self.columns, self.rate, self.name = rows, columns, rate, name
         self.sharded = sharded and engine.size > 1
         self._rank, self._size = (engine.rank, engine.size) if self.sharded else (0, 1)
-        mine = len(range(self._rank, rows, self._size))
-        self.values = np.empty((mine, columns), np.float32)
-        self.accumulators = np.full((mine, columns), accumulator, np.float32)
+        local_rows = len(range(self._rank, rows, self._size))
+        self.values = np.empty((local_rows, columns), np.float32)
+        self.accumulators = np.full((local_rows, columns), accumulator, np.float32)
         self._lookups: list[_Lookup] = []
         _tables.add(self)
         for begin, end in self._chunks():
@@ -90,17 +90,17 @@ class EmbeddingTable:
             self._own(self.values, begin, end)[:] = drawn[self._first(begin) :: self._size]
 
     def lookup(self, ids: Any, training: bool = True) -> tuple[Array, Array]:
-        """Return the rows that occur in `ids`, each once, and where each id's row is among them.
+        """Return the rows that occur in ``ids``, each once, and the place of each id's row among them.
 
         Args:
-            ids: integers of any shape: an array, or a tensor in the host's memory.
-            training: whether an ``update`` with the gradient of these rows will follow.
+            ids: Integers of any shape: an array, or a tensor in host memory.
+            training: True if an ``update`` with the gradient of these rows will follow.
 
         Returns:
-            The rows, shape (n, columns), and places, int64, of the shape of `ids`.
+            The rows, shape (n, columns), and the places, int64, in the shape of ``ids``.
 
         Raises:
-            ArgumentError: an id is not the number of a row; raised on this rank, and peers get the same
+            ArgumentError: An id is not the number of a row. Raised on this rank, and peers get the same
                 message.
         """
         ids = np.asarray(ids)
@@ -109,7 +109,7 @@ class EmbeddingTable:
             engine = session.engine()
             error = ArgumentError(
                 f"{self.name}: ids {low} to {high} ({ids.dtype}) on rank {engine.rank} "
-                f"({engine.hosts[engine.rank]}), but they are integers, and the table has {self.rows} rows."
+                f"({engine.hosts[engine.rank]}). Ids must be integers, and the table has {self.rows} rows."
             )
             first = SparseExchange.first_call(self.name)
             if self.sharded:
@@ -117,30 +117,30 @@ class EmbeddingTable:
             first.refuse(engine, error)
             raise error
         keys, places = _unique(ids.reshape(-1).astype(np.int64, copy=False))
-        found = _Lookup(keys)
-        values = self._ask(found) if self.sharded else self.values.take(keys, axis=0)
+        lookup = _Lookup(keys)
+        values = self._ask(lookup) if self.sharded else self.values.take(keys, axis=0)
         if training:
-            self._lookups.append(found)
+            self._lookups.append(lookup)
         return values, places.reshape(ids.shape)
 
     def update(self, *gradients: Any) -> None:
-        """Update rows by the mean over the ranks of their gradients; a collective call.
+        """Update rows by the mean of their gradients over the ranks. A collective call.
 
         Args:
-            gradients: those of the rows of each ``lookup`` since the last update, which are summed; those
-                of more lookups than one are gradients of parts of a batch.
+            gradients: The gradient of the rows of each ``lookup`` since the last update. They are summed:
+                several lookups count as parts of one batch.
 
         Raises:
-            ArgumentError: they do not fit the lookups.
+            ArgumentError: The gradients do not fit the lookups.
         """
         lookups, self._lookups = self._lookups, []
-        arrays = [np.asarray(one, np.float32) for one in gradients]
-        if [one.shape for one in arrays] != [(len(one.keys), self.columns) for one in lookups]:
+        arrays = [np.asarray(gradient, np.float32) for gradient in gradients]
+        if [array.shape for array in arrays] != [(len(lookup.keys), self.columns) for lookup in lookups]:
             raise ArgumentError(
-                f"{self.name}: gradients of the rows of each lookup since the last update are needed, of "
-                f"shapes {[(len(one.keys), self.columns) for one in lookups]}, not "
-                f"{[one.shape for one in arrays]}. A lookup without an update needs training=False; those "
-                "before are forgotten now."
+                f"{self.name}: pass one gradient for the rows of each lookup since the last update, of "
+                f"shapes {[(len(lookup.keys), self.columns) for lookup in lookups]}, not "
+                f"{[array.shape for array in arrays]}. Use training=False for a lookup without an update. "
+                "The lookups are forgotten now."
             )
         engine = session.engine()
         if self.sharded:
@@ -162,10 +162,10 @@ class EmbeddingTable:
             self._adagrad(keys[begin : begin + _STEP], summed[begin : begin + _STEP])
 
     def _adagrad(self, keys: Array, gradient: Array) -> None:
-        squares = self.accumulators.take(keys, axis=0)  # twice as fast as an index
+        squares = self.accumulators.take(keys, axis=0)  # Twice as fast as indexing.
         squares += gradient * gradient
         self.accumulators[keys] = squares
-        np.maximum(squares, _TINY, out=squares)  # 0 / 0 where neither sum nor gradient is more than 0
+        np.maximum(squares, _TINY, out=squares)  # Avoids 0 / 0 where both sum and gradient are 0.
         np.sqrt(squares, out=squares)
         np.divide(gradient, squares, out=squares)
         squares *= self.rate
@@ -186,7 +186,7 @@ class EmbeddingTable:
         return values
 
     def _send(self, lookup: _Lookup, gradient: Array) -> tuple[Array, Array]:
-        """Send gradients to the ranks that have their rows; return this rank's rows, and their gradients."""
+        """Send gradients to the ranks that have their rows. Return this rank's rows and their gradients."""
         gradients, _ = self._alltoall("gradients", gradient[lookup.order], lookup.sent)
         return lookup.asked, gradients
 
@@ -200,16 +200,16 @@ class EmbeddingTable:
     # State ------------------------------------------------------------------------------------------------
 
     def snapshot(self, path: str | os.PathLike[str]) -> Callable[[], None]:
-        """Return a function that writes the table as it is now, for ``Checkpoints.save``; a collective call.
+        """Return a function that writes the table as it is now, for ``Checkpoints.save``. A collective call.
 
-        A replicated table is copied, so that the function can write it in the background. A sharded one,
-        of which no rank can hold all rows, is written at once by rank 0, and the function does nothing.
+        A replicated table is copied, so that the function can write it in the background. No rank can hold
+        all rows of a sharded table, so rank 0 writes it at once, and the function does nothing.
 
         Args:
-            path: of the file, in which nothing else is written meanwhile; only rank 0 uses it.
+            path: Path of the file. Nothing else may write it in the meantime. Only rank 0 uses it.
 
         Raises:
-            OSError: rank 0 could not write a sharded table; on all ranks.
+            OSError: Rank 0 could not write a sharded table. Raised on all ranks.
         """
         if self.sharded:
             self.save(path)
@@ -219,12 +219,12 @@ class EmbeddingTable:
         return lambda: _write(Path(path), self.rows, self.columns, iter([state]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the whole table, with its accumulators; a collective call, rank 0 writes.
+        """Write the whole table with its accumulators. A collective call; rank 0 writes.
 
         The file is a ``.npy`` of shape (2, rows, columns), float32: values, then accumulators.
 
         Raises:
-            OSError: rank 0 could not write it; on all ranks.
+            OSError: Rank 0 could not write it. Raised on all ranks.
         """
         problem: OSError | None = None
         parts = self._gathered()
@@ -233,19 +233,19 @@ class EmbeddingTable:
                 _write(Path(path), self.rows, self.columns, parts)
             except OSError as error:
                 problem = error
-        for _ in parts:  # all ranks take part to the end
+        for _ in parts:  # All ranks must run the remaining collectives.
             pass
         if problem := broadcast_object(problem, name=f"{self.name}.saved"):
             raise problem
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read what ``save`` has written, with any number of ranks; a collective call, rank 0 reads.
+        """Read a file from ``save``, written with any number of ranks. A collective call; rank 0 reads.
 
-        Lookups before it are forgotten, so ``update`` takes no gradients of them.
+        Earlier lookups are forgotten, so ``update`` takes no gradients for them.
 
         Raises:
-            ArgumentError: the file has a table of another shape, or is damaged; on all ranks.
-            OSError: rank 0 could not read it; on all ranks.
+            ArgumentError: The file has a table of another shape, or is damaged. Raised on all ranks.
+            OSError: Rank 0 could not read it. Raised on all ranks.
         """
         self._lookups.clear()
         saved: Array = np.empty(0)
@@ -259,7 +259,7 @@ class EmbeddingTable:
                     )
             except OSError as error:
                 problem = error
-            except (ValueError, EOFError) as error:  # EOFError: it is empty
+            except (ValueError, EOFError) as error:  # EOFError: the file is empty.
                 problem = ArgumentError(f"{path}: {error}")
         if problem := broadcast_object(problem, name=f"{self.name}.loaded"):
             raise problem
@@ -295,7 +295,7 @@ class EmbeddingTable:
             yield begin, min(begin + _CHUNK, self.rows)
 
     def _first(self, begin: int) -> int:
-        """Return where this rank's first row is in a part that begins with that row of the table."""
+        """Return the place of this rank's first row in a part that starts with row ``begin``."""
         return (self._rank - begin) % self._size
 
     def _own(self, array: Array, begin: int, end: int) -> Array:
@@ -308,10 +308,10 @@ class _Lookup:
     """The rows of a lookup, and for a sharded table how they were exchanged.
 
     Attributes:
-        keys: ascending, each once.
-        order: of the keys, by the ranks that have them.
-        sent, received: how many were asked of, and by, each rank.
-        asked: this rank's rows that were asked for, as indices of its part.
+        keys: Numbers of the rows, ascending, each once.
+        order: Order of the keys by the ranks that have them.
+        sent, received: How many rows were requested from each rank, and by each rank.
+        asked: This rank's rows that were requested, as indices of its part.
     """
 
     order: Array
@@ -324,10 +324,10 @@ class _Lookup:
 
 
 def _unique(ids: Array) -> tuple[Array, Array]:
-    """Return ascending ids, each once, and the place of each among them, as np.unique does.
+    """Return ascending ids, each once, and the place of each id among them, as np.unique does.
 
-    One sort of integers that hold id and place is faster than a sort of places by ids, and a look-up. Ids are
-    those of a table in memory: with the bits of a place they fit into 63.
+    One sort of integers that hold id and place is faster than sorting places by ids and looking them up. The
+    ids belong to a table in memory, so together with the bits of a place they fit into 63 bits.
     """
     bits = len(ids).bit_length()
     pairs = ids << bits
@@ -344,7 +344,7 @@ def _unique(ids: Array) -> tuple[Array, Array]:
 
 def _write(path: Path, rows: int, columns: int, parts: Iterator[tuple[Array, Array]]) -> None:
     """Write a table's parts as one array."""
-    # Not by memory-mapping: a full disk would be SIGBUS instead of an error.
+    # Not memory-mapped: a full disk would cause SIGBUS instead of an error.
     header = {"descr": "<f4", "fortran_order": False, "shape": (2, rows, columns)}
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, header)

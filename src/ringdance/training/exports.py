@@ -1,4 +1,4 @@
-"""The names that every binding exports, to be imported with a star."""
+"""Names that every binding exports. Bindings import them with a star."""
 
 from ringdance.core.request import ReduceOp as _ReduceOp
 from ringdance.errors import CollectiveError as CollectiveError

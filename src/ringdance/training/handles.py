@@ -1,4 +1,4 @@
-"""Numbers for operations in flight, as Horovod's asynchronous functions return them."""
+"""Numbers for operations in flight, as returned by Horovod's asynchronous functions."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from ringdance.training import session
 
 Finish = Callable[[Work], Any]
 
-# Shared by all loopback ranks of a process: numbers are unique, and handles are local to a rank.
+# Shared by all loopback ranks of a process. Numbers are unique, and handles are local to a rank.
 _pending: dict[int, tuple[Work, Finish]] = {}
 _numbers = itertools.count()
 
 
 def hold(work: Work, finish: Finish) -> int:
-    """Keep a work, and with it its memory, until ``synchronize``; ``finish`` makes the result of it."""
+    """Keep a work and its memory until ``synchronize``. ``finish`` computes the result from the work."""
     handle = next(_numbers)
     _pending[handle] = (work, finish)
     return handle
 
 
 def known(handle: Any) -> bool:
-    """Return whether this is a handle that has not been synchronised."""
+    """Return True if this is a handle that has not been synchronized."""
     return isinstance(handle, int) and handle in _pending
 
 
 def _check(handle: Any) -> None:
     if not known(handle):
         raise ArgumentError(
-            f"{handle!r} is not a handle, or it has been synchronised: handles are what the functions with "
-            "_async in their names return, and each can be synchronised once."
+            f"{handle!r} is not a handle, or it has been synchronized. The functions with _async in their "
+            "names return handles, and each handle can be synchronized once."
         )
 
 
 def poll(handle: int) -> bool:
-    """Return whether the operation is complete, without waiting.
+    """Return True if the operation is complete. Does not wait.
 
     Raises:
-        ArgumentError: the handle is unknown or has been synchronised.
+        ArgumentError: The handle is unknown or has been synchronized.
     """
     _check(handle)
     done = _pending[handle][0].done()
-    if not done:  # who polls may wait in this way, which the summary cannot see
+    if not done:  # The caller may be waiting by polling, which the summary cannot see.
         session.engine().summary.polled = True
     return done
 
@@ -54,8 +54,8 @@ def synchronize(handle: int) -> Any:
     """Wait for the operation and return its result.
 
     Raises:
-        ArgumentError: the handle is unknown or has been synchronised.
-        CollectiveError: the operation failed.
+        ArgumentError: The handle is unknown or has been synchronized.
+        CollectiveError: The operation failed.
     """
     _check(handle)
     work, finish = _pending.pop(handle)
@@ -64,5 +64,5 @@ def synchronize(handle: int) -> Any:
 
 
 def clear() -> None:
-    """Forget all handles (a new job begins)."""
+    """Forget all handles, because a new job starts."""
     _pending.clear()

@@ -1,4 +1,4 @@
-"""Memory of frameworks as NumPy arrays."""
+"""View a framework's memory as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Any:
-    """Return a writable array over memory; it keeps ``owner``, to which the memory belongs, alive."""
+    """Return a writable array over memory. The array keeps ``owner`` of the memory alive."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return np.empty(shape, dtype)

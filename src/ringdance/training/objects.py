@@ -1,4 +1,4 @@
-"""Exchange Python objects by cloudpickle: unpickling runs any code of the sender, which is trusted.
+"""Exchange Python objects with cloudpickle. Unpickling runs code of the sender, so the sender is trusted.
 
 Ringdance's own data are exchanged as JSON instead.
 """
@@ -23,32 +23,32 @@ __all__ = ["allgather_object", "broadcast_object"]
 
 
 def _pack(obj: Any, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> np.ndarray[Any, Any]:
-    # A bytearray: the memory of bytes is read-only, which MPI bindings refuse even to send from.
+    # A bytearray, because the memory of bytes is read-only and MPI bindings refuse even to send from it.
     return np.frombuffer(bytearray(dumps(obj)), np.uint8)
 
 
 class ObjectError(CollectiveError):
-    """An object could not be pickled on another rank; the engine stays usable."""
+    """An object could not be pickled on another rank. The engine stays usable."""
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object on every member; the root gets its own one back, not a copy.
+    """Return the root's object on every member. The root gets its own object back, not a copy.
 
     Args:
-        obj: anything that cloudpickle takes; ignored on other ranks than the root.
-        root_rank: global rank.
-        name: key; the operations are ``<name>.sz`` and ``<name>.t``.
-        process_set: who takes part.
+        obj: Object that cloudpickle accepts. Ignored on ranks other than the root.
+        root_rank: Global rank of the root.
+        name: Key that matches the calls. The operations are ``<name>.sz`` and ``<name>.t``.
+        process_set: Ranks that make the call.
     """
     engine = session.engine()
     number = set_id(process_set)
-    name = name or "broadcast_object"  # not of the object: types may differ between ranks
+    name = name or "broadcast_object"  # Not the object's type, which may differ between ranks.
     if engine.size == 1:
         return obj
     is_root = engine.rank == root_rank
-    # An object that cannot be pickled raises on the root, but only after the others know.
+    # If the object cannot be pickled, the root raises the error, but only after the others know.
     data, error = np.empty(0, np.uint8), None
     if is_root:
         try:
@@ -73,16 +73,16 @@ def allgather_object(
 ) -> list[Any]:
     """Return the objects of all members in rank order. Types and sizes may differ between ranks.
 
-    They are pickled: unpickling runs code of the sender, as with ``broadcast_object``.
+    They are pickled. Unpickling runs code of the sender, as with ``broadcast_object``.
     """
     return _allgather(obj, name or "allgather_object", process_set, cloudpickle.dumps, cloudpickle.loads)
 
 
 def allgather_json(value: Any, name: str, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the values of all members in rank order: of JSON types; tuples become lists."""
+    """Return the values of all members in rank order. Values have JSON types; tuples become lists."""
 
     def dumps(value: Any) -> bytes:
-        return json.dumps(value, default=operator.index).encode()  # NumPy's integers too
+        return json.dumps(value, default=operator.index).encode()  # Also accepts NumPy integers.
 
     return _allgather(value, name, process_set, dumps, lambda data: json.loads(bytes(data)))
 

@@ -1,4 +1,4 @@
-"""Subsets of the ranks with an agreement of their own; they can be added and removed at any time."""
+"""Subsets of the ranks that run collectives independently. They can be added and removed at any time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class ProcessSet:
     """Some of the ranks.
 
     Args:
-        ranks_or_comm: global ranks in any order, or an mpi4py communicator whose members are meant.
+        ranks_or_comm: Global ranks in any order, or an mpi4py communicator whose members form the set.
 
     Attributes:
-        process_set_id: a small number once registered, else ``None``.
-        ranks: sorted global ranks, ``None`` while unknown.
-        mpi_comm: the communicator it was made from, or ``None``.
+        process_set_id: Small integer once registered, otherwise ``None``.
+        ranks: Sorted global ranks, or ``None`` while unknown.
+        mpi_comm: Communicator that the set was made from, or ``None``.
 
     Raises:
-        ArgumentError: a rank is not an integer, negative, or given twice.
+        ArgumentError: A rank is not an integer, negative, or repeated.
     """
 
     process_set_id: int | None = None
@@ -44,17 +44,17 @@ class ProcessSet:
                 f"ProcessSet needs ranks as integers, or an mpi4py communicator; got {ranks_or_comm!r}."
             ) from None
         if len(set(self.ranks)) != len(self.ranks) or (self.ranks and self.ranks[0] < 0):
-            raise ArgumentError(f"ProcessSet({self.ranks}): every rank once, and none below 0.")
+            raise ArgumentError(f"ProcessSet({self.ranks}): use each rank once, and no negative ones.")
 
     def size(self) -> int | None:
-        """Return the number of members; ``None`` while not registered."""
+        """Return the number of members, or ``None`` if not registered."""
         return None if self.process_set_id is None else len(session.engine().members(self.process_set_id))
 
     def rank(self) -> int | None:
-        """Return this process's rank in the set; ``None`` while not registered.
+        """Return this process's rank in the set, or ``None`` if not registered.
 
         Raises:
-            ArgumentError: this process is not a member.
+            ArgumentError: This process is not a member.
         """
         if self.process_set_id is None:
             return None
@@ -65,15 +65,15 @@ class ProcessSet:
         return members.index(engine.rank)
 
     def included(self) -> bool | None:
-        """Return whether this process is a member; ``None`` while the ranks are unknown."""
+        """Return True if this process is a member, or ``None`` while the ranks are unknown."""
         rank = session.engine().rank
         return None if self.ranks is None else rank in self.ranks
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
-        return self  # a handle of a set of the job, as a communicator is
+        return self  # A handle of a set in the job, like a communicator.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "mpi_comm": None}  # the number belongs to this job
+        return {"ranks": self.ranks, "mpi_comm": None}  # The id is valid in this job only.
 
     def __str__(self) -> str:
         return (
@@ -84,7 +84,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks: id 0. One object for all bindings; scripts test for its identity."""
+    """All ranks, with id 0. One object for all bindings, because scripts test for its identity."""
 
     process_set_id = 0
 
@@ -106,7 +106,7 @@ def set_id(process_set: ProcessSet) -> int:
     """Return the id of a registered set.
 
     Raises:
-        ArgumentError: it has not been registered, has been removed, or is none.
+        ArgumentError: The set was not registered, was removed, or is not a ProcessSet.
     """
     try:
         number = process_set.process_set_id
@@ -114,13 +114,13 @@ def set_id(process_set: ProcessSet) -> int:
         raise ArgumentError(f"process_set must be a ProcessSet, got {process_set!r}.") from None
     if number is None:
         raise ArgumentError(
-            f"{process_set} is not registered: pass it to init(process_sets=[...]) or to add_process_set()."
+            f"{process_set} is not registered. Pass it to init(process_sets=[...]) or to add_process_set()."
         )
     return number
 
 
 def bound_id(process_set: ProcessSet) -> int:
-    """Return the id of the registered set with these ranks, which the object gets; errors as ``set_id``."""
+    """Give the object the id of the registered set with its ranks, and return it. Raises as ``set_id``."""
     if isinstance(process_set, ProcessSet):
         with contextlib.suppress(KeyError):
             bind([process_set])
@@ -128,23 +128,23 @@ def bound_id(process_set: ProcessSet) -> int:
 
 
 def takes_part(process_set: ProcessSet) -> bool:
-    """Return whether this rank exchanges data with others in a set."""
+    """Return True if this rank exchanges data with other ranks in a set."""
     engine = session.engine()
     members = engine.members(set_id(process_set))
     return len(members) > 1 and engine.rank in members
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a set. All ranks of the job call this, members or not, with the same ranks; blocks.
+    """Register a set. All ranks of the job call this, members or not, with the same ranks. Blocks.
 
     Raises:
-        ArgumentError: a rank is out of range or repeated, or a set of these ranks exists. Ranks that
+        ArgumentError: A rank is out of range or repeated, or a set with these ranks exists. Ranks that
             made the call correctly get a MismatchError.
-        NotImplementedError: the set was made from a communicator (give those to ``init``).
-        MismatchError: ranks named different members; raised on all.
+        NotImplementedError: The set was made from a communicator. Pass such sets to ``init``.
+        MismatchError: The ranks passed different members. Raised on all ranks.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
-        raise NotImplementedError("A set made from a communicator has to be given to init(process_sets=...).")
+        raise NotImplementedError("A set made from a communicator must be passed to init(process_sets=...).")
     engine = session.engine()
     # The engine checks the ranks, and makes a wrong call fail on the other ranks.
     number = engine.add_process_set(
@@ -157,10 +157,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set. All ranks of the job call this; blocks. Work pending on the set fails.
+    """Remove a set. All ranks of the job call this. Blocks. Pending work on the set fails.
 
     Returns:
-        ``False`` for the global set and for an object that is not registered, else ``True``.
+        ``False`` for the global set and for an object that is not registered, otherwise ``True``.
     """
     number = process_set.process_set_id
     if number is None or number == 0:
@@ -175,24 +175,24 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the ranks of a set in the numbering of this job, and fill in those of a communicator."""
+    """Return the ranks of a set in this job's numbering. Fills in the ranks of a communicator."""
     if process_set.mpi_comm is not None:
         process_set.ranks = list(session.engine().transport.ranks_of(process_set.mpi_comm))
     return tuple(process_set.ranks or ())
 
 
 def bind(process_sets: list[ProcessSet]) -> None:
-    """Give the objects the ids of the registered sets with their ranks; local.
+    """Give the objects the ids of the registered sets with their ranks. Local.
 
-    A group of torch.distributed is not such a set: its members only know it.
+    A group of torch.distributed is not such a set, because only its members know it.
 
     Raises:
-        KeyError: no set with these ranks is registered.
+        KeyError: No set with these ranks is registered.
     """
     registered = session.engine().process_sets()
     known = {members: number for number, members in registered.items() if number < FIRST_GROUP}
-    for one in process_sets:
-        ranks = ranks_of(one)
-        one.process_set_id = known.get(ranks)
-        if one.process_set_id is None:  # or of a job that has ended
-            raise KeyError(f"No process set has the ranks {list(ranks)}: use add_process_set().")
+    for process_set in process_sets:
+        ranks = ranks_of(process_set)
+        process_set.process_set_id = known.get(ranks)
+        if process_set.process_set_id is None:  # Not registered, or in a job that has ended.
+            raise KeyError(f"No process set has the ranks {list(ranks)}. Use add_process_set().")

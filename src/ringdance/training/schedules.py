@@ -1,4 +1,4 @@
-"""Learning rates over the epochs of a training: warm-up, then cosine, steps or a polynomial."""
+"""Learning rates over the epochs of a training run: warm-up, then cosine, steps or a polynomial."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ KINDS = ("cosine", "step", "polynomial", "constant")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate as a function of the epoch, with fractions: ``schedule(epoch)``.
+    """The learning rate as a function of the (fractional) epoch: ``schedule(epoch)``.
 
     Attributes:
-        peak: the rate after the warm-up. For large batches it grows with the whole batch, as in Goyal et
+        peak: Rate after the warm-up. For large batches it grows with the global batch, as in Goyal et
             al. 2017, arXiv 1706.02677: rate for one process times number of processes.
-        epochs: length of the training, with the warm-up; afterwards the rate stays as at its end.
-        kind: "cosine" to 0; "step": a tenth from each of ``milestones`` on; "polynomial": to 0 by ``power``;
-            "constant".
-        warmup_epochs: in which the rate rises linearly from ``start`` to ``peak``.
-        start: rate of the first step of the warm-up.
-        milestones: epochs, counted from the beginning of the training, for "step".
-        factor: of each step.
-        power: of the polynomial.
+        epochs: Length of the training run, including the warm-up. Afterwards the rate stays constant.
+        kind: "cosine": falls to 0. "step": multiplied by ``factor`` at each of ``milestones``.
+            "polynomial": falls to 0 with exponent ``power``. "constant".
+        warmup_epochs: Epochs in which the rate rises linearly from ``start`` to ``peak``.
+        start: Rate at the first step of the warm-up.
+        milestones: Epochs, counted from the start of the training run, for "step".
+        factor: Factor of each step.
+        power: Exponent of the polynomial.
 
     Raises:
-        ArgumentError: unknown kind, or the warm-up is longer than the training.
+        ArgumentError: The kind is unknown, or the warm-up is longer than the training run.
     """
 
     peak: float
@@ -44,16 +44,16 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ArgumentError(f"kind={self.kind!r}: choose {', '.join(map(repr, KINDS))}.")
+            raise ArgumentError(f"kind={self.kind!r} is unknown. Use one of {', '.join(map(repr, KINDS))}.")
         if not 0 <= self.warmup_epochs <= self.epochs:
-            raise ArgumentError(f"warmup_epochs={self.warmup_epochs}: give 0 to epochs={self.epochs}.")
+            raise ArgumentError(f"warmup_epochs={self.warmup_epochs} must be from 0 to epochs={self.epochs}.")
 
     def __call__(self, epoch: float) -> float:
-        """Return the rate at an epoch; 2.5: in the middle of the third."""
+        """Return the rate at an epoch. For example, 2.5 is the middle of the third epoch."""
         if epoch < self.warmup_epochs:
             return self.start + (self.peak - self.start) * epoch / self.warmup_epochs
         if self.kind == "step":
-            return self.peak * self.factor ** sum(epoch >= one for one in self.milestones)
+            return self.peak * self.factor ** sum(epoch >= milestone for milestone in self.milestones)
         if self.kind == "constant":
             return self.peak
         left = 1.0 - min(1.0, (epoch - self.warmup_epochs) / max(self.epochs - self.warmup_epochs, 1e-9))

@@ -1,15 +1,16 @@
 """Divide the samples of an epoch among the ranks: each sample exactly once over all ranks.
 
-The samples are numbered 0 to ``length - 1``; with ``shuffle`` in an order drawn from ``seed`` and the epoch,
-equal on all ranks. Each rank takes every ``size``-th of that order ("strided") or a block ("contiguous").
-Where the samples cannot be divided evenly, ``ends`` decides about the last ones:
+The samples are numbered 0 to ``length - 1``. With ``shuffle``, their order is drawn from ``seed`` and the
+epoch, and is equal on all ranks. Each rank takes every ``size``-th sample of that order ("strided") or a
+block ("contiguous"). If the samples cannot be divided evenly, ``ends`` decides about the last ones:
 
-- "pad": the order is lengthened from its own start until all ranks have as many: at most ``size - 1``
-  samples are seen twice (more often only where there are fewer samples than ranks);
-- "drop": the last ``length % size`` of the order are left out, with ``shuffle`` others in each epoch;
-- "join": nothing is repeated or left out; some ranks have one sample more, and the others call ``join()``.
+- "pad": the order is extended from its own start until all ranks have the same number. At most ``size - 1``
+  samples are seen twice (more often only if there are fewer samples than ranks).
+- "drop": the last ``length % size`` samples of the order are skipped. With ``shuffle``, they are different
+  ones in each epoch.
+- "join": no sample is repeated or skipped. Some ranks have one sample more, and the others call ``join()``.
 
-There is no default: the right one depends on the purpose, training or evaluation.
+There is no default: the right choice depends on the purpose, training or evaluation.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ LAYOUTS = ("strided", "contiguous")
 
 
 class Shard:
-    """This rank's samples of each epoch, as indices. Iterating gives those of ``epoch`` as integers.
+    """This rank's samples of each epoch, as indices. Iteration yields the indices of ``epoch`` as integers.
 
-    A collective call unless ``rank`` and ``size`` are given: all ranks of the process set make it, and it
+    A collective call unless ``rank`` and ``size`` are passed: all ranks of the process set make it, and it
     compares their arguments.
 
     Args:
-        length: samples in the data set; equal on all ranks.
-        ends: "pad", "drop" or "join": what happens if the ranks cannot have equally many.
-        shuffle: in another order each epoch.
-        seed: of the order, 0 to 2**32 - 1; equal on all ranks.
+        length: Samples in the data set, equal on all ranks.
+        ends: "pad", "drop" or "join": what happens if the samples cannot be divided evenly.
+        shuffle: If True, each epoch has a different order.
+        seed: Seed of the order, 0 to 2**32 - 1, equal on all ranks.
         layout: "strided" (rank r has the positions r, r + size, ... of the order) or "contiguous" (blocks).
-        process_set: the ranks among which samples are divided.
-        rank, size: instead of those of the process set; nothing is compared then.
+        process_set: Ranks among which the samples are divided.
+        rank, size: Replace the rank and size in the process set. Nothing is compared then.
 
     Attributes:
-        epoch: as set by ``set_epoch``; 0 at first.
+        epoch: Epoch set by ``set_epoch``, initially 0.
 
     Raises:
-        ArgumentError: an argument is wrong, or "drop" would leave nothing.
-        MismatchError: the ranks gave different arguments; raised on all.
+        ArgumentError: An argument is wrong, or "drop" would leave nothing.
+        MismatchError: The ranks passed different arguments. Raised on all ranks.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Shard:
         self.shuffle = bool(shuffle)
         self.seed = _whole("seed", seed, SEEDS)
         if layout not in LAYOUTS:
-            raise ArgumentError(f"layout={layout!r}: choose 'strided' or 'contiguous'.")
+            raise ArgumentError(f"layout={layout!r} is not a layout. Use 'strided' or 'contiguous'.")
         self.ends = ends
         self.layout = layout
         self.epoch = 0
@@ -75,21 +76,21 @@ class Shard:
             raise ArgumentError(too_few(self.length, self.size))
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch. Call it before each one, with the same number on all ranks."""
+        """Draw the order of an epoch. Call it before each epoch, with the same number on all ranks."""
         self.epoch = _whole("epoch", epoch, SEEDS)
 
     def indices(self, epoch: int | None = None) -> Indices:
-        """Return this rank's samples in order, shape (len(self),), of an epoch or of the one that is set."""
+        """Return this rank's samples in order, shape (len(self),). ``None`` means the current epoch."""
         positions = self.positions()
         if self.length:
-            positions %= self.length  # positions behind the end are the first ones again
+            positions %= self.length  # Positions after the end wrap around to the start.
         if not self.shuffle:
             return positions
         number = self.epoch if epoch is None else _whole("epoch", epoch, SEEDS)
         return permutation(self.length, self.seed, number)[positions]
 
     def positions(self) -> Indices:
-        """Return this rank's positions in the order of an epoch; those from ``length`` on are padding."""
+        """Return this rank's positions in the order of an epoch. Positions from ``length`` up are padding."""
         start, stop, step = self.span()
         return np.arange(start, stop, step, dtype=np.int64)
 
@@ -102,24 +103,24 @@ class Shard:
         return start, stop, 1
 
     def batches(self, batch_size: int) -> Iterator[Indices]:
-        """Yield the indices of ``indices()`` in parts of ``batch_size``, the last one as long as is left."""
+        """Yield ``indices()`` in parts of ``batch_size``. The last part may be shorter."""
         if _whole("batch_size", batch_size) < 1:
             raise ArgumentError("batch_size must be at least 1.")
-        mine = self.indices()
-        for start in range(0, len(mine), batch_size):
-            yield mine[start : start + batch_size]
+        indices = self.indices()
+        for start in range(0, len(indices), batch_size):
+            yield indices[start : start + batch_size]
 
     def take(self, *arrays: Any) -> Any:
-        """Return this rank's rows of an array with ``length`` rows; of several arrays, a tuple.
+        """Return this rank's rows of an array with ``length`` rows. For several arrays, return a tuple.
 
         Raises:
-            ArgumentError: an array has another number of rows.
+            ArgumentError: An array has a different number of rows.
         """
         for array in arrays:
             if len(array) != self.length:
-                raise ArgumentError(f"take: an array has {len(array)} rows, the data set {self.length}.")
-        mine = self.indices()
-        rows = tuple([array[mine] for array in arrays])
+                raise ArgumentError(f"take: an array has {len(array)} rows, but the data set {self.length}.")
+        indices = self.indices()
+        rows = tuple([array[indices] for array in arrays])
         return rows[0] if len(rows) == 1 else rows
 
     def __iter__(self) -> Iterator[int]:
@@ -133,39 +134,39 @@ def shard(
     data: Any, *, ends: str, shuffle: bool = False, seed: int = 0, layout: str = "strided",
     process_set: ProcessSet = global_process_set,
 ) -> Shard:
-    """Return this rank's share of a data set, as indices: see ``Shard``.
+    """Return this rank's share of a data set, as indices. See ``Shard``.
 
-    It is a sampler of PyTorch: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
+    It is a PyTorch sampler: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
 
     Args:
-        data: the number of samples, or what has them by number: an array, a list, a data set of PyTorch.
+        data: Number of samples, or an object with numbered samples: an array, a list, a PyTorch data set.
         ends: "pad", "drop" or "join".
-        shuffle: in another order each epoch.
-        seed: of the order.
+        shuffle: If True, each epoch has a different order.
+        seed: Seed of the order.
         layout: "strided" or "contiguous".
-        process_set: the ranks among which samples are divided.
+        process_set: Ranks among which the samples are divided.
 
     Raises:
-        ArgumentError: ``data`` has no samples by number, or another argument is wrong.
+        ArgumentError: ``data`` does not have numbered samples, or another argument is wrong.
     """
     if not isinstance(data, int | np.integer):
         numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not numbered or isinstance(data, str | bytes | tuple | Mapping):
-            kinds = "a data set, an array (of several in a tuple or dict: one), or the number of samples"
-            raise ArgumentError(f"shard(): a {type(data).__name__} has no samples by number: give {kinds}.")
+            kinds = "a data set, one array (of a tuple or dict of several), or the number of samples"
+            raise ArgumentError(f"shard(): a {type(data).__name__} has no numbered samples. Pass {kinds}.")
         data = len(data)
     return Shard(data, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
 
 
 def total_of(length: int, size: int, ends: str) -> int:
-    """Return the number of positions of all ranks together."""
+    """Return the number of positions over all ranks."""
     if ends == "join" or not length:
         return length
     return length // size * size if ends == "drop" else -(-length // size) * size
 
 
 def too_few(length: int, size: int) -> str:
-    """Return the message for "drop" where it leaves nothing."""
+    """Return the message for "drop" if it leaves nothing."""
     return (
         f"ends='drop' would leave nothing: {length} samples for {size} ranks. Use 'pad' or 'join', or "
         "fewer ranks."
@@ -180,29 +181,29 @@ def check_plan(
 
     Args:
         ends: "pad", "drop" or "join".
-        same: what must be equal on all ranks, by the argument's name; compared unless ``rank`` is given.
-        process_set: the ranks.
-        rank: instead of that in the process set.
-        size: the same.
+        same: Values that must be equal on all ranks, by argument name. Compared unless ``rank`` is passed.
+        process_set: Ranks among which the data are divided.
+        rank: Replaces the rank in the process set.
+        size: Replaces the size of the process set.
 
     Raises:
-        ArgumentError: unknown ``ends``, "join" on a process set, or a wrong rank or size.
-        MismatchError: arguments differ; raised on all ranks.
+        ArgumentError: ``ends`` is unknown, "join" is used on a process set, or rank or size is wrong.
+        MismatchError: Arguments differ. Raised on all ranks.
     """
     if ends not in ENDS:
         raise ArgumentError(
-            f"ends={ends!r}: choose what happens where the samples cannot be divided evenly: 'pad' (some are "
-            "repeated), 'drop' (some are left out) or 'join' (some ranks have one more; the "
+            f"ends={ends!r}: choose what happens if the samples cannot be divided evenly: 'pad' (some are "
+            "repeated), 'drop' (some are skipped) or 'join' (some ranks have one more, and the "
             "others call join())."
         )
     if ends == "join" and process_set is not global_process_set:
-        raise ArgumentError("ends='join' is for all ranks, as join() is; on a set use 'pad' or 'drop'.")
+        raise ArgumentError("ends='join' needs all ranks, as join() does. On a set use 'pad' or 'drop'.")
     if (rank is None) != (size is None):
-        raise ArgumentError("Give both rank and size, or neither.")
+        raise ArgumentError("Pass both rank and size, or neither.")
     if rank is not None and size is not None:
         size = _whole("size", size)
         if not 0 <= _whole("rank", rank) < size:
-            raise ArgumentError(f"rank={rank} is not one of {size} ranks: give 0 to {size - 1}.")
+            raise ArgumentError(f"rank={rank} is out of range for {size} ranks. Use 0 to {size - 1}.")
         return rank, size
     engine = session.engine()
     members = engine.members(set_id(process_set))
@@ -213,17 +214,17 @@ def check_plan(
 
 
 def _compare(same: dict[str, Any], process_set: ProcessSet, members: tuple[int, ...]) -> None:
-    """Raise MismatchError if the ranks gave different arguments: their shares would be wrong."""
+    """Raise MismatchError if the ranks passed different arguments, because their shares would be wrong."""
     if len(members) == 1:
         return
-    given = allgather_json(same, "shard", process_set)
+    by_rank = allgather_json(same, "shard", process_set)
     for name in same:
-        values = [one.get(name) for one in given]
+        values = [arguments.get(name) for arguments in by_rank]
         if any(value != values[0] for value in values):
             shown = ", ".join(f"rank {rank}: {value!r}" for rank, value in zip(members, values, strict=True))
             raise MismatchError(
                 f"shard(): {name} differs between the ranks ({shown}). Samples would be missed or seen "
-                "twice: give the same on all ranks."
+                "twice. Pass the same on all ranks."
             )
 
 
@@ -233,6 +234,6 @@ def _whole(name: str, value: Any, end: int | None = None) -> int:
     except TypeError:
         number = -1
     if isinstance(value, (bool, np.bool_)) or number < 0 or (end is not None and number >= end):
-        limit = "" if end is None else f", and below {end}"
-        raise ArgumentError(f"{name}={value!r}: give an integer, not negative{limit}.")
+        limit = "" if end is None else f" and below {end}"
+        raise ArgumentError(f"{name}={value!r} must be an integer, not negative{limit}.")
     return number

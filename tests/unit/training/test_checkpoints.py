@@ -70,7 +70,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert saved.numbers() == [10, 123456789]
     assert saved.read(10) == (10, b"x" * 10)
     assert shown(saved.directory) == ["checkpoint-00000010.bin", "checkpoint-123456789.bin"]
-    with pytest.raises(hvd.CheckpointError, match=r"rank 0 on .*: no checkpoint 7 .*Whole: 10, 123456789"):
+    with pytest.raises(hvd.CheckpointError, match=r"rank 0 on .*: no checkpoint 7 .*Complete: 10, 123456789"):
         saved.read(7)
     with pytest.raises(hvd.CheckpointError, match="checkpoint 10 has no table: it was saved without one"):
         saved.read(10, table_of(0))
@@ -267,7 +267,7 @@ def test_what_another_process_writes_stays_until_that_is_killed(
     saved.save(3, text("third"))
     saved.wait()
     (warned,) = caplog.messages
-    assert f"another process, also of another host, writes the checkpoints checkpoint-* in {tmp_path}" in (
+    assert f"another process, perhaps on another host, writes the checkpoints checkpoint-* in {tmp_path}" in (
         warned
     )
     saved.close()
@@ -301,14 +301,14 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(
     (manifest,) = tmp_path.glob(".*-00000003.json")
     manifest.write_text(content)
     assert pair(saved) == (2, "2", 2)
-    assert caplog.messages == [f"ringdance: 2 is read; damaged checkpoints: 3 ({manifest} is damaged)."]
+    assert caplog.messages == [f"ringdance: reading 2. Damaged checkpoints: 3 ({manifest} is damaged)."]
     (tmp_path / "checkpoint-00000002.npy").unlink()
     assert saved.read() == (1, b"1")
     assert saved.numbers() == [1]
-    with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 2 .*Whole: 1; damaged: .*\.npy is missing"):
+    with pytest.raises(hvd.CheckpointError, match=r"checkpoint 2 .*Complete: 1; damaged: .*\.npy is missing"):
         saved.read(2)
     (tmp_path / "checkpoint-00000001").unlink()  # as a user removes one
-    with pytest.raises(hvd.CheckpointError, match=r"no checkpoint that is whole\. Whole: none; damaged: 3 "):
+    with pytest.raises(hvd.CheckpointError, match=r"that is complete\. Complete: none; damaged: 3 "):
         saved.read()
     saved.save(3, text("anew"))
     assert saved.read() == (3, b"anew")
@@ -379,9 +379,9 @@ def test_a_file_with_another_byte_is_not_read(
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert pair(saved) == (2, "content 2", 2)
-    told = f"3 ({path} is damaged: its checksum is another one)"
-    assert caplog.messages == [f"ringdance: 2 is read; damaged checkpoints: {told}."]
-    with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 3 .*Whole: 1, 2; damaged: 3 "):
+    told = f"3 ({path} is damaged: its checksum does not match)"
+    assert caplog.messages == [f"ringdance: reading 2. Damaged checkpoints: {told}."]
+    with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 3 .*Complete: 1, 2; damaged: 3 "):
         saved.read(3)
     saved.close()
 
@@ -396,7 +396,7 @@ def test_the_last_one_that_fails_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     saved.save(7, full)
     with pytest.raises(hvd.CheckpointError, match="No space left"):
         saved.close()
-    told = f"checkpoint-00000007 is not written: No space left on device: {tmp_path}/"
+    told = f"checkpoint-00000007 could not be written: No space left on device: {tmp_path}/"
     assert told in caplog.text
     assert "MB are free in" in caplog.text
 

@@ -220,7 +220,7 @@ def test_it_gives_up_without_a_commit() -> None:
     errors = [CollectiveError(str(number)) for number in range(most + 1)]
     with pytest.raises(CollectiveError, match=str(most)) as caught:
         play(state, *errors)
-    assert "giving up" in caught.value.__notes__[0]
+    assert "Giving up" in caught.value.__notes__[0]
     assert state.lines.count("call") == most + 1
     assert state.lines.count("restore") == most
 
@@ -268,7 +268,7 @@ def test_a_rank_that_has_ended_cannot_be_brought_back() -> None:
 
     note = job(2, program)[0]
     assert "rank 1 on host" in note
-    assert "cannot be started again" in note
+    assert "cannot be restarted" in note
 
 
 def test_a_rank_that_fails_with_an_error_of_its_own() -> None:

@@ -181,7 +181,7 @@ def test_different_steps_raise_on_all_ranks(case: tuple[str, str | None]) -> Non
         exchange.on_gradient(0)
         with pytest.raises(MismatchError, match="different steps") as raised:
             exchange.on_backward_end()
-        return str(raised.value).split("is in ")[1].split(". ")[0]
+        return str(raised.value).split("is in step ")[1].split(". ")[0]
 
     told = job(size, program, hosts=hosts)
     assert set(told) == {"247, the ranks are in 0, 7 (modulo 8)", "0, the ranks are in 0, 7 (modulo 8)"}

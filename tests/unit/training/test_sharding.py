@@ -119,10 +119,10 @@ def test_rows_of_arrays() -> None:
         ({"seed": -3}, "seed=-3"),
         ({"seed": 2**32}, "below 4294967296"),
         ({"layout": "zigzag"}, "'strided' or 'contiguous'"),
-        ({"rank": 2}, "rank=2 is not one of 2 ranks"),
+        ({"rank": 2}, "rank=2 is out of range for 2 ranks"),
         ({"rank": -1}, "rank=-1"),
         ({"size": None}, "both rank and size"),
-        ({"ends": "join", "process_set": ProcessSet([0])}, "on a set use 'pad' or 'drop'"),
+        ({"ends": "join", "process_set": ProcessSet([0])}, "On a set use 'pad' or 'drop'"),
     ],
 )
 def test_wrong_arguments(options: dict[str, object], message: str) -> None:
@@ -143,7 +143,7 @@ class Stream:
 
 @pytest.mark.parametrize("data", [Stream(), (np.ones(9), np.ones(9)), {"x": np.ones(9)}, "train", iter([1])])
 def test_what_has_no_samples_by_number(data: object) -> None:
-    with pytest.raises(ArgumentError, match=f"a {type(data).__name__} has no samples by number"):
+    with pytest.raises(ArgumentError, match=f"a {type(data).__name__} has no numbered samples"):
         shard(data, ends="pad")
 
 

@@ -120,8 +120,8 @@ def test_the_choice_follows_what_all_ranks_have_and_can_be_seen(caplog: pytest.L
     assert job(2, program) == [["rows", "dense", "rows"]] * 2
     told = [one.getMessage() for one in caplog.records if "the gradient of" in one.getMessage()]
     assert told == [
-        "ringdance: the gradient of table goes as rows: 2 ranks have 6 rows together, the table has 2000 "
-        "(setting sparse=auto)."
+        "ringdance: the gradient of table is exchanged as rows: 2 ranks have 6 rows in total, and the "
+        "table has 2000 rows (setting sparse=auto)."
     ]
 
 

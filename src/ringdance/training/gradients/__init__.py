@@ -1,1 +1,1 @@
-"""Gradients of a step, exchanged between ranks: buckets, masks, sparse rows, compression."""
+"""Exchange the gradients of a step between ranks: buckets, masks, sparse rows, compression."""

@@ -1,4 +1,4 @@
-"""Compress gradients for the exchange: by a pair of functions around it."""
+"""Compress gradients for the exchange, with a pair of functions around it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Protocol, runtime_checkable
 class Compressor(Protocol):
     """Makes a tensor smaller before it is exchanged, and restores it afterwards.
 
-    Any object with these two methods will do: a class with static methods, given as it is, or an object.
-    The bindings' own ones, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating tensors
-    and pass others unchanged; sums of 16-bit floats are taken in float32 and rounded once (on hosts and
-    between them: once in each).
+    Any object with these two methods works: a class with static methods, passed as it is, or an instance.
+    The bindings' own compressors, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating-point tensors
+    and pass others unchanged. Sums of 16-bit floats are computed in float32 and rounded once (twice if they
+    are computed within hosts and then between hosts).
     """
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the smaller tensor and what ``decompress`` needs to know."""
+        """Return the smaller tensor, and the context that ``decompress`` needs."""
         ...
 
     @staticmethod
@@ -28,7 +28,7 @@ class Compressor(Protocol):
 
 
 class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """Leaves tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -42,9 +42,9 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Casts floating tensors to ``dtype``, and back.
+    """Casts floating-point tensors to ``dtype`` and back.
 
-    A sum above 65,504 becomes infinite in float16: scale the loss, or use bfloat16, which has the range of
+    A sum above 65,504 becomes infinite in float16. Scale the loss, or use bfloat16, which has the range of
     float32 with 8 bits of precision.
     """
 
@@ -73,11 +73,11 @@ def compression_for(
     """Return a framework's ``Compression``: a class with the compressors ``none``, ``fp16`` and ``bf16``.
 
     Args:
-        module: where the class is assigned to the name ``Compression``; so its compressors can be pickled.
-        float16: data type of the framework.
-        bfloat16: likewise.
-        floating_dtype: returns a tensor's data type if it is floating, else ``None``.
-        cast: returns a tensor in another data type.
+        module: Module that assigns the class to the name ``Compression``, so that compressors can be pickled.
+        float16: The framework's float16 data type.
+        bfloat16: The framework's bfloat16 data type.
+        floating_dtype: Returns a tensor's data type if it is floating-point, otherwise ``None``.
+        cast: Casts a tensor to another data type.
     """
 
     def compressor(name: str, dtype: Any) -> type[Compressor]:

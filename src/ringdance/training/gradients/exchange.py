@@ -1,51 +1,52 @@
-"""Exchange the gradients of a step as the framework computes them.
+"""Exchange the gradients of one optimizer between ranks, as the framework computes them.
 
-A binding calls ``GradientExchange`` for each gradient (``on_gradient``) and at the end of a backward
-pass (``on_backward_end``), and gives access to the gradients as NumPy views (``GradientSource``).
+A binding calls ``GradientExchange`` for each gradient (``on_gradient``) and at the end of each backward
+pass (``on_backward_end``). It gives access to the gradients as NumPy views (``GradientSource``).
 
 Note [Exchange of gradients]
-All ranks synchronize at the end of every ``passes``-th backward pass: they exchange what any of them has
-computed, and only then does the pass return. Whatever the script does next (clipping, unscaling, reading
-norms) sees reduced gradients, on all ranks alike. A rank that ends no such pass in a step takes part in
-``finish_exchange()``, called by the optimizer's step.
+When: at the end of every ``passes``-th backward pass, before it returns. Clipping, unscaling and norms then
+see reduced gradients on all ranks. A rank without such a pass in a step exchanges in ``finish_exchange()``,
+which the optimizer's step calls.
 
-Ranks may compute different gradients. Along with its gradients each rank sends a mask of what it has
-computed. What is set on any rank is reduced on all, with zeros where it is missing; what no rank has
-computed is left alone, so that the optimizer skips it as it does in one process. To save a second round
-trip, a bucket of gradients is sent along with the mask when this rank has exactly the *expected* gradients
-(last time's outcome). This is sound: if a rank sent the expected request, then all of it is in the union of
-the masks, and every rank sends it; if it is not in the union, no rank has sent it. Where all ranks
-compute the same each time, they stop sending masks: see ``fast_path``.
+What: each rank sends a mask of the gradients it computed. A gradient that any rank has is reduced on all
+ranks, with zeros where it is missing. One that no rank has is left alone, so the optimizer skips it as it
+does in one process.
 
-All ranks end the same number of passes that touch this optimizer's parameters in a step, or none. The
-mask carries the number of the step and a digest of the parameters' names; where one of them differs, all
-ranks raise the same error.
+Early buckets: a rank with exactly the *expected* gradients (the last outcome) sends them with the mask to
+save a round trip. This is safe. If a rank sent a bucket, the union of the masks contains it, so every rank
+sends it. If the union does not contain it, no rank sent it. If all ranks compute the same gradients each
+time, they stop sending masks: see ``fast_path``.
 
-A gradient may be computed again after it was reduced (two losses, one optimizer). With Average the result is
-right: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
+Checks: in a step, all ranks end the same number of passes that touch this optimizer's parameters, or none.
+The mask carries the step number and a digest of the parameter names. If either differs, all ranks raise the
+same error.
 
-A gradient that no backward pass has computed counts as computed all the same, unless it is the tensor that
-an earlier exchange has left there: it was set by hand (``torch.autograd.grad``, master weights). It is
-reduced with the pass's gradients, or before it is used. All ranks set such gradients between the same two
-exchanges.
-Values that change in place cannot be told from clipping, unless there was no backward pass in the step. With
-Average, all gradients count in an exchange before they are used: to average equal ones changes nothing, and
-the ranks stay on their fast path.
+Recomputed gradients: a gradient may be computed again after it was reduced (two losses, one optimizer).
+Average stays right (the mean of (reduced + new) is reduced + mean of new); other operations raise.
 
-Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
-(agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
-and their order are fixed by the order of the parameters, never by time.
+Gradients set by hand (``torch.autograd.grad``, master weights): a gradient that no backward pass computed
+still counts as computed, unless it is the tensor that an earlier exchange left there. It is reduced with
+the gradients of the pass, or before it is used. All ranks set such gradients between the same two exchanges.
+Values changed in place cannot be told from clipping, unless the step had no backward pass. With Average, all
+gradients count in an exchange before they are used: averaging equal gradients changes nothing, and the ranks
+stay on their fast path.
+
+Overlap: if all ranks have spare cores (agreed through the mask), buckets are exchanged during backward.
+Otherwise everything is sent in one request at its end. Parameter order decides on the buckets and their
+order, never timing.
 
 Note [Direct buckets]
 Gradients that are exchanged on their device (``core.exchange.device``) take another fast path. After
-several steps in which all ranks computed the same, each bucket is exchanged without a round as soon as it
-is complete: in one order, through a communicator of its own, and as a copy. The mask at the end of the
-pass shows whether all ranks had what was expected. If so, the copies become the gradients; if not, all
-ranks drop them and exchange the gradients by rounds. So that the calls of all ranks match, each launches
-all buckets in each pass, with zeros for what it lacks. A rank that has joined launches none, nor one
-whose launch has failed: the mask has a byte for each rank, by which the others see it, abort the
-communicator and go on by rounds. On a GPU its calls and those of rounds have no common order: each
-communicator has a stream of its own.
+several steps in which all ranks computed the same gradients, each bucket is exchanged as soon as it is
+complete, without a round: in a fixed order, through a dedicated communicator, and as a copy. The mask at
+the end of the pass shows whether all ranks had the expected gradients. If so, the copies become the
+gradients. Otherwise all ranks drop them and exchange the gradients by rounds.
+
+So that the calls of all ranks match, each rank launches all buckets in each pass, with zeros for the
+gradients it lacks. Two kinds of ranks launch none: a rank that has joined, and a rank whose launch has
+failed. The mask shows both to the others, which then abort the communicator and continue by rounds.
+On a GPU, the calls of this communicator are not ordered relative to the calls of rounds, because each
+communicator has its own stream.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Step numbers travel as two bytes of the mask, s + 1 and STEPS - s: both differ from the zeros
-# that a joined rank contributes, and their maxima show whether all ranks are in one step. A multiple of the
-# fast path's tags, so that neighbors differ there too when the count starts again.
+# Step numbers travel as two bytes of the mask, s + 1 and STEPS - s. Both differ from the zeros that a joined
+# rank contributes, and their maxima show whether all ranks are in the same step. STEPS is a multiple of
+# the fast path's number of tags, so that neighboring steps also have different tags when the count wraps.
 STEPS = 248
-# Number of exchanges with the same parameter names and ranks: makes their names unique.
+# Number of exchanges with the same parameter names and ranks. Makes the names of exchanges unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
@@ -89,30 +90,30 @@ _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 
 def _of_all_ranks() -> list[GradientExchange]:
     engine = session.engine()
-    return [one for one in list(_exchanges) if one.engine is engine and one.set_id == 0]
+    return [exchange for exchange in list(_exchanges) if exchange.engine is engine and exchange.set_id == 0]
 
 
 def forget_all() -> None:
-    """Make all exchanges of this rank forget a step that has failed, whose gradients are dropped."""
+    """Make all exchanges of this rank forget a failed step, whose gradients are dropped."""
     engine = session.engine() if session.is_initialized() else None
-    for one in list(_exchanges):
-        if one.engine is engine and (one.state.passes or 1 in one.state.computed):
-            one.abandon()
+    for exchange in list(_exchanges):
+        if exchange.engine is engine and (exchange.state.passes or 1 in exchange.state.computed):
+            exchange.abandon()
 
 
 def _overlaps() -> int | None:
-    """Return whether this rank wants its exchanges with all others to overlap; None: there is no choice."""
-    found = _of_all_ranks()
-    free = all(one.early and one.passes == 1 and not one.source.on_device for one in found)
-    if not found or not free or found[0].engine.settings.overlap != "auto":
+    """Return 1 if this rank's exchanges in the global set are to overlap, 0 if not, None if fixed."""
+    exchanges = _of_all_ranks()
+    free = all(item.early and item.passes == 1 and not item.source.on_device for item in exchanges)
+    if not exchanges or not free or exchanges[0].engine.settings.overlap != "auto":
         return None
-    return int(any(one.wants_overlap for one in found))
+    return int(any(exchange.wants_overlap for exchange in exchanges))
 
 
 def _set_overlap(value: int) -> None:
-    for one in _of_all_ranks():
-        if one.early and not one.source.on_device:
-            one.choose_overlap(bool(value))
+    for exchange in _of_all_ranks():
+        if exchange.early and not exchange.source.on_device:
+            exchange.choose_overlap(bool(value))
 
 
 tunables["overlap"] = Tunable(_overlaps, _set_overlap, lambda: 1)
@@ -123,18 +124,21 @@ def _digest_of(names: Sequence[str], size: int) -> bytes:
 
 
 class GradientExchange:
-    """Reduces the gradients of one optimizer; the members of the set construct it in the same order.
+    """Reduces one optimizer's gradients. All members of the set create theirs in the same order.
+
+    Threads: during backward, autograd calls ``on_gradient`` and ``on_backward_end``. Between passes, the
+    optimizer's thread may call any method. Calls must not overlap: there is no lock.
 
     Args:
-        source: the gradients.
-        names: one for each parameter, the same and in the same order on all ranks.
+        source: Access to the gradients.
+        names: Parameter names, in the same order on all ranks.
         operation: Average, Sum, Min, Max or Product.
-        passes: backward passes per exchange; the framework sums their gradients.
-        predivide: divides before and multiplies after the sum (Average only).
-        groups: parameter indices to be reduced together.
-        process_set: the ranks; after ``shutdown()`` and ``init()`` the set that has them then.
-        early: exchange at the end of a backward pass; False: only in ``finish_exchange()``.
-        overlap: whether this rank can exchange while it computes; done if all can.
+        passes: Backward passes per exchange. The framework sums their gradients.
+        predivide: Divisor before the sum, undone after it (Average only).
+        groups: Parameter indices to reduce together.
+        process_set: Ranks that exchange. After ``shutdown()`` and ``init()``, the new set with these ranks.
+        early: Exchange at the end of backward. If False, only in ``finish_exchange()``.
+        overlap: True if this rank can exchange during backward. Used if all ranks can.
     """
 
     def __init__(
@@ -154,13 +158,13 @@ class GradientExchange:
         self.groups = [tuple(group) for group in groups]
         self.state = State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
         self.direct = self._spoiled = self._broken = False
-        self.idle = True  # no step has been begun, and no other exchange has taken the gradients
+        self.idle = True  # No step has begun, and no other exchange has taken the gradients.
         _exchanges.add(self)
-        self._digest = _digest_of(names, 4).hex()  # stays when names are added: see extend
+        self._digest = _digest_of(names, 4).hex()  # Does not change when names are added: see extend.
         self._join(session.engine())
 
     def _join(self, engine: Engine) -> None:
-        """Take part in a job, without what was agreed on in earlier steps."""
+        """Join a job and forget what was agreed on in earlier steps."""
         self.engine = engine
         bind([self.process_set])
         self.set_id = set_id(self.process_set)
@@ -175,12 +179,12 @@ class GradientExchange:
         digest = _digest_of(self.names, 2)
         self._names_digest = digest + bytes(255 - byte for byte in digest)
         self.step = 0
-        self._trained: set[int] = set()  # what was reduced so far, on all ranks alike
-        self.overlap = False  # not before all ranks have agreed, with the first mask
+        self._trained: set[int] = set()  # Parameters reduced so far, equal on all ranks.
+        self.overlap = False  # Set once all ranks have agreed, at the earliest with the first mask.
         self.buckets: list[Bucket] = []
         self.source.close_direct()
         self._bucket_of: list[Bucket] = []
-        self._expected: set[int] = set()  # the expected gradients of all buckets
+        self._expected: set[int] = set()  # The expected gradients of all buckets.
         self._leave_direct()
         self._fast_path = FastPath(
             self.engine, self.set_id, self.source, self.name, (self.prescale, self.postscale)
@@ -188,14 +192,14 @@ class GradientExchange:
         self._plan()
 
     def _rejoin(self) -> bool:
-        """Join the new job after shutdown() and init(); return whether there is one."""
+        """Join the new job after ``shutdown()`` and ``init()``. Returns True if there is one."""
         if not self.engine.closed or self.engine is session.engine():
             return False
         self._join(session.engine())
         return True
 
     def _plan(self) -> None:
-        """Divide the parameters into buckets: the groups, then the rest, in parts if computation overlaps."""
+        """Divide the parameters into buckets: the groups, then the rest, in several parts for overlap."""
         grouped = {index for group in self.groups for index in group}
         rest = [index for index in range(len(self.names)) if index not in grouped]
         parts: list[list[int]] = [list(group) for group in self.groups]
@@ -225,17 +229,17 @@ class GradientExchange:
             labels.note(f"grouped_allreduce.{name}", self.name, "gradients", chosen)
 
     def start_again(self) -> None:
-        """Forget agreements after ``join()``: ranks that had joined missed those of the others."""
+        """Forget agreements after ``join()``: a joined rank has missed agreements of the other ranks."""
         self._forget()
         self.reset()
 
     def extend(self, names: Sequence[str]) -> None:
-        """Add the gradients that the source has gained; all ranks of the set, between the same steps.
+        """Add the gradients that the source has gained. All ranks of the set call this, between equal steps.
 
-        The exchange keeps its name, so that all ranks get an error in the next one if one has not done it.
+        The exchange keeps its name, so that the next one fails on all ranks if a rank has not called this.
 
         Args:
-            names: as those given at first.
+            names: Names of the added parameters, as in ``__init__``.
         """
         if any(bucket.work is not None for bucket in self.buckets):
             self.abandon()
@@ -246,41 +250,43 @@ class GradientExchange:
         self._forget()
 
     def choose_overlap(self, overlap: bool) -> None:
-        """Overlap or not: from the exchange on in whose mask all ranks want to, or the first one does not.
+        """Ask to overlap exchanges with backward, or to stop.
 
-        Ranks may call this between different steps: the mask that shows it is the same exchange on all.
+        All ranks switch after the same mask: on once all ask for it, off once one does not.
+        Ranks may call this between different steps.
         """
         if overlap != self.wants_overlap:
             self.wants_overlap, self._chosen = overlap, True
 
     def reset(self) -> None:
-        """Forget what was computed and reduced (zero_grad, or after an error)."""
+        """Forget what was computed and reduced. Called by ``zero_grad`` and after an error."""
         state = self.state
         if not state.passes and state.exchanged_at < 0 and 1 not in state.computed:
             return
         count = len(self.names)
         self.state = State(computed=bytearray(count), reduced=bytearray(count))
-        self._spoiled = self._launched > 0  # they hold another pass's gradients
+        self._spoiled = self._launched > 0  # The launched buckets hold gradients of another pass.
         for bucket in self.buckets:
             if bucket.work is not None and not bucket.work.done() and not self.direct:
-                bucket.work.wait()  # its memory is still being read
+                bucket.work.wait()  # Its memory is still being read.
             bucket.work = None
             bucket.missing, bucket.unexpected = len(bucket.expected), 0
 
     def on_gradient(self, index: int) -> None:
-        """Note a computed gradient; with overlap, send its bucket when that is complete.
+        """Note a computed gradient. With overlap, send its bucket once the bucket is complete.
 
         Raises:
-            AssertionError: it was reduced in this step already, and the operation is not Average.
+            AssertionError: The gradient was already reduced in this step and the operation is not Average,
+                or it was computed twice in one pass while it was being reduced.
         """
         state = self.state
         if state.reduced[index] and self.operation is not ReduceOp.AVERAGE:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed again, or replaced, after it had been "
-                "reduced; only op=Average can add up. Call optimizer.step() or optimizer.zero_grad() after "
+                "reduced. Only op=Average allows that. Call optimizer.step() or optimizer.zero_grad() after "
                 f"each {self.passes} backward passes, or set backward_passes_per_step to the number you "
-                "make. Change reduced gradients in place, or call step() within skip_synchronize(); to "
-                "replace local ones, set reduce_in_backward=False."
+                "make. Change reduced gradients in place, or call step() within skip_synchronize(). To "
+                "replace local gradients, set reduce_in_backward=False."
             )
         if not state.computed[index]:
             state.computed[index] = 1
@@ -289,7 +295,7 @@ class GradientExchange:
         elif self.overlap and self._bucket_of[index].work is not None:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed twice in one backward pass, the second "
-                "time while it was being reduced: set RINGDANCE_OVERLAP=off, or use checkpointing with "
+                "time while it was being reduced. Set RINGDANCE_OVERLAP=off, or use checkpointing with "
                 "use_reentrant=False."
             )
 
@@ -299,7 +305,7 @@ class GradientExchange:
             bucket.missing -= 1
         else:
             bucket.unexpected += 1
-        if self.passes > 1:  # what is complete since the first pass is added to
+        if self.passes > 1:  # Later passes add to gradients that have been complete since the first.
             return
         if self.direct:
             self._launch()
@@ -312,7 +318,10 @@ class GradientExchange:
                 bucket.work = self._send(bucket, bucket.expected, wake=True)
 
     def _launch(self, rest: bool = False) -> None:
-        """Launch the complete buckets that are next, or the ``rest`` of all. See Note [Direct buckets]."""
+        """Launch the next complete buckets in order, or all remaining ones if ``rest``.
+
+        See Note [Direct buckets].
+        """
         if self._rejoin():
             return
         if self.engine.closed:
@@ -323,12 +332,12 @@ class GradientExchange:
                 return
             self._launched += 1
             if bucket.expected and not self._broken:
-                self._broken = True  # if this raises, this rank is one call behind the others
+                self._broken = True  # If launch() raises, this rank is one call behind the others.
                 bucket.work = self.source.launch(self._call(bucket.name), bucket.expected)
                 self._broken = bucket.work is None
 
     def _leave_direct(self, abort: bool = False) -> None:
-        """Go on by rounds; with ``abort`` a rank has not launched what this one has."""
+        """Continue by rounds. Use ``abort`` if a rank has not launched the same buckets as this one."""
         for bucket in self.buckets:
             bucket.work = None
         self._launched = 0
@@ -337,11 +346,11 @@ class GradientExchange:
             self.source.close_direct()
 
     def on_backward_end(self, began_in: int | None = None) -> None:
-        """Count a backward pass that computed some of the gradients; exchange after every ``passes``-th.
+        """Count a backward pass that computed some of the gradients. Exchange after every ``passes``-th.
 
         Args:
-            began_in: the step in which it began, if that can be an earlier one: ``step()`` was called in a
-                hook. What the pass has computed since is exchanged, but the pass is not one of this step's.
+            began_in: The step in which the pass began, if it can be an earlier one (``step()`` was called in
+                a hook). Gradients computed since are exchanged, but the pass does not count in this step.
         """
         own = began_in is None or began_in == self.step
         self.state.passes += own
@@ -349,7 +358,7 @@ class GradientExchange:
             self._exchange()
 
     def finish_exchange(self) -> None:
-        """Exchange before the gradients are used, unless that was done: see Note [Exchange of gradients]."""
+        """Exchange before the gradients are used, unless done already: see Note [Exchange of gradients]."""
         computed = self.state.computed
         if not self.finished or 1 in computed or self.source.unreduced(computed):
             if self.operation is ReduceOp.AVERAGE:
@@ -359,19 +368,19 @@ class GradientExchange:
             self._exchange()
 
     def on_step_end(self) -> None:
-        """Begin the next step."""
+        """Start the next step."""
         self.step = (self.step + 1) % STEPS
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was computed and reduced; what changes gradients from now on comes after that."""
+        """Forget what was computed and reduced. Later changes to gradients count for the next exchange."""
         if self.operation is not ReduceOp.AVERAGE:
             self.source.settle()
         self.reset()
 
     @property
     def finished(self) -> bool:
-        """Whether the gradients are reduced, as far as computed."""
+        """True if all gradients computed so far are reduced."""
         return self.state.exchanged_at == self.state.passes
 
     def _exchange(self) -> None:
@@ -394,7 +403,7 @@ class GradientExchange:
         except BaseException:
             self.abandon()
             raise
-        # A parameter that is never reduced, as a frozen one, may be each rank's own.
+        # Parameters that are never reduced, such as frozen ones, may differ between ranks.
         if weights.due(self.engine, self.set_id, self.name, 2, anew=len(self._trained) > known):
             chosen = sorted(self._trained)
             names, sample = self.source.sample(chosen, [self.names[index] for index in chosen])
@@ -411,7 +420,7 @@ class GradientExchange:
                 for index, kind in zip(bucket.expected, bucket.kinds, strict=True):
                     kinds[index] = kind
         as_expected = kinds == self._fast_path.expected_kinds and not self._spoiled
-        # Who has joined adds zeros to all of this.
+        # A joined rank contributes zeros to all of these bytes.
         members = self.engine.members(self.set_id) if self.source.on_device else ()
         deviates = 2 if self._broken else 0 if as_expected else 1
         memory = kinds + bytes(
@@ -420,7 +429,7 @@ class GradientExchange:
         mask = np.frombuffer(memory, np.uint8)
         call = prepared(Collective.ALLREDUCE, f"{self.name}.mask", ReduceOp.MAX, set_id=self.set_id)
         sent = call.submit(self.engine, (mask,), (mask,))
-        # Where operation is not Average, a leftover that was not computed now must not count again.
+        # Unless the operation is Average, a gradient left from an earlier exchange must not count again.
         zeros = b""
         if self.operation is not ReduceOp.AVERAGE:
             zeros = bytes(0 if kind else 1 for kind in kinds)
@@ -469,12 +478,12 @@ class GradientExchange:
 
     @staticmethod
     def _complete(bucket: Bucket, kinds: bytearray) -> bool:
-        """Whether this rank has exactly the bucket's expected gradients, all of them dense."""
-        have = [index for index in bucket.members if kinds[index]]
-        return tuple(have) == bucket.expected and min([kinds[index] for index in have]) >= AS_DENSE
+        """Return True if this rank has exactly the bucket's expected gradients, all of them dense."""
+        computed = [index for index in bucket.members if kinds[index]]
+        return tuple(computed) == bucket.expected and min([kinds[index] for index in computed]) >= AS_DENSE
 
     def _reduce(self, union: bytes, zeros: bytes) -> None:
-        """Send the rest of the union, wait for all, and write the results back."""
+        """Send the rest of the union, wait for all requests, and write the results back."""
         works: list[tuple[Work, tuple[int, ...]]] = []
         for bucket in self.buckets:
             dense = tuple(index for index in bucket.members if union[index] >= AS_DENSE)
@@ -522,12 +531,12 @@ class GradientExchange:
         )
 
     def close(self) -> None:
-        """Free what belongs to the device: the optimizer has gone, or another has taken its parameters."""
+        """Free the device's resources: the optimizer is gone, or another has taken its parameters."""
         _exchanges.discard(self)
         self.source.close_direct()
 
     def abandon(self) -> None:
-        """Wait after an error for requests in flight, which use the gradients' memory; reset."""
+        """After an error, wait for requests in flight, which use the gradients' memory. Then reset."""
         if self.direct:
             self._leave_direct(abort=True)
             self._fast_path.close()
@@ -537,29 +546,29 @@ class GradientExchange:
                 try:
                     work.wait(1.0)
                 except Exception:
-                    pass  # the first error is the one to be raised
+                    pass  # The first error is the one to raise.
         self.reset()
 
     def _wait_for_mask(self, sent: Work, memory: bytearray) -> None:
-        """Wait for the mask; raise MismatchError if the ranks have different parameters."""
+        """Wait for the mask. Raises MismatchError if the ranks have different parameters."""
         error: MismatchError | None = None
         try:
             sent.wait()
-        except MismatchError as found:
-            error = found
-        # Where digests differ, their maximum or that of their complements differs from this rank's.
+        except MismatchError as mismatch:
+            error = mismatch
+        # If digests differ, the maximum of the digests or of their complements differs from this rank's.
         if error is not None or not memory.endswith(self._names_digest):
             raise MismatchError(
                 f"The ranks' optimizers have different parameters: rank {self.engine.rank} "
-                f"({self.engine.hosts[self.engine.rank]}) has {len(self.names)}, the last is "
+                f"({self.engine.hosts[self.engine.rank]}) has {len(self.names)}, and the last is "
                 f"{self.names[-1]!r}. Call add_param_group() on all ranks of the process set, with the same "
                 f"parameters, between the same two steps. {error or ''}".rstrip()
             ) from error
 
     def _different_steps(self, others: str) -> MismatchError:
         return MismatchError(
-            f"Gradients of different steps were exchanged together: rank {self.engine.rank} is "
-            f"in {self.step}, {others}. Some made more backward passes than others before optimizer.step(). "
-            "Make the same number on all ranks (a pass may leave parameters out), replace gradients after "
-            "a pass on all ranks or none, or set reduce_in_backward=False, which exchanges once, in step()."
+            f"Gradients of different steps were exchanged together: rank {self.engine.rank} is in step "
+            f"{self.step}, {others}. Some made more backward passes than others before optimizer.step(). "
+            "Make the same number on all ranks (a pass may skip parameters), replace gradients after a "
+            "pass on all ranks or none, or set reduce_in_backward=False, which exchanges once, in step()."
         )

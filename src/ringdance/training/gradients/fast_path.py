@@ -1,9 +1,9 @@
-"""The fast path of an exchange of gradients: without a mask, while all ranks compute the same gradients.
+"""The fast path of gradient exchange: without a mask, while all ranks compute the same gradients.
 
-When several exchanges in a row have found that all ranks compute the same gradients, all take the fast path:
-each rank that has exactly these sends them, with a *tag* that shows the number of the step. If the request
-succeeds, all ranks had them. A rank that has others refuses the request, so it fails on all ranks, and all
-exchange by the mask. Each time that happens they wait longer before they try again.
+After several exchanges in a row in which all ranks computed the same gradients, all ranks take the fast path.
+Each rank that has exactly these gradients sends them, with a *tag* that shows the step number. If the request
+succeeds, all ranks had them. A rank with different gradients refuses the request, so it fails on all ranks,
+and all exchange by the mask. Each time that happens, they wait longer before they try again.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Steps are distinguished modulo this. A tag has an element for each: 1 for the rank's step, 0 for others.
-# The average is above zero for each step that some rank is in, in any floating dtype and for any number of
-# ranks. Those that have joined add zeros.
+# Step numbers are compared modulo _TAGS. A tag has one element per number: 1 for the rank's step, 0 for the
+# others. The average is above zero for each step that some rank is in, in any floating dtype and for any
+# number of ranks. Joined ranks add zeros.
 _TAGS = 8
 _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 
 
 class DifferentStepsError(Exception):
-    """The reduced gradients belong to different steps."""
+    """Gradients of different steps were reduced together."""
 
 
 class FastPath:
-    """The state of the fast path; ``open`` and ``expected_kinds`` are equal on all ranks.
+    """The state of the fast path. ``open`` and ``expected_kinds`` are equal on all ranks.
 
     Args:
-        engine: of this rank.
-        set_id: process set.
-        source: the gradients.
-        name: of the exchange.
-        scales: what multiplies before and after the sum of the average.
+        engine: Engine of this rank.
+        set_id: Process set.
+        source: Access to the gradients.
+        name: Name of the exchange.
+        scales: Factors before and after the sum of the average.
 
     Attributes:
-        expected_kinds: the kinds of gradients agreed on last time, if none was sparse; else empty.
-        open: whether the next exchange takes the fast path.
+        expected_kinds: Kinds of gradients agreed on last time. Empty if one was sparse.
+        open: True if the next exchange takes the fast path.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class FastPath:
         )
         self._indices: tuple[int, ...] = ()
         self._computed = b""
-        self._tags: dict[np.dtype[Any], list[Array]] = {}  # of each step, and the one that is sent
+        self._tags: dict[np.dtype[Any], list[Array]] = {}  # One tag per step, then the buffer that is sent.
         self._in_a_row = 0
         self._backoff = _FIRST_BACKOFF
 
     def update(self, union: bytes, alike: bool, possible: bool) -> None:
-        """Note the outcome of an exchange by the mask.
+        """Record the outcome of an exchange by the mask.
 
         Args:
-            union: the kinds of gradients that all ranks agreed on; empty if there were sparse ones.
-            alike: whether each rank had exactly the expected gradients.
-            possible: whether this kind of exchange has a fast path.
+            union: Kinds of gradients that all ranks agreed on. Empty if there were sparse gradients.
+            alike: True if each rank had exactly the expected gradients.
+            possible: True if this kind of exchange has a fast path.
         """
         self._in_a_row = self._in_a_row + 1 if alike and union == self.expected_kinds else 0
         self.expected_kinds = union
@@ -79,10 +79,10 @@ class FastPath:
             self._computed = bytes(1 if kind else 0 for kind in union)
 
     def exchange(self, computed: bytearray, step: int) -> bool:
-        """Average the expected gradients; return False, with nothing changed, if some rank has others.
+        """Average the expected gradients. Returns False, with nothing changed, if some rank has others.
 
         Raises:
-            DifferentStepsError: ranks are in different steps; on all ranks alike.
+            DifferentStepsError: Ranks are in different steps. Raised on all ranks.
         """
         views = self._views(computed)
         if views is None:
@@ -94,7 +94,7 @@ class FastPath:
             try:
                 work.wait()
             except MismatchError:
-                views = None  # the exchange by the mask finds a real mismatch again
+                views = None  # The exchange by the mask finds a real mismatch again.
         if views is None:
             self.close()
             return False
@@ -111,22 +111,22 @@ class FastPath:
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
     def pause(self) -> None:
-        """Exchange by the mask this time: ranks that do not want it are refused, and all close alike."""
+        """Exchange by the mask this time: refuse ranks on the fast path, so that it closes on all ranks."""
         if self.open:
             self._refuse()
             self.close()
 
     def restart(self) -> None:
-        """Forget what earlier exchanges have shown; on all ranks in the same exchange."""
+        """Forget the results of earlier exchanges. All ranks call this in the same exchange."""
         self._in_a_row, self._backoff = 0, _FIRST_BACKOFF
 
     def leave(self) -> None:
-        """Leave the fast path; requests of ranks that still take it fail."""
+        """Leave the fast path. Requests of ranks that still take it fail."""
         if self.open:
             self._refuse()
 
     def _views(self, computed: bytearray) -> tuple[Array, ...] | None:
-        """Return views of the expected gradients; None if this rank has others."""
+        """Return views of the expected gradients, or None if this rank has others."""
         if computed != self._computed:
             return None
         views = self._source.gradient_views(self._indices)
@@ -136,12 +136,12 @@ class FastPath:
 
     def _tag(self, dtype: np.dtype[Any], step: int) -> Array:
         if dtype not in self._tags:
-            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype  # compressed gradients
+            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype  # Compressed ones.
             self._tags[dtype] = [*np.eye(_TAGS, dtype=kind), np.empty(_TAGS, kind)]
         tags = self._tags[dtype]
         tags[-1][:] = tags[step % _TAGS]
         return tags[-1]
 
     def _refuse(self) -> None:
-        message = "it computed other gradients than before; all ranks exchange masks now."
+        message = "it computed different gradients than before. All ranks exchange masks now."
         self._call.refuse(self._engine, message)

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 def share_of_cores() -> int:
     """Return the number of threads for this rank: ``OMP_NUM_THREADS``, or its share of the cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(given) if given.isdigit() and int(given) else max(1, own_cores())
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(threads) if threads.isdigit() and int(threads) else max(1, own_cores())
 
 
 def own_cores() -> int:
-    """Return this rank's share of the usable cores, which may be 0; all before ``init()``."""
+    """Return this rank's share of the usable cores, which may be 0. Before ``init()``, return all of them."""
     return shared_cores(session.engine().local_pids if session.is_initialized() else ())
 
 
 def wants_overlap(engine: Engine, threads: int) -> bool:
-    """Return whether this rank, which computes with this many threads, can exchange meanwhile."""
+    """Return True if this rank, computing with ``threads`` threads, should exchange while it computes."""
     wanted = engine.settings.overlap
     return wanted == "on" or (wanted == "auto" and shared_cores(engine.local_pids) > threads)
 
@@ -45,12 +45,12 @@ def check_passes(passes: int) -> None:
 def parts_of(
     indices: Sequence[int], nbytes: Callable[[int], int], on_device: bool = False
 ) -> list[list[int]]:
-    """Cut parameters into parts of an eighth of the whole, 1 to 32 MB; last ones first, as backward goes.
+    """Cut parameters into parts of an eighth of the total, 1 to 32 MiB, the last first, as in backward.
 
     Args:
-        indices: of the parameters, in their order.
-        nbytes: the size of a parameter.
-        on_device: cut them as DistributedDataParallel does: 1 MiB, to start soon, then 25 MiB.
+        indices: Indices of the parameters, in their order.
+        nbytes: Returns the size of a parameter in bytes.
+        on_device: If True, cut as DistributedDataParallel does: 1 MiB, to start early, then 25 MiB.
     """
     first = later = min(max(sum(map(nbytes, indices)) // 8, 1 << 20), 32 << 20)
     if on_device:
@@ -69,50 +69,50 @@ def parts_of(
 
 
 class UseOrder:
-    """Numbers for what would have the same name, in the order of first use since ``init()``."""
+    """Numbers objects that would have the same name, in the order of their first use since ``init()``."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[threading.Thread]]]] = {}
         self._lock = threading.Lock()
-        session.at_init(self._known.clear)  # a rank that failed may have numbered more than others
+        session.at_init(self._known.clear)  # A rank that failed may have numbered more objects than others.
 
     def number(self, key: Any, owner: Any) -> int:
-        """Return the number of ``owner`` (a weak reference is kept) among those of ``key``, from 0.
+        """Return the number of ``owner`` among the owners with this key, from 0. Keeps a weak reference.
 
         Raises:
-            ArgumentError: threads that run side by side use several, so the order may differ between ranks.
+            ArgumentError: Threads that run in parallel use several owners, so the order may differ by rank.
         """
         thread = threading.current_thread()
         with self._lock:
             known = self._known.setdefault(key, [])
-            for number, (one, *_) in enumerate(known):
-                if one() is owner:
+            for number, (user, *_) in enumerate(known):
+                if user() is owner:
                     return number
-            if any(one() is not None and _uncertain(thread, user, there) for one, user, there in known):
+            if any(user() is not None and _uncertain(thread, first, there) for user, first, there in known):
                 raise ArgumentError(
-                    f"Two threads reduce the gradients of equal models ({key}), maybe in another order on "
-                    "other ranks: give each DistributedOptimizer or tape a name of its own (name=)."
+                    f"Two threads reduce the gradients of equal models ({key}), possibly in another order on "
+                    "other ranks. Pass a unique name= to each DistributedOptimizer or tape."
                 )
             known.append((weakref.ref(owner), thread, set(threading.enumerate())))
             return len(known) - 1
 
 
 def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[threading.Thread]) -> bool:
-    """Return whether ``thread`` may have come first on other ranks; ``there``: threads at ``user``'s use."""
-    # One that was started later comes second on all ranks; so does the main thread, which has joined others.
+    """Return True if ``thread`` may be first on other ranks. ``there``: threads alive at ``user``'s use."""
+    # A thread that was started later comes second on all ranks. So does the main thread after joining others.
     return user is not thread in there and (user.is_alive() or thread is not threading.main_thread())
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
-    """Return which gradients a step has, as text that the ranks compare; "" where all are dense.
+    """Return the gradients that a step has, as text that the ranks compare, or "" if all are dense.
 
     Args:
-        kinds: for each variable "dense", "rows" or "none".
+        kinds: "dense", "rows" or "none" for each variable.
     """
-    found = {kind: [number for number, one in enumerate(kinds) if one == kind] for kind in ("none", "rows")}
+    by_kind = {kind: [at for at, value in enumerate(kinds) if value == kind] for kind in ("none", "rows")}
     return "; ".join(
         f"{kind} for variable {', '.join(map(str, numbers))} (of {len(kinds)})"
-        for kind, numbers in found.items() if numbers
+        for kind, numbers in by_kind.items() if numbers
     )
 
 
@@ -129,22 +129,22 @@ def reduce_shared(
     reduce: Callable[[list[Any], list[Any]], list[Any]], gradients: Sequence[Any], variables: Sequence[Any],
     is_local: Callable[[Any], bool], local_factor: float, factor: float = 1.0,
 ) -> list[Any]:
-    """Return reduced gradients; those of local variables stay this rank's own.
+    """Reduce gradients. Gradients of local variables stay this rank's own.
 
     Args:
-        reduce: reduces gradients, given with their variables.
-        gradients: tensors, ``tf.IndexedSlices`` or ``None``.
-        variables: one for each gradient.
-        is_local: whether a variable is local.
-        local_factor: multiplies gradients of local variables.
-        factor: multiplies reduced gradients.
+        reduce: Reduces a list of gradients, called with their variables.
+        gradients: Tensors, ``tf.IndexedSlices`` or ``None``.
+        variables: One variable for each gradient.
+        is_local: Returns True for a local variable.
+        local_factor: Factor for gradients of local variables.
+        factor: Factor for reduced gradients.
     """
     local = [is_local(variable) for variable in variables]
     shared = [index for index, here in enumerate(local) if not here]
     reduced = iter(reduce([gradients[index] for index in shared], [variables[index] for index in shared]))
     return [
-        _times(one, local_factor) if here else _times(next(reduced), factor)
-        for one, here in zip(gradients, local, strict=True)
+        _times(gradient, local_factor) if here else _times(next(reduced), factor)
+        for gradient, here in zip(gradients, local, strict=True)
     ]
 
 
@@ -159,30 +159,30 @@ def _times(gradient: Any, factor: float) -> Any:
 def check_groups(
     groups: Any, order: Sequence[int], index_of: Callable[[Any], int | None]
 ) -> list[tuple[int, ...]]:
-    """Return groups of parameter indices from what a user gives as ``groups``.
+    """Return groups of parameter indices from a user's ``groups`` argument.
 
     Args:
         groups: ``None``, a positive number, or lists of parameters.
-        order: indices of the parameters that are trained.
-        index_of: the index of a parameter, ``None`` for what is not one of the optimizer's.
+        order: Indices of the parameters that are trained.
+        index_of: Returns the index of a parameter, or ``None`` if the optimizer does not have it.
 
     Raises:
-        ArgumentError: anything else, or a parameter of the optimizer twice.
+        ArgumentError: ``groups`` has another type, or a parameter of the optimizer appears twice.
     """
     if groups is None or groups == 0:
         return []
     if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         return [tuple(part.tolist()) for part in np.array_split(np.array(order, int), groups) if len(part)]
-    if not isinstance(groups, (list, tuple)) or not all(isinstance(one, Iterable) for one in groups):
-        raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of parameters.")
-    found: list[tuple[int, ...]] = []
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Iterable) for group in groups):
+        raise ArgumentError(f"groups={groups!r} must be a positive number or a list of lists of parameters.")
+    result: list[tuple[int, ...]] = []
     seen: set[int] = set()
     for group in groups:
-        # As with named_parameters, what the optimizer does not have is left out.
+        # Parameters that the optimizer does not have are skipped, as with named_parameters.
         members = tuple(index for index in map(index_of, group) if index is not None)
         if len(set(members)) != len(members) or seen.intersection(members):
-            raise ArgumentError("groups: a parameter may be in one group only, and once.")
+            raise ArgumentError("groups: a parameter may appear in one group only, and only once.")
         seen.update(members)
         if members:
-            found.append(members)
-    return found
+            result.append(members)
+    return result

@@ -1,4 +1,4 @@
-"""The interface between a binding's gradients and ``optimizer.GradientExchange``."""
+"""The interface between a binding's gradients and ``exchange.GradientExchange``."""
 
 from __future__ import annotations
 
@@ -17,75 +17,75 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Kinds in the mask: 0 nothing; d sparse with d sparse dimensions; AS_DENSE + d the same, but to be reduced as
-# a dense one and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient
-# that is dense anywhere is reduced as dense; then a bucket that was sent stays valid.
+# Kinds in the mask: 0 no gradient; d sparse with d sparse dimensions; AS_DENSE + d the same, but reduced as a
+# dense gradient and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient that
+# is dense on any rank is reduced as dense. A bucket that was already sent then stays valid.
 AS_DENSE = 128
 DENSE = 255
 
 
 class GradientSource(Protocol):
-    """A binding's gradients, by the index of the parameter.
+    """A binding's gradients, by parameter index.
 
     Attributes:
-        advice: the lines by which a script gives all ranks the same parameters and optimizer's state.
+        advice: The lines by which a script gives all ranks equal parameters and optimizer state.
     """
 
     advice: str
 
     @property
     def on_device(self) -> bool:
-        """Whether gradients are exchanged on their device: see ``core.exchange.device``."""
+        """True if gradients are exchanged on their device: see ``core.exchange.device``."""
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
-        """Return for each parameter, or for ``indices``, its kind of gradient; 0 if not ``computed``."""
+        """Return the kind of each parameter's gradient, or of those in ``indices``; 0 unless ``computed``."""
 
     def unreduced(self, computed: bytearray) -> list[int]:
-        """Return which parameters have a gradient that is not ``computed`` nor the result of an exchange."""
+        """Return the parameters whose gradient is neither ``computed`` nor the result of an exchange."""
 
     def forget(self) -> None:
-        """Take no gradient for the result of an exchange: all have been cleared."""
+        """Treat no gradient as the result of an exchange any more: all have been cleared."""
 
     def settle(self) -> None:
-        """Note that a step ends: what changes the results of exchanges from now on belongs to the next."""
+        """Note the end of a step. Later changes to the results of exchanges belong to the next step."""
 
     def forget_changed(self) -> None:
-        """Take no gradient for the result of an exchange that has changed since ``settle``."""
+        """Stop treating gradients as results of an exchange if they have changed since ``settle``."""
 
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
-        """Return views of gradients, to be reduced in place; ``None`` unless all are dense and contiguous."""
+        """Return views of gradients to reduce in place. ``None`` unless all are dense and contiguous."""
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
-        """Return contiguous views, to be reduced in place; zeros for a gradient that is missing here.
+        """Return contiguous views to reduce in place, with zeros for gradients missing on this rank.
 
-        Where ``zeros[index]`` is set, the gradient counts as zero whatever is there; empty: nowhere. A
-        sparse one is made dense.
+        If ``zeros[index]`` is set, the gradient counts as zero whatever its value. Empty ``zeros`` set none.
+        Sparse gradients are made dense.
         """
 
     def send(self, call: Call, engine: Engine, indices: Sequence[int], zeros: bytes, wake: bool) -> Work:
-        """Submit the reduction of gradients: those of ``buffers``, or a copy on their device."""
+        """Submit the reduction of gradients: the views from ``buffers``, or a copy on their device."""
 
     def open_direct(self, engine: Engine, set_id: int, name: str) -> bool:
-        """Make the communicator of ``launch``, or keep it; all members call this. Return if there is one."""
+        """Create or keep the communicator for ``launch``. All members call this. True if it exists."""
 
     def launch(self, call: Call, indices: Sequence[int]) -> Any:
-        """Exchange a copy of the gradients without a round; return what is used as a ``Work``.
+        """Exchange a copy of the gradients without a round. Returns an object that is used as a ``Work``.
 
-        None if they are of other dtypes than those that were sent by a round.
+        Returns None if their dtypes differ from the dtypes that were sent by a round.
 
-        Members launch the same in the same order: see Note [Direct buckets].
+        Members launch the same buckets in the same order: see Note [Direct buckets].
         """
 
     def close_direct(self) -> None:
-        """Abort the communicator of ``launch``, if there is one."""
+        """Abort the communicator for ``launch``, if it exists."""
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Make what was reduced the gradients, each of its kind in ``union``."""
+        """Make the reduced values the gradients, each of its kind in ``union``."""
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
-        """Return the entries of a sparse gradient, in any order, repeated ones too; none if missing.
+        """Return the entries of a sparse gradient, in any order and possibly repeated. Empty if missing.
 
-        Their keys count the elements of the first ``sparse_dims`` dimensions, the last of these fastest.
+        Keys number the elements of the first ``sparse_dims`` dimensions in row-major order.
         """
 
     def write_back_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
@@ -95,7 +95,7 @@ class GradientSource(Protocol):
         """Return the size of the gradient in bytes."""
 
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
-        """Return names of parameters for messages, and a sample: see ``weights``."""
+        """Return parameter names for messages, and a sample of the parameters: see ``weights``."""
 
 
 @dataclass
@@ -104,18 +104,18 @@ class Bucket:
 
     name: str
     members: tuple[int, ...]
-    expected: tuple[int, ...]  # agreed: what was reduced last time
-    missing: int = 0  # of the expected ones, not computed yet
-    unexpected: int = 0  # computed, though not expected
+    expected: tuple[int, ...]  # Agreed: the gradients that were reduced last time.
+    missing: int = 0  # Expected gradients that are not computed yet.
+    unexpected: int = 0  # Gradients that are computed but not expected.
     work: Work | None = None
-    kinds: bytes = b""  # of the expected ones, when sent during the pass; sending makes sparse ones dense
+    kinds: bytes = b""  # Kinds of ``expected`` if sent during the pass: sending makes sparse gradients dense.
 
 
 @dataclass
 class State:
-    """What happened since the last step or zero_grad."""
+    """Progress since the last step or ``zero_grad``."""
 
     passes: int = 0
-    exchanged_at: int = -1  # value of passes at the last exchange; -1: none yet
-    computed: bytearray = field(default_factory=bytearray)  # since the last exchange
-    reduced: bytearray = field(default_factory=bytearray)  # in this step
+    exchanged_at: int = -1  # Value of ``passes`` at the last exchange, or -1 before the first.
+    computed: bytearray = field(default_factory=bytearray)  # Gradients computed since the last exchange.
+    reduced: bytearray = field(default_factory=bytearray)  # Gradients reduced in this step.

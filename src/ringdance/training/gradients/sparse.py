@@ -1,15 +1,17 @@
 """Reduce gradients that hold only some rows of a table, for all frameworks.
 
-Rows that occur several times on a rank are summed there first. One small all-reduce adds up the numbers of
-rows, so all ranks choose the same route:
+Rows that occur several times on a rank are first summed on that rank. One small all-reduce adds up the
+numbers of rows, so that all ranks choose the same route:
 
-- "rows": rows are gathered, and equal ones summed. Memory and time grow with the rows, not with the table;
-- "dense": where the rows of all ranks together are a good part of the table, or the table is small, each
-  makes a dense table of its own, which is all-reduced, and extracts the rows that any rank has used.
+- "rows": rows are gathered, and equal rows are summed. Memory and time grow with the number of rows, not with
+  the table.
+- "dense": used if the rows of all ranks together are a large part of the table, or if the table is small.
+  Each rank makes a dense table, all-reduces it, and extracts the rows that any rank has used.
 
-So no rank ever holds more than about the table, or the rows of all ranks: never ranks times table. Both
-give the same: the rows that any rank has used, in ascending order, each once. While a rank has
-joined only all-reduces work, so the choice is "dense" then. The setting ``sparse`` forces one or the other.
+No rank ever holds more than about one table, or the rows of all ranks: never the number of ranks times the
+table. Both routes have the same result: the rows that any rank has used, in ascending order, each once.
+While a rank has joined, only all-reduces work, so the choice is "dense". The setting ``sparse`` forces one
+of the routes.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ Array = np.ndarray[Any, Any]
 _log = logging.getLogger("ringdance")
 
 ROWS, DENSE = "rows", "dense"
-# Where the dense route was faster on two ranks of a host: from these rows of all ranks together on, as a
-# share of the table (0.2 with 128 columns, 0.27 with 16, 0.45 with one), and with tables of so many bytes.
+# The dense route was faster on two ranks of a host when all ranks together had at least this share of the
+# table's rows (0.2 with 128 columns, 0.27 with 16, 0.45 with one), or when the table was at most this large.
 DENSE_FROM = 0.3
 SMALL_BYTES = 64 << 10
 _FEW_RUNS = 64
@@ -51,9 +53,9 @@ class Rows:
     """Some rows of a table.
 
     Args:
-        keys: which, int64, shape (n,).
-        values: shape (n, ...): the parts of the table that one key means.
-        table: rows that the table has; -1 if that is not known.
+        keys: Numbers of the rows, int64, shape (n,).
+        values: The part of the table for each key, shape (n, ...).
+        table: Number of rows in the table, or -1 if unknown.
     """
 
     keys: Array
@@ -65,19 +67,19 @@ _logged: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary
 
 
 def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
-    """Return ascending keys, each once, and the sums of their values, divided.
+    """Return ascending keys, each once, and the sums of their values, divided by ``divisor``.
 
-    16-bit floats are summed and divided in float32 and rounded once.
+    16-bit floats are summed and divided in float32, and rounded once.
 
     Args:
-        keys: int64, (n,).
-        values: (n, ...), of any type that has sums; of one with fractions if divided.
-        divisor: what the sums are divided by.
+        keys: Keys, int64, shape (n,).
+        values: Values of a dtype with addition, shape (n, ...). Division needs a dtype with fractions.
+        divisor: Divisor of the sums.
     """
     dtype = values.dtype
-    starts = np.flatnonzero(keys[1:] <= keys[:-1]) + 1  # of runs of ascending keys, such as a rank's
+    starts = np.flatnonzero(keys[1:] <= keys[:-1]) + 1  # Starts of ascending runs, such as one rank's keys.
     if len(starts):
-        order = np.argsort(keys, kind="stable")  # rows of one key stay in the order of the ranks
+        order = np.argsort(keys, kind="stable")  # Rows with the same key stay in the order of the ranks.
         ascending = keys[order]
         first = np.concatenate([[True], ascending[1:] != ascending[:-1]])
         keys = ascending[first]
@@ -86,7 +88,7 @@ def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
             places[order] = np.cumsum(first) - 1
             summed = np.zeros((len(keys), *values.shape[1:]), _widened(values[:0]).dtype)
             for begin, end in itertools.pairwise([0, *starts, len(places)]):
-                rows = summed.take(places[begin:end], axis=0)  # twice as fast as an index
+                rows = summed.take(places[begin:end], axis=0)  # Twice as fast as indexing.
                 rows += values[begin:end]
                 summed[places[begin:end]] = rows
             values = summed
@@ -95,7 +97,7 @@ def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
             values = np.add.reduceat(values, np.flatnonzero(first), axis=0, dtype=values.dtype)
     if divisor != 1:
         values = np.ascontiguousarray(_widened(values))
-        parts = values.view(values.real.dtype)  # as the engine divides: complex numbers are pairs of floats
+        parts = values.view(values.real.dtype)  # Divides as the engine does: complex numbers are float pairs.
         values = (parts / parts.dtype.type(divisor)).view(values.dtype)
     return keys, values.astype(dtype, copy=False)
 
@@ -105,12 +107,12 @@ def _widened(values: Array) -> Array:
 
 
 def route_of(rows: int, table: int, row_bytes: int) -> str:
-    """Return the route for so many rows of all ranks together: the quicker one, by density and size.
+    """Return the faster route for this many rows over all ranks, by density and size.
 
     Args:
-        rows: of all ranks, those of one rank merged.
-        table: rows that the table has; -1: not known.
-        row_bytes: size of a row's values.
+        rows: Rows over all ranks, after each rank has merged its own.
+        table: Number of rows in the table, or -1 if unknown.
+        row_bytes: Size of a row's values.
     """
     if table < 0:
         return ROWS
@@ -118,24 +120,24 @@ def route_of(rows: int, table: int, row_bytes: int) -> str:
 
 
 class SparseExchange:
-    """Sums or averages the rows of several tables over the ranks; ``wait()`` gives the result.
+    """Sums or averages the rows of several tables over the ranks. ``wait()`` returns the result.
 
-    All members of the process set make it alike, in the same order.
+    All members of the process set create their exchanges in the same order, with the same tables.
 
     Args:
-        engine: the engine.
-        parts: this rank's rows of each table. A rank without any takes part with none.
-        names: of the tables, for people.
-        name: key that matches the ranks' calls; ``None`` matches by order.
-        average: whether sums are divided by the number of ranks.
-        set_id: process set.
-        pattern: which gradients the step has, see ``options.pattern_of``.
+        engine: Engine of this rank.
+        parts: This rank's rows of each table. A rank without rows passes an empty part.
+        names: Names of the tables for messages.
+        name: Key that matches the calls of the ranks. ``None`` matches by order.
+        average: If True, sums are divided by the number of ranks.
+        set_id: Process set.
+        pattern: The gradients that the step has, see ``options.pattern_of``.
 
     Attributes:
         routes: "rows" or "dense" for each table, after ``wait()``.
 
     Raises:
-        ArgumentError: a key that the table does not have; peers get the same message.
+        ArgumentError: A key is not in the table. Peers get the same message.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class SparseExchange:
         self.set_id = set_id
         self.routes: list[str] = []
         self.parts = [Rows(*merge(part.keys, part.values), part.table) for part in parts]
-        # Rows of each table, and how many ranks take part: those that have joined add zeros.
+        # The rows of each table, and the number of ranks that exchange (joined ranks add zeros).
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
         if name and not labels.known(f"grouped_allreduce.{name}", len(names)):
             labels.note(f"grouped_allreduce.{name}", name, "rows of the gradients", self.names)
@@ -160,7 +162,7 @@ class SparseExchange:
 
     @staticmethod
     def first_call(name: str | None, set_id: int = 0, pattern: str = "") -> Call:
-        """Return the call with which it begins."""
+        """Return the first call that an exchange makes."""
         return Call(Collective.ALLREDUCE, name, set_id=set_id, grouped=True, pattern=pattern)
 
     def _call(
@@ -174,16 +176,16 @@ class SparseExchange:
             if len(part.keys) and (part.keys[0] < 0 or 0 <= part.table <= part.keys[-1]):
                 error = ArgumentError(
                     f"{name}: rows {int(part.keys[0])} to {int(part.keys[-1])} on rank {self.engine.rank} "
-                    f"({self.engine.hosts[self.engine.rank]}), but the table has {part.table}."
+                    f"({self.engine.hosts[self.engine.rank]}), but the table has {part.table} rows."
                 )
                 self._first.refuse(self.engine, error)
                 raise error
 
     def wait(self) -> list[Rows]:
-        """Return the rows of all ranks, of each table: ascending keys, each once.
+        """Return the rows of all ranks for each table: ascending keys, each once.
 
         Raises:
-            CollectiveError: an exchange failed.
+            CollectiveError: An exchange failed.
         """
         routes = self.routes = self._chosen()
         rows = [part for part, route in zip(self.parts, routes, strict=True) if route == ROWS]
@@ -213,10 +215,10 @@ class SparseExchange:
         logged.add(name)
         if self.engine.rank == self.engine.members(self.set_id)[0]:
             _log.info(
-                "ringdance: the gradient of %s goes %s: %d ranks have %d rows together, the table has %s "
-                "(setting sparse=%s).",
+                "ringdance: the gradient of %s is exchanged %s: %d ranks have %d rows in total, and the "
+                "table has %s rows (setting sparse=%s).",
                 name, "as rows" if route == ROWS else "as a dense table", self.size, count,
-                table if table >= 0 else "no known number", self.engine.settings.sparse,
+                table if table >= 0 else "an unknown number of", self.engine.settings.sparse,
             )
 
     def _gathered(self, parts: Sequence[Rows]) -> list[Rows]:
@@ -257,15 +259,15 @@ class SparseExchange:
 
 
 def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
-    """Submit a call, also one that has ``tables``: that starts a ``SparseExchange``.
+    """Submit a call. If the call has ``tables``, this starts a ``SparseExchange``.
 
     Args:
-        call: an allreduce (Sum or Average) of rows of ``call.tables``, or any other call.
-        engine: the engine.
-        inputs: for each table its values, its keys, and how many rows it has (a scalar).
+        call: An allreduce (Sum or Average) of rows of ``call.tables``, or any other call.
+        engine: Engine of this rank.
+        inputs: For each table: its values, its keys, and its number of rows (a scalar).
 
     Returns:
-        A work with the results in the same order, keys in the type in which they were given.
+        A work with the results in the same order. Keys keep their type.
     """
     if not call.tables:
         return call.submit(engine, tuple(inputs))
@@ -283,8 +285,8 @@ def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
 
     def finish(work: Work, _: float | None) -> None:
         results: list[Array] = []
-        for one, (_values, keys, table) in zip(exchange.wait(), columns, strict=True):
-            results += [one.values, one.keys.astype(keys.dtype, copy=False), table]
+        for rows, (_values, keys, table) in zip(exchange.wait(), columns, strict=True):
+            results += [rows.values, rows.keys.astype(keys.dtype, copy=False), table]
         work.finish(results)
 
     return Work(request, name, finish)

@@ -1,8 +1,9 @@
-"""Compare the ranks' parameters while they train: without a broadcast each trains a model of its own.
+"""Compare the ranks' parameters during training: without a broadcast, each rank trains a different model.
 
-Nothing else would tell, since the gradients are averaged all the same. A binding asks ``due`` at each
-exchange of gradients; then it takes a sample of its parameters, at most ``PLACES`` elements of each, and
-gives it to ``compare``. Compiled programs hold the ``call_of`` a comparison, carried out when they run.
+Nothing else would reveal that, because the gradients are averaged anyway. A binding calls ``due`` at each
+exchange of gradients. If a comparison is due, it takes a sample of its parameters, at most ``PLACES``
+elements of each, and passes it to ``compare``. Compiled programs hold the comparison's call (``call_of``),
+which is made when they run.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ _log = logging.getLogger("ringdance")
 
 PLACES = 64
 ROW = 1 + PLACES
-_INFINITE = np.float32(1e38)  # differences of twice as much are finite in float32
-_LATER = 10  # exchanges: scripts for TensorFlow and Keras may broadcast after the first step, of several
-_TOLERANCE = 1e-3  # of a parameter's largest element: processors of different kinds round differently
+_INFINITE = np.float32(1e38)  # Differences of twice this value are still finite in float32.
+# TensorFlow and Keras scripts may broadcast after the first step, which may have several exchanges.
+_LATER = 10
+_TOLERANCE = 1e-3  # Relative to a parameter's largest element: different processors round differently.
 
 
 class _Exchanges(Counter[_Key]):
-    """How many exchanges of gradients there were since all joined, by members of the process set and name.
+    """Counts exchanges of gradients since all ranks joined, by members of the process set and name.
 
     Attributes:
-        left: how many are to come before the first comparison; joins do not change it, so ranks differ.
-        done: those that were compared, on all ranks alike.
-        reported: those whose weights were found to differ, on all ranks alike: once is enough.
+        left: Exchanges before the first comparison. Joins do not change it, so it may differ between ranks.
+        done: Exchanges that were compared, equal on all ranks.
+        reported: Exchanges whose weights differed, equal on all ranks. Each is reported once.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -53,7 +55,7 @@ class _Exchanges(Counter[_Key]):
         on_join(engine, self.forget)
 
     def forget(self) -> None:
-        """Count anew: all ranks have joined, after different numbers of exchanges."""
+        """Restart the counts: all ranks have joined, after different numbers of exchanges."""
         self.clear()
 
 
@@ -67,22 +69,23 @@ def _counts_of(engine: Engine) -> _Exchanges:
 
 
 def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = False) -> bool:
-    """Count an exchange of gradients; return whether to compare weights, alike on all ranks.
+    """Count an exchange of gradients. Returns True on all ranks if weights are to be compared.
 
-    All that take part have counted the same since they joined. After the first time weights are compared in
-    exchange 10, 100, 1000 and so on; before, the ranks also ask each other after each join: see ``compare``.
+    All ranks that exchange have counted the same number since they joined. After the first comparison,
+    weights are compared in exchange 10, 100, 1000 and so on. Before it, the ranks also check after each join
+    whether all are ready: see ``compare``.
 
     Args:
-        engine: of this rank.
-        set_id: process set.
-        name: of the exchange, or of the call that compares.
-        at: which exchange is the first.
-        anew: count from this exchange on; alike on all ranks.
+        engine: Engine of this rank.
+        set_id: Process set.
+        name: Name of the exchange, or of the call that compares.
+        at: Number of the exchange with the first comparison.
+        anew: If True, restart the count with this exchange. Equal on all ranks.
     """
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
     counts = _counts_of(engine)
-    key = _key(engine, set_id, name)  # the number of a set that was removed is another one's later
+    key = _key(engine, set_id, name)  # Not the set's id: ids of removed sets are used again.
     number = counts[key] = 1 if anew else counts[key] + 1
     counts.left[key] = counts.left.get(key, at) - 1
     asked = number == 1 and engine.joins > 0 and key not in counts.done
@@ -95,7 +98,7 @@ def _key(engine: Engine, set_id: int, name: str) -> _Key:
 
 
 def step_of(elements: int) -> int:
-    """Return the step of a slice of so many elements that has at most ``PLACES``."""
+    """Return the step of a slice over ``elements`` that selects at most ``PLACES``."""
     return max(1, -(-elements // PLACES))
 
 
@@ -103,10 +106,10 @@ def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> C
     """Return the call that compares a sample.
 
     Args:
-        name: of the exchange of gradients.
-        parameters: their names.
-        advice: the lines that a script lacks if they differ.
-        set_id: process set.
+        name: Name of the exchange of gradients.
+        parameters: Names of the parameters.
+        advice: The lines that a script lacks if parameters differ.
+        set_id: Process set.
     """
     labels.note(f"allreduce.{name}.weights", name, "weights", parameters)
     name, kind = f"{name}.weights", Collective.ALLREDUCE
@@ -114,18 +117,18 @@ def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> C
 
 
 def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -> Iterator[Any]:
-    """Yield in turn how many elements a parameter has, some of them, and zeros: ``ROW`` numbers together.
+    """Yield for each parameter its number of elements, some of them, and zeros: ``ROW`` numbers in total.
 
     Args:
-        parameters: of any kind.
-        take: returns how many elements a parameter has, and each ``step_of``-th of them, float32. If it
-            fails, as for other types and for what cannot be read, that parameter is not compared.
+        parameters: Parameters of any type.
+        take: Returns a parameter's number of elements, and every ``step_of``-th of them as float32. If it
+            fails (other types, or values that cannot be read), that parameter is not compared.
     """
-    for one in parameters:
+    for parameter in parameters:
         try:
-            size, values = take(one)
+            size, values = take(parameter)
             parts = [np.array([size], np.float32), values, np.zeros(PLACES - values.shape[0], np.float32)]
-        except Exception:  # the training goes well without
+        except Exception:  # Training does not depend on the comparison.
             parts = [np.zeros(ROW, np.float32)]
         yield from parts
 
@@ -133,14 +136,14 @@ def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -
 def compare_if_due(
     exchange: str, names: Sequence[str], advice: str, set_id: int, sample: Callable[[], Array]
 ) -> None:
-    """Count an exchange of gradients, and compare parameters if that is due: see ``due`` and ``call_of``.
+    """Count an exchange of gradients, and compare parameters if due: see ``due`` and ``call_of``.
 
     Args:
-        exchange: name of the exchange of gradients.
-        names: of the parameters.
-        advice: the lines that a script lacks if they differ.
-        set_id: process set.
-        sample: makes what ``compare`` needs.
+        exchange: Name of the exchange of gradients.
+        names: Names of the parameters.
+        advice: The lines that a script lacks if parameters differ.
+        set_id: Process set.
+        sample: Returns the sample for ``compare``.
     """
     engine = session.engine()
     if due(engine, set_id, exchange):
@@ -148,18 +151,18 @@ def compare_if_due(
 
 
 def compare(engine: Engine, call: Call, sample: Array) -> None:
-    """Compare a sample with those of the other ranks; say which parameter differs.
+    """Compare a sample with the samples of the other ranks. Reports a parameter that differs.
 
-    Nothing is compared while a rank has joined or has not had its first exchanges; nor a parameter of which
-    a rank has another number of elements, or could read none.
+    Nothing is compared while a rank has joined or has not made its first exchanges. A parameter is skipped if
+    a rank has a different number of elements or could not read it.
 
     Args:
-        engine: of this rank.
-        call: see ``call_of``.
-        sample: what ``rows_of`` gives, as one array.
+        engine: Engine of this rank.
+        call: Call from ``call_of``.
+        sample: Output of ``rows_of``, as one array.
 
     Raises:
-        MismatchError: one differs, and the setting ``check_weights`` is "error"; on all ranks.
+        MismatchError: A parameter differs, and the setting ``check_weights`` is "error". Raised on all ranks.
     """
     rows, plain, counts = sample.reshape(-1, ROW), call.but(weights=()), _counts_of(engine)
     key, members = _key(engine, call.set_id, call.name or ""), len(engine.members(call.set_id))
@@ -169,7 +172,7 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
     if ranks < members or ready < members:
         return
     counts.done.add(key)
-    if not total or total * total != members * squares:  # they have different numbers of parameters
+    if not total or total * total != members * squares:  # The ranks have different numbers of parameters.
         return
     ordered = _ordered(rows)
     most = plain.submit(engine, (np.stack([ordered, -ordered]),)).wait()[0]
@@ -184,7 +187,7 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
 
 
 def _ordered(values: Array) -> Array:
-    """Return finite numbers: infinities are the ends, and NaN is above them."""
+    """Return finite numbers that keep their order: infinities are the limits, and NaN is above them."""
     return np.nan_to_num(np.clip(values, -_INFINITE, _INFINITE), nan=float(1.5 * _INFINITE))
 
 
@@ -194,15 +197,15 @@ def _report(engine: Engine, call: Call, parameter: str, value: Array, advice: st
     ordered = _ordered(gathered)
     first, other = sorted([int(ordered.argmin()), int(ordered.argmax())])
     where = [
-        f"{gathered[one]:.4g} on rank {members[one]} ({engine.hosts[members[one]]})" for one in (first, other)
+        f"{gathered[at]:.4g} on rank {members[at]} ({engine.hosts[members[at]]})" for at in (first, other)
     ]
     text = (
-        f"The ranks' models differ, so each trains one of its own: an element of {parameter!r} is {where[0]} "
-        f"and {where[1]}. Give all ranks the weights and the optimizer's state of one, before they train and "
-        f"wherever one sets them later (from a checkpoint, in a new layer): {advice}. Learning rate and "
-        "other options of the optimizer must be the same on all ranks, too."
+        f"The ranks' models differ, so each rank trains its own: an element of {parameter!r} is {where[0]} "
+        f"and {where[1]}. Copy the weights and the optimizer's state of one rank to all others before they "
+        f"train and wherever a rank sets them later (from a checkpoint, in a new layer): {advice}. The "
+        "learning rate and other options of the optimizer must also be equal on all ranks."
     )
     if engine.settings.check_weights == "error":
         raise MismatchError(text)
     if engine.rank == members[0]:
-        _log.warning("ringdance: %s (RINGDANCE_CHECK_WEIGHTS=error stops then, =off does not look.)", text)
+        _log.warning("ringdance: %s (RINGDANCE_CHECK_WEIGHTS=error stops then, =off skips the check.)", text)

@@ -1,1 +1,1 @@
-"""Loaders for the ranks of a job: of images, of tables, and of the user's own batches."""
+"""Loaders for the ranks of a job: images, tables, and the user's own batches."""

@@ -1,4 +1,4 @@
-"""Loaders of images and of a table's rows, for all bindings."""
+"""Loaders of images and table rows, for all bindings."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ringdance.training.sharding import check_plan
 
 
 class Loaders:
-    """The loaders of a binding, as its methods. They yield NumPy arrays; a binding overrides ``tensor``."""
+    """The loaders of a binding, as its methods. They yield NumPy arrays. A binding overrides ``tensor``."""
 
     def tensor(self, array: Any, device: Any) -> Any:
         """Return an array as a tensor on a device."""
         if device not in (None, "cpu"):
-            raise ArgumentError(f"device={device!r}: arrays of NumPy are in the memory of the host only")
+            raise ArgumentError(f"device={device!r} cannot be used: NumPy arrays are in host memory only.")
         return array
 
     def images(self, batch: Batch, device: Any) -> Batch:
-        """Return a batch of images with tensors."""
+        """Return a batch of images, converted to tensors."""
         return replace(
             batch, images=self.tensor(batch.images, device), labels=self.tensor(batch.labels, device),
             indices=self.tensor(batch.indices, None),
         )  # fmt: skip
 
     def memory(self, shape: tuple[int, ...], device: Any) -> np.ndarray[Any, Any]:
-        """Return memory for the images of a batch that will be on a device."""
+        """Return memory for a batch of images that will be on a device."""
         return np.empty(shape, np.uint8)
 
     def image_loader(
@@ -45,33 +45,33 @@ class Loaders:
         """Return a loader of this rank's part of each batch of images.
 
         A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest
-        of an epoch as ``ringdance.data.Batch`` of the binding's tensors; TensorFlow's are eager. The images
-        are uint8, of shape (n, size, size, 3). Those of PyTorch have shape (n, 3, size, size), in
-        channels-last memory: on a CPU what was decoded, without a copy. The last batch of an epoch may be
-        shorter; JAX compiles a function once more for it.
+        of an epoch as ``ringdance.data.Batch`` with the binding's tensors (eager ones in TensorFlow). The
+        images are uint8, of shape (n, size, size, 3). PyTorch images have shape (n, 3, size, size), in
+        channels-last memory; on a CPU they are the decoded data, without a copy. The last batch of an epoch
+        may be shorter. JAX compiles a function once more for it.
 
         Args:
-            dataset: a ``ringdance.data.Dataset`` or ``Synthetic``.
-            batch_size: images for each rank in each batch.
-            image_size: height and width, in pixels.
-            augment: a random part of each image, by chance flipped; otherwise the centre.
-            transform: what becomes of an image after that: ``transform(image, draw)`` gets an array, uint8,
-                of shape (size, size, 3), and returns such; ``draw(low, high)`` returns random numbers, the
-                same for a sample of an epoch on any rank. The threads that decode call it.
-            shuffle: another order in each epoch; by default as ``augment``.
-            seed: of the order and the augmentation.
-            threads: that decode; by default one for each core of this rank's share.
-            prefetch: batches that are prepared ahead.
-            drop_last: leave out the last batch of an epoch where that of all ranks is short.
-            read_bytes: what is read of a file at once where the order is shuffled; 0: each image by itself.
-                By default 2 MiB for data sets of more than 16 GiB, else 0.
-            process_set: the ranks among which samples are divided.
-            device: where images and labels are: for PyTorch or TensorFlow a device, for JAX a device or
-                sharding. For a GPU, PyTorch decodes into pinned memory and copies without blocking.
+            dataset: A ``ringdance.data.Dataset`` or ``Synthetic``.
+            batch_size: Images per batch on each rank.
+            image_size: Height and width in pixels.
+            augment: If True, take a random part of each image and flip some at random. Otherwise, the center.
+            transform: Called for each image after that, as ``transform(image, draw)``. It takes and returns a
+                uint8 array of shape (size, size, 3). ``draw(low, high)`` returns random numbers, which are
+                the same for a sample of an epoch on any rank. The decoding threads call it.
+            shuffle: If True, each epoch has a different order. Default: same as ``augment``.
+            seed: Seed of the order and the augmentation.
+            threads: Decoding threads. Default: one for each core of this rank's share.
+            prefetch: Batches that are prepared ahead.
+            drop_last: Skip the last batch of an epoch if the global batch is short.
+            read_bytes: Bytes to read from a file at once if the order is shuffled. 0 reads each image
+                separately. Default: 2 MiB for data sets of more than 16 GiB, otherwise 0.
+            process_set: Ranks among which the samples are divided.
+            device: Device of images and labels: a device for PyTorch or TensorFlow, a device or sharding for
+                JAX. For a GPU, PyTorch decodes into pinned memory and copies without blocking.
 
         Raises:
-            ArgumentError: an argument is wrong.
-            MismatchError: the ranks gave different arguments; raised on all.
+            ArgumentError: An argument is wrong.
+            MismatchError: The ranks passed different arguments. Raised on all ranks.
         """
         shuffle = augment if shuffle is None else shuffle
         same = {
@@ -94,7 +94,7 @@ class Loaders:
             )  # fmt: skip
             loader.memory = lambda shape: self.memory(shape, device)
         loader.convert = lambda batch: self.images(batch, device)
-        loader = watch_input(loader) if shuffle else loader  # only that of a training shuffles
+        loader = watch_input(loader) if shuffle else loader  # Only training loaders shuffle.
         return loader
 
     def table_loader(
@@ -105,25 +105,25 @@ class Loaders:
         """Return a loader of this rank's part of each batch of rows.
 
         A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest
-        of an epoch as ``ringdance.data.TableBatch`` of the binding's tensors: those of PyTorch on a CPU are
-        what was read, without a copy; TensorFlow's are eager; the ids of JAX are int32 unless its 64-bit
-        types are enabled. The last batch of an epoch may be shorter; JAX compiles a function once more for
-        it.
+        of an epoch as ``ringdance.data.TableBatch`` with the binding's tensors. PyTorch tensors on a CPU are
+        the data that were read, without a copy. TensorFlow tensors are eager. JAX ids are int32 unless its
+        64-bit types are enabled. The last batch of an epoch may be shorter. JAX compiles a function once
+        more for it.
 
         Args:
-            table: a ``ringdance.data.Table``.
-            batch_size: rows for each rank in each batch.
-            shuffle: another order of the blocks of 256 rows in each epoch; otherwise that of the files.
-            seed: of the order.
-            threads: that read and parse.
-            prefetch: batches that are prepared ahead.
-            drop_last: leave out the last batch of an epoch where that of all ranks is short.
-            process_set: the ranks among which rows are divided.
-            device: where the tensors are, as of ``image_loader``.
+            table: A ``ringdance.data.Table``.
+            batch_size: Rows per batch on each rank.
+            shuffle: If True, each epoch has a different order of blocks of 256 rows. Otherwise, file order.
+            seed: Seed of the order.
+            threads: Threads that read and parse.
+            prefetch: Batches that are prepared ahead.
+            drop_last: Skip the last batch of an epoch if the global batch is short.
+            process_set: Ranks among which the rows are divided.
+            device: Device of the tensors, like in ``image_loader``.
 
         Raises:
-            ArgumentError: an argument is wrong.
-            MismatchError: the ranks gave different arguments or tables; raised on all.
+            ArgumentError: An argument is wrong.
+            MismatchError: The ranks passed different arguments or tables. Raised on all ranks.
         """
         same = {
             "the number of rows": len(table), "the number of fields": table.fields,
@@ -141,4 +141,4 @@ class Loaders:
 
 
 arrays = Loaders()
-"""Those that yield NumPy arrays."""
+"""Loaders that yield NumPy arrays."""

@@ -1,4 +1,4 @@
-"""Measure a job's input: the loader alone, the step alone, both. See ``ringdance bench input``."""
+"""Measure a job's input: the loader alone, the step alone, and both. See ``ringdance bench input``."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ringdance.training.objects import allgather_json
 
 __all__ = ["watch_input"]
 
-# Begins the line on stdout with which rank 0 gives `ringdance bench input` the figures; JSON follows.
+# Prefix of the line on stdout by which rank 0 reports the metrics to `ringdance bench input`. JSON follows.
 INPUT_MARK = "::ringdance-input::"
-_LEAST = 3  # batches that are measured, and that are left out before
-_UNITS = {"images": "images", "ids": "rows"}  # what a batch with such an attribute has
-_KEPT, _KEPT_BYTES = 48, 1 << 28  # batches of the step alone, at most
+_LEAST = 3  # Minimum number of batches that are measured, and that are skipped before.
+_UNITS = {"images": "images", "ids": "rows"}  # Unit of a batch that has this attribute.
+_KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and bytes of batches for measuring the step alone.
 # Student's t for 95% and 1, 2, ... degrees of freedom.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-_WARM_UP = 0.3  # of the time that is measured
+_WARM_UP = 0.3  # Length of the warm-up, as a fraction of the measurement.
 
 
 def watch_input(loader: Any) -> Any:
-    """Return the loader of the training, so that ``ringdance bench input`` can measure it.
+    """Return the training loader, so that ``ringdance bench input`` can measure it.
 
     ::
 
         loader = hvd.watch_input(DataLoader(data, batch_size=32))
 
-    Without that command it is the same object. All ranks iterate it, or give it to Keras' ``fit``. Those of
-    ``image_loader`` and ``table_loader`` that shuffle are watched without this call.
+    Without that command it returns the same object. All ranks iterate it, or pass it to Keras' ``fit``.
+    Loaders from ``image_loader`` and ``table_loader`` that shuffle are measured without this call.
 
     Args:
-        loader: anything that can be iterated several times: a DataLoader, a tf.data pipeline, a list.
+        loader: Any object that can be iterated several times: a DataLoader, a tf.data pipeline, a list.
     """
     settings = settings_module.load()
     if settings.input_check == "off":
@@ -53,15 +53,15 @@ def watch_input(loader: Any) -> Any:
 
 
 class WatchedLoader:
-    """A loader with an endless epoch, which ends the script when it has been measured.
+    """A loader with an endless epoch. It stops the script once it has been measured.
 
     Args:
-        loader: what is watched; other attributes than those here are its own.
-        part: "loader": batches are dropped; "step": the first ones are yielded again and again; "both".
-        seconds: of the measurement, after a warm-up.
+        loader: Loader to measure. Attributes that this class does not have are taken from it.
+        part: "loader": drop the batches. "step": yield the first batches again and again. "both".
+        seconds: Length of the measurement, after a warm-up.
     """
 
-    _measured: WatchedLoader | None = None  # the one that was iterated first
+    _measured: WatchedLoader | None = None  # The loader that was iterated first.
 
     def __init__(self, loader: Iterable[Any], part: str, seconds: float) -> None:
         self.source, self.part, self._seconds = loader, part, seconds
@@ -69,17 +69,17 @@ class WatchedLoader:
         self._next, self._warm, self._unit = _LEAST, False, "samples"
         self._kept: Iterator[Any] | None = None
         self._full: Any = None
-        self._times: list[float] = []  # at the start and after each batch
+        self._times: list[float] = []  # At the start and after each batch.
         self._process = ProcessUse(os.getpid())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
 
     def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]  # TypeError where it has none, as it should
+        return len(self.source)  # type: ignore[arg-type]  # Raises TypeError if the source has no length.
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches until all ranks have measured; raise ``SystemExit(0)`` then, on all alike."""
+        """Yield batches until all ranks have measured. Then raise ``SystemExit(0)`` on all ranks."""
         if not self.begin():
             yield from self.source
             return
@@ -90,11 +90,11 @@ class WatchedLoader:
             self.count(number)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the same: loops of one's own may call this method of a loader."""
+        """Yield the same batches. Custom loops may call this method of a loader."""
         return iter(self)
 
     def begin(self) -> bool:
-        """Return whether this loader is measured: the first one is."""
+        """Return True if this loader is measured, which is the first one iterated."""
         if WatchedLoader._measured is None:
             WatchedLoader._measured = self
             self._start()
@@ -109,7 +109,7 @@ class WatchedLoader:
         return float(self._process.sample()["cpu_seconds"])
 
     def count(self, samples: int) -> None:
-        """Count a batch that is done; raise ``SystemExit(0)`` after the last, on all ranks alike."""
+        """Count a batch that is done. Raise ``SystemExit(0)`` after the last one, on all ranks."""
         self._samples += samples
         self._batches += 1
         self._times.append(time.perf_counter())
@@ -118,32 +118,32 @@ class WatchedLoader:
             raise SystemExit(0)
 
     def drawn(self) -> Iterator[Any]:
-        """Yield batches without an end; of the step alone, the first ones again and again."""
+        """Yield batches without end. For the step alone, yield the first ones again and again."""
         if self.part == "step":
             if self._kept is None:
-                self._kept = itertools.cycle(list(self._first()))  # before the clock starts
+                self._kept = itertools.cycle(list(self._first()))  # Before the clock starts.
                 self._start()
             yield from self._kept
         while True:
             yield from self._epoch()
 
     def _epoch(self) -> Iterator[Any]:
-        """Yield batches; no short ones, for which a framework may compile the step once more."""
+        """Yield full batches only, because a framework may compile the step again for a short one."""
         batch = None
         for batch in self.source:
             self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
-            count = getattr(batch, "count", None)  # of all ranks, so that all leave out the same
+            count = getattr(batch, "count", None)  # Over all ranks, so that all skip the same batches.
             self._full = count if self._full is None else self._full
             if count == self._full or not isinstance(count, int):
                 yield batch
         if batch is None:
-            raise ArgumentError(f"{self.source!r} has no batches: there is nothing to measure.")
+            raise ArgumentError(f"{self.source!r} has no batches, so there is nothing to measure.")
 
     def _first(self) -> Iterator[Any]:
-        """Yield the batches of the step alone: more than caches hold, as in a training.
+        """Yield the batches for measuring the step alone: more than fit into caches, as in training.
 
-        They take no longer than the measurement: slow loaders give fewer. The time that workers need to start
-        is not counted.
+        Collecting them takes no longer than the measurement, so a slow loader provides fewer. The time that
+        workers need to start is not counted.
         """
         room, until = _KEPT_BYTES, math.inf
         for batch in itertools.islice(self._epoch(), _KEPT):
@@ -154,10 +154,11 @@ class WatchedLoader:
                 break
 
     def _is_complete(self) -> bool:
-        """Return whether the measurement has lasted long enough; begin it after the warm-up.
+        """Return True if the measurement has lasted long enough. Start it after the warm-up.
 
-        With steps, the ranks agree: each has to end after the same one. They ask one another after numbers of
-        batches that grow, which costs next to nothing. Without, they wait for one another only at the end.
+        If steps are measured, the ranks agree, because each must stop after the same step. They communicate
+        after increasing numbers of batches, which costs next to nothing. Otherwise, the ranks wait for each
+        other only at the end.
         """
         elapsed = time.perf_counter() - self._times[0]
         if self.part != "loader" and session.is_initialized():
@@ -175,7 +176,7 @@ class WatchedLoader:
         return True
 
     def _report(self) -> None:
-        """Write the figures of all ranks to the stdout of rank 0."""
+        """Write the metrics of all ranks to the stdout of rank 0."""
         seconds, used = time.perf_counter() - self._times[0], self._cpu_seconds() - self._cpu
         row = {
             "unit": self._unit, "samples": self._samples, "seconds": round(seconds, 4),
@@ -188,15 +189,15 @@ class WatchedLoader:
             rank, rows = session.engine().rank, allgather_json(row, "ringdance.input_check.rows")
         if rank == 0:
             sys.stdout.flush()
-            # Past sys.stdout, which a script may have redirected; a newline, as it may be within a line.
+            # Bypasses sys.stdout, which a script may have redirected. Starts on a new line.
             os.write(1, f"\n{INPUT_MARK}{json.dumps(rows)}\n".encode())
 
 
 def noise_of(times: Sequence[float]) -> float:
-    """Return the half of the 95% confidence interval of the mean time of a batch, as a share of it.
+    """Return half of the 95% confidence interval of a batch's mean time, as a fraction of that time.
 
     Args:
-        times: at the start and after each batch; the spread is that of up to ten parts of them.
+        times: Times at the start and after each batch. The spread is taken over up to ten parts of them.
     """
     edges = np.linspace(0, len(times) - 1, min(len(times), len(_T) + 2)).round().astype(int)
     each = np.diff(np.array(times)[edges]) / np.diff(edges)
@@ -204,25 +205,25 @@ def noise_of(times: Sequence[float]) -> float:
 
 
 def bytes_of(batch: Any) -> int:
-    """Return the size of a batch's arrays, at most."""
-    if hasattr(batch, "shape"):  # TensorFlow's do not tell their bytes
+    """Return the size of a batch's arrays in bytes, or an upper limit."""
+    if hasattr(batch, "shape"):  # TensorFlow tensors may not know their bytes.
         return int(getattr(batch, "nbytes", 8 * math.prod(batch.shape)))
-    parts = vars(batch) if hasattr(batch, "labels") else batch  # of image_loader and table_loader
+    parts = vars(batch) if hasattr(batch, "labels") else batch  # A batch of image_loader or table_loader.
     if isinstance(parts, Mapping | tuple | list):
         return sum(map(bytes_of, parts.values() if isinstance(parts, Mapping) else parts))
     return 0
 
 
 def samples_of(batch: Any) -> int:
-    """Return the number of samples of a batch: the length of its first array or list."""
-    if hasattr(batch, "labels"):  # of image_loader and table_loader
+    """Return the number of samples in a batch: the length of its first array or list."""
+    if hasattr(batch, "labels"):  # A batch of image_loader or table_loader.
         batch = batch.labels
     elif isinstance(batch, Mapping) and batch:
         return samples_of(next(iter(batch.values())))
     elif isinstance(batch, tuple) and batch:
         return samples_of(batch[0])
     elif isinstance(batch, list) and batch and hasattr(batch[0], "shape"):
-        return samples_of(batch[0])  # torch's DataLoader gives a list [inputs, targets]
+        return samples_of(batch[0])  # torch's DataLoader returns a list [inputs, targets].
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 1
