@@ -1,4 +1,4 @@
-"""`ringdance bench train` of a small model on one rank and on two, as docs/howto/bench-train.md shows it."""
+"""`ringdance bench train` of a small model on one rank and on two, as docs/howto/troubleshooting/bench-train.md shows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from doc_blocks import ROOT, blocks, environment
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs PyTorch")
-PAGE = ROOT / "docs" / "howto" / "bench-train.md"
+PAGE = ROOT / "docs" / "howto" / "troubleshooting" / "bench-train.md"
 
 
 @pytest.mark.slow

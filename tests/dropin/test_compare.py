@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from doc_blocks import ROOT, blocks, environment
 
-PAGE = ROOT / "docs" / "howto" / "strategies.md"
+PAGE = ROOT / "docs" / "howto" / "training" / "strategies.md"
 GENERATE, COMPARE = (
     shlex.split(command)[1:] for block in blocks(PAGE) if block.language == "console"
     for command, _ in block.commands()

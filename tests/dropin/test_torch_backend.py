@@ -57,7 +57,7 @@ sys.exit(code)
 @pytest.mark.limit(LIMIT)
 def test_in_one_job_of_torchrun(tmp_path: Path) -> None:
     """After a restart: the page's script, the tests of the backend, and an end with a pending receive."""
-    put_files(ROOT / "docs" / "howto" / "torch-distributed.md", tmp_path)
+    put_files(ROOT / "docs" / "howto" / "training" / "torch-distributed.md", tmp_path)
     (tmp_path / "together.py").write_text(TOGETHER)
     words = ["--max-restarts=1", "together.py", f"--rootdir={ROOT}", str(TESTS)]
     done = started(*torchrun(2), *words, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Accelerate, Transformers and Lightning under `ringdance run`: the scripts of docs/howto/torch-tools.md.
+"""Accelerate, Transformers and Lightning under `ringdance run`: the scripts of docs/howto/training/torch-tools.md.
 
 Each trains the same weights as under torchrun, the tools' own way, the same with the backend "ringdance", and
 again with `hvd.DistributedOptimizer` in place of DistributedDataParallel. The page's commands, and what they
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from doc_blocks import ROOT, environment, put_files
 
-PAGE = ROOT / "docs" / "howto" / "torch-tools.md"
+PAGE = ROOT / "docs" / "howto" / "training" / "torch-tools.md"
 LIMIT = 240.0
 # What report() of the page's task.py does besides.
 SAVE = """

@@ -278,10 +278,10 @@ def test_what_is_no_failure_or_no_number(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_the_digits_of_the_page_are_tuned(tmp_path: Path) -> None:
-    """The commands of docs/howto/search.md as they stand there."""
+    """The commands of docs/howto/training/search.md as they stand there."""
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
-    page = ROOT / "docs" / "howto" / "search.md"
+    page = ROOT / "docs" / "howto" / "training" / "search.md"
     put_files(page, tmp_path)
     for block in blocks(page):
         if "test_search.py" in block.marks.get("in", ""):

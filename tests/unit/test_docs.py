@@ -42,7 +42,7 @@ def test_every_block_is_run_or_parsed_or_says_why_not(record_property) -> None:
 
 
 def test_pages_say_one_thing_about_gpus() -> None:
-    """Only docs/howto/gpus.md tells how gradients get from GPU to GPU, and on what that was run."""
+    """Only docs/howto/training/gpus.md tells how gradients get from GPU to GPU, and on what that was run."""
     old = re.compile(
         r"not been run on a GPU yet|NCCL is not used|NCCL's path not yet|from GPU to GPU too"
         r"|NCCL have no effect|not\s+been\s+tried\s+on\s+GPUs|(?:TensorFlow|JAX)[^.|]*are copied to the host"
@@ -83,8 +83,8 @@ def test_data_blocks_are_well_formed() -> None:
 
 
 def test_quoted_figures_are_those_of_the_benchmarks() -> None:
-    """What the README and "Coming from Horovod" quote was measured: docs/howto/benchmarks.md has it."""
-    results = (ROOT / "docs" / "howto" / "benchmarks.md").read_text().partition("## Results")[2]
+    """What the README and "Coming from Horovod" quote was measured: docs/howto/troubleshooting/benchmarks.md has it."""
+    results = (ROOT / "docs" / "howto" / "troubleshooting" / "benchmarks.md").read_text().partition("## Results")[2]
     page = (ROOT / "docs" / "coming-from-horovod.md").read_text()
     table = page.split("| measured |")[1].split("\n\n")[0]
     quoted = [text for row in table.splitlines()[2:] for text in re.findall(r"\d[\d.,]*", row.split("|")[3])]
@@ -102,7 +102,7 @@ def test_python_blocks_compile(page: Path) -> None:
 
 
 def test_the_stall_warnings_time_is_the_default() -> None:
-    for name in ("coming-from-horovod.md", "explanation/errors.md", "howto/when-it-hangs-or-fails.md"):
+    for name in ("coming-from-horovod.md", "explanation/errors.md", "howto/troubleshooting/when-it-hangs-or-fails.md"):
         named = re.findall(r"after (\d+) s(?:econds)?\b(?! \()", (ROOT / "docs" / name).read_text(), re.I)
         assert f"{Settings().stall_check_time:g}" in named, name
 

@@ -56,7 +56,7 @@ def test_extras_in_the_documentation_are_those_of_the_package():
     import tomllib
 
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    page = (ROOT / "docs" / "howto" / "install.md").read_text()
+    page = (ROOT / "docs" / "howto" / "running" / "install.md").read_text()
     table = page.split("| extra |")[1].split("\n\n")[0]
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert named == extras

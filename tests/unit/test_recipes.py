@@ -139,7 +139,7 @@ def test_what_cannot_be_done_is_refused(
 
 
 def test_the_page_has_the_table_of_the_presets():
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "recipes.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "training" / "recipes.md").read_text()
     rows = [
         f"| `{name}` | {one.batch_size * one.devices:,} = {one.devices} × {one.batch_size} | "
         f"{one.optimizer}, {one.rate:g} | {one.schedule}, {one.epochs:g} "

@@ -29,7 +29,7 @@ class Instance:
         nvlink: GB/s that a GPU can send to the others of its machine; 0 where they have PCI Express only.
         rdma: whether GPUs use the network without TCP.
         tcp_gbits: what NCCL gets over TCP at most, Gbit/s. It has one socket and one thread for a connection,
-            unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say more; fitted, see docs/howto/plan.md.
+            unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say more; fitted, see docs/howto/troubleshooting/plan.md.
         price: dollars for an hour; None if not known.
         as_of: when it was so.
     """

@@ -1,4 +1,4 @@
-"""Keras' part of docs/howto/checkpoints.md: what was saved goes on where it was, on all ranks."""
+"""Keras' part of docs/howto/data/checkpoints.md: what was saved goes on where it was, on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 from doc_blocks import blocks  # noqa: E402
 
-PAGE = ROOT / "docs" / "howto" / "checkpoints.md"
+PAGE = ROOT / "docs" / "howto" / "data" / "checkpoints.md"
 
 
 def trained(text: str, epochs: int, share: int) -> Any:

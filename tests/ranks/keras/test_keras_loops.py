@@ -1,4 +1,4 @@
-"""The loops of docs/howto/keras-loops.md: what the page shows for this backend trains all ranks alike."""
+"""The loops of docs/howto/training/keras-loops.md: what the page shows for this backend trains all ranks alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 from doc_blocks import blocks  # noqa: E402
 
-PAGE = ROOT / "docs" / "howto" / "keras-loops.md"
+PAGE = ROOT / "docs" / "howto" / "training" / "keras-loops.md"
 IMPORTS = {"tensorflow": "import tensorflow", "torch": "import torch", "jax": "import jax"}
 
 

@@ -67,7 +67,7 @@ def test_what_cannot_be_understood_exits_with_2_and_says_why(words: list[str], m
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl")
 @pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
 def test_kubectl_takes_the_manifest_and_the_commands_of_the_page(api: Api, tmp_path: Path, kind: str) -> None:
-    page = ROOT / "docs" / "howto" / "kubernetes.md"
+    page = ROOT / "docs" / "howto" / "clusters" / "kubernetes.md"
     words = ["--kind", kind, "--name", "resnet", *WANTED]
     (tmp_path / "job.yaml").write_text(k8s("manifest", *words).stdout)
     (block,) = [one for one in blocks(page) if Path(__file__).name in one.marks.get("in", "")]

@@ -30,7 +30,7 @@ from ringdance.tools.plan.planner import (
 )
 from ringdance.tools.plan.simulator import expected_largest
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "plan.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "troubleshooting" / "plan.md"
 IMAGES = 1281167
 INSTANCES = {  # as the page describes them
     "p100": "cores = 32\ngbits = 25\ngpus = 4\n",

@@ -2,7 +2,7 @@
 
 The table's Adagrad gets gradients summed over the batch of all ranks, not averaged. What a data row does to a
 rare id's table row is then the same for any batch size, and a single first sum is right for all of them.
-docs/howto/strategies.md has the measurements.
+docs/howto/training/strategies.md has the measurements.
 """
 
 RATE = 0.0005  # Adam's rate for the layers, if the batch of all ranks has BATCH rows

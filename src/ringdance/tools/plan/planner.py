@@ -19,7 +19,7 @@ from ringdance.tools.plan.simulator import Machine, expected_largest, simulate
 from ringdance.tools.report.figures import read_run
 
 RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
-"""Standard deviations, as shares of a step on GPUs; fitted to published runs, see docs/howto/plan.md.
+"""Standard deviations, as shares of a step on GPUs; fitted to published runs, see docs/howto/troubleshooting/plan.md.
 
 The first is a rank's, of its kernels and of the program that launches them, independent of all others. The
 second is a host's: its ranks share the disk, the cores and the memory that input from files goes through, so
@@ -28,7 +28,7 @@ they deviate together. One host alone does not wait for that, and runs on synthe
 TCP_SHARE = 0.94
 """What Ethernet, IP and TCP headers leave of a network's bandwidth, at packets of 1,500 bytes."""
 NCCL_SHARE = 0.8
-"""What NCCL's all-reduce gets of a network's bandwidth; fitted, see docs/howto/plan.md."""
+"""What NCCL's all-reduce gets of a network's bandwidth; fitted, see docs/howto/troubleshooting/plan.md."""
 NCCL_ROUND = 1e-3
 """Seconds for each round of agreement of ranks with GPUs."""
 PCI_EXPRESS = 10.0
