@@ -26,7 +26,7 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.ranks(2, 3, 4)
 SEEDS = 80
-REPLACED = r"no longer reduces gradients: another one was made later.*make this one again"
+REPLACED = r"no longer reduces gradients: another one was created later.*create this one again"
 
 
 def make_net(seed: int) -> nn.Module:
@@ -346,7 +346,7 @@ def test_a_dropped_result_is_reported_at_once(caplog: pytest.LogCaptureFixture) 
     hvd.DistributedOptimizer(base, net.named_parameters())
     assert len(caplog.records) == 1
     assert "of 0.weight and others was dropped before its first step" in caplog.text
-    assert "keep the object it returns and call its step()" in caplog.text
+    assert "Keep the object it returns and call its step()" in caplog.text
     caplog.clear()
     used = hvd.DistributedOptimizer(base, net.named_parameters())
     loss_of(net, 0, RANK).backward()

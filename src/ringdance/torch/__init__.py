@@ -1,9 +1,9 @@
 """Ringdance for PyTorch: ``import ringdance.torch as hvd``.
 
-Names, signatures and results are those of Horovod's torch module; see the functions.
+Names, signatures and results match Horovod's torch module. See the functions.
 """
 
-from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+from ringdance.training.exports import *  # isort: skip  # Comes first, because some names are replaced below.
 
 from ringdance.torch import elastic as elastic
 from ringdance.torch import operations

@@ -1,4 +1,4 @@
-"""The Adasum form of DistributedOptimizer: ranks combine how far each would move the weights."""
+"""The Adasum form of DistributedOptimizer: ranks combine the changes that each would make to the weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ringdance.training.exports import Adasum
 
 
 class AdasumOptimizer(Wrapped):
-    """Put in front of the optimizer's class: a step is made locally, and its changes are combined by Adasum.
+    """Put in front of the optimizer's class. A step is made locally, then Adasum combines its changes.
 
-    State (momentum and the like) stays each rank's own. A parameter without gradient on a rank has no
-    change there, and Adasum then takes the others'.
+    State such as momentum is local to each rank. A parameter without a gradient on a rank has no change
+    there, so Adasum takes the changes of the other ranks.
     """
 
     def synchronize(self) -> None:
@@ -28,13 +28,13 @@ class AdasumOptimizer(Wrapped):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise: the exchange is the step itself."""
-        raise AssertionError("skip_synchronize() is of no use with op=Adasum: step() does the exchange.")
+        """Raise AssertionError, because the exchange is part of the step."""
+        raise AssertionError("skip_synchronize() has no use with op=Adasum: step() makes the exchange.")
         yield
 
     @compiler_disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step locally, combine the changes of the weights over all ranks, and return the closure's value."""
+        """Step locally, combine the weight changes over all ranks, and return the closure's value."""
         value = closure() if closure is not None else None
         self._add_new()
         compression = self._options.compression
@@ -44,11 +44,11 @@ class AdasumOptimizer(Wrapped):
             super().step()  # type: ignore[misc]
             changes = [parameter - start for parameter, start in zip(trained, starts, strict=True)]
             packed = [compression.compress(change) for change in changes]
-            small = [one.contiguous() for one, _ in packed]
+            small = [change.contiguous() for change, _ in packed]
             if small and session.is_initialized() and session.engine().size > 1:
                 small = ops.grouped_allreduce_(small, name="adasum.changes", op=Adasum)
-            for parameter, start, one, (_, context) in zip(trained, starts, small, packed, strict=True):
-                parameter.copy_(start + compression.decompress(one, context))
+            for parameter, start, change, (_, context) in zip(trained, starts, small, packed, strict=True):
+                parameter.copy_(start + compression.decompress(change, context))
         session.mark_step()
         return value
 

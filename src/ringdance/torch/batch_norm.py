@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, on CPU and GPU."""
+"""Batch normalization over the batches of all ranks, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises with mean and variance over all ranks' elements of each channel.
+    """Normalizes with mean and variance over all ranks' elements of each channel.
 
-    Each rank adds the count, sum and sum of squares of its own batch; batches may have different sizes, or
-    none.
+    Each rank contributes the count, sum and sum of squares of its batch. Batches may have different sizes,
+    or be empty.
     """
 
     @staticmethod
@@ -35,9 +35,9 @@ class _Normalise(torch.autograd.Function):
             variance, mean = torch.var_mean(wide, axes, correction=0)
         else:
             variance = mean = wide.new_zeros(channels)
-        # In double precision a difference of squares has all digits of the variance that float32 can show.
+        # In float64, a difference of squares has all digits of the variance that float32 can represent.
         mean, variance, centre = mean.double(), variance.double(), mean.new_zeros(channels).double()
-        if input.dtype is torch.float64:  # it can show more: squares are those of distances from the mean
+        if input.dtype is torch.float64:  # It can represent more digits: use squared distances from the mean.
             own = torch.cat([mean.new_ones(1), mean]) * count
             every = ops.allreduce(own, name="sync_batch_norm.centre", op=Sum)
             centre = every[1:] / every[0]
@@ -64,17 +64,17 @@ class _Normalise(torch.autograd.Function):
     @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         normal, scale, weight = ctx.saved_tensors
-        given = gradients[0]
-        axes = [axis for axis in range(given.dim()) if axis != 1]
-        wide = given.to(normal.dtype)
+        incoming = gradients[0]
+        axes = [axis for axis in range(incoming.dim()) if axis != 1]
+        wide = incoming.to(normal.dtype)
         of_bias, of_weight = wide.sum(axes), (wide * normal).sum(axes)
         sums = torch.stack([of_bias, of_weight])
         sums = ops.allreduce(sums, name="sync_batch_norm.gradients", op=Sum) / ctx.total
         of_input = None
         if ctx.needs_input_grad[0]:
-            inner = wide - _per_channel(sums[0], given) - normal * _per_channel(sums[1], given)
+            inner = wide - _per_channel(sums[0], incoming) - normal * _per_channel(sums[1], incoming)
             factor = scale if weight is None else scale * weight
-            of_input = (inner * _per_channel(factor, given)).to(given.dtype)
+            of_input = (inner * _per_channel(factor, incoming)).to(incoming.dtype)
         return of_input, *(
             gradient.to(weight.dtype) if wanted and weight is not None else None
             for gradient, wanted in zip((of_weight, of_bias), ctx.needs_input_grad[1:3], strict=True)
@@ -82,22 +82,22 @@ class _Normalise(torch.autograd.Function):
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation whose statistics are those of the batches of all ranks together.
+    """Batch normalization with statistics over the batches of all ranks together.
 
-    A stand-in for ``BatchNorm1d``, ``2d`` and ``3d`` with input (N, C), (N, C, L), ... up to five
-    dimensions; N may differ between ranks. With one rank, and in evaluation with tracked statistics, it
-    is plain batch norm. Gradients of weight and bias are those of this rank's elements;
-    DistributedOptimizer averages them.
+    Replaces ``BatchNorm1d``, ``2d`` and ``3d`` for input of shape (N, C), (N, C, L), ... with up to five
+    dimensions. N may differ between ranks. With one rank, and in evaluation with tracked statistics, it is
+    plain batch norm. Gradients of weight and bias cover this rank's elements only; DistributedOptimizer
+    averages them.
 
     Args:
-        num_features: channels C.
-        eps: added to the variance.
-        momentum: weight of the new statistics in the running ones; ``None`` for their plain average.
-        affine: whether there are weight and bias.
-        track_running_stats: whether running statistics are kept.
+        num_features: Number of channels C.
+        eps: Value added to the variance.
+        momentum: Weight of new statistics in the running ones, or ``None`` for a plain average.
+        affine: If True, weight and bias are trained.
+        track_running_stats: If True, running statistics are kept.
 
     Raises:
-        ArgumentError: the input has less than two dimensions.
+        ArgumentError: The input has less than two dimensions.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Replace each batch norm within ``module``, torch's ``SyncBatchNorm`` too, by one of this class.
+        """Replace each batch norm within ``module``, also torch's ``SyncBatchNorm``, by one of this class.
 
-        Parameters and buffers stay the same objects. Returns ``module``, or what replaces it.
+        Parameters and buffers stay the same objects. Returns ``module``, or its replacement.
         """
         result = module
         if isinstance(module, (BatchNorm, torch.nn.SyncBatchNorm)) and not isinstance(module, cls):
@@ -130,7 +130,7 @@ class SyncBatchNorm(BatchNorm):
 
     @compiler_disable
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input, in its shape and type."""
+        """Return the normalized input, in its shape and type."""
         self._check_input_dim(input)
         own = self.training or self.running_mean is None
         if not own or session.engine().size == 1:
@@ -142,7 +142,7 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
-        known: Any = self  # its statistics are not None
+        known: Any = self  # Its statistics are not None.
         with torch.no_grad():
             known.num_batches_tracked.add_(1)
             part = 1.0 / float(known.num_batches_tracked) if self.momentum is None else self.momentum

@@ -1,15 +1,14 @@
-"""Exchange tensors by a communicator of torch's: NCCL for those on a GPU, gloo for those on the CPU.
+"""Exchange tensors through torch.distributed: NCCL for GPU tensors, gloo for CPU tensors.
 
-What is exchanged, and in which order, the ranks agree on as ever; the data of agreed batches go through the
-communicator, of which each process set has one. It is made at its first use, by way of the engine.
+The ranks agree as usual on what is exchanged, and in which order. The data of agreed batches go through a
+communicator of which each process set has one. It is created at its first use, with the engine's help.
 
 Note [Streams]
-The thread that submits tensors records an event behind the work that makes them. The exchange runs on a
-stream of its own: that waits for the event, copies the batch into one flat tensor, exchanges it and
-records an event, for which the stream waits that uses the results. The host waits nowhere, so a work is
-done once its exchange has been enqueued. Memory that one stream has allocated and another one uses is
-told to torch's allocator (``record_stream``). Tensors on the CPU have no stream: there the engine polls
-gloo.
+The thread that submits tensors records an event after the work that computes them. The exchange has its own
+stream. This stream waits for the event, copies the batch into one flat tensor, exchanges it and records an
+event. The stream that uses the results waits for that event. The host does not wait, so a work is done once
+its exchange has been enqueued. torch's allocator is informed about memory that one stream has allocated and
+another one uses (``record_stream``). CPU tensors have no stream, so the engine polls gloo.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 Pairs = Sequence[tuple[Description, Request | None]]
-# Started calls, and what makes their results, for each request, once they are complete.
+# Started calls, and a function that returns the results of each request once the calls are complete.
 Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
 _NAMES = (
@@ -57,20 +56,20 @@ _NAMES = (
 DTYPES = {getattr(torch, name): name for name in _NAMES if hasattr(torch, name)}
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_aborted: list[Any] = []  # groups with calls under way that will never be complete, which use their tensors
-_last: dict[str, torch.device] = {}  # the device of the last tensors that this rank has submitted, by kind
+_aborted: list[Any] = []  # Groups with calls that will never complete, but still use their tensors.
+_last: dict[str, torch.device] = {}  # Device of the last tensors that this rank submitted, by kind.
 
 
 def submitted(tensor: Tensor) -> Any:
-    """Note the device of a tensor; return the event after which it holds what is to be sent."""
+    """Note the device of a tensor. Returns the event after which it holds the data to send."""
     _last[tensor.device.type] = tensor.device
     return mark(tensor)
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
-    """Return whether communicators of torch do this as the engine does; if not, it goes through the host.
+    """Return True if torch's communicators do this as the engine does. Otherwise, it goes through the host.
 
-    They do not average integers exactly, and may drop NaN where the least or greatest value is asked for.
+    They do not average integers exactly, and may drop NaN in Min and Max.
     """
     if kind not in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
         return dtype in DTYPES
@@ -80,7 +79,7 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 
 
 def await_results(results: DeviceResults) -> list[Tensor]:
-    """Return the results; the current stream waits until they are valid, the host does not."""
+    """Return the results. The current stream waits until they are valid; the host does not."""
     if results.event is not None:
         stream = module_of(results[0].device).current_stream(results[0].device)
         stream.wait_event(results.event)
@@ -94,10 +93,10 @@ class TorchExchange:
 
     Args:
         group: torch's ProcessGroupNCCL or ProcessGroupGloo.
-        store: of the set's members.
-        device: of this rank's tensors; those on others are copied to it.
+        store: Store of the set's members.
+        device: Device of this rank's tensors. Tensors on other devices are copied to it.
         streams: None on the CPU.
-        exchange: tells what of a request differs between the ranks.
+        exchange: Tells what differs between the ranks in a request.
     """
 
     def __init__(
@@ -106,21 +105,21 @@ class TorchExchange:
         self.group, self.store, self.device = group, store, device
         self._streams, self._exchange = streams, exchange
         self._size, self._rank = exchange.size, exchange.rank
-        self._under_way: deque[tuple[Any, str]] = deque()  # on a GPU: the event behind a batch, its names
+        self._under_way: deque[tuple[Any, str]] = deque()  # On a GPU: the event after a batch, and its names.
 
     @classmethod
     def over(
         cls, store: Any, device: torch.device, exchange: Any, timeout: timedelta = communicators.TIMEOUT
     ) -> TorchExchange:
-        """Return a new one of the ranks that have the store; blocks until all have called this."""
+        """Return a new exchange for the ranks that share the store. Blocks until all have called this."""
         streams = None if device.type == "cpu" else Streams(module_of(device), device)
         group = communicators.group_of(store, exchange.rank, exchange.size, device, timeout)
         return cls(group, store, device, streams, exchange)
 
     def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
-        """Run a batch; see ``DeviceExchange``."""
+        """Run a batch. See ``DeviceExchange``."""
         if self.group is None:
-            raise ShutDownError("The communicator of these tensors is closed; nothing more can be exchanged.")
+            raise ShutDownError("The communicator of these tensors is closed. Nothing more can be exchanged.")
         d = pairs[0][0]
         if d.kind is Collective.ALLREDUCE:
             return (yield from self._run(pairs, lambda: self._allreduce(pairs)))
@@ -132,7 +131,7 @@ class TorchExchange:
         return results
 
     def _run(self, pairs: Pairs, start: Callable[[], Started]) -> Steps:
-        """Start calls, wait for them on the stream or, on the CPU, here; return the results."""
+        """Start calls, wait for them (on the stream or, for the CPU, here), and return the results."""
         context = self._exchange.context
         requests = [request for _, request in pairs if request is not None]
         if self._streams is None:
@@ -144,15 +143,15 @@ class TorchExchange:
         with self._streams.after([request.ready for request in requests], inputs):
             calls, finish = start()
             for call in calls:
-                call.wait()  # lets the stream wait
-            found = [DeviceResults(results) for results in finish()]
+                call.wait()  # Makes the stream wait.
+            results = [DeviceResults(tensors) for tensors in finish()]
         event = self._streams.record()
-        for results in found:
-            results.event = event
+        for result in results:
+            result.event = event
         names = ", ".join(str(request.name or request.description.kind.name.lower()) for request in requests)
         self._under_way.append((event, names))
         context.achieved += 1
-        return found
+        return results
 
     def _completed(self, calls: Sequence[Any], context: Context) -> Steps:
         context.in_transit += 1
@@ -167,11 +166,11 @@ class TorchExchange:
         except RuntimeError as error:
             where = f"rank {self._rank} (host {socket.gethostname()})"
             raise RankLostError(
-                f"gloo could not exchange tensors on {where}: {error}. Look for the first rank that ended."
+                f"gloo could not exchange tensors on {where}: {error}. Look for the first rank that exited."
             ) from error
 
     def _tensors(self, d: Description, request: Request | None) -> list[Tensor]:
-        """Return what is sent: zeros of a rank that has joined."""
+        """Return the tensors to send, or zeros for a rank that has joined."""
         if request is None:
             dtypes = [getattr(torch, name) for name in d.dtypes]
             pairs = zip(d.shapes, dtypes, strict=True)
@@ -181,20 +180,20 @@ class TorchExchange:
 
     def _allreduce(self, pairs: Pairs) -> Started:
         sent = [tensor for pair in pairs for tensor in self._tensors(*pair)]
-        given: list[Any] = [one for d, r in pairs for one in ((r and r.outputs) or [None] * len(d.shapes))]
+        outputs: list[Any] = [out for d, r in pairs for out in ((r and r.outputs) or [None] * len(d.shapes))]
         calls, finishes = [], []
         for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
             chosen = [index for index, tensor in enumerate(sent) if tensor.dtype is dtype]
-            targets = [given[index] for index in chosen]
+            targets = [outputs[index] for index in chosen]
             call, finish = self._reduce_flat([sent[index] for index in chosen], targets, pairs[0][0])
             calls.append(call)
             finishes.append((chosen, finish))
 
         def results() -> list[list[Tensor]]:
-            found: dict[int, Tensor] = {}
+            by_index: dict[int, Tensor] = {}
             for chosen, finish in finishes:
-                found.update(zip(chosen, finish(), strict=True))
-            ordered = iter([found[index] for index in range(len(sent))])
+                by_index.update(zip(chosen, finish(), strict=True))
+            ordered = iter([by_index[index] for index in range(len(sent))])
             return [[next(ordered) for _ in d.shapes] for d, _ in pairs]
 
         return calls, results
@@ -202,7 +201,7 @@ class TorchExchange:
     def _reduce_flat(
         self, tensors: list[Tensor], given: list[Tensor | None], d: Description
     ) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Start to reduce tensors of one dtype as one flat tensor; the results go to those given."""
+        """Start to reduce tensors of one dtype as one flat tensor. The results go to ``given``."""
         lone = len(tensors) == 1 and given[0] is not None and given[0].data_ptr() == tensors[0].data_ptr()
         flat = tensors[0].reshape(-1) if lone else torch.cat([tensor.reshape(-1) for tensor in tensors])
         wire, operation = self._prepared(flat, d)
@@ -216,15 +215,15 @@ class TorchExchange:
                 for view, target in zip(views, given, strict=True):
                     if target is not None:
                         target.copy_(view)
-            return [view if one is None else one for view, one in zip(views, given, strict=True)]
+            return [view if out is None else out for view, out in zip(views, given, strict=True)]
 
         return call, finish
 
     def _prepared(self, flat: Tensor, d: Description) -> tuple[Tensor, Any]:
-        """Return the tensor that is reduced, scaled, and torch's operation.
+        """Return the scaled tensor to reduce, and torch's operation.
 
-        16-bit floats are widened for gloo, which would round each partial sum; NCCL averages them itself,
-        since the sum of many might not fit. Complex numbers are pairs of floats.
+        16-bit floats are widened for gloo, which would round each partial sum. NCCL averages them itself,
+        because the sum of many might overflow. Complex numbers are pairs of floats.
         """
         half = flat.dtype in _HALVES
         wire = flat.float() if half and self._streams is None else flat
@@ -236,12 +235,12 @@ class TorchExchange:
         return wire, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM
 
     def _deliver(self, wire: Tensor, flat: Tensor, d: Description) -> None:
-        """Scale what was reduced, and copy it to ``flat`` if that has memory of its own."""
+        """Scale the reduced tensor, and copy it to ``flat`` if that has separate memory."""
         native = wire.dtype in _HALVES
         divisor = self._size if d.operation is ReduceOp.AVERAGE and not native else 1
         if d.postscale == 1.0 and divisor & (divisor - 1):
             wire.div_(divisor)
-        elif d.postscale != divisor:  # the reciprocal of a power of two is exact
+        elif d.postscale != divisor:  # The reciprocal of a power of two is exact.
             wire.mul_(d.postscale / divisor)
         if wire is not flat and not flat.is_complex():
             flat.copy_(wire)
@@ -253,13 +252,13 @@ class TorchExchange:
 
         def results() -> list[list[Tensor]]:
             parts = iter(_views(flat, sent))
-            found = [[next(parts) for _ in d.shapes] for d, _ in pairs]
-            for (_, request), own in zip(pairs, found, strict=True):
+            results = [[next(parts) for _ in d.shapes] for d, _ in pairs]
+            for (_, request), own in zip(pairs, results, strict=True):
                 targets: Any = (request and request.outputs) or ()
                 for index, target in enumerate(targets):
                     target.copy_(own[index])
                     own[index] = target
-            return found
+            return results
 
         return [call], results
 
@@ -292,13 +291,13 @@ class TorchExchange:
         (d, request), = pairs
         assert request is not None
         assert request.splits is not None
-        given, n = request.splits, self._size
-        table = yield from self._exchange.gather_words([int(number) for splits in given for number in splits])
-        received = [[row[index * n + self._rank] for row in table] for index in range(len(given))]
+        all_splits, n = request.splits, self._size
+        table = yield from self._exchange.gather_words([int(number) for row in all_splits for number in row])
+        received = [[row[index * n + self._rank] for row in table] for index in range(len(all_splits))]
 
         def start() -> Started:
             calls, outputs = [], []
-            for tensor, splits, rows in zip(self._tensors(d, request), given, received, strict=True):
+            for tensor, splits, rows in zip(self._tensors(d, request), all_splits, received, strict=True):
                 output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
                 width = math.prod(tensor.shape[1:]) * tensor.element_size()
                 sent = [int(number) * width for number in splits]
@@ -325,7 +324,7 @@ class TorchExchange:
                     padded[rank, : count * width] = tensor[first[rank] : first[rank] + count].reshape(-1)
                 wire, operation = self._prepared(padded.view(-1), d)
                 total = wire.new_empty(len(wire) // self._size)
-                if self._streams is None:  # gloo's own is complete only for one that waits for it
+                if self._streams is None:  # gloo's own only completes for a thread that waits for it.
                     parts = wire.view(self._size, total.numel())
                     total = parts[self._rank]
                     for rank, part in enumerate(parts if total.numel() else ()):
@@ -350,7 +349,7 @@ class TorchExchange:
         return (yield from self._run(pairs, start))
 
     def check(self) -> None:
-        """Raise RankLostError if NCCL has failed; its kernels are aborted then, so their events are done."""
+        """Raise RankLostError if NCCL has failed. Its kernels are then aborted, so their events complete."""
         group = self.group
         if group is None or self._streams is None:
             return
@@ -359,20 +358,20 @@ class TorchExchange:
             names = self._under_way[0][1] if self._under_way else "a bucket"
             raise RankLostError(
                 f"{group.name()} failed on {where} in '{names}' or after it: {failure}. Look for the first "
-                "rank that ended, for Xid errors in the kernel's log (dmesg), and run again with "
+                "rank that exited and for Xid errors in the kernel log (dmesg), and run again with "
                 "NCCL_DEBUG=WARN for NCCL's own reason."
             )
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator; not ``agreed``: abort it, on a thread, as that may take long."""
+        """Free the communicator. Unless ``agreed``, abort it on a thread, because that may take long."""
         group, self.group = self.group, None
         self._under_way.clear()
         if group is None or (agreed and self._streams is None):
             return
         if self._streams is not None and agreed:
-            self._streams.synchronize()  # what is enqueued would be aborted
+            self._streams.synchronize()  # Otherwise, enqueued calls would be aborted.
             group.shutdown()
             return
         _aborted.append(group)
@@ -381,25 +380,25 @@ class TorchExchange:
 
 
 class Launched:
-    """A reduction that was started without a round; used as an engine's ``Work``.
+    """A reduction that was started without a round. Used like an engine's ``Work``.
 
     Args:
-        exchange: whose members start the same in the same order.
-        call: operation and scales.
-        tensors: replaced by the results.
+        exchange: Exchange whose members start the same reductions in the same order.
+        call: Operation and scales.
+        tensors: Replaced by the results.
     """
 
     def __init__(self, exchange: TorchExchange, call: Call, tensors: Sequence[Tensor]) -> None:
-        shapes = tuple(tuple(one.shape) for one in tensors)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         d = Description(call.kind, (), shapes, call.operation, call.prescale, call.postscale)
-        given: Any = tuple(tensors)
-        request = Request(d, given, given, call.full_name, ready=mark(given[0]))
+        inputs: Any = tuple(tensors)
+        request = Request(d, inputs, inputs, call.full_name, ready=mark(inputs[0]))
         self._steps = exchange.execute([(d, request)], ())
         self.result: Any = None
         self.done()
 
     def done(self) -> bool:
-        """Return whether the results are there, or enqueued."""
+        """Return True if the results are available or enqueued."""
         if self.result is None:
             try:
                 next(self._steps)
@@ -416,35 +415,35 @@ class Launched:
 
 
 def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchExchange | None:
-    """Return another communicator of a set's members: all call this, and it blocks until they have.
+    """Return a further communicator for a set's members. All call this, and it blocks until they have.
 
-    None, on all alike, before the set has exchanged tensors on this kind of device.
+    Returns None on all ranks if the set has not yet exchanged tensors on this kind of device.
 
     Raises:
-        CollectiveError: the engine has ended meanwhile.
+        CollectiveError: The engine has ended in the meantime.
     """
     state = engine.sets.find(set_id).state
     common: Any = None if state is None else state.exchange.devices.get(kind)
     if state is None or common is None:
         return None
     place = SimpleNamespace(rank=state.exchange.rank, size=state.exchange.size, context=Context())
-    made: Future[TorchExchange] = Future()
+    connected: Future[TorchExchange] = Future()
 
     def connect() -> None:
         try:
             store = dist.PrefixStore(name, common.store)
-            made.set_result(TorchExchange.over(store, common.device, place, communicators.NO_TIMEOUT))
+            connected.set_result(TorchExchange.over(store, common.device, place, communicators.NO_TIMEOUT))
         except BaseException as error:
-            made.set_exception(error)
+            connected.set_exception(error)
 
     threading.Thread(target=connect, name="ringdance connect", daemon=True).start()
-    while not made.done():
+    while not connected.done():
         if engine.closed:
             raise engine.end.error()
         time.sleep(1e-3)
-    found = made.result()
-    state.exchange.devices = {**state.exchange.devices, name: found}  # the engine's thread may read them now
-    return found
+    exchange = connected.result()
+    state.exchange.devices = {**state.exchange.devices, name: exchange}  # The engine's thread may be reading.
+    return exchange
 
 
 def _options(options: Any, **values: Any) -> Any:
@@ -459,7 +458,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cut bytes into tensors with the dtypes and shapes of others."""
+    """Split bytes into tensors with the dtypes and shapes of ``like``."""
     parts = torch.split(flat, [tensor.nbytes for tensor in like])
     return [
         (part if part.storage_offset() % tensor.element_size() == 0 else part.clone())
@@ -477,8 +476,8 @@ def make(exchange: Exchange, kind: str) -> Steps:
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
         module = module_of(device)
-        place = session.engine().local_rank % module.device_count()  # of a rank that has joined
-        device = _last.get(kind, torch.device(kind, place))  # this thread's own is the first GPU
+        place = session.engine().local_rank % module.device_count()  # For a rank that has joined.
+        device = _last.get(kind, torch.device(kind, place))  # This thread's current device is the first GPU.
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
     networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())
@@ -493,13 +492,13 @@ def make(exchange: Exchange, kind: str) -> Steps:
 
 
 def _check_devices(exchange: Exchange, uuid: str) -> Steps:
-    """Raise ArgumentError on all members if two have the same GPU."""
+    """Raise ArgumentError on all members if two of them have the same GPU."""
     own = json.dumps([socket.gethostname(), uuid]).encode()
-    found = [tuple(json.loads(one)) for one in (yield from exchange.gather_bytes(own))]
-    shared = [rank for rank, one in enumerate(found) if found.count(one) > 1]
+    gpus = [tuple(json.loads(item)) for item in (yield from exchange.gather_bytes(own))]
+    shared = [rank for rank, item in enumerate(gpus) if gpus.count(item) > 1]
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise ArgumentError(
-            f"Ranks {', '.join(map(str, shared))} use one GPU with others of host {found[shared[0]][0]}: "
-            "call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for "
+            f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks of host {gpus[shared[0]][0]}. "
+            "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for "
             "each GPU."
         )

@@ -1,4 +1,4 @@
-"""Training that goes on after an error: ``hvd.elastic.run``, ``TorchState`` and ``ElasticSampler``.
+"""Training that continues after an error: ``hvd.elastic.run``, ``TorchState`` and ``ElasticSampler``.
 
 See ``ringdance.training.elastic``.
 """
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
-    """Gives each rank its share of a data set; after a restart, of what is left of the epoch.
+    """Gives each rank its share of a data set or, after a restart, of the rest of the epoch.
 
     Put it in the state, so that it is committed with the weights::
 
@@ -39,12 +39,12 @@ class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)   # at the end of the epoch
 
-    How samples are distributed, and the attributes: ``ringdance.training.elastic.ElasticIndices``.
+    ``ringdance.training.elastic.ElasticIndices`` describes the distribution of samples and the attributes.
 
     Args:
-        dataset: has a length.
-        shuffle: in another order each epoch.
-        seed: of the order; the same on all ranks.
+        dataset: Data set with a length.
+        shuffle: If True, each epoch has a different order.
+        seed: Seed of the order, equal on all ranks.
 
     Raises:
         NotInitializedError: ``init()`` has not been called.
@@ -56,12 +56,12 @@ class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
 
 
 class StateHandler:
-    """Saves, restores and synchronises one object that has ``state_dict`` and ``load_state_dict``.
+    """Saves, restores and synchronizes an object that has ``state_dict`` and ``load_state_dict``.
 
-    For objects with a small state, such as learning rate schedulers: rank 0's is sent as one object.
+    For objects with a small state, such as learning rate schedulers: rank 0's state is sent as one object.
 
     Attributes:
-        value: the object.
+        value: The object.
     """
 
     def __init__(self, value: Any) -> None:
@@ -74,24 +74,24 @@ class StateHandler:
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load what was saved last."""
+        """Load the last saved state."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load rank 0's state; what was saved stays."""
+        """Load rank 0's state. The saved state does not change."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.object"))
 
     def set_value(self, value: Any) -> None:
-        """Handle another object instead, and save it."""
+        """Switch to another object, and save its state."""
         self.value = value
         self.save()
 
     def reset(self) -> None:
-        """Adapt to the job that has started again, perhaps with other ranks."""
+        """Adapt to the restarted job, perhaps with other ranks."""
 
 
 class ModelStateHandler(StateHandler):
-    """For modules."""
+    """Handles modules."""
 
     def sync(self) -> None:
         """Broadcast parameters and buffers, in place."""
@@ -99,7 +99,7 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """For optimizers, wrapped by DistributedOptimizer or not."""
+    """Handles optimizers, wrapped by DistributedOptimizer or not."""
 
     def sync(self) -> None:
         """Broadcast the optimizer's state and options."""
@@ -107,17 +107,17 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """For ElasticSampler."""
+    """Handles ElasticSampler."""
 
     def reset(self) -> None:
-        """Distribute the remaining samples among the present ranks, also without a ``sync``."""
+        """Distribute the remaining samples among the current ranks, even without a ``sync``."""
         self.value.reset()
 
 
 _GradScaler: type = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # PyTorch before 2.3
 
-# The first that fits is taken. Of a scheduler or scaler, rank 0's must not replace the object on other
-# ranks, as a plain attribute would: it is tied to this rank's optimizer.
+# The first matching entry is used. Schedulers and scalers are tied to this rank's optimizer, so rank 0's
+# object must not replace them on other ranks, as it would for a plain attribute.
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
@@ -128,12 +128,12 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Return the list of (type, handler class) by which TorchState finds a handler: the first that fits."""
+    """Return the list of (type, handler class) in which TorchState looks for a handler, in order."""
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Use another list for states that are made from now on."""
+    """Use another list for states that are created from now on."""
     global _registry
     _registry = registry
 
@@ -148,18 +148,19 @@ def _handler_for(value: Any) -> StateHandler | None:
 class TorchState(ObjectState):
     """Model, optimizer, samplers and plain attributes, committed and restored together.
 
-    Modules, optimizers, ``ElasticSampler``, learning rate schedulers and GradScalers are saved by their
-    ``state_dict`` and restored in place; all else as ``ObjectState`` does. Assigning another object to
-    such an attribute (``state.model = other``) tracks and saves that one from then on.
+    Modules, optimizers, ``ElasticSampler``, learning rate schedulers and GradScalers are saved through their
+    ``state_dict`` and restored in place. Other attributes are handled as in ``ObjectState``. If you assign
+    another object to such an attribute (``state.model = other``), that object is tracked and saved from
+    then on.
 
-    ``sync`` gives all ranks rank 0's present weights and attributes; what was saved is the last commit
-    still (on other ranks than 0, of weights their own), so ``restore`` is to be followed by ``sync``,
-    as ``run`` does.
+    ``sync`` gives all ranks rank 0's current weights and attributes. The saved state remains the last commit
+    (on ranks other than 0, with their own weights). So ``restore`` must be followed by ``sync``, as in
+    ``run``.
 
     Args:
-        model: a module, or None.
-        optimizer: an optimizer, or None.
-        kwargs: more attributes.
+        model: Module, or None.
+        optimizer: Optimizer, or None.
+        kwargs: Further attributes.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -177,10 +178,10 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last; modules, optimizers and samplers stay the same objects.
+        """Go back to the last saved state. Modules, optimizers and samplers stay the same objects.
 
-        The gradients are dropped: of modules, of optimizers, and sums of several passes. Commit after
-        ``optimizer.step()``: a commit between the passes of a step does not keep theirs.
+        Gradients of modules and optimizers are dropped, including sums over several passes. Commit after
+        ``optimizer.step()``: a commit between the passes of a step does not keep their gradients.
         """
         forget_all()
         for handler in self._handlers.values():
@@ -191,18 +192,18 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Take over rank 0's state. A collective."""
+        """Copy rank 0's state to all ranks. A collective call."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Let samplers distribute the remaining samples again."""
+        """Make samplers distribute the remaining samples again."""
         for handler in self._handlers.values():
             handler.reset()
 
     def _copied(self, value: Any) -> Any:
-        # A tensor by itself is data; one that is trained or part of a graph belongs to something else.
+        # A plain tensor is data. One that is trained or part of a graph belongs to another object.
         if type(value) is torch.Tensor and not value.requires_grad:
             return value.clone()
         return super()._copied(value)
@@ -213,7 +214,7 @@ class TorchState(ObjectState):
             handlers[name].set_value(value)
         elif name in self.__dict__.get("_saved_state", ()):
             handler = _handler_for(value)
-            if handler is not None:  # None before, a model now
+            if handler is not None:  # It was None before and is a model now.
                 handlers[name] = handler
                 del self._saved_state[name]
         super().__setattr__(name, value)

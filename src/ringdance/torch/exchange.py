@@ -1,4 +1,4 @@
-"""Run collective calls on torch tensors, at once or in the background, and record their gradients."""
+"""Run collective calls on torch tensors, at once or in the background, and record them for autograd."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 
-# What a wrong argument may raise while it is converted; see Note [Refused calls].
+# Errors that a wrong argument may raise while it is converted. See Note [Refused calls].
 WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
 
-compiler_disable(session.mark_step)  # Keras compiles whole steps
+compiler_disable(session.mark_step)  # Keras compiles whole steps.
 session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
 session.watch_training(has_run_backward)
 tunables["threads"] = Tunable(
@@ -42,23 +42,23 @@ tunables["threads"] = Tunable(
 def submit(
     call: Call, tensors: Tensors, in_place: bool = False, wake: bool = False, splits: Any = None
 ) -> Work:
-    """Submit a call; the result is a list of arrays, one for each tensor.
+    """Submit a call. The result is a list of arrays, one for each tensor.
 
     Args:
-        call: what to do.
-        tensors: the members of a group, or one tensor.
-        in_place: whether results replace the tensors; ``copy_back`` has to follow for those on a GPU.
-        wake: whether the engine thread starts it; False for callers that wait at once.
-        splits: of an alltoall: integers or an int32 tensor; ``None`` for equal shares.
+        call: Call to submit.
+        tensors: Members of a group, or one tensor.
+        in_place: If True, results replace the tensors. For GPU tensors, ``copy_back`` must follow.
+        wake: If True, wake the engine thread to start the call. False for callers that wait at once.
+        splits: For an alltoall, integers or an int32 tensor, or ``None`` for equal shares.
 
     Raises:
-        ArgumentError: a tensor or an argument is wrong; peers get the same message.
+        ArgumentError: A tensor or an argument is wrong. Peers get the same message.
     """
     engine = session.engine()
     try:
         if (_by_torch["cpu"] or not getattr(tensors[0], "is_cpu", True)) and stays(call, tensors, engine):
             return _submit_device(call, engine, tensors, in_place, wake, splits)
-        if len(tensors) == 1:  # a lone tensor is worth the 0.3 µs of a comprehension
+        if len(tensors) == 1:  # For a single tensor, avoid the 0.3 µs of a comprehension.
             views: tuple[Array, ...] = (array_of(tensors[0], in_place),)
         else:
             views = tuple([array_of(tensor, in_place) for tensor in tensors])
@@ -70,7 +70,7 @@ def submit(
     if in_place:
         outputs = views
     elif call.keeps_shapes:
-        # Torch needs no more than NumPy's alignment; the engine's own arrays cost 2 µs more.
+        # Torch needs no more than NumPy's alignment. The engine's own arrays cost 2 µs more.
         first = np.empty(views[0].shape, views[0].dtype)
         outputs = (first,) if len(views) == 1 else (first, *map(np.empty_like, views[1:]))
     return call.submit(engine, views, outputs, rows, wake)
@@ -90,7 +90,7 @@ def _submit_device(
 
 
 def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
-    """Return whether a communicator of torch's exchanges the tensors: the same on all ranks."""
+    """Return True if torch's communicator exchanges the tensors. Equal on all ranks."""
     scales, kind = (call.prescale, call.postscale), getattr(tensors[0], "device", torch.device("meta")).type
     return (
         _by_torch.get(kind, False) and not engine.sets.find(call.set_id).alone
@@ -104,11 +104,11 @@ def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
 
 
 def any_by_torch(tensors: Tensors) -> bool:
-    """Return whether a communicator of torch's exchanges tensors such as the first."""
+    """Return True if torch's communicator exchanges tensors such as the first."""
     return bool(tensors) and _by_torch.get(tensors[0].device.type, False)
 
 
-# Kinds of device whose tensors communicators of torch's exchange.
+# Kinds of devices whose tensors are exchanged through torch.distributed.
 _by_torch = {"cpu": False, "cuda": False}
 
 
@@ -129,7 +129,7 @@ def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compressio
         listed = list(tensors)
         if not listed:
             raise IndexError("A group needs at least one tensor.")
-        if any([one.is_cpu != listed[0].is_cpu for one in listed]):
+        if any([tensor.is_cpu != listed[0].is_cpu for tensor in listed]):
             raise UnsupportedOperationError("A group's tensors must all be on the CPU or all on a GPU.")
         if compression is not Compression.none:
             return [compression.compress(tensor) for tensor in listed]
@@ -140,7 +140,7 @@ def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compressio
 
 
 def _array_of_splits(splits: Any) -> Array:
-    """Return splits as an array; Horovod's types: a list or tuple of integers, or an int32 tensor."""
+    """Return splits as an array. Accepts Horovod's types: a list or tuple of integers, or an int32 tensor."""
     if not isinstance(splits, Tensor):
         return np.asarray(splits)
     if splits.dtype is not torch.int32:
@@ -149,7 +149,7 @@ def _array_of_splits(splits: Any) -> Array:
 
 
 def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
-    """Return the results as tensors on the devices of ``like``; of an alltoall also the received splits."""
+    """Return results as tensors on the devices of ``like``, for an alltoall also the received splits."""
     if isinstance(work.result, DeviceResults):
         pairs = zip(device.await_results(work.result), like, strict=True)
         results = [result.to(tensor.device) for result, tensor in pairs]
@@ -167,7 +167,7 @@ def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
 
 
 def copy_back(tensors: Tensors, work: Work) -> None:
-    """Copy what was done in place in pinned memory back to the GPU, where all tensors or none are."""
+    """Copy results in pinned memory back to the GPU, after a call in place. All tensors are there or none."""
     if isinstance(work.result, DeviceResults):
         device.await_results(work.result)
     elif not tensors[0].is_cpu:
@@ -178,18 +178,18 @@ def copy_back(tensors: Tensors, work: Work) -> None:
 def run(
     call: Call, tensors: Tensors, compression: Any = Compression.none, splits: Any = None
 ) -> list[Tensor]:
-    """Run a call and return its results, recorded for a backward pass if a tensor requires a gradient.
+    """Run a call and return its results, recorded for backward if a tensor requires a gradient.
 
     Args:
-        call: what to do.
-        tensors: the members of a group, or one tensor.
-        compression: casts the tensors for the exchange and the results back.
-        splits: of an alltoall.
+        call: Call to run.
+        tensors: Members of a group, or one tensor.
+        compression: Casts the tensors for the exchange, and casts the results back.
+        splits: Splits of an alltoall.
     """
     if compression is not Compression.none:
         packed = _listed(call, tensors, compression)
         reduced = run(call, [small for small, _ in packed])
-        return [compression.decompress(one, packed[index][1]) for index, one in enumerate(reduced)]
+        return [compression.decompress(small, packed[index][1]) for index, small in enumerate(reduced)]
     if call.grouped:
         tensors = _listed(call, tensors)
     for tensor in tensors:
@@ -202,7 +202,7 @@ def run(
 
 
 def run_in_place(call: Call, tensors: Tensors) -> Any:
-    """Run a call whose results replace the tensors; return these."""
+    """Run a call whose results replace the tensors, and return the tensors."""
     if call.grouped:
         tensors = _listed(call, tensors)
     work = submit(call, tensors, True)
@@ -212,7 +212,7 @@ def run_in_place(call: Call, tensors: Tensors) -> Any:
 
 
 def start(call: Call, tensors: Tensors, in_place: bool = False, splits: Any = None) -> int:
-    """Start a call; ``synchronize`` of the returned handle gives the result, of a group a tuple."""
+    """Start a call. ``synchronize`` on the returned handle gives the result, for a group a tuple."""
     if call.grouped:
         tensors = _listed(call, tensors)
 
@@ -228,7 +228,7 @@ def start(call: Call, tensors: Tensors, in_place: bool = False, splits: Any = No
 
 
 class _Recorded(torch.autograd.Function):
-    """A collective in the graph; its gradient is that of ``Call.backward``."""
+    """A collective in the autograd graph. ``Call.backward`` defines its gradient."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, splits: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -247,17 +247,17 @@ class _Recorded(torch.autograd.Function):
 
 
 def _gradients(call: Call, given: Tensors, rows: list[int], received: Tensor | None) -> list[Tensor]:
-    """Return the gradients of a call's tensors from those of its results; ``rows``: of the tensors."""
+    """Return the gradients of a call's tensors from its results' gradients. ``rows``: rows per tensor."""
     engine = session.engine()
     back = call.backward(engine)
-    scaled = [one * back.scale for one in given] if back.scale != 1.0 else given
+    scaled = [tensor * back.scale for tensor in given] if back.scale != 1.0 else given
     results = run(back.call, scaled, splits=received)
     if back.keep is Keep.OWN_ROWS:
         counts = Call(Collective.ALLGATHER, set_id=call.set_id).submit(engine, (np.array([rows]),)).wait()[0]
         starts = counts[: engine.members(call.set_id).index(engine.rank)].sum(axis=0).tolist()
-        return [one[start : start + count] for one, start, count in zip(results, starts, rows, strict=True)]
+        return [part[start : start + count] for part, start, count in zip(results, starts, rows, strict=True)]
     if back.keep is Keep.ROOT:
-        return results if engine.rank == call.root else [torch.zeros_like(one) for one in results]
+        return results if engine.rank == call.root else [torch.zeros_like(tensor) for tensor in results]
     if back.keep is Keep.PADDED:
         missing = results[0].new_zeros((rows[0] - results[0].shape[0], *results[0].shape[1:]))
         return [torch.cat([results[0], missing]) if len(missing) else results[0]]

@@ -1,4 +1,4 @@
-"""Flat NumPy views of the tensors in one call of torch.distributed, and their way back."""
+"""Flat NumPy views of the tensors in one call of torch.distributed, and the way back."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Tensors = Sequence[Tensor]
 
 
 def check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
-    """Raise ValueError for an output of another dtype than its input."""
-    for output, given in zip(outputs, inputs, strict=True):
-        if output.dtype is not given.dtype:
-            raise ValueError(f"{name}: the output has the dtype {output.dtype}, and its input {given.dtype}.")
+    """Raise ValueError if an output and its input have different dtypes."""
+    for output, source in zip(outputs, inputs, strict=True):
+        if output.dtype is not source.dtype:
+            raise ValueError(f"{name}: the output has dtype {output.dtype}, but its input {source.dtype}.")
 
 
 def shapes_of(tensors: Tensors) -> str:
     """Return the shapes of tensors, for a pattern that must be equal on all ranks."""
-    return "shapes " + ", ".join(str(tuple(one.shape)) for one in tensors)
+    return "shapes " + ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
 
 
 def bytes_note(tensors: Tensors) -> str:
@@ -32,18 +32,18 @@ def bytes_note(tensors: Tensors) -> str:
 
 
 def shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
-    """Return what ``flat`` does, in the tensors' shapes, which have to be equal on all ranks."""
+    """Return the result of ``flat`` in the tensors' shapes, which must be equal on all ranks."""
     arrays, finish = flat(tensors, moved)
-    # torch itself gives () on one rank and (1,) on another in DistributedDataParallel.join().
-    return [array.reshape(one.shape or (1,)) for array, one in zip(arrays, tensors, strict=True)], finish
+    # torch itself passes () on one rank and (1,) on another in DistributedDataParallel.join().
+    return [array.reshape(item.shape or (1,)) for array, item in zip(arrays, tensors, strict=True)], finish
 
 
 def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
-    """Return flat views of tensors, and what copies results to those that are not contiguous.
+    """Return flat views of tensors, and a function that copies results to non-contiguous tensors.
 
     Args:
-        tensors: of any shape.
-        moved: not reduced: elements that NumPy does not know are sent as bytes.
+        tensors: Tensors of any shape.
+        moved: True if they are not reduced. 1-byte elements that NumPy may not know are then sent as bytes.
     """
     arrays, copies = [], []
     for tensor in tensors:
@@ -64,10 +64,10 @@ def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
 
 
 def distribute(result: Array, outputs: Tensors) -> None:
-    """Cut a flat result into outputs, if there are any."""
+    """Split a flat result into outputs, if there are any."""
     targets, finish = flat(outputs, moved=True)
     if sum(target.size for target in targets) != result.size:
-        raise ValueError("Ranks have sent tensors of other sizes than the outputs have.")
+        raise ValueError("The ranks sent tensors of different sizes than the outputs.")
     start = 0
     for target in targets:
         target[...] = result[start : start + target.size]
@@ -76,5 +76,5 @@ def distribute(result: Array, outputs: Tensors) -> None:
 
 
 def apart(source: Array, target: Array) -> Array:
-    """Return an input, or a copy if results would be written over it."""
+    """Return an input, or a copy of it if results would overwrite it."""
     return source.copy() if np.may_share_memory(source, target) else source

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
     from ringdance.training.collectives import Call
 
-# Compressions that treat each element alike, so that a flat tensor can be compressed at once.
+# Compressions that treat elements independently, so that a flat tensor can be compressed at once.
 _CASTS = (Compression.none, Compression.fp16, Compression.bf16)
 
 
 def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # these do not count their changes
+    return 0 if tensor.is_inference() else tensor._version  # Inference tensors do not count their changes.
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return pinned CPU copies of tensors on a GPU: all copies start before the first is waited for."""
+    """Return pinned CPU copies of GPU tensors. All copies start before the first wait."""
     staged = [
         torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=True).copy_(one, non_blocking=True)
         for one in tensors
@@ -46,9 +46,9 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 class Gradients:
     """The gradients of ``parameters``, by index. See ``training.gradients.source.GradientSource``.
 
-    A dense contiguous gradient on the CPU is reduced in place. Others (on a GPU, with
-    compression, not contiguous as with channels_last) go through a copy that ``write_back`` copies back.
-    ``parameters`` may grow (``GradientExchange.extend``).
+    A dense contiguous gradient on the CPU is reduced in place. Others (on a GPU, with compression, or not
+    contiguous, as with channels_last) go through a copy that ``write_back`` copies back. ``parameters`` may
+    grow (``GradientExchange.extend``).
     """
 
     advice = (
@@ -60,19 +60,19 @@ class Gradients:
         self.parameters = parameters
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
-        # What write_back left there. Weak: gradients may be dropped at any time.
+        # The gradients that write_back left. Weak: gradients may be dropped at any time.
         self._left: dict[int, weakref.ref[Tensor]] = {}
-        self._versions: dict[int, int] = {}  # of those, at the end of a step
+        self._versions: dict[int, int] = {}  # Versions of these gradients at the end of a step.
         self._copies: dict[int, tuple[Tensor, Any]] = {}
-        self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # on a device
+        self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # Sent on a device.
         self._direct: TorchExchange | None = None
         self._opened = 0
-        self._delivered: Any = None  # the event behind the last bucket that was written back
-        self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}  # of gradients that were sent by a round
+        self._delivered: Any = None  # Event after the last bucket that was written back.
+        self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}  # Dtypes of buckets sent by a round.
 
     @property
     def on_device(self) -> bool:
-        """Whether a communicator of torch's exchanges plain gradients: see ``exchange.stays``."""
+        """True if torch's communicator exchanges plain gradients: see ``exchange.stays``."""
         return any_by_torch(self.parameters)
 
     def nbytes(self, index: int) -> int:
@@ -80,16 +80,16 @@ class Gradients:
         return self.parameters[index].nbytes
 
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
-        """Return the names, of a nameless parameter index and shape, and a sample."""
+        """Return names (index and shape for nameless parameters) and a sample."""
         parameters = [self.parameters[index] for index in indices]
         shown = [
-            f"parameter {index}, of shape {tuple(one.shape)}" if ".noname." in name else name
-            for index, name, one in zip(indices, names, parameters, strict=True)
+            f"parameter {index}, of shape {tuple(parameter.shape)}" if ".noname." in name else name
+            for index, name, parameter in zip(indices, names, parameters, strict=True)
         ]
         return shown, sample_of(parameters)
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
-        """Return what each parameter in ``computed`` has: see ``AS_DENSE`` and ``DENSE``."""
+        """Return the kind of each gradient, or 0 unless ``computed``: see ``AS_DENSE`` and ``DENSE``."""
         kinds = bytearray()
         for index in range(len(computed)) if indices is None else indices:
             gradient = self.parameters[index].grad if computed[index] else None
@@ -100,35 +100,35 @@ class Gradients:
         return kinds
 
     def unreduced(self, computed: bytearray) -> list[int]:
-        """Return which parameters have a gradient that is not ``computed`` nor what ``write_back`` left."""
+        """Return the parameters whose gradient is neither ``computed`` nor left there by ``write_back``."""
         if 0 not in computed:
             return []
-        found, left = [], self._left
+        unreduced, left = [], self._left
         for index, (parameter, known) in enumerate(zip(self.parameters, computed, strict=True)):
             if not known and (gradient := parameter.grad) is not None:
                 last = left.get(index)
                 if last is None or last() is not gradient:
-                    found.append(index)
-        return found
+                    unreduced.append(index)
+        return unreduced
 
     def forget(self) -> None:
-        """Take no gradient for the result of an exchange: all have been cleared."""
+        """Treat no gradient as the result of an exchange any more: all have been cleared."""
         self._left.clear()
 
     def settle(self) -> None:
-        """Note that a step ends: what changes the results of exchanges from now on belongs to the next."""
-        found = {index: reference() for index, reference in self._left.items()}
-        self._versions = {index: _version_of(one) for index, one in found.items() if one is not None}
+        """Note the end of a step. Later changes to the results of exchanges belong to the next step."""
+        left = {index: reference() for index, reference in self._left.items()}
+        self._versions = {index: _version_of(grad) for index, grad in left.items() if grad is not None}
 
     def forget_changed(self) -> None:
-        """Take no gradient for the result of an exchange that has changed since ``settle``."""
+        """Stop treating gradients as results of an exchange if they have changed since ``settle``."""
         for index, version in self._versions.items():
             gradient = self._left[index]() if index in self._left else None
             if gradient is not None and _version_of(gradient) != version:
                 del self._left[index]
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
-        """Return contiguous views of the gradients, to be reduced in place; zeros for missing ones."""
+        """Return contiguous views of the gradients to reduce in place, with zeros for missing ones."""
         views = None if zeros else self.gradient_views(indices)
         if views is not None:
             return views
@@ -148,12 +148,12 @@ class Gradients:
         return tuple(self._copied(indices, gradients))
 
     def send(self, call: Call, engine: Engine, indices: Sequence[int], zeros: bytes, wake: bool) -> Work:
-        """Submit the reduction of gradients: in place or of copies, on their device or on the host."""
+        """Submit the reduction of gradients: in place or on copies, on their device or on the host."""
         if self.on_device:
-            given = self._dense(indices, zeros)
-            pairs = [self.compression.compress(gradient) for gradient in given]
+            gradients = self._dense(indices, zeros)
+            pairs = [self.compression.compress(gradient) for gradient in gradients]
             if stays(call, [small for small, _ in pairs], engine):
-                self._agreed[tuple(indices)] = [gradient.dtype for gradient in given]
+                self._agreed[tuple(indices)] = [gradient.dtype for gradient in gradients]
                 work = submit(call, [small for small, _ in pairs], in_place=True, wake=wake)
                 self._sent[tuple(indices)] = work, [context for _, context in pairs], None
                 return work
@@ -161,32 +161,32 @@ class Gradients:
         return call.submit(engine, views, views, wake=wake)
 
     def open_direct(self, engine: Engine, set_id: int, name: str) -> bool:
-        """Make the communicator of ``launch``; all members call this, and it blocks."""
+        """Create the communicator for ``launch``. All members call this, and it blocks."""
         devices = {parameter.device for parameter in self.parameters}
         if self._direct is None and self.compression in _CASTS and len(devices) == 1:
-            self._opened += 1  # on all members alike
+            self._opened += 1  # Equal on all members.
             name = f"{name} {self._opened}"
             self._direct = direct_exchange(engine, set_id, self.parameters[0].device.type, name)
         return self._direct is not None
 
     def launch(self, call: Call, indices: Sequence[int]) -> Launched | None:
-        """Exchange a flat copy of gradients, one for each dtype, without a round; None for other dtypes."""
+        """Exchange one flat copy of gradients per dtype, without a round. None if the dtypes have changed."""
         assert self._direct is not None
-        given = self._dense(indices, b"")
-        if self._agreed.get(tuple(indices)) != [gradient.dtype for gradient in given]:
+        gradients = self._dense(indices, b"")
+        if self._agreed.get(tuple(indices)) != [gradient.dtype for gradient in gradients]:
             return None
-        places = {dtype: [n for n, one in enumerate(given) if one.dtype is dtype] for dtype in
-                  dict.fromkeys(one.dtype for one in given)}  # fmt: skip
-        flats = [torch.cat([given[n].reshape(-1) for n in chosen]) for chosen in places.values()]
+        places = {dtype: [n for n, one in enumerate(gradients) if one.dtype is dtype] for dtype in
+                  dict.fromkeys(gradient.dtype for gradient in gradients)}  # fmt: skip
+        flats = [torch.cat([gradients[n].reshape(-1) for n in chosen]) for chosen in places.values()]
         pairs = [self.compression.compress(flat) for flat in flats]
         work = Launched(self._direct, call, [small for small, _ in pairs])
         self._sent[tuple(indices)] = work, [context for _, context in pairs], list(places.values())
         return work
 
     def close_direct(self) -> None:
-        """Abort the communicator of ``launch``, behind the buckets of earlier passes.
+        """Abort the communicator for ``launch``, after the buckets of earlier passes.
 
-        The host runs ahead of a GPU: what became the gradients may not have been exchanged there yet.
+        The host runs ahead of a GPU, which may not have exchanged yet what became the gradients.
         """
         if self._direct is not None:
             wait_on_host(self._delivered)
@@ -194,21 +194,21 @@ class Gradients:
             self._direct = self._delivered = None
 
     def _dense(self, indices: Sequence[int], zeros: bytes) -> list[Tensor]:
-        """Return dense contiguous gradients, zeros where they are missing or do not count; changes none."""
-        found = []
+        """Return dense contiguous gradients, zeros where they are missing or do not count. Changes none."""
+        gradients = []
         for index in indices:
             parameter = self.parameters[index]
             gradient = None if zeros and zeros[index] else parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            found.append(block_of(gradient.to_dense() if gradient.is_sparse else gradient))
-        return found
+            gradients.append(block_of(gradient.to_dense() if gradient.is_sparse else gradient))
+        return gradients
 
     def _write_sent(
         self, indices: Sequence[int], work: Work | Launched, contexts: list[Any],
         places: list[list[int]] | None,
     ) -> None:
-        """Copy what was reduced on the device to the gradients; ``places``: of the parts of flat tensors."""
+        """Copy results from the device to the gradients. ``places``: the gradients in each flat tensor."""
         pairs = zip(await_results(work.result), contexts, strict=True)
         results = [self.compression.decompress(*pair) for pair in pairs]
         if places is not None:
@@ -230,11 +230,11 @@ class Gradients:
             torch._foreach_copy_(targets, sources)
 
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
-        """Return views of gradients that are dense and contiguous on the CPU; None where one is another."""
+        """Return views of dense, contiguous gradients on the CPU, or None if any gradient is different."""
         if self.compression is not Compression.none:
             return None
         try:
-            # None is no tensor; on a GPU, sparse, to be differentiated, bfloat16: NumPy refuses
+            # Fails for None, and NumPy refuses tensors on a GPU, sparse, that require grad, or bfloat16.
             views = tuple([self.parameters[index].grad.numpy() for index in indices])  # type: ignore[union-attr]
         except (AttributeError, TypeError, RuntimeError):
             return None
@@ -253,7 +253,7 @@ class Gradients:
         return views
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Write results back that were reduced in a copy; make gradients sparse again that were."""
+        """Write back results that were reduced in a copy. Make gradients sparse again if they were."""
         if (sent := self._sent.pop(tuple(indices), None)) is not None:
             self._write_sent(indices, *sent)
         if self._copies:
@@ -272,7 +272,7 @@ class Gradients:
                 left[index] = weakref.ref(gradient)
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
-        """Return the entries of a sparse gradient; see ``training.gradients.source.GradientSource``."""
+        """Return the entries of a sparse gradient. See ``training.gradients.source.GradientSource``."""
         parameter = self.parameters[index]
         gradient = parameter.grad
         shape = tuple(parameter.shape)
@@ -283,8 +283,8 @@ class Gradients:
             if not gradient.is_sparse:
                 gradient = gradient.to_sparse(sparse_dims)
             positions, values = sparse_entries(gradient)
-        found = view_of(host_tensor(positions.contiguous()))
-        keys = found[0] if sparse_dims == 1 else np.ravel_multi_index(tuple(found), shape[:sparse_dims])
+        rows = view_of(host_tensor(positions.contiguous()))
+        keys = rows[0] if sparse_dims == 1 else np.ravel_multi_index(tuple(rows), shape[:sparse_dims])
         return Rows(keys, view_of(host_tensor(values.contiguous())), math.prod(shape[:sparse_dims]))
 
     def write_back_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:

@@ -1,4 +1,4 @@
-"""Hooks on the gradients that a backward pass accumulates, and on its end."""
+"""Hooks on the gradients that a backward pass accumulates, and on the end of the pass."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _all: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 
 
 def release(parameters: Sequence[Tensor], but: Hooks | None = None) -> None:
-    """Close the hooks of all optimizers, ``but`` one, that have some of the parameters: a new one takes them.
+    """Close the hooks of all optimizers that share some of the parameters, except ``but``.
 
-    All ranks call this alike, so it does not wait for a garbage collection, whose time differs.
+    All ranks call this at the same point, instead of waiting for a garbage collection whose time differs.
     """
     taken = set(map(id, parameters))
     for reference in _all.valuerefs():
@@ -38,27 +38,27 @@ def _close(handles: dict[int, Any], exchange: GradientExchange) -> None:
 
 
 class Hooks:
-    """Tells an exchange of each gradient that backward has accumulated, and of the end of the pass.
+    """Tells an exchange about each gradient that backward accumulates, and about the end of the pass.
 
-    The parameters hold it weakly: it ends with its optimizer, or by ``close`` (see ``release``).
+    The parameters hold it weakly. It ends with its optimizer, or through ``close`` (see ``release``).
 
     Note [Backward passes within others]
-    Checkpointing with ``use_reentrant=True`` runs a backward pass inside of a node of another, to any depth;
-    all parameters may be inside. The pass has ended when the outermost one has. torch calls back at the end
-    of the pass that a thread works on at the moment, so an inner pass has to wait until the thread
-    is back in the outermost: it hooks one of the nodes that this runs next, after the node that holds the
-    inner pass. A pass that raises never gets there; its hook then does nothing in later passes.
+    Checkpointing with ``use_reentrant=True`` runs a backward pass inside a node of another pass, at any
+    depth. All parameters may be inside. The pass has ended when the outermost pass has. torch's callback
+    runs at the end of the pass that the thread works on at that moment. So an inner pass must wait until the
+    thread is back in the outermost pass: it hooks one of the nodes that the outermost pass runs next, after
+    the node that holds the inner pass. A pass that raises never gets there, and its hook does nothing in
+    later passes.
 
     Args:
-        parameters: what to watch, as far as it needs gradients. The list may grow: see ``watch``.
-        exchange: of their gradients. Where torch has no callback for the end of a pass, the first gradient
-            raises if the end matters (``early``), else each gradient counts as a pass.
+        parameters: Parameters to watch if they need gradients. The list may grow: see ``watch``.
+        exchange: Exchange of their gradients. If torch has no callback for the end of a pass, the first
+            gradient raises if the end matters (``early``). Otherwise each gradient counts as a pass.
     """
-
     def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
         self.parameters = parameters
         self.exchange = exchange
-        self._tasks: dict[int, int] = {}  # passes whose end will be noticed, with the steps they began in
+        self._tasks: dict[int, int] = {}  # Passes whose end will be noticed: the step in which each began.
         self._handles: dict[int, Any] = {}
         self.close = weakref.finalize(self, _close, self._handles, exchange)
         self.close.atexit = False
@@ -66,7 +66,7 @@ class Hooks:
         self.watch()
 
     def watch(self) -> None:
-        """Watch the parameters that are new in the list, or have begun to need a gradient."""
+        """Watch parameters that are new in the list, or that need a gradient now."""
         if len(self._handles) < len(self.parameters):
             for index, parameter in enumerate(self.parameters):
                 if index not in self._handles and parameter.requires_grad:
@@ -74,10 +74,10 @@ class Hooks:
                     self._handles[index] = register(compiler_disable(self._hook(index)))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        found, tasks, graph_task = weakref.ref(self), self._tasks, _private.graph_task
+        reference, tasks, graph_task = weakref.ref(self), self._tasks, _private.graph_task
 
         def hook(_: Tensor) -> None:
-            if (hooks := found()) is not None:
+            if (hooks := reference()) is not None:
                 hooks.exchange.on_gradient(index)
                 if graph_task() not in tasks:
                     hooks._wait_for_end()
@@ -85,13 +85,13 @@ class Hooks:
         return hook
 
     def _wait_for_end(self) -> None:
-        """Arrange that ``_end`` is called; see Note [Backward passes within others]."""
+        """Arrange for ``_end`` to be called. See Note [Backward passes within others]."""
         if not _private.has_end_callback():
             if self.exchange.early:
                 raise ArgumentError(
-                    "torch has no callback for the end of this backward pass, as in compiled autograd: set "
-                    "torch._dynamo.config.compiled_autograd = False, or give DistributedOptimizer "
-                    "reduce_in_backward=False; gradients are then reduced in step(), after any clipping."
+                    "torch has no callback for the end of this backward pass, as in compiled autograd. Set "
+                    "torch._dynamo.config.compiled_autograd = False, or pass reduce_in_backward=False to "
+                    "DistributedOptimizer. Gradients are then reduced in step(), after any clipping."
                 )
             self.exchange.on_backward_end()
             return
@@ -101,7 +101,7 @@ class Hooks:
         if node is None:
             _private.queue_callback(self._end)
             return
-        following = next((one for one, _ in node.next_functions if one is not None), None)
+        following = next((follower for follower, _ in node.next_functions if follower is not None), None)
         if following is None:
             return
 
@@ -109,7 +109,7 @@ class Hooks:
             handle.remove()
             self._tasks.pop(task, None)
             outer = _private.graph_task()
-            # Numbers rise: in a pass that began later, this is the hook of one that has raised.
+            # Task ids increase. In a pass that began later, this is the leftover hook of a pass that raised.
             if 0 <= outer < task and outer not in self._tasks:
                 self._wait_for_end()
 
@@ -118,9 +118,9 @@ class Hooks:
     @compiler_disable
     def _end(self) -> None:
         task = _private.graph_task()
-        if task not in self._tasks:  # two threads have asked for the same
+        if task not in self._tasks:  # Two threads have requested the same callback.
             return
         began_in = self._tasks[task]
-        for past in [one for one in self._tasks if one <= task]:  # those of passes that raised too
+        for past in [number for number in self._tasks if number <= task]:  # Includes passes that raised.
             del self._tasks[past]
         self.exchange.on_backward_end(began_in)

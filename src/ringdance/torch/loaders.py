@@ -14,13 +14,13 @@ from ringdance.training.loaders.binding import Loaders
 
 class _Loaders(Loaders):
     def tensor(self, array: Any, device: Any) -> torch.Tensor:
-        held = array.base  # a pinned tensor: its memory is not used again before it is copied
+        held = array.base  # A pinned tensor. Its memory is not reused before it is copied.
         tensor = held if isinstance(held, torch.Tensor) else torch.from_numpy(array)
         return tensor.to("cpu" if device is None else device, non_blocking=True)
 
     def images(self, batch: Batch, device: Any) -> Batch:
-        found = super().images(batch, device)
-        return replace(found, images=found.images.permute(0, 3, 1, 2))
+        converted = super().images(batch, device)
+        return replace(converted, images=converted.images.permute(0, 3, 1, 2))
 
     def memory(self, shape: tuple[int, ...], device: Any) -> np.ndarray[Any, Any]:
         if torch.device("cpu" if device is None else device).type == "cuda":

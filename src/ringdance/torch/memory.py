@@ -1,4 +1,4 @@
-"""Convert torch tensors to NumPy views and back, without copying where that is possible."""
+"""Convert torch tensors to NumPy views and back, without copying where possible."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous CPU tensor with these values, without gradient: itself if it is one.
+    """Return a contiguous CPU tensor with these values, without gradient. The tensor itself if it is one.
 
-    What is not contiguous is copied (Horovod refuses it); what lies on a GPU goes to pinned memory.
+    Tensors that are not contiguous are copied (Horovod refuses them). GPU tensors go to pinned memory.
 
     Raises:
-        ArgumentError: not a dense tensor, or one without data of its own.
+        ArgumentError: This is not a dense tensor, or it has no data.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"Expected a torch.Tensor, got {type(tensor).__name__}.")
     if tensor.is_meta:
         raise ArgumentError(
-            f"A meta tensor (shape {tuple(tensor.shape)}) has no data: make it on a device first, as with "
+            f"A meta tensor (shape {tuple(tensor.shape)}) has no data. Create it on a device first, as with "
             "module.to_empty(device='cpu')."
         )
     if divided_by(tensor) is not None and hasattr(tensor, "to_local"):
         raise ArgumentError(
-            "A DTensor is divided over processes by torch.distributed: give tensor.to_local(), which is this "
-            "process's part, or tensor.full_tensor(), which is all of it."
+            "A DTensor is divided over processes by torch.distributed. Pass tensor.to_local(), this "
+            "process's part, or tensor.full_tensor(), the whole tensor."
         )
     if tensor.layout is not torch.strided:
         raise ArgumentError(
-            f"A tensor with layout {tensor.layout} ({tensor.type()}) cannot be exchanged as it is; "
-            "use sparse_allreduce_async or to_dense()."
+            f"A tensor with layout {tensor.layout} ({tensor.type()}) cannot be exchanged as it is. "
+            "Use sparse_allreduce_async or to_dense()."
         )
     if not tensor.is_cpu:
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -63,16 +63,16 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory is one block of these values, without gradient: itself if it is one."""
+    """Return a tensor with these values in one block of memory, without gradient. Itself if it is one."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     return plain.contiguous().resolve_conj().resolve_neg()
 
 
 def view_of(tensor: torch.Tensor) -> Array:
-    """Return a NumPy view of a contiguous CPU tensor that needs no gradient; bfloat16 by ml_dtypes.
+    """Return a NumPy view of a contiguous CPU tensor without gradient. bfloat16 uses ml_dtypes.
 
     Raises:
-        ArgumentError: NumPy has no such type.
+        ArgumentError: NumPy does not have this type.
     """
     try:
         if tensor.dtype is torch.bfloat16:
@@ -80,23 +80,23 @@ def view_of(tensor: torch.Tensor) -> Array:
         return tensor.numpy()
     except (TypeError, RuntimeError):
         raise ArgumentError(
-            f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent, as NumPy has no such type: "
-            "convert them to one that it has, as tensor.to(torch.bfloat16), or torch.complex64, for a "
-            "reduction. Those of 8 bits can be moved (not reduced) as tensor.view(torch.uint8)."
+            f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent: NumPy has no such type. "
+            "For a reduction, convert them, for example with tensor.to(torch.bfloat16) or torch.complex64. "
+            "8-bit tensors can be moved (not reduced) as tensor.view(torch.uint8)."
         ) from None
 
 
 def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
-    """Return ``view_of(host_tensor(tensor))``, with a fast path for the usual tensors.
+    """Return ``view_of(host_tensor(tensor))``, with a fast path for common tensors.
 
     Raises:
-        ArgumentError: not a tensor, not dense, of a type that cannot be sent; not one block if ``in_place``.
+        ArgumentError: Not a tensor, not dense, of a type that cannot be sent; not one block if ``in_place``.
     """
     try:
         if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous():
             return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     except (AttributeError, RuntimeError, TypeError):
-        pass  # not a tensor, sparse, or with pending negation: see below
+        pass  # Not a tensor, sparse, or with pending negation: handled below.
     host = host_tensor(tensor)
     if in_place:
         check_in_place(tensor)
@@ -104,18 +104,18 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
 
 
 def resizable_view(tensor: torch.Tensor) -> Array:
-    """Return a NumPy view of a contiguous CPU tensor whose storage can be resized later, as FSDP does.
+    """Return a NumPy view of a contiguous CPU tensor whose storage can be resized later, as in FSDP.
 
-    ``Tensor.numpy()`` forbids that for good.
+    ``Tensor.numpy()`` prevents resizing permanently.
 
     Raises:
-        ArgumentError: NumPy has no such type.
+        ArgumentError: NumPy does not have this type.
     """
     dtype = view_of(tensor.new_empty(0)).dtype
     if not tensor.numel():
         return np.empty(0, dtype)
     memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # which lives as long as the view
+    memory.tensor = tensor  # Keeps the tensor alive as long as the view.
     return np.frombuffer(memory, dtype)
 
 
@@ -127,22 +127,22 @@ def from_array(array: Array) -> torch.Tensor:
 
 
 def check_in_place(tensor: torch.Tensor) -> None:
-    """Raise ArgumentError for a tensor whose memory cannot be written to as one block."""
+    """Raise ArgumentError if a tensor's memory cannot be written to as one block."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"An operation in place needs a contiguous tensor, got strides {tensor.stride()} for shape "
-            f"{tuple(tensor.shape)}: use tensor.contiguous(), or the form without underscore."
+            f"{tuple(tensor.shape)}. Use tensor.contiguous(), or the form without underscore."
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
-            "An operation in place needs a tensor that has its values in memory, and this one is a view that "
-            "conjugates or negates them: use tensor.resolve_conj().resolve_neg(), or the form without "
+            "An operation in place needs a tensor whose values are in memory, but this one is a view that "
+            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the form without "
             "underscore."
         )
 
 
 def sample_of(parameters: Sequence[Tensor]) -> Array:
-    """Return a sample of the elements: see ``weights``."""
+    """Return a sample of the elements. See ``weights``."""
 
     def take(one: Tensor) -> tuple[int, Array]:
         if one.is_complex():

@@ -1,8 +1,8 @@
 """DistributedOptimizer: a torch optimizer whose gradients are reduced over the ranks.
 
-When ``backward()`` returns, gradients are reduced: ``clip_grad_norm_``, ``GradScaler`` and whatever else
-reads gradients are used as in one process. What the ranks exchange when, and what they have to do alike, is
-described in ``ringdance.training.gradients.exchange``.
+Gradients are reduced when ``backward()`` returns, so ``clip_grad_norm_``, ``GradScaler`` and anything else
+that reads gradients work as in one process. ``ringdance.training.gradients.exchange`` describes what the
+ranks exchange, when, and what all of them must do equally.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ _log = logging.getLogger("ringdance")
 
 
 class _Distributed(Wrapped):
-    """Put in front of the optimizer's own class."""
+    """Put in front of the optimizer's own class as a base class."""
 
-    # Class attributes: what a copy starts with.
+    # Class attributes, so that a copy starts with these values.
     _skip = False
-    _by_hand = False  # synchronize() was called since the last step
+    _by_hand = False  # synchronize() was called since the last step.
 
     def _connect(self) -> None:
-        """Make the exchange and watch the parameters; local, in the same order on all ranks."""
+        """Create the exchange and watch the parameters. Local, in the same order on all ranks."""
         options, engine = self._options, session.engine()
-        bind([options.process_set])  # a copy may be from another job
+        bind([options.process_set])  # A copy may come from another job.
         self._connected = True
         if not takes_part(options.process_set):
             release(options.parameters)
             return
         check_whole(options.names, options.parameters)
         source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
-        on_gpu = source.on_device and not options.parameters[0].is_cpu  # which leaves the cores idle
+        on_gpu = source.on_device and not options.parameters[0].is_cpu  # Then the cores are idle.
         exchange = self._exchange = GradientExchange(
             source, options.names, operation=options.operation, passes=self._passes,
             predivide=options.predivide, groups=options.groups, process_set=options.process_set,
@@ -75,10 +75,10 @@ class _Distributed(Wrapped):
         release(options.parameters, self._hooks)
 
     def _prepare(self) -> None:
-        """Connect a copy at its first use in a job; find parameters added to the wrapped optimizer.
+        """Connect a copy at its first use in a job. Find parameters added to the wrapped optimizer.
 
         Raises:
-            ArgumentError: another optimizer has been made for some of the parameters.
+            ArgumentError: Another optimizer has been created for some of the parameters.
         """
         if not self._connected and session.is_initialized():
             self._connect()
@@ -90,23 +90,23 @@ class _Distributed(Wrapped):
         if self._hooks is not None and not self._hooks.close.alive:
             raise ArgumentError(
                 f"This DistributedOptimizer of {self._options.names[0]} and others no longer reduces "
-                "gradients: another one was made later for some of its parameters, or it was closed. Use the "
-                "other, or make this one again by DistributedOptimizer(), which takes them back. Optimizers "
-                "that are used in turn need parameters of their own."
+                "gradients: another one was created later for some of its parameters, or it was closed. Use "
+                "the other one, or create this one again with DistributedOptimizer(), which takes them back. "
+                "Optimizers that are used in turn need separate parameters."
             )
 
     def close(self) -> None:
-        """Reduce no gradients from now on; all ranks call this alike.
+        """Stop reducing gradients. All ranks call this at the same point.
 
-        An optimizer that is no longer referred to ends by itself, but in a cycle of references only with a
-        garbage collection, whose time differs by rank.
+        An optimizer that is no longer referenced is closed automatically. In a reference cycle, that only
+        happens at a garbage collection, whose time differs between ranks.
         """
         if self._hooks is not None and self._hooks.close.alive:
             release(self._options.parameters)
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as ``Wrapped`` does; raise ArgumentError where another optimizer replaced this."""
+        """Add parameters, as ``Wrapped`` does. Raises ArgumentError if another optimizer replaced this."""
         self._check_not_replaced()
         super().add_param_group(param_group)
 
@@ -121,7 +121,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Exchange after this many backward passes from now on; between steps only."""
+        """Exchange after this many backward passes from now on. Call it between steps only."""
         super().set_backward_passes_per_step(passes)
         self._prepare()
         if self._exchange is not None:
@@ -130,7 +130,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def synchronize(self) -> None:
-        """Make sure that gradients are reduced; needed only before backward_passes_per_step is reached."""
+        """Make sure that gradients are reduced. Only needed before backward_passes_per_step is reached."""
         self._prepare()
         self._finish_exchange()
         self._by_hand = True
@@ -142,7 +142,7 @@ class _Distributed(Wrapped):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within, ``step()`` does not reduce gradients: ``synchronize()`` was called."""
+        """Keep ``step()`` from reducing gradients within the block, after ``synchronize()``."""
         self._skip = True
         try:
             yield
@@ -151,9 +151,9 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def step(self, closure: Closure | None = None) -> Any:
-        """Make a step with reduced gradients; those that ``closure`` computes are reduced before use.
+        """Make a step with reduced gradients. Gradients that ``closure`` computes are reduced before use.
 
-        For LBFGS the closure's loss is averaged over the ranks, so that all search along the same line.
+        For LBFGS, the closure's loss is averaged over the ranks, so that all search along the same line.
         """
         self._prepare()
         if (exchange := self._exchange) is not None:
@@ -162,7 +162,7 @@ class _Distributed(Wrapped):
         if self._by_hand and not self._skip:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
-                "harmless here, the gradients are not reduced again; backward() has reduced them already.",
+                "harmless here. The gradients are not reduced again; backward() has reduced them already.",
                 stacklevel=2,
             )
         self._by_hand = False
@@ -209,7 +209,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load state as the optimizer does; what was computed so far is forgotten."""
+        """Load state as the optimizer does. Gradients computed so far are forgotten."""
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         if self._exchange is not None:
             self._exchange.reset()
@@ -224,25 +224,25 @@ def DistributedOptimizer(
 ) -> Any:
     """Return an optimizer of the same kind whose gradients are reduced over the ranks.
 
-    It shares parameters, options and accumulated state with the one given, and is an instance of a
-    subclass of its class. All ranks of the set call this, in the same order if for several optimizers. It
-    replaces at once what was made before for some of the same parameters.
+    It shares parameters, options and accumulated state with ``optimizer``, and is an instance of a subclass
+    of its class. All ranks of the set call this; for several optimizers, in the same order. It immediately
+    replaces distributed optimizers that were created earlier for some of the same parameters.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``.
-        named_parameters: ``model.named_parameters()``; fixes names and order. Recommended.
-        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        backward_passes_per_step: gradients of so many passes are summed locally before they are exchanged.
-        op: Average, Sum or Adasum (then the change of the weights is combined, not the gradient).
-        gradient_predivide_factor: with Average, divides before and multiplies after the sum.
-        num_groups: old form of ``groups``.
-        groups: a number of groups, or lists of parameters, that are exchanged together.
-        sparse_as_dense: reduce sparse gradients as dense ones instead of gathering them.
-        process_set: the ranks that take part; on others the optimizer is local.
-        reduce_in_backward: False exchanges in ``step()`` only, once for each step.
+        optimizer: Any ``torch.optim.Optimizer``.
+        named_parameters: ``model.named_parameters()``. Fixes names and order. Recommended.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        backward_passes_per_step: Backward passes whose gradients are summed locally before each exchange.
+        op: Average, Sum or Adasum (which combines the changes of the weights, not the gradients).
+        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
+        num_groups: Old form of ``groups``.
+        groups: Number of groups, or lists of parameters to exchange together.
+        sparse_as_dense: If True, reduce sparse gradients as dense ones instead of gathering them.
+        process_set: Ranks that exchange. On other ranks the optimizer is local.
+        reduce_in_backward: If False, exchange only in ``step()``, once per step.
 
     Raises:
-        ArgumentError: an argument is wrong, or, with several ranks, parameters are divided over processes.
+        ArgumentError: An argument is wrong. Or with several ranks, parameters are sharded across processes.
     """
     engine = session.engine()
     check_optimizer(optimizer)
@@ -250,28 +250,28 @@ def DistributedOptimizer(
     if engine.size > 1:
         warn_of_local_batch_norm(named_parameters)
     operation = pick_operation(None, op)
-    pairs, given = names_of(optimizer, named_parameters)
+    pairs, by_id = names_of(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
     parameters = [parameter for _, parameter in pairs]
-    scales_of(operation, gradient_predivide_factor)  # raises for arguments that do not go together
+    scales_of(operation, gradient_predivide_factor)  # Raises if the arguments do not go together.
     seen = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     options = Options(
-        [name for name, _ in pairs], parameters, seen, given, operation, compression, process_set,
+        [name for name, _ in pairs], parameters, seen, by_id, operation, compression, process_set,
         gradient_predivide_factor, _index_groups(num_groups, groups, parameters), sparse_as_dense,
         reduce_in_backward,
     )
     if operation is ReduceOp.ADASUM and len(engine.members(number)) > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
-        if nccl_built() and any(one.is_cuda for one in parameters):
+        if nccl_built() and any(parameter.is_cuda for parameter in parameters):
             warnings.warn(
-                "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL: scale "
+                "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL. Scale "
                 "the learning rate as without NCCL, not by local_size().", stacklevel=2,
             )  # fmt: skip
         release(parameters)
         return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
     if takes_part(process_set):
-        check_whole(options.names, parameters)  # before the optimizer gets these options
+        check_whole(options.names, parameters)  # Before the optimizer gets these options.
     result = wrap(optimizer, _Distributed, options, backward_passes_per_step)
     result._connect()
     if result._exchange is not None:
@@ -281,25 +281,25 @@ def DistributedOptimizer(
 
 
 def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None:
-    """Warn if a script continues with the optimizer that it gave to ``DistributedOptimizer``."""
+    """Warn if a script continues with the optimizer that it passed to ``DistributedOptimizer``."""
     if exchange.idle and wrapped() is not None and not exchange.engine.closed:
         _log.warning(
-            "ringdance: the DistributedOptimizer of %s and others was dropped before its first step, and "
-            "gradients are no longer reduced: keep the object it returns and call its step().",
+            "ringdance: the DistributedOptimizer of %s and others was dropped before its first step, so "
+            "gradients are no longer reduced. Keep the object it returns and call its step().",
             exchange.names[0],
         )
 
 
 def _index_groups(num_groups: int, groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
-    """Return ``groups`` as indices; raise ArgumentError for what is no number and no lists of parameters."""
+    """Return ``groups`` as indices. Raises ArgumentError unless it is a number or lists of parameters."""
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, stacklevel=3)
         groups = num_groups if groups is None else groups
     listed = groups if isinstance(groups, (list, tuple)) else ()
     if groups == 0 or any(
-        isinstance(group, Tensor) or not all(isinstance(one, Tensor) for one in group) for group in listed
+        isinstance(group, Tensor) or not all(isinstance(item, Tensor) for item in group) for group in listed
     ):
         raise ArgumentError("groups must be a positive number or a list of lists of parameters.")
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
-    return check_groups(groups, trained, lambda one: index.get(id(one)))
+    return check_groups(groups, trained, lambda parameter: index.get(id(parameter)))

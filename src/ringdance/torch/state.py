@@ -36,13 +36,13 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
 
 
 def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
-    """Overwrite all tensors with the root's: all are submitted before the first is waited for."""
+    """Overwrite all tensors with the root's. All are submitted before the first wait."""
     engine = session.engine()
     if engine.size == 1:
         return
     pending = []
     for name, tensor in named:
-        wire = block_of(tensor)  # a copy if it is not one block (channels_last)
+        wire = block_of(tensor)  # A copy unless the memory is one block (as with channels_last).
         call = movement(Collective.BROADCAST, name, global_process_set, root=root_rank)
         work = submit(call, (wire,), in_place=True)
         pending.append((tensor, wire, work))
@@ -56,15 +56,15 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
 
 @compiler_disable
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Overwrite parameters on all ranks with those of global rank ``root_rank``.
+    """Overwrite parameters on all ranks with the parameters of global rank ``root_rank``.
 
     Args:
         params: ``model.state_dict()``, or tensors, or (name, tensor) pairs. Names match tensors between
-            ranks (without names, positions do). Entries that are no tensors are left out.
-        root_rank: global rank.
+            ranks. Without names, positions do. Entries that are not tensors are skipped.
+        root_rank: Global rank of the root.
 
     Raises:
-        ArgumentError: something else was given.
+        ArgumentError: ``params`` has another type.
     """
     _broadcast_all([(name, value) for name, value in _pairs(params) if isinstance(value, Tensor)], root_rank)
 
@@ -78,13 +78,13 @@ class _TensorRef(NamedTuple):
 
 
 def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """Return a copy of a structure of dicts, lists and tuples with the objects of a class replaced."""
+    """Return a copy of a structure of dicts, lists and tuples, with the objects of a class replaced."""
     if isinstance(value, kind):
         return replacement(value)
     if isinstance(value, dict):
-        return {key: _replaced(one, kind, replacement) for key, one in value.items()}
+        return {key: _replaced(item, kind, replacement) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        values = [_replaced(one, kind, replacement) for one in value]
+        values = [_replaced(item, kind, replacement) for item in value]
         return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)  # namedtuple
     return value
 
@@ -100,7 +100,7 @@ def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return the structure with tensors again: zeros that are then broadcast over, listed in ``tensors``."""
+    """Return the structure with tensors again. The new zeros in ``tensors`` are then broadcast over."""
 
     def insert(ref: _TensorRef) -> Tensor:
         tensors.append(torch.zeros(ref.shape, dtype=ref.dtype, device="cpu" if ref.on_cpu else device))
@@ -111,20 +111,20 @@ def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> 
 
 @compiler_disable
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Give all ranks the optimizer state and options of global rank ``root_rank``.
+    """Copy the optimizer state and options of global rank ``root_rank`` to all ranks.
 
-    The optimizer makes no step for it: the root broadcasts the structure, the others allocate, and tensors
-    are then broadcast in place. Works for every optimizer, with or without state so far. ``model`` is
-    accepted and not needed.
+    The optimizer makes no step for this. The root broadcasts the structure, the other ranks allocate, and
+    tensors are then broadcast in place. Works for every optimizer, with or without state. ``model`` is
+    accepted but not needed.
 
     Raises:
-        ArgumentError: this rank's optimizer has other numbers of parameters than the root's.
+        ArgumentError: This rank's optimizer has a different number of parameters than the root's.
     """
     engine = session.engine()
     if engine.size == 1:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    mine = [len(group["params"]) for group in optimizer.param_groups]
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     number = {id(parameter): index for index, parameter in enumerate(parameters)}
     is_root = engine.rank == root_rank
     tensors: list[Tensor] = []
@@ -135,35 +135,35 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        structure = mine, _extract_tensors(state, tensors), _extract_tensors(options, tensors)
+        structure = own_sizes, _extract_tensors(state, tensors), _extract_tensors(options, tensors)
     sizes, state, options = broadcast_object(structure, root_rank, name="optimizer_state")
     if not is_root:
-        device = {index: parameters[index].device for index in state} if sizes == mine else {}
+        device = {index: parameters[index].device for index in state} if sizes == own_sizes else {}
         default = parameters[0].device if parameters else torch.device("cpu")
-        made = {
+        new_state = {
             key: _insert_tensors(value, tensors, device.get(key, default)) for key, value in state.items()
         }
-        groups = [_insert_tensors(one, tensors, default) for one in options]
+        groups = [_insert_tensors(group, tensors, default) for group in options]
     _broadcast_all([(f"optimizer_state.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
     if is_root:
         return
-    if sizes != mine:
+    if sizes != own_sizes:
         raise ArgumentError(
             f"broadcast_optimizer_state: the optimizer of rank {root_rank} has {sizes} parameters in its "
-            f"groups, that of rank {engine.rank} has {mine}; build the same model and optimizer on all ranks."
+            f"groups, but on rank {engine.rank} {own_sizes}. Build the same model and optimizer on all ranks."
         )
     for key in [key for key in optimizer.state if id(key) in number]:
         del optimizer.state[key]
-    for index, value in made.items():
+    for index, value in new_state.items():
         optimizer.state[parameters[index]] = value
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update(values)
 
 
 def snapshot(state: Any) -> Any:
-    """Return a copy of a state in the host's memory, to be written while training goes on.
+    """Return a copy of a state in host memory, which can be written while training continues.
 
     Args:
-        state: a state_dict, or any structure of dicts, lists and tuples; what is no tensor is not copied.
+        state: A state_dict, or any structure of dicts, lists and tuples. Only tensors are copied.
     """
     return _replaced(state, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))

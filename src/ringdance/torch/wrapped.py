@@ -1,4 +1,4 @@
-"""The base of distributed optimizers: a class in front of the optimizer's own, and its options."""
+"""The base of distributed optimizers: a class in front of the optimizer's own class, and its options."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ringdance.training.process_sets import ProcessSet
 
 @dataclass
 class Options:
-    """The arguments of a distributed optimizer; its copies have them too.
+    """The arguments of a distributed optimizer. Copies of the optimizer have them too.
 
     Attributes:
-        names: of the parameters, the same and in the same order on all ranks.
-        parameters: those of the optimizer, in the order of ``names``.
-        seen: ids of the parameters of the optimizer's groups when ``parameters`` was made.
-        given: name and parameter by the parameter's id, also of those that the optimizer does not have yet.
-        operation, predivide, groups, compression, sparse_as_dense, process_set, early: see
-            ``DistributedOptimizer``; groups hold indices of parameters.
+        names: Parameter names, in the same order on all ranks.
+        parameters: The optimizer's parameters, in the order of ``names``.
+        seen: Ids of the parameters in the optimizer's groups when ``parameters`` was made.
+        given: Name and parameter by the parameter's id, including ones that the optimizer does not have yet.
+        operation, predivide, groups, compression, sparse_as_dense, process_set, early: Arguments of
+            ``DistributedOptimizer``. Groups hold parameter indices.
     """
 
     names: list[str]
@@ -50,28 +50,28 @@ class Options:
     early: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # a copy does not hold what its optimizer does not have
+        return {**self.__dict__, "given": {}}  # A copy does not hold parameters that its optimizer lacks.
 
 
 class Wrapped:
-    """Put in front of the optimizer's own class; state lives in the shared ``__dict__``.
+    """Put in front of the optimizer's own class as a base class. State is in the shared ``__dict__``.
 
-    A copy, by ``copy.deepcopy`` or ``pickle``, is an optimizer of the same kind, with parameters of its own.
-    It joins the job at its first ``zero_grad()`` or ``step()``; without a job it is a plain optimizer.
+    A copy (``copy.deepcopy`` or ``pickle``) is an optimizer of the same kind with separate parameters. It
+    joins the job at its first ``zero_grad()`` or ``step()``. Without a job it is a plain optimizer.
     """
 
-    # Others than in __dict__, which the wrapped optimizer shares: that one must not keep the exchange alive.
+    # Not in __dict__, which the wrapped optimizer shares: that optimizer must not keep the exchange alive.
     __slots__ = ("__dict__", "_connected", "_exchange", "_hooks")
 
     _options: Options
     _passes: int
-    _connected: bool  # to the job
-    _exchange: GradientExchange | None  # None: nothing to exchange, one rank or not a member
+    _connected: bool  # True once connected to the job.
+    _exchange: GradientExchange | None  # None if there is only one rank or this rank is not a member.
     _hooks: Hooks | None
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        """The names by parameter, by which scripts written for Horovod know it."""
+        """The names by parameter. Scripts written for Horovod use this attribute."""
         return dict(zip(self._options.parameters, self._options.names, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,21 +82,21 @@ class Wrapped:
         return _blank, type(self).__bases__, self.__getstate__()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Exchange after this many backward passes from now on; with Adasum without effect."""
+        """Exchange after this many backward passes from now on. Has no effect with Adasum."""
         check_passes(passes)
         self._passes = passes
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, whose gradients are reduced from now on; all ranks do it between the same steps.
+        """Add parameters whose gradients are reduced from now on. All ranks call this between the same steps.
 
-        Names are those of ``named_parameters`` where it has them, else the numbers of group and parameter.
+        Names come from ``named_parameters``. Other parameters are named by group and parameter index.
         """
         super().add_param_group(param_group)  # type: ignore[misc]
         self._add_new()
 
     def _add_new(self) -> list[int]:
-        """Add to the options what the groups have gained, also by the wrapped optimizer; return indices."""
+        """Add parameters that the groups have gained, also by the wrapped optimizer. Returns indices."""
         options, groups = self._options, self.param_groups  # type: ignore[attr-defined]
         seen = [id(parameter) for group in groups for parameter in group["params"]]
         if seen == options.seen:
@@ -108,8 +108,8 @@ class Wrapped:
             for j, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     known.add(id(parameter))
-                    given = options.given.get(id(parameter))
-                    options.names.append(given[0] if given else _number_name(i, j))
+                    pair = options.given.get(id(parameter))
+                    options.names.append(pair[0] if pair else _number_name(i, j))
                     options.parameters.append(parameter)
         release(options.parameters[first:], self._hooks)
         return list(range(first, len(options.parameters)))
@@ -118,19 +118,19 @@ class Wrapped:
 def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: Options, passes: int) -> Any:
     """Return an object of a new subclass that shares everything with ``optimizer``.
 
-    The class has the optimizer's name and the module of ``front``, by which scripts know it.
+    The class has the optimizer's name and the module of ``front``, because scripts identify it by these.
     """
-    # A learning rate scheduler made before has put its wrapper of the plain step there: it would hide ours.
+    # An existing learning rate scheduler has put its wrapper of the plain step there, which would hide ours.
     wrapper = optimizer.__dict__.pop("step", None)
     result = _blank(front, type(optimizer))
     result.__dict__ = optimizer.__dict__
     result.__dict__.update(_options=options, _passes=passes)
     if wrapper is not None:
-        references = weakref.ref(result), weakref.ref(optimizer)  # which hold the function
+        references = weakref.ref(result), weakref.ref(optimizer)  # Weak, because both hold this function.
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            one: Any = references[0]() or references[1]()
-            return type(one).step(one, *args, **kwargs)
+            target: Any = references[0]() or references[1]()
+            return type(target).step(target, *args, **kwargs)
 
         _private.counts_steps(step)
         result.step = step
@@ -150,9 +150,9 @@ def _blank(front: type, base: type) -> Any:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise ArgumentError for what is no plain ``torch.optim.Optimizer``."""
+    """Raise ArgumentError unless this is a plain ``torch.optim.Optimizer``."""
     if isinstance(optimizer, Wrapped):
-        raise ArgumentError("This optimizer is a DistributedOptimizer already.")
+        raise ArgumentError("This optimizer is already a DistributedOptimizer.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             "DistributedOptimizer needs an optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1), "
@@ -161,19 +161,19 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_whole(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-    """Raise ArgumentError if a parameter is divided over processes by torch.distributed."""
+    """Raise ArgumentError if a parameter is sharded across processes by torch.distributed."""
     for name, parameter in zip(names, parameters, strict=True):
         how = _private.divided_by(parameter)
         if how is not None:
             raise ArgumentError(
-                f"Parameter {name} is divided over processes by {how}, which also reduces its gradients: use "
-                "the optimizer as it is, with torch.distributed alone; or DistributedOptimizer with a model "
+                f"Parameter {name} is divided over processes by {how}, which also reduces its gradients. Use "
+                "the plain optimizer with torch.distributed alone, or use DistributedOptimizer with a model "
                 "that is whole on each rank (without FSDP, fully_shard or parallelize_module)."
             )
 
 
 def warn_of_local_batch_norm(named_parameters: Any) -> None:
-    """Warn if ``named_parameters`` is that of a module with torch's ``SyncBatchNorm``."""
+    """Warn if ``named_parameters`` comes from a module with torch's ``SyncBatchNorm``."""
     distributed = torch.distributed
     if not inspect.isgenerator(named_parameters) or (
         distributed.is_available() and distributed.is_initialized()
@@ -181,11 +181,11 @@ def warn_of_local_batch_norm(named_parameters: Any) -> None:
         return
     module = inspect.getgeneratorlocals(named_parameters).get("self")
     if isinstance(module, torch.nn.Module) and any(
-        isinstance(one, torch.nn.SyncBatchNorm) for one in module.modules()
+        isinstance(child, torch.nn.SyncBatchNorm) for child in module.modules()
     ):
         warnings.warn(
-            "The model has torch.nn.SyncBatchNorm, which without torch.distributed normalises each rank's "
-            "batch alone: before making the optimizer, use "
+            "The model has torch.nn.SyncBatchNorm, which without torch.distributed normalizes each rank's "
+            "batch alone. Before you create the optimizer, use "
             "model = hvd.SyncBatchNorm.convert_sync_batchnorm(model).",
             stacklevel=3,
         )
@@ -198,12 +198,12 @@ def _number_name(group: int, index: int) -> str:
 def names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> tuple[list[tuple[str, Tensor]], dict[int, tuple[str, Tensor]]]:
-    """Return (name, parameter) for the optimizer's parameters, in an order that is the same on all ranks.
+    """Return (name, parameter) for the optimizer's parameters, in the same order on all ranks.
 
-    The second result has the same for all that is named, by the parameter's id.
+    The second result has these pairs by the parameter's id, for all named parameters.
 
     Raises:
-        ArgumentError: not pairs, a name twice, a parameter of the optimizer without a name.
+        ArgumentError: There are no pairs, a name appears twice, or an optimizer's parameter has no name.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     if named_parameters is None:
@@ -215,24 +215,24 @@ def names_of(
     wrong = [pair for pair in pairs if not _is_pair(pair)]
     if wrong:
         raise ArgumentError(
-            "named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them; got "
+            "named_parameters must be (name, parameter) pairs, as from model.named_parameters(); got "
             f"{type(wrong[0]).__name__}."
         )
     names = [name for name, _ in pairs]
     doubled = sorted(name for name, times in Counter(names).items() if times > 1)
     if doubled:
-        raise ArgumentError(f"named_parameters: names must be unique; more than once: {', '.join(doubled)}.")
-    given: dict[int, tuple[str, Tensor]] = {}
+        raise ArgumentError(f"named_parameters: names must be unique, but {', '.join(doubled)} is repeated.")
+    by_id: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in pairs:
-        given.setdefault(id(parameter), (name, parameter))
-    mine = {id(parameter): parameter for group in groups for parameter in group}
-    nameless = [tuple(parameter.shape) for key, parameter in mine.items() if key not in given]
+        by_id.setdefault(id(parameter), (name, parameter))
+    own = {id(parameter): parameter for group in groups for parameter in group}
+    nameless = [tuple(parameter.shape) for key, parameter in own.items() if key not in by_id]
     if nameless:
         raise ArgumentError(
-            f"named_parameters lacks {len(nameless)} of the optimizer's parameters, the first with shape "
-            f"{nameless[0]}: pass all of model.named_parameters()."
+            f"named_parameters lacks {len(nameless)} of the optimizer's parameters. The first has shape "
+            f"{nameless[0]}. Pass all of model.named_parameters()."
         )
-    return [pair for key, pair in given.items() if key in mine], given
+    return [pair for key, pair in by_id.items() if key in own], by_id
 
 
 def _is_pair(one: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Make the backend "ringdance" known to torch.distributed, without importing what it needs.
+"""Register the backend "ringdance" with torch.distributed, without importing its dependencies.
 
-torch calls ``register`` when it is imported: the entry point is in its group ``torch.backends`` (torch 2.5 or
-later; before, ``import ringdance.torch`` does it).
+torch calls ``register`` when it is imported, because the entry point is in the group ``torch.backends``
+(torch 2.5 or later). With earlier versions, ``import ringdance.torch`` calls it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Register the backend, once."""
+    """Register the backend once."""
     import torch.distributed as dist
 
     if dist.is_available() and not hasattr(dist.Backend, "RINGDANCE"):
