@@ -351,7 +351,7 @@ def test_numbers_that_cannot_be_are_no_measurement(
         row.update(change)
     bench.write_text(json.dumps(content))
     assert plan_cli.main(["--from", str(bench), "--instance", "c5.9xlarge"]) == 2
-    assert f"{bench} is no measurement" in capsys.readouterr().err
+    assert f"{bench} is not a measurement" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
