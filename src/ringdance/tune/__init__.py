@@ -1,1 +1,1 @@
-"""Tune a training and predict it: what ``ringdance bench train`` and its neighbours are made of."""
+"""Tune training and predict its speed: the commands ``bench train``, ``plan`` and ``tune``, and autotune."""

@@ -1,4 +1,4 @@
-"""Machines, models and curves of convergence that a plan is made from: dated data, checked when read."""
+"""Data for plans: machines, models and convergence curves. The data are dated and checked when read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringdance.errors import LaunchError
 from ringdance.job_files import NO_FORMAT, read_regular, typed
 
 _HERE = Path(__file__).parent
-# Share of a step: the backward pass multiplies twice where the forward pass does once.
+# Share of a step. The backward pass does two multiplications for each one in the forward pass.
 FORWARD = 1 / 3
 
 
@@ -27,16 +27,17 @@ class Instance:
     """A kind of machine.
 
     Attributes:
-        cores: physical ones.
-        gbits: of its network, Gbit/s, as it is sold.
-        gpus: in a machine; 0: it trains on CPUs.
-        gpu: their name.
-        nvlink: GB/s that a GPU can send to the others of its machine; 0 where they have PCI Express only.
-        rdma: whether GPUs use the network without TCP.
-        tcp_gbits: what NCCL gets over TCP at most, Gbit/s. It has one socket and one thread for a connection,
-            unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say more; fitted, see docs/howto/plan.md.
-        price: dollars for an hour; None if not known.
-        as_of: when it was so.
+        cores: Physical cores.
+        gbits: Advertised network bandwidth, Gbit/s.
+        gpus: GPUs per machine; 0 if it trains on CPUs.
+        gpu: Name of the GPUs.
+        nvlink: GB/s that a GPU can send to the machine's other GPUs; 0 if they have only PCI Express.
+        rdma: True if GPUs use the network without TCP.
+        tcp_gbits: Maximum that NCCL reaches over TCP, Gbit/s. NCCL uses one socket and one thread per
+            connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say more. Fitted, see
+            docs/howto/plan.md.
+        price: Dollars per hour; None if not known.
+        as_of: Date of the price.
     """
 
     name: str
@@ -52,14 +53,14 @@ class Instance:
 
 
 _KINDS = get_type_hints(Instance) | {"price": float}
-del _KINDS["name"]  # is that of the table or the file
+del _KINDS["name"]  # comes from the table's key or the file's name
 
 
 def instance(name: str) -> Instance:
-    """Return a kind of machine by its name, or from a file that ends with .toml.
+    """Look up a kind of machine by name, or read it from a file whose name ends in .toml.
 
     Raises:
-        LaunchError: it is not known, or the file is not as expected.
+        LaunchError: The name is not known, or the file is not valid.
     """
     if name.endswith(".toml"):
         return _instance(Path(name).stem, _parsed(Path(name)), name)
@@ -68,21 +69,21 @@ def instance(name: str) -> Instance:
         near = difflib.get_close_matches(name, known, n=1)
         raise LaunchError(
             f"--instance {name} is not known{f'; did you mean {near[0]}?' if near else '.'} Known are "
-            f"{', '.join(known)}; describe any other one in a file: --instance mine.toml"
+            f"{', '.join(known)}. Describe any other machine in a file: --instance mine.toml"
         )
     return known[name]
 
 
 @cache
 def instances() -> dict[str, Instance]:
-    """Return the kinds of machines that come with the package."""
+    """Return the kinds of machines that the package describes."""
     file = _HERE / "instances.toml"
     rows = _parsed(file).items()
-    return {name: _instance(name, found, str(file)) for name, found in rows if name != "gpus"}
+    return {name: _instance(name, fields, str(file)) for name, fields in rows if name != "gpus"}
 
 
 def gpus_of(kind: str) -> int | None:
-    """Return the GPUs of a machine by its type at EC2; None: not known, or it has other accelerators."""
+    """Return the GPUs of an EC2 instance type; None if not known or if it has other accelerators."""
     if kind in instances():
         return instances()[kind].gpus
     more: dict[str, int] = _parsed(_HERE / "instances.toml")["gpus"]
@@ -90,21 +91,21 @@ def gpus_of(kind: str) -> int | None:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises LaunchError if it is none."""
+    """Read a TOML file. Raises LaunchError if it is not valid TOML."""
     try:
         return tomllib.loads(read_regular(path))
     except (ValueError, RecursionError) as error:
-        raise LaunchError(f"{path} is no TOML: {error}") from None
+        raise LaunchError(f"{path} is not valid TOML: {error}") from None
 
 
 def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
     if unknown := found.keys() - _KINDS:
         known = ", ".join(_KINDS)
-        raise LaunchError(f"{place}: an instance has no field {min(unknown)!r}; known are {known}")
+        raise LaunchError(f"{place}: {min(unknown)!r} is not a field of an instance. Known are {known}")
     values: dict[str, Any] = {key: str(value) if key == "as_of" else value for key, value in found.items()}
     for key in ("cores", "gbits"):
         if key not in values:
-            raise LaunchError(f"{place}: {key} is missing; an instance has at least cores and gbits")
+            raise LaunchError(f"{place}: {key} is missing. An instance needs at least cores and gbits")
     for key, value in values.items():
         kind, least = _KINDS[key], key in ("cores", "gbits")
         try:
@@ -123,10 +124,10 @@ class Model:
     """A model whose gradients are known without a measurement.
 
     Attributes:
-        batch: samples of a rank and step that its published rates have.
-        samples: of the data set that it is usually trained on; 0 if there is none.
-        forward: share of a step before the backward pass.
-        tensors: elements of each parameter and the positions that they are applied to, as in models.toml.
+        batch: Samples per rank and step behind its published rates.
+        samples: Samples in its usual training set; 0 if there is none.
+        forward: Share of a step before the backward pass.
+        tensors: Elements of each parameter and the positions it is applied to, as in models.toml.
     """
 
     name: str
@@ -137,7 +138,7 @@ class Model:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Elements of each parameter, in the order of the forward pass, and positions, 0 for none."""
+        """Elements and positions of each parameter, in forward order. 0 positions: not multiplied."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")
@@ -145,14 +146,14 @@ class Model:
         return [(int(elements), int(place or 0)) for elements, _, place in (w.partition("@") for w in words)]
 
     def gradients(self, step_seconds: float) -> list[tuple[int, float]]:
-        """Return bytes of each gradient, and seconds after the step's begin at which it is ready.
+        """Return bytes of each gradient, and seconds from the start of the step until it is ready.
 
         A layer takes time in proportion to its multiplications: elements times positions.
         """
-        found = self.parameters[::-1]
-        ends = list(accumulate(map(prod, found)))
+        parameters = self.parameters[::-1]
+        ends = list(accumulate(map(prod, parameters)))
         shares = [self.forward + (1 - self.forward) * end / ends[-1] for end in ends]
-        return [(4 * one[0], step_seconds * share) for one, share in zip(found, shares, strict=True)]
+        return [(4 * size[0], step_seconds * share) for size, share in zip(parameters, shares, strict=True)]
 
 
 @cache
@@ -164,12 +165,12 @@ def models() -> dict[str, Model]:
 
 @dataclass(frozen=True)
 class Curve:
-    """How many epochs a batch needs until an accuracy.
+    """The number of epochs that a batch size needs to reach an accuracy.
 
     Attributes:
-        target: the accuracy.
-        what: what it is an accuracy of, and by which optimizer.
-        points: batch, epochs, base learning rate, epochs of warm-up.
+        target: Accuracy to reach.
+        what: Kind of accuracy, and the optimizer.
+        points: Batch size, epochs, base learning rate and warm-up epochs of each reference point.
     """
 
     model: str
@@ -178,9 +179,9 @@ class Curve:
     points: tuple[tuple[float, ...], ...]
 
     def at(self, batch: int) -> tuple[float, float, float] | None:
-        """Return epochs, learning rate and epochs of warm-up; None beyond the largest batch.
+        """Return epochs, learning rate and warm-up epochs, or None above the largest batch.
 
-        Smaller batches than the smallest one get its epochs; their rate is scaled in full.
+        Batches below the smallest reference point use its epochs. Their learning rate is scaled linearly.
         """
         batches = [point[0] for point in self.points]
         if batch > batches[-1]:
@@ -197,7 +198,7 @@ class Curve:
 
 @cache
 def curves() -> dict[str, Curve]:
-    """Return the curves of convergence by model."""
+    """Return the convergence curves by model."""
     rows = _parsed(_HERE / "models.toml")["curves"]
     return {
         name: Curve(name, row["target"], row["what"], tuple(map(tuple, row["points"])))
@@ -206,12 +207,12 @@ def curves() -> dict[str, Curve]:
 
 
 def curve(model: str, target: float) -> Curve:
-    """Return the curve of a model to an accuracy. Raises LaunchError if none is known."""
-    found = curves().get(model)
-    if found is None or found.target != target:
-        known = " and ".join(f"{one.target:g} of {one.model}" for one in curves().values())
+    """Return a model's curve to an accuracy. Raises LaunchError if it is not known."""
+    known_curve = curves().get(model)
+    if known_curve is None or known_curve.target != target:
+        known = " and ".join(f"{entry.target:g} of {entry.model}" for entry in curves().values())
         raise LaunchError(
-            f"--to-accuracy {target:g}: how many epochs {model} needs to it is not known, as MLPerf has "
-            f"reference points for {known} only; give --epochs"
+            f"--to-accuracy {target:g}: the epochs that {model} needs are not known, because MLPerf has "
+            f"reference points only for {known}. Use --epochs instead"
         )
-    return found
+    return known_curve
