@@ -51,7 +51,7 @@ examples:
   ringdance bench input -H node1:4,node2:4 --seconds 20 -- python train.py
   ringdance bench input -np 4 --json -- python train.py
 
-exit code: 0 if all three runs were measured, otherwise that of the failed run, or 2"""
+exit code: 0 if all three runs were measured, otherwise the failed run's, or 2"""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,10 @@ def table(speeds: Mapping[str, Speed]) -> str:
     for part, title in PARTS.items():
         one = speeds[part]
         cores = f"{one.cores:.1f} of {one.usable:.1f}"
-        lines.append(f"{title:14}{one.samples_per_second:>14,.1f}{one.noise:>6.1%}{cores:>18}{one.host_busy:>12.0%}")
+        lines.append(
+            f"{title:14}{one.samples_per_second:>14,.1f}{one.noise:>6.1%}"
+            f"{cores:>18}{one.host_busy:>12.0%}"
+        )
     return "\n".join(lines)
 
 

@@ -25,8 +25,7 @@ examples:
   ringdance report one two four --batch-size 32 -o scaling.html        speed by number of ranks
   ringdance report logs --json                                         what limits it, for programs
 
-A run of a few seconds needs more frequent samples: RINGDANCE_METRICS_INTERVAL=1. The page is a single file
-that loads nothing from elsewhere.
+Short runs need more frequent samples: RINGDANCE_METRICS_INTERVAL=1. The page is a single, complete file.
 """
 _TIMELINES = ("timeline.json", "*timeline*.json")
 

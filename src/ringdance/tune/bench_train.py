@@ -63,8 +63,7 @@ threads per rank: a host's cores divided by the most ranks on a host (OMP_NUM_TH
   exposed                share of the step that the exchange adds
   of bound               relative to the speed if exchange and computation overlapped perfectly
 
---output FILE.json writes the measurements, and a plot as FILE.svg. `ringdance plan --from FILE.json`
-predicts other machines.
+--output FILE.json writes the results and a plot, FILE.svg. `ringdance plan --from FILE.json` uses them.
 
 examples:
   ringdance bench train --model convnet --np 1,2 --output convnet.json
