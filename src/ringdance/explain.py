@@ -150,7 +150,7 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
         return sorted(ranks, key=lambda rank: rank.number)
     if jobs:
         known = [job for job in [*records.load_all(), *records.without_record()] if job.job in jobs]
-        others = [f"{job}: of another launcher" for job in sorted(jobs - {other.job for other in known})]
+        others = [f"{job}: from another launcher" for job in sorted(jobs - {other.job for other in known})]
         lines = "\n  ".join([*(other.about for other in known), *others])
         raise LaunchError(f"several jobs run here. Name one of them:\n  {lines}")
     here = f"on {os.uname().nodename}"

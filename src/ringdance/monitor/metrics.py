@@ -14,7 +14,7 @@ from io import FileIO
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
 
-_SPARSER = 1000  # maximum samples per elapsed time, so that the file of a long run grows slowly
+_SPARSER = 1000  # maximum intervals in the time so far, so that a long run's file grows slowly
 
 
 class Metrics:

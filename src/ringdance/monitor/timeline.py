@@ -18,7 +18,7 @@ COLLECTIVES = (
     "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
     "REMOVE_SET", "TUNE",
 )  # fmt: skip
-# Process ids. Perfetto assigns thread 0 to the thread with its process's number, so ranks must not have it.
+# Process ids. Perfetto treats thread 0 as the thread whose number is the process id: no rank may have it.
 _RANKS, _TENSORS = 1_000_000, 2_000_000
 _THREADS = ("batches", "chunks", "waits", "steps")
 _BATCHES, _CHUNKS, _WAITS, _STEPS = range(4)

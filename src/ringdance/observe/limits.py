@@ -46,7 +46,7 @@ def judge(run: Run, uneven: float = 0.0) -> Limit:
     of_gpu = f", its GPU is in use for {gpu:.0%}." if gpu is not None else "."
     evidence = [
         f"Communication: even the rank that waits least waits {communication:.0%} of a step of {step:.3g} ms "
-        f"for exchanges.",
+        "for exchanges.",
         f"Skew: the other ranks wait another {skew:.0%} of the time for the slowest.",
         f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores{of_gpu}",
     ]
@@ -77,7 +77,7 @@ def judge(run: Run, uneven: float = 0.0) -> Limit:
         last = run.slowest.rows[-1]
         evidence.append(
             f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for it, "
-            f"these {run.size} ranks would do the work of {run.size / max(LEAST, 1 - communication):.3g}."
+            f"these {run.size} ranks would do what {run.size / max(LEAST, 1 - communication):.3g} do now."
         )
         return Limit(
             "communication", "All ranks wait equally for exchanges.",

@@ -91,7 +91,7 @@ class Attempt:
             )
 
     def code(self) -> int | None:
-        """Return the exit code, or None while it runs. 128 + n means signal n; any code counts after one."""
+        """Return the exit code, or None while it runs. After signal n, it is 128 + n for any command."""
         if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty after a crash of the host
             return int(text)
         return None if self._leader and self._leader.poll() is None else _KILLED

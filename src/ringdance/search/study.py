@@ -79,7 +79,7 @@ class Study:
         self.exhausted = False
 
     def _check(self, journal: Path, command: Sequence[str]) -> None:
-        """Reject a journal that has lost trials, and a command other than that behind the results."""
+        """Reject a journal that has lost trials, and a command that did not produce the results."""
         known = len(self.trials())
         names = (path.name for path in self.directory.glob("trials/*"))
         if any(name.isdecimal() and int(name) >= known for name in names):

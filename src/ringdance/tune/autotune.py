@@ -75,7 +75,7 @@ class Autotuner:
         engine: This rank's engine.
 
     Attributes:
-        values: Values that the ranks agreed on last. Missing ones are as the job has them.
+        values: Values that the ranks agreed on last. Missing values are the job's own.
         done: True once nothing will be changed any more.
     """
 
@@ -114,7 +114,7 @@ class Autotuner:
             return
         first, self._steps = not self._steps, words[Word.STEPS]
         last, self._last = self._last, (monotonic_ns(), words[Word.WAITED], words[Word.BYTES])
-        again = self._work is not None and self._work.complete  # read before the trial that completes it
+        again = self._work is not None and self._work.complete  # before ``_trial``, which its request sets
         trial = self._trial  # read once: another thread may execute the request
         if trial is not self._seen or self.done:  # this step's exchange already used the new values
             self._seen, self._skip, self._done, self._work = trial, trial.skip, [], None

@@ -63,7 +63,7 @@ def _parser() -> Parser:
     add("--model", metavar="NAME", help=text)
     text = "rate of the model on one rank; with --from, the rate of a rank there, such as on a faster GPU"
     add("--images-per-second", type=number, metavar="R", help=text)
-    add("--of", type=positive, default=1, metavar="N", help="ranks with this rate together (default: 1)")
+    add("--of", type=positive, default=1, metavar="N", help="ranks that reach the rate (default: 1)")
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
     text = f"input comes from memory; from files, GPU hosts deviate by {planner.HOST_SPREAD}"
     add("--synthetic", action="store_true", help=text)
@@ -255,7 +255,7 @@ def assumptions(
     price = f"${on.price:g} per hour (as of {on.as_of or 'its file'})" if on.price else "not known (--price)"
     return [
         *sentences,
-        f"Work: {options.samples:,} samples an epoch; {work}. No startup, evaluation, checkpoint, failure.",
+        f"Work: {options.samples:,} samples/epoch; {work}. No startup, evaluation, checkpoints or failures.",
         f"Price of {on.name}: {price}; whole machines, billed by the second.",
     ]
 

@@ -164,7 +164,7 @@ def reached(load: Workload, seconds: float, on: Instance, options: Options) -> W
         if abs(factor - 1) < 1e-4 or prediction.exposed_seconds >= seconds:
             break
         load = load.slower(factor)
-    if abs(factor - 1) < 0.02:  # it may jump by one round of agreement
+    if abs(factor - 1) < 0.02:  # the prediction may jump by one round of agreement
         return load
     raise LaunchError(
         f"{load.batch * load.ranks / seconds:,.5g} samples/s on {load.ranks} ranks mean {seconds:.3g} s per "

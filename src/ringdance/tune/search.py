@@ -16,14 +16,13 @@ from typing import NamedTuple
 Point = tuple[int, ...]  # an index into the values of each dimension
 
 _PROBE = 2  # steps of the first look at a point
-# Passes over the dimensions: strides through the values, and how often a point and the best one take turns at
-# most.
+# Passes over the dimensions: strides through the values, and the maximum number of turns per comparison.
 _PASSES = (((2,), 1), ((2, 1), 1), ((2, 1), 2))
 _RECENT = 12  # only a point's latest steps count, because the machine's speed drifts
 _LEAST_NOISE = 0.01  # share of a step's time that is assumed even if few steps show less
 _WORTH = 0.02  # a smaller gain does not count
 _CLEAR = 0.25  # a gain that does not need a second look
-# Turns that decide, with no contradiction or with a single one. By chance this happens in 1% of cases.
+# Turns that decide without a contradiction, and with a single one. By chance this happens in 1% of cases.
 _PAIRS = 8, 11
 _TURN = 3  # steps of the start, and of the best point, per turn of the final comparison
 _EXPOSED = 0.03  # share of a step that training waits, above which exchanges are worth tuning
@@ -40,7 +39,7 @@ class Dimension:
         toward: Direction in which to look first, 1 or -1.
         skip: Steps to ignore after a change.
         of_exchange: True if a gain cannot exceed the time in which training waits for an exchange.
-        usual: Index of the value that suits most jobs; None if there is not one.
+        usual: Index of the value that suits most jobs; None if unknown.
     """
 
     name: str
@@ -168,7 +167,7 @@ class Search:
         """Yield trials, receive their measurements, and return the outcome."""
         start = self.best = self.start
         yield from self._measure(start, "start", 2 * self.steps)
-        # From a bad start, all usual values together gain more than the noise hides, but each one too little.
+        # From a bad start, the usual values gain more together than noise can hide. Each alone gains little.
         usual = tuple(dim.start if dim.usual is None else dim.usual for dim in self.dimensions)
         self._pairs = 3
         if usual != start and self.exposed >= _EXPOSED and (yield from self._try(usual)) == "better":

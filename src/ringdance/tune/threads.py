@@ -102,7 +102,7 @@ class Trials:
         return words + [word.replace("{batch}", batch) for word in self.given.command]
 
     def run(self, one: Setting, directory: Path) -> Result:
-        """Run the command until it is measured. Afterwards nothing of it is left, whatever happens."""
+        """Run the command until it is measured. Nothing of it keeps running afterwards, whatever happens."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         kind, *words = self.line(one)
@@ -222,7 +222,7 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     has_batch = any("{batch}" in word for word in given.command)
     if has_batch != bool(batch):
         missing = "--global-batch N" if has_batch else "{batch} in the command, for the batch per rank"
-        raise LaunchError(f"--global-batch and {{batch}} need each other. Please add {missing}")
+        raise LaunchError(f"--global-batch and {{batch}} need each other. Add {missing}")
     ranks = given.ranks or (powers if has_batch else [1])
     if not has_batch:
         if len(ranks) > 1:
@@ -277,8 +277,8 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=counts, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
     add("--intra", type=counts, metavar="A,B", help="intra-op threads to try (default: 1, 2, 4, ... cores)")
     add("--bind", choices=_BINDS, default="both", help="bind ranks to cores, or try both (default: both)")
-    add("--seconds", type=number, default=20.0, metavar="S", help="steady steps per trial (default: 20)")
-    add("--limit", type=number, default=300.0, metavar="S", help="time for a trial to start (default: 300)")
+    add("--seconds", type=number, default=20.0, metavar="S", help="seconds of steady steps (default: 20)")
+    add("--limit", type=number, default=300.0, metavar="S", help="seconds to start a trial (default: 300)")
     add_host_options(parser, "hosts with as many cores as this one (default: this one); slots do not matter")
     add("command", nargs="+", metavar="COMMAND", help="after --: the training and its arguments")
 
