@@ -103,7 +103,7 @@ def check(given: argparse.Namespace) -> None:
     if given.output:
         check_regular(given.output)
         if given.output.suffix != ".json" or not given.output.parent.is_dir() or given.output.is_dir():
-            what = "the name must end in .json and its directory must exist"
+            what = "pass the name of a file that ends in .json, in a directory that exists"
             raise CommandError(f"--output {given.output}: {what}")
 
 

@@ -8,10 +8,10 @@ The exchanges of ``ringdance.core`` run unchanged, but nothing is sent and no el
 
 Note [One host for all]
     All hosts have equally many ranks, so their plans are the same and their ranks do the same things at the
-    same times. So a single host is executed on behalf of all: instead of a message to another host, it
-    receives the one that its counterpart there sends. This is exact except for blocks that differ by one
-    element, and for MPI's all-reduce, whose members send unequal amounts. The executed host is the first
-    one, which sends the most.
+    same times. So a single host is executed on behalf of all: a message to another host comes back as the
+    message that the sender's counterpart on that host would send. This is exact except for blocks that differ
+    by one element, and for MPI's all-reduce, whose members send unequal amounts. The executed host is the
+    first one, which sends the most.
 
 Messages are modeled after Open MPI's libnbc (ompi/mca/coll/libnbc in its sources). All-to-all and all-gather
 send one message to each member. An all-reduce below 64 KiB, in place, or with fewer than four members goes up

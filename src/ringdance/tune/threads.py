@@ -285,6 +285,6 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance tune`` with the words after it. Returns the exit code."""
-    text = "find the best threads, binding and ranks per host of a training on CPUs"
+    text = "find the best threads, binding and ranks per host for training on CPUs"
     known = {"threads": subcommands.Subcommand(_threads, text, _add_threads, _EPILOG)}
     return subcommands.run("ringdance tune", "Tune training by running trials of it.", known, argv)
