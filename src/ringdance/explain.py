@@ -79,9 +79,9 @@ class _Rank:
     @property
     def action(self) -> str:
         """What the main thread does and where, followed by the worker processes."""
-        more = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
+        others = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
         own = f"its main thread {self.doing or 'runs'}{self.place}"
-        return "; ".join([own, *self.workers[:_MOST_WORKERS], *more])
+        return "; ".join([own, *self.workers[:_MOST_WORKERS], *others])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -182,8 +182,8 @@ def read_run(directory: Path) -> Run:
         advice = "start the job with `ringdance run --output-filename DIR`"
         if any(directory.glob("rank.*")):  # the job was started this way
             advice = "its ranks have not called hvd.init(), or ended within it"
-            said = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
-            if end := next((text.splitlines()[-1] for text in said if text), ""):
+            outputs = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
+            if end := next((text.splitlines()[-1] for text in outputs if text), ""):
                 advice = f"a rank's stderr ends with {end[-300:]!r}. If that is not why, {advice}"
         raise LaunchError(f"{directory} {what}: {advice}")
     rows = sorted((row for file in files for row in _read(file)), key=itemgetter("time"))

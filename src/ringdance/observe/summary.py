@@ -260,7 +260,7 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
 def _lateness(
     name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]
 ) -> dict[str, Any] | None:
-    """Return how long ranks wait for others to submit a tensor, and for whom most; None if nobody waits."""
+    """Return how long ranks wait for others to submit a tensor, and for whom most; None if no rank waits."""
     late: Counter[int] = Counter()
     seconds: dict[int, float] = defaultdict(float)
     waits = []

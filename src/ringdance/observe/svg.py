@@ -176,9 +176,9 @@ def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]], 
             )
             at += value * scale
         body.append(_text(at + 4, y + 12, f"{sum(values):.3g} {unit}"))
-    said = "; ".join(
+    description = "; ".join(
         f"{label}: {', '.join(f'{n} {v:.3g} {unit}' for n, v in zip(names, values, strict=True))}"
         for label, values in rows.items()
     )
-    picture = _frame(_TOP * 2 + each * len(rows), title, said, body)
+    picture = _frame(_TOP * 2 + each * len(rows), title, description, body)
     return _figure(title, picture, _legend(dict(enumerate(names))))

@@ -86,8 +86,8 @@ def gpus_of(kind: str) -> int | None:
     """Return the GPUs of an EC2 instance type; None if not known or if it has other accelerators."""
     if kind in instances():
         return instances()[kind].gpus
-    more: dict[str, int] = _parsed(_HERE / "instances.toml")["gpus"]
-    return more.get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)
+    other_types: dict[str, int] = _parsed(_HERE / "instances.toml")["gpus"]
+    return other_types.get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
                 raise ValueError
         except NO_FORMAT:
             what = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
-            more = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
-            raise LaunchError(f"{place}: {key} is {value!r}; expected {what}{more}") from None
+            suffix = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
+            raise LaunchError(f"{place}: {key} is {value!r}; expected {what}{suffix}") from None
     return Instance(name, **values)
 
 

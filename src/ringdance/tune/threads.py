@@ -137,8 +137,8 @@ class Trials:
         if run:
             self.others = max(self.others, *(run.taken(host) for host in run.hosts))
             return run.steps_per_second, ""
-        said = (directory / "log").read_text(errors="replace").strip().splitlines()
-        last = next((text for text in said if text.startswith("first failure: ")), (said or [""])[-1])
+        lines = (directory / "log").read_text(errors="replace").strip().splitlines()
+        last = next((text for text in lines if text.startswith("first failure: ")), (lines or [""])[-1])
         return 0.0, f"exit code {code}: {last}" if code else "no steps counted: use hvd.mark_step()"
 
     def table(self, best: Setting, found: Mapping[Setting, list[Result]]) -> Table:
