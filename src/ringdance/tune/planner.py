@@ -224,7 +224,7 @@ def from_run(directory: Path, batch: int) -> Workload:
         batch: Samples per rank and step.
 
     Raises:
-        LaunchError: There are no metrics, or no steps.
+        LaunchError: The metrics are missing, or have no steps.
     """
     run = read_run(directory)
     last, per_host = run.slowest.rows[-1], max(1, run.size // len(run.hosts))

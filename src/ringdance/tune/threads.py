@@ -69,7 +69,7 @@ class Setting(NamedTuple):
 
 
 Result = tuple[float, str]
-"""Steps per second, and ""; or 0.0 and the reason why there is no speed."""
+"""Steps per second, and ""; or 0.0 and the reason why the speed is unknown."""
 
 
 @dataclass
