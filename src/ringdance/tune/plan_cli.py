@@ -102,7 +102,7 @@ def _plan(given: argparse.Namespace) -> int:
     if not work and (aim or given.samples or given.price):
         raise LaunchError("--deadline, --budget, --samples and --price need --epochs N or --to-accuracy A")
     if work and not options.samples:
-        raise LaunchError(f"{load.model} has no usual number of samples. Set it per epoch: --samples N")
+        raise LaunchError(f"{load.model} has no usual number of samples. Pass --samples N (per epoch)")
     if given.budget and on.price is None:
         raise LaunchError(f"--budget: the price of {on.name} is not known. Pass it: --price P")
     per_host = options.per_host(load, on)
