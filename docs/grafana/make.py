@@ -82,19 +82,19 @@ def number(title: str, text: str, unit: str, query: str, limits: tuple[float, fl
 def numbers() -> list[Any]:
     """Build the numbers at the top."""
     straggler = panel(
-        stat, "Slowest rank", "Waits least: the others wait for it.", SHARE,
+        stat, "Slowest rank", "The rank that waits least, because the others wait for it.", SHARE,
         (f"bottomk(1, {rate('exposed_seconds')})", RANK), width=4,
     )  # fmt: skip
     return [
-        number("Ranks", "Ranks whose hosts answer.", "none", f"count({value('job_ranks')})"),
-        number("Steps per second", "Mean of the ranks.", "none", f"avg({rate('steps')})"),
+        number("Ranks", "Ranks on hosts that answer.", "none", f"count({value('job_ranks')})"),
+        number("Steps per second", "Mean over the ranks.", "none", f"avg({rate('steps')})"),
         number("Exposed communication", "Share of the time in which training waits for exchanges.", SHARE,
                f"avg({rate('exposed_seconds')})", (0.15, 0.3)),
         straggler.text_mode(BigValueTextMode.NAME),
-        number("Slower than the others", "Its time between exchanges, against the median rank's.", SHARE,
+        number("Slower than the others", "Its time between exchanges, relative to the median.", SHARE,
                f"(1 - min({rate('exposed_seconds')})) / (1 - quantile(0.5, {rate('exposed_seconds')})) - 1",
                (0.1, 0.25)),
-        number("Since the last step", "Of the rank that is furthest behind.", "s",
+        number("Since the last step", "For the rank that is furthest behind.", "s",
                f"time() - min({value('last_step_timestamp_seconds')})", (60, 300)),
     ]  # fmt: skip
 
@@ -103,22 +103,22 @@ def training() -> list[Any]:
     """Build the panels about speed and waiting."""
     waits, steps = rate("exposed_seconds"), rate("steps")
     history = panel(
-        statushistory, "Slow ranks", "A red row among green ones: the rank that the others wait for.",
+        statushistory, "Slow ranks", "A red row among green ones is the rank that the others wait for.",
         SHARE, (waits, RANK), width=24,
     )  # fmt: skip
     colours = FieldColor().mode(FieldColorModeId.CONTINUOUS_RD_YL_GR)
     return [
-        panel(timeseries, "Steps per second", "Mean of the ranks.", "none", (f"avg({steps})", "steps/s")),
-        panel(timeseries, "Time of a step", "Mean of the ranks, with what of it is waiting.", "s",
+        panel(timeseries, "Steps per second", "Mean over the ranks.", "none", (f"avg({steps})", "steps/s")),
+        panel(timeseries, "Time of a step", "Mean over the ranks, and the part that is waiting.", "s",
               (f"1 / avg({steps})", "step"), (f"avg({waits}) / avg({steps})", "exposed communication")),
-        panel(timeseries, "Exposed communication", "What the slowest rank waits is communication; all else "
-              "is waiting for slower ranks.", SHARE,
+        panel(timeseries, "Exposed communication", "The slowest rank's waiting time is communication. "
+              "All other waiting is for slower ranks.", SHARE,
               (f"avg({waits})", "mean"), (f"min({waits})", "slowest"), (f"max({waits})", "fastest")),
         panel(timeseries, "Waiting by rank", "Share of each rank's time.", SHARE, (waits, RANK)),
         history.color_scheme(colours).min(0).show_value(VisibilityMode.NEVER).line_width(1).fill_opacity(70),
-        panel(timeseries, "Bytes exchanged", "By each rank, mean.", "Bps",
+        panel(timeseries, "Bytes exchanged", "Mean per rank.", "Bps",
               (f"avg({rate('exchanged_bytes')})", "bytes/s")),
-        panel(timeseries, "Batches and tensors", "Many tensors in a batch are good.", "none",
+        panel(timeseries, "Batches and tensors", "More tensors per batch are better.", "none",
               (f"avg({rate('batches')}) / avg({steps})", "batches per step"),
               (f"avg({rate('tensors')}) / avg({rate('batches')})", "tensors per batch")),
     ]  # fmt: skip
@@ -129,10 +129,10 @@ def machines() -> list[Any]:
     return [
         panel(timeseries, "Cores in use by host", "", SHARE, (value("host_cpu_ratio"), "{{host}}")),
         panel(timeseries, "Memory in use by host", "", SHARE, (value("host_memory_ratio"), "{{host}}")),
-        panel(timeseries, "Cores in use by rank", "With data loaders.", "none", (rate("cpu_seconds"), RANK)),
+        panel(timeseries, "Cores in use by rank", "Includes loaders.", "none", (rate("cpu_seconds"), RANK)),
         panel(timeseries, "Memory by rank", "Resident.", "bytes", (value("resident_memory_bytes"), RANK)),
-        panel(timeseries, "GPU in use by rank", "By NVML.", SHARE, (value("gpu_utilization_ratio"), RANK)),
-        panel(timeseries, "GPU memory by rank", "By NVML.", "bytes", (value("gpu_memory_bytes"), RANK)),
+        panel(timeseries, "GPU in use by rank", "From NVML.", SHARE, (value("gpu_utilization_ratio"), RANK)),
+        panel(timeseries, "GPU memory by rank", "From NVML.", "bytes", (value("gpu_memory_bytes"), RANK)),
     ]  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def dashboard() -> str:
     made = (
         Dashboard("Ringdance")
         .uid("ringdance")
-        .description("Speed, waiting and use of machines of training jobs.")
+        .description("Speed, waiting times and machine use of training jobs.")
         .tags(["ringdance", "training"])
         .time("now-1h", "now")
         .refresh("10s")

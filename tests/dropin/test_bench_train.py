@@ -1,4 +1,4 @@
-"""`ringdance bench train` of a small model on one rank and on two, as docs/howto/troubleshooting/bench-train.md shows it."""
+"""`ringdance bench train` of a small model on one rank and on two, as its page in docs/ shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerate, Transformers and Lightning under `ringdance run`: the scripts of docs/howto/training/torch-tools.md.
+"""Accelerate, Transformers and Lightning under `ringdance run`: the scripts of their page in docs/.
 
 Each trains the same weights as under torchrun, the tools' own way, the same with the backend "ringdance", and
 again with `hvd.DistributedOptimizer` in place of DistributedDataParallel. The page's commands, and what they

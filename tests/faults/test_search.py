@@ -158,7 +158,7 @@ def test_ctrl_c_leaves_no_process_and_the_search_goes_on(tmp_path: Path) -> None
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=30)
     assert running.returncode == 130, out
-    assert "goes on with the search" in out
+    assert "to continue the search" in out
     assert not search.processes()
     assert not search.said("end")
     out, _ = search.start().communicate(timeout=60)
@@ -173,8 +173,8 @@ def test_failed_trials_are_kept_apart_and_end_the_search(tmp_path: Path) -> None
     out, _ = running.communicate(timeout=60)
     assert running.returncode == 1
     assert "exit code 1 (space.search/failed/0001.1/log)" in out
-    assert "no loss by loss (\\S+) was found (space.search/failed/0000.1/log)" in out
-    assert "trials have failed, and the search is given up" in out
+    assert "no loss was found by loss (\\S+) (space.search/failed/0000.1/log)" in out
+    assert "trials have failed, so the search stops" in out
     assert (tmp_path / "space.search/failed/0001.1/log").read_text() == "no metric\n"
     assert not list((tmp_path / "space.search/trials").iterdir())
 
@@ -271,7 +271,7 @@ def test_what_is_no_failure_or_no_number(tmp_path: Path, capsys: pytest.CaptureF
     assert "8 trials: 1 finished, 7 failed; best loss 7, trial 7" in out, out
     assert main(["search", "show", str(tmp_path / "space.search")]) == 0
     shown = capsys.readouterr().out
-    assert "trial 0 failed: no loss by loss (\\S+)|[/a]$ was found" in shown
+    assert "trial 0 failed: no loss was found by loss (\\S+)|[/a]$" in shown
     assert "trial 6 failed: exit code 255" in shown
     assert "trial 5 failed: loss is nan" in shown
 

@@ -134,7 +134,7 @@ def test_a_file_that_has_no_room_is_said_once_and_by_who_reads_it(tmp_path: Path
     said = [line.partition(": ")[2].partition(": ")[2] for line in done.stderr.splitlines()]
     assert sorted(said) == [
         f"{logs}/metrics-0.jsonl lacks samples: File too large",
-        f"{path}: File too large; the timeline ends there, and the job goes on",
+        f"{path}: File too large. The timeline ends there; the job continues",
     ]
     assert "The file lacks its end" in timeline(path)
 

@@ -83,8 +83,9 @@ def test_data_blocks_are_well_formed() -> None:
 
 
 def test_quoted_figures_are_those_of_the_benchmarks() -> None:
-    """What the README and "Coming from Horovod" quote was measured: docs/howto/troubleshooting/benchmarks.md has it."""
-    results = (ROOT / "docs" / "howto" / "troubleshooting" / "benchmarks.md").read_text().partition("## Results")[2]
+    """What the README and "Coming from Horovod" quote stands in the page with the benchmarks' results."""
+    page = ROOT / "docs" / "howto" / "troubleshooting" / "benchmarks.md"
+    results = page.read_text().partition("## Results")[2]
     page = (ROOT / "docs" / "coming-from-horovod.md").read_text()
     table = page.split("| measured |")[1].split("\n\n")[0]
     quoted = [text for row in table.splitlines()[2:] for text in re.findall(r"\d[\d.,]*", row.split("|")[3])]
@@ -102,7 +103,8 @@ def test_python_blocks_compile(page: Path) -> None:
 
 
 def test_the_stall_warnings_time_is_the_default() -> None:
-    for name in ("coming-from-horovod.md", "explanation/errors.md", "howto/troubleshooting/when-it-hangs-or-fails.md"):
+    page = "howto/troubleshooting/when-it-hangs-or-fails.md"
+    for name in ("coming-from-horovod.md", "explanation/errors.md", page):
         named = re.findall(r"after (\d+) s(?:econds)?\b(?! \()", (ROOT / "docs" / name).read_text(), re.I)
         assert f"{Settings().stall_check_time:g}" in named, name
 

@@ -22,16 +22,17 @@ class Instance:
     """A kind of machine.
 
     Attributes:
-        cores: physical ones.
-        gbits: of its network, Gbit/s, as it is sold.
-        gpus: in a machine; 0: it trains on CPUs.
-        gpu: their name.
-        nvlink: GB/s that a GPU can send to the others of its machine; 0 where they have PCI Express only.
-        rdma: whether GPUs use the network without TCP.
-        tcp_gbits: what NCCL gets over TCP at most, Gbit/s. It has one socket and one thread for a connection,
-            unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say more; fitted, see docs/howto/troubleshooting/plan.md.
-        price: dollars for an hour; None if not known.
-        as_of: when it was so.
+        cores: Physical cores.
+        gbits: Advertised network bandwidth, Gbit/s.
+        gpus: GPUs per machine; 0 if it trains on CPUs.
+        gpu: Name of the GPUs.
+        nvlink: GB/s that a GPU can send to the machine's other GPUs; 0 if they have only PCI Express.
+        rdma: True if GPUs use the network without TCP.
+        tcp_gbits: Maximum that NCCL reaches over TCP, Gbit/s. NCCL uses one socket and one thread per
+            connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say more. Fitted, see
+            docs/howto/troubleshooting/plan.md.
+        price: Dollars per hour; None if not known.
+        as_of: Date of the price.
     """
 
     name: str
@@ -47,14 +48,14 @@ class Instance:
 
 
 _KINDS = get_type_hints(Instance) | {"price": float}
-del _KINDS["name"]  # is that of the table or the file
+del _KINDS["name"]  # comes from the table's key or the file's name
 
 
 def instance(name: str) -> Instance:
-    """Return a kind of machine by its name, or from a file that ends with .toml.
+    """Look up a kind of machine by name, or read it from a file whose name ends in .toml.
 
     Raises:
-        LaunchError: it is not known, or the file is not as expected.
+        LaunchError: The name is not known, or the file is not valid.
     """
     if name.endswith(".toml"):
         return _instance(Path(name).stem, parsed(Path(name)), name)
@@ -63,42 +64,42 @@ def instance(name: str) -> Instance:
         near = difflib.get_close_matches(name, known, n=1)
         raise LaunchError(
             f"--instance {name} is not known{f'; did you mean {near[0]}?' if near else '.'} Known are "
-            f"{', '.join(known)}; describe any other one in a file: --instance mine.toml"
+            f"{', '.join(known)}. Describe any other machine in a file: --instance mine.toml"
         )
     return known[name]
 
 
 @cache
 def instances() -> dict[str, Instance]:
-    """Return the kinds of machines that come with the package."""
+    """Return the kinds of machines that the package describes."""
     rows = parsed(_FILE).items()
-    return {name: _instance(name, found, str(_FILE)) for name, found in rows if name != "gpus"}
+    return {name: _instance(name, fields, str(_FILE)) for name, fields in rows if name != "gpus"}
 
 
 def gpus_of(kind: str) -> int | None:
-    """Return the GPUs of a machine by its type at EC2; None: not known, or it has other accelerators."""
+    """Return the GPUs of an EC2 instance type; None if not known or if it has other accelerators."""
     if kind in instances():
         return instances()[kind].gpus
-    more: dict[str, int] = parsed(_FILE)["gpus"]
-    return more.get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)
+    other_types: dict[str, int] = parsed(_FILE)["gpus"]
+    return other_types.get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)
 
 
 def parsed(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises LaunchError if it is none."""
+    """Read a TOML file. Raises LaunchError if it is not valid TOML."""
     try:
         return tomllib.loads(read_regular(path))
     except (ValueError, RecursionError) as error:
-        raise LaunchError(f"{path} is no TOML: {error}") from None
+        raise LaunchError(f"{path} is not valid TOML: {error}") from None
 
 
 def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
     if unknown := found.keys() - _KINDS:
         known = ", ".join(_KINDS)
-        raise LaunchError(f"{place}: an instance has no field {min(unknown)!r}; known are {known}")
+        raise LaunchError(f"{place}: {min(unknown)!r} is not a field of an instance. Known are {known}")
     values: dict[str, Any] = {key: str(value) if key == "as_of" else value for key, value in found.items()}
     for key in ("cores", "gbits"):
         if key not in values:
-            raise LaunchError(f"{place}: {key} is missing; an instance has at least cores and gbits")
+            raise LaunchError(f"{place}: {key} is missing. An instance needs at least cores and gbits")
     for key, value in values.items():
         kind, least = _KINDS[key], key in ("cores", "gbits")
         try:
@@ -107,6 +108,6 @@ def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
                 raise ValueError
         except NO_FORMAT:
             what = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
-            more = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
-            raise LaunchError(f"{place}: {key} is {value!r}; expected {what}{more}") from None
+            suffix = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
+            raise LaunchError(f"{place}: {key} is {value!r}; expected {what}{suffix}") from None
     return Instance(name, **values)

@@ -1,4 +1,4 @@
-"""``ringdance explain``: what each rank of a job does, and which rank holds it up."""
+"""``ringdance explain``: show what each rank of a job does, and which rank holds the others up."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from ringdance.tools.hosts.run import run_everywhere
 _EPILOG = """\
 examples:
   ringdance explain                  the job that runs on this machine
-  ringdance explain 3f2a91c0         one of several; also a process: of a rank, or of mpiexec
+  ringdance explain 3f2a91c0         one of several jobs; also by process id, of a rank or of mpiexec
   ringdance explain --stacks         with the stacks of all threads
   ringdance explain -H node1,node2   a job on several hosts
 
-The last line names the rank that the others wait for. Without -H it looks at the ranks of
-this machine. The job may be another launcher's.
+The last line names the rank that the others wait for. Without -H, only the ranks on this machine
+are shown. The job may have been started by another launcher.
 
-exit code: 0; 2 if there is no such job
+exit code: 0; 2 if the job does not exist
 """
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
-_BEFORE = " without init()"  # what a rank's progress ends with until then
+_BEFORE = " without init()"  # suffix of a rank's progress until it calls init()
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 
 
 @dataclass
 class _Rank:
-    """A rank that runs."""
+    """A running rank."""
 
     number: int
     host: str
@@ -59,8 +59,8 @@ class _Rank:
     seconds: float = 0.0
     doing: str = ""
     stacks: str = ""
-    operation: str = ""  # the whole name of what it waits for
-    workers: list[str] = field(default_factory=list)  # what processes forked from it do
+    operation: str = ""  # full name of the operation it waits for
+    workers: list[str] = field(default_factory=list)  # what its forked processes do
 
     @property
     def who(self) -> str:
@@ -68,33 +68,33 @@ class _Rank:
 
     @property
     def frames(self) -> list[str]:
-        """Frames of the user's code in its main thread, innermost first."""
+        """Frames of the user's code in the rank's main thread, innermost first."""
         return own_lines(main_frames(self.stacks))
 
     @property
     def place(self) -> str:
-        """Where its main thread is."""
+        """Place in the user's code where the main thread is."""
         return f", at {place_of(self.frames)}" if self.frames else ""
 
     @property
     def action(self) -> str:
-        """What its main thread does and where, and its worker processes."""
-        more = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
+        """What the main thread does and where, followed by the worker processes."""
+        others = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
         own = f"its main thread {self.doing or 'runs'}{self.place}"
-        return "; ".join([own, *self.workers[:_MOST_WORKERS], *more])
+        return "; ".join([own, *self.workers[:_MOST_WORKERS], *others])
 
 
 def main(argv: Sequence[str]) -> int:
-    """``ringdance explain``: `argv` without the program and ``explain``; returns the exit code."""
+    """Run ``ringdance explain`` with ``argv``, the words after it. Returns the exit code."""
     parser = Parser(
         prog="ringdance explain",
-        description="Show what each rank of a job does, and name the one that the others wait for.",
+        description="Show what each rank of a job does, and which rank the others wait for.",
         epilog=_EPILOG,
     )
-    text = "default: the only job here"
+    text = "job, or a process id in it (default: the only job here)"
     parser.add_argument("target", metavar="JOB|PID", nargs="?", default="", help=text)
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
-    parser.add_argument("--json", action="store_true", help="what is known of the ranks as JSON")
+    parser.add_argument("--json", action="store_true", help="print what is known about the ranks as JSON")
     add_arguments(parser)
 
     def action() -> int:
@@ -113,12 +113,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ranks_here(target: str) -> list[_Rank]:
-    """Return the ranks on this host of the jobs that may be meant."""
+    """Return the ranks on this host, for all jobs that ``target`` may mean."""
     jobs: dict[str, list[_Rank]] = {}
     known = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
-        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # else it is in init()
+        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # no host while in init()
             if (rank := _rank_of(reader)) is None:
                 continue
             known.add((rank.job, rank.number))
@@ -129,66 +129,66 @@ def _ranks_here(target: str) -> list[_Rank]:
         if (job, int(number)) not in known:
             try:
                 below, age = (process, *process.children(recursive=True)), time.time() - process.create_time()
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # the process has just exited
                 continue
-            state = ", now in init()" if any(open_ring(one.pid) for one in below) else _BEFORE
+            state = ", now in init()" if any(open_ring(child.pid) for child in below) else _BEFORE
             progress = f"{age:.0f} s{state}"
             rank = _Rank(int(number), os.uname().nodename, process.pid, int(size), job, progress)
             jobs.setdefault(job, []).append(rank)
-    found: list[_Rank] = []
+    selected: list[_Rank] = []
     for job, ranks in jobs.items():
         of_process = target.isdigit() and any(_is_below(rank.pid, int(target)) for rank in ranks)
         if job.startswith(target) or of_process:
-            found += ranks
-    return found
+            selected += ranks
+    return selected
 
 
 def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
-    """Return the ranks in order if they are of one job. Raises LaunchError."""
+    """Return the ranks in order if all belong to one job. Raises LaunchError."""
     jobs = {rank.job for rank in ranks}
     if len(jobs) == 1:
         return sorted(ranks, key=lambda rank: rank.number)
     if jobs:
-        known = [one for one in [*records.load_all(), *records.without_record()] if one.job in jobs]
-        others = [f"{job}: of another launcher" for job in sorted(jobs - {one.job for one in known})]
-        lines = "\n  ".join([*(one.about for one in known), *others])
-        raise LaunchError(f"several jobs run here; name one:\n  {lines}")
+        known = [job for job in [*records.load_all(), *records.without_record()] if job.job in jobs]
+        others = [f"{job}: from another launcher" for job in sorted(jobs - {other.job for other in known})]
+        lines = "\n  ".join([*(other.about for other in known), *others])
+        raise LaunchError(f"several jobs run here. Name one of them:\n  {lines}")
     here = f"on {os.uname().nodename}"
     if not target:
-        raise LaunchError(f"no ranks of yours run {here}")
+        raise LaunchError(f"none of your jobs has a rank {here}. Use -H to look at other hosts")
     record = records.find(target)
-    state = {"ended": "has ended", "lost": "is lost: its launcher was killed"}.get(
-        record.state, f"runs on {', '.join(record.hosts)}: name other hosts with -H"
+    state = {"ended": "it has ended", "lost": "its launcher was killed"}.get(
+        record.state, f"it runs on {', '.join(record.hosts)}, which you can name with -H"
     )
     advice = f"`ringdance attach {record.short}` shows its output"
-    raise LaunchError(f"job {record.short} has no ranks {here}: it {state}; {advice}")
+    raise LaunchError(f"job {record.short} has no ranks {here}: {state}. {advice}")
 
 
 def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
-    """Return the ranks on the hosts that the arguments name; say which hosts cannot be looked at."""
+    """Return the ranks on the hosts in the arguments. Reports hosts that do not answer on stderr."""
     words = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
     with closing(host_set(arguments)) as hosts:
         hosts.connect(arguments.connect_timeout)
         results = run_everywhere(hosts, words, timeout=20.0)
-    found: list[_Rank] = []
+    ranks: list[_Rank] = []
     for host, result in results.items():
         try:
-            for one in json.loads(result.output.splitlines()[-1]):
-                found.append(_Rank(**one))
-                if found[-1].job.isdigit():  # its mpiexec's or daemon's process on that host
-                    found[-1].job = "of another launcher"
+            for row in json.loads(result.output.splitlines()[-1]):
+                ranks.append(_Rank(**row))
+                if ranks[-1].job.isdigit():  # the process id of mpiexec or its daemon on that host
+                    ranks[-1].job = "of another launcher"
         except (ValueError, IndexError, TypeError):
             problem = result.problem or bytes(result.output).decode(errors="replace").strip() or "no answer"
             print(f"ringdance explain: {host}: {problem}", file=sys.stderr)
-    return found
+    return ranks
 
 
 def _rank_of(reader: RingReader) -> _Rank | None:
-    """Return the rank whose records these are; None if its process has just ended."""
+    """Return the rank to which these records belong, or None if its process has just exited."""
     number, host, pid = reader.who
     try:
         process = psutil.Process(pid)
-        job = process.environ().get(linux.MARKER) or str(process.ppid())  # of mpiexec, or its daemon
+        job = process.environ().get(linux.MARKER) or str(process.ppid())  # mpiexec, or its daemon
     except psutil.Error:
         return None
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
@@ -199,15 +199,15 @@ def _rank_of(reader: RingReader) -> _Rank | None:
 
 
 def _is_below(pid: int, other: int) -> bool:
-    """Return whether a process is another one, or that is above it."""
+    """Return True if ``other`` is the process itself or one of its ancestors."""
     try:
         return other == pid or any(parent.pid == other for parent in psutil.Process(pid).parents())
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just exited
         return False
 
 
 def _look(ranks: list[_Rank]) -> list[_Rank]:
-    """Add what each rank, of this host, does now."""
+    """Add what each rank does now. All ranks must be on this host."""
     samples = {rank.pid: sample_cpu(rank.pid) for rank in ranks}
     time.sleep(_SAMPLE_S if ranks else 0.0)
     for rank in ranks:
@@ -223,8 +223,8 @@ def _look(ranks: list[_Rank]) -> list[_Rank]:
 
 
 def _look_at_workers(rank: _Rank) -> None:
-    """Add what processes that were forked from a rank do in the user's code, such as a data loader's."""
-    with suppress(psutil.Error):  # it has just ended
+    """Add what a rank's forked processes, such as a data loader's workers, do in the user's code."""
+    with suppress(psutil.Error):  # the process has just exited
         for child in psutil.Process(rank.pid).children():
             stacks = stacks_of(child.pid)
             if lines := worker_lines(main_frames(stacks)):
@@ -250,21 +250,21 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
     late = [rank for rank in ranks if not rank.waits_for]
     early = [str(rank.number) for rank in ranks if rank.progress.endswith(_BEFORE)]
     if not waiting and early:
-        return f"All ranks have to call init(): ranks {', '.join(early)} have not done so yet."
+        return f"All ranks must call init(). Ranks {', '.join(early)} have not done so yet."
     if not waiting:
-        return "No rank that was seen waits for another." if missing else "No rank waits for another."
+        return "None of the ranks seen waits for another." if missing else "No rank waits for another."
     if late:
         numbers = ", ".join(str(rank.number) for rank in waiting)
         others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"
         return f"{others} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
-    alike = len({label for _, label in names}) < len(names)  # then their whole names tell them apart
+    alike = len({label for _, label in names}) < len(names)  # then only their full names differ
 
     def said(name: tuple[str, str]) -> str:
         return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])
 
     if len(names) == 1:
-        cause = "ranks that were not seen" if missing else "an exchange that is under way"
+        cause = "ranks that were not seen" if missing else "an exchange in progress"
         return f"All ranks here wait for '{waiting[0].waits_for}': for {cause}."
     usual = names.most_common(1)[0][0]
     odd = [rank for rank in waiting if (rank.operation, rank.waits_for) != usual]

@@ -1,4 +1,4 @@
-"""The loops of docs/howto/training/keras-loops.md: what the page shows for this backend trains all ranks alike."""
+"""The loop that docs/howto/training/keras-loops.md shows for this backend trains all ranks equally."""
 
 from __future__ import annotations
 

@@ -167,12 +167,12 @@ def test_a_port_that_is_taken_is_said(capfd: pytest.CaptureFixture[str], tmp_pat
         metrics_of(rings(1), address=str(port), directory=str(tmp_path)).leave([os.getpid()])
     assert capfd.readouterr().err == (
         f"ringdance: node1: metrics are not served: port {port}: Address already in use (by another job?). "
-        "Set RINGDANCE_METRICS_PORT to another; 0 takes any that is free\n"
+        "Set RINGDANCE_METRICS_PORT to another port, or to 0 for any free port\n"
     )
     assert (tmp_path / "metrics-4.jsonl").exists()
     metrics_of(rings(1), address="0", directory=str(tmp_path / "metrics-4.jsonl"))
     first, second = capfd.readouterr().err.splitlines()
-    assert first == f"ringdance: node1: no figures are written: {tmp_path}/metrics-4.jsonl: File exists"
+    assert first == f"ringdance: node1: metrics are not written: {tmp_path}/metrics-4.jsonl: File exists"
     assert "ringdance_steps_total" in exposition(second.partition("http://")[2].removesuffix("/metrics"))[1]
 
 

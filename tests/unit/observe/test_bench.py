@@ -96,7 +96,7 @@ def test_rows_are_called_rows_and_get_their_own_advice() -> None:
 def test_unknown_samples_get_no_advice_about_images() -> None:
     fast, slow = replace(speed(400), unit="samples"), replace(speed(100, cores=1.9), unit="samples")
     found = judge({"loader": slow, "step": fast, "both": slow})
-    assert "do what is the same for a sample each time once" in found.next_step
+    assert "do work that is the same for a sample each time once" in found.next_step
 
 
 def test_the_command_and_the_ranks_know_the_same_mark() -> None:
@@ -106,7 +106,7 @@ def test_the_command_and_the_ranks_know_the_same_mark() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (["input"], "give the command"),
+        (["input"], "the command is missing"),
         (["input", "--seconds", "0", "--", "true"], "more than 0"),
         (["inptu", "--", "true"], "did you mean input?"),
         (["input", "-np", "1", "--", "true"], "hvd.watch_input(loader)"),

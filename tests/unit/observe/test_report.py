@@ -170,12 +170,12 @@ def test_samples_are_shown_once_the_batch_is_known(
 
 def test_a_run_of_few_steps_says_so(tmp_path: Path) -> None:
     file = write(tmp_path, [0.1]) / "metrics-0.jsonl"
-    text = "Judged by {}: a longer run says more."
+    text = "Judged by only {}. A longer run says more."
     lines = file.read_text().splitlines()
     assert not any("Judged" in one for one in judge(read_run(tmp_path)).evidence)
     late = json.loads(lines[1]) | {"steps": 2, "time": 1030.0, "last_step_time": 1030.0}
     file.write_text("\n".join([*lines[:2], json.dumps(late)]))
-    assert text.format("1 step of a rank") in judge(read_run(tmp_path)).evidence
+    assert text.format("1 step per rank") in judge(read_run(tmp_path)).evidence
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     ) for second in range(3)))  # samples each second
     assert report.main([str(still)]) == 2
     said = capsys.readouterr().err
-    assert "took 2.0 s only" in said
+    assert "took only 2.0 s" in said
     assert said.endswith("RINGDANCE_METRICS_INTERVAL=0.2\n")
 
 
@@ -218,13 +218,13 @@ def test_lines_that_are_no_samples_are_named(
     file = write(tmp_path / "run", [0.1]) / "metrics-0.jsonl"
     cut = len(file.read_text().splitlines())
     assert report.main([str(file.parent)]) == 0
-    assert capsys.readouterr().err == f"ringdance report: {file}, line {cut} is cut off and left out\n"
+    assert capsys.readouterr().err == f"ringdance report: {file}, line {cut} is cut off and skipped\n"
     if line.startswith('"'):
         line = f"{file.read_text().partition('}')[0]}, {line}}}"
     file.write_text(f"{line}\n{file.read_text()}")
     assert report.main([str(file.parent)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"ringdance report: {file}, line 1 is no sample of ")
+    assert said.startswith(f"ringdance report: {file}, line 1 is not a sample of ")
     assert said.count("\n") == 1
 
 

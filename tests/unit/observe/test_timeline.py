@@ -101,7 +101,7 @@ def test_what_another_program_has_written_is_no_figure(tmp_path: Path) -> None:
     found = summarize(load(path))
     assert ([row["rank"] for row in found["ranks"]], found["tensors"], found["unfinished"]) == ([1], [], [])
     path.write_text(json.dumps([one | {"ts": 5} if one["ph"] == "i" else one for one in lacks]))
-    assert summarize(load(path))["sentence"] == "No rank is late; 0% of a step is waiting for exchanges."
+    assert summarize(load(path))["sentence"] == "No rank is late. Waiting for exchanges takes 0% of a step."
 
 
 def test_without_marks_the_whole_file_is_one_step(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_time_whose_records_are_lost_is_left_out_where_no_step_is_whole(tmp_path
     for name, value in expected.items():
         assert row[f"{name}_seconds"] * 1000 == pytest.approx(steps * value, abs=1e-6), name
     assert row["steps"] == (4 if marked else 1)
-    assert "5000 of rank 0. What they tell of is left out" in found["notes"][0]
+    assert "5000 of rank 0. The summary skips the time they cover" in found["notes"][0]
 
 
 def test_covered_time() -> None:
@@ -150,10 +150,10 @@ def test_covered_time() -> None:
 def test_the_tables_and_the_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert timeline.main([str(write(tmp_path / "t.json")), "--steps", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "the last 2 of 4" in shown
+    assert "last 2 of 4" in shown
     assert "submitted by ranks 0; missing: 1" in shown
     (tmp_path / "no.json").write_text("{}")
-    for name, why in (("none", "No such file"), ("no.json", "is no timeline")):
+    for name, why in (("none", "No such file"), ("no.json", "is not a timeline")):
         assert timeline.main([str(tmp_path / name)]) == 2
         assert why in capsys.readouterr().err
 
@@ -176,13 +176,13 @@ DAMAGED = (
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("", ", line 1 is no timeline"),
-        ("[" * 100_000, " is no timeline"),
-        ("null", " is no timeline"),
-        (f"[\n{EVENT}\nnull,\n{EVENT}\n]\n", ", line 3 is no timeline"),
-        (f'[\n{EVENT}\n{{"name": \n{EVENT}\n]\n', ", line 3 is no timeline"),
-        (f'{{"traceEvents": [{EVENT} 5]}}', ", event 2 is no timeline"),
-        *((f"[{EVENT} {BEGIN}, {event}]", ", event 3 is no timeline") for event in DAMAGED),
+        ("", ", line 1 is not a timeline"),
+        ("[" * 100_000, " is not a timeline"),
+        ("null", " is not a timeline"),
+        (f"[\n{EVENT}\nnull,\n{EVENT}\n]\n", ", line 3 is not a timeline"),
+        (f'[\n{EVENT}\n{{"name": \n{EVENT}\n]\n', ", line 3 is not a timeline"),
+        (f'{{"traceEvents": [{EVENT} 5]}}', ", event 2 is not a timeline"),
+        *((f"[{EVENT} {BEGIN}, {event}]", ", event 3 is not a timeline") for event in DAMAGED),
     ],
 )
 def test_what_is_no_timeline_is_named(
@@ -193,7 +193,7 @@ def test_what_is_no_timeline_is_named(
     assert timeline.main([str(path)]) == 2
     assert capsys.readouterr().err == (
         f"ringdance timeline: {path}{place}: it is not Chrome's JSON. "
-        "Give a file that `ringdance run --timeline FILE` has written\n"
+        "Pass a file that `ringdance run --timeline FILE` has written\n"
     )
 
 

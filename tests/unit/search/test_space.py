@@ -56,25 +56,25 @@ def test_kinds_of_parameters(tmp_path: Path) -> None:
         ("parameters: {lr: {low: 0, high: 1.0, log: true}}", "lr: .*low=.*log"),
         ("parameters: {lr: {low: -1.0, high: 1.0, log: true}}", "lr: .*low=.*log"),
         ("parameters: {lr: {low: 1}}", "lr: .*write {low: 0.01, high: 1"),
-        ("parameters: {lr: {low: much, high: 1}}", "lr: low, high and step must be finite numbers; write "),
-        ("parameters: {lr: {low: true, high: 1}}", "lr: low, high and step must be finite numbers; write "),
-        ("parameters: {lr: {lwo: 1, high: 1}}", "lr: unknown key 'lwo'; known are low, high, step, log"),
-        ("parameters: {lr: {low: 1, high: 2, when: {a: b}}}", "lr: unknown key 'when'; known are low, high"),
-        ("parameters: {lr: {choices: [1], when: {a: b}}}", "lr: unknown key 'when'; known are choices"),
+        ("parameters: {lr: {low: much, high: 1}}", "lr: low, high and step must be finite numbers. Write "),
+        ("parameters: {lr: {low: true, high: 1}}", "lr: low, high and step must be finite numbers. Write "),
+        ("parameters: {lr: {lwo: 1, high: 1}}", "lr: unknown key 'lwo'. Known are low, high, step, log"),
+        ("parameters: {lr: {low: 1, high: 2, when: {a: b}}}", "lr: unknown key 'when'. Known are low, high"),
+        ("parameters: {lr: {choices: [1], when: {a: b}}}", "lr: unknown key 'when'. Known are choices"),
         ("parameters: {lr: {choices: ab}}", "lr: choices must be a list"),
         ("parameters: {lr: {low: .nan, high: 1.0}}", "lr: low, high and step must be finite"),
         ("parameters: {lr: {low: 0.0, high: .inf}}", "lr: low, high and step must be finite"),
-        ("parameters: {lr: [0, 0.1, false]}", "lr: 0 and false are the same to Optuna"),
+        ("parameters: {lr: [0, 0.1, false]}", "lr: 0 and false are equal to Optuna"),
         ("[" * 100_000, "recursion"),
         ("parameters: {lr: []}", "lr: "),
         ("parameters: {lr: 3}", "lr must have lines"),
-        ("parameters: {trial: [1]}", "'trial' is no name"),
-        ("parameters: {lr: [1]}\ntrails: 3", "unknown key 'trails'; known are parameters, objective, trials"),
-        ("parameters: {lr: [1]}\ntrials: '12'", "trials must be a whole number, 1 or more, and is '12'"),
-        ("parameters: {lr: [1]}\ntrials: none", "trials must be a whole number, 1 or more, and is 'none'"),
-        ("parameters: {lr: [1]}\nobjective: {goal: max}", "goal must be maximize or minimize, and is 'max'"),
+        ("parameters: {trial: [1]}", "'trial' is not a valid name"),
+        ("parameters: {lr: [1]}\ntrails: 3", "unknown key 'trails'. Known are parameters, objective, trials"),
+        ("parameters: {lr: [1]}\ntrials: '12'", "trials must be a whole number, 1 or more. Received: '12'"),
+        ("parameters: {lr: [1]}\ntrials: none", "trials must be a whole number, 1 or more. Received: 'none'"),
+        ("parameters: {lr: [1]}\nobjective: {goal: max}", "be maximize or minimize. Received: 'max'"),
         ("parameters: {lr: [1]}\nobjective: {line: 'a('}", "line must be a regular expression"),
-        ("parameters: {lr: [1]}\nobjective: {line: 'a'}", "with a group .* and is 'a'"),
+        ("parameters: {lr: [1]}\nobjective: {line: 'a'}", "with a group .* Received: 'a'"),
         ("parameters: {lr: [1]}\nobjective: {line: '(?P<step>a)'}", "with a group for the number"),
         ("parameters: [", "space.yaml: "),
     ],
@@ -89,9 +89,9 @@ def test_mistakes_in_the_file(text: str, said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("python t.py {lrr} {batch}", r"parameter lr gets to no trial: write {lr} into the command"),
-        ("python t.py {lr} ${batch}", "parameter batch gets to no trial"),
-        ("python t.py", "parameter lr, batch gets to no trial"),
+        ("python t.py {lrr} {batch}", r"no trial receives parameter lr. Write {lr} into the command"),
+        ("python t.py {lr} ${batch}", "no trial receives parameter batch"),
+        ("python t.py", "no trial receives parameter lr, batch"),
     ],
 )
 def test_every_parameter_gets_to_the_trials(command: str, said: str) -> None:
@@ -157,8 +157,8 @@ def test_values_of_a_growing_file(
 
 def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
     for objective, said in [
-        ({"line": r"loss (\S+)"}, r"no objective by loss (\S+) was found"),
-        ({}, "no objective by ringdance.report was found"),
+        ({"line": r"loss (\S+)"}, r"no objective was found by loss (\S+)"),
+        ({}, "no objective was found by ringdance.report"),
     ]:
         assert (
             Reader(parse_space(GOOD | {"objective": objective}).objective, tmp_path / "file").result()[1]
@@ -197,8 +197,8 @@ def test_places_are_on_one_host_where_there_is_room() -> None:
         (["space.yaml", "--", "nothing-like-it", "{lr}", "{batch}"], "command not found: nothing-like-it"),
         (["space.yaml", "--ranks-per-trial", "0", "--", "true", "{params}"], "0: give 1 or more"),
         (["space.yaml", "--ranks-per-trial", "3", "-H", "h:2", "--", "true", "{params}"], "a trial needs 3"),
-        (["show", "absent"], "absent is no study"),
-        (["best", "space.yaml"], "space.search is no study"),
+        (["show", "absent"], "absent is not a study"),
+        (["best", "space.yaml"], "space.search is not a study"),
     ],
 )
 def test_nothing_is_started_with_a_mistake(

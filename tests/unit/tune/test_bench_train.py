@@ -143,10 +143,10 @@ def test_numbers_of_ranks() -> None:
     ("words", "says"),
     [
         ("--model resnet5", "did you mean resnet50?"),
-        ("--model deepfm --framework keras", "vgg16, inception_v3. Give --framework torch, which"),
-        ("--model mlp --framework jax --against ddp", "ddp is for --framework torch, not jax"),
-        ("--model inception_v3", "Give --framework keras, which has it"),
-        ("--model inception_v3 --framework keras --image 64", "needs 75 pixels at least"),
+        ("--model deepfm --framework keras", "vgg16, inception_v3. Use --framework torch, which"),
+        ("--model mlp --framework jax --against ddp", "ddp works with --framework torch, not jax"),
+        ("--model inception_v3", "Use --framework keras, which has it"),
+        ("--model inception_v3 --framework keras --image 64", "needs at least 75 pixels"),
         ("--model mlp --output figures.csv", "ends in .json"),
         ("--model mlp --output nowhere/figures.json", "a directory that exists"),
         ("--model mlp --np 1;2", "1 or more, such as 1,2,4"),
@@ -172,7 +172,7 @@ def test_a_wrong_number_of_threads_is_refused(threads: str, capsys, monkeypatch)
 def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, capsys) -> None:
     (tmp_path / "directory.json").mkdir()
     os.mkfifo(tmp_path / "fifo.json")
-    for name, says in (("directory", "a name of a file"), ("fifo", "is not a regular file")):
+    for name, says in (("directory", "the name of a file"), ("fifo", "is not a regular file")):
         assert bench.main(["train", "--model", "mlp", "--output", str(tmp_path / f"{name}.json")]) == 2
         assert says in capsys.readouterr().err
 
@@ -180,4 +180,4 @@ def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, capsy
 def test_a_framework_that_is_missing_is_named_with_what_installs_it(capsys, monkeypatch) -> None:
     monkeypatch.setattr(bench_train, "find_spec", lambda name: None if name == "keras" else find_spec("json"))
     assert bench.main(["train", "--model", "mlp", "--framework", "jax"]) == 2
-    assert "--framework jax needs keras: " in capsys.readouterr().err
+    assert "--framework jax needs keras. Install: " in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""The monitor: one process on each host that reads the ranks' rings while they run."""
+"""The monitor: a process on each host that reads the ranks' rings while they run."""

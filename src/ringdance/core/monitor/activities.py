@@ -1,4 +1,4 @@
-"""What happened in a batch: the phases of its chunks, and which of them belong to which tensor."""
+"""Find the phases of a batch's chunks, and which of them belong to which tensor."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _ORDER = (WAIT, COPY_OUT, REDUCE, COPY_IN)
 
 
 class Chunk(NamedTuple):
-    """A chunk, or some that follow each other: its begin, and how long each phase took, in nanoseconds."""
+    """A chunk or several consecutive ones: the start, and how long each phase took, in nanoseconds."""
 
     time: int
     durations: list[int]
 
 
 def chunks_of(records: Sequence[Record]) -> list[Chunk]:
-    """Return the chunks of a batch; a record of several fills the time until the next one."""
-    found = []
+    """Return the chunks of a batch. A record of several chunks fills the time until the next record."""
+    chunks = []
     for record, after in zip_longest(records, records[1:]):
         wait, copy_out, reduce, copy_in, count = record.values
         durations = [1000 * wait, copy_out, reduce, copy_in]
         if count > 1 and after:
             factor = (after.time - record.time) / (sum(durations) or 1)
             durations = [int(factor * duration) for duration in durations]
-        found.append(Chunk(record.time, durations))
-    return found
+        chunks.append(Chunk(record.time, durations))
+    return chunks
 
 
 def phases(chunks: Sequence[Chunk]) -> Iterator[Span]:
-    """Yield name, begin and end of each phase of the chunks."""
+    """Yield the name, start and end of each phase of the chunks."""
     for chunk in chunks:
         at = chunk.time
         for name, duration in zip(_ORDER, chunk.durations, strict=True):
@@ -47,32 +47,33 @@ def phases(chunks: Sequence[Chunk]) -> Iterator[Span]:
 
 
 def activities(chunks: Sequence[Chunk], nbytes: Sequence[int]) -> list[list[Span]]:
-    """Return for each tensor of a batch when it was copied in, reduced and copied out.
+    """Return when each tensor of a batch was copied in, reduced and copied out.
 
-    Chunks hold equal parts of the batch's bytes: a tensor may lie in several chunks, and several in one.
+    Chunks hold equal parts of the batch's bytes. A tensor may span several chunks, and a chunk may
+    hold several tensors.
 
     Args:
-        chunks: of the batch.
-        nbytes: of each tensor, in the batch's order.
+        chunks: Chunks of the batch.
+        nbytes: Size of each tensor, in the batch's order.
     """
     total = sum(nbytes)
-    count = len(chunks) - 2  # the first one is copying in alone, the last one copying out
+    count = len(chunks) - 2  # the first chunk only copies in, the last one only copies out
     if count < 1 or not total:
         return [[] for _ in nbytes]
     edges = [total * number // count for number in range(count + 1)]
-    found = []
+    spans = []
     for end, size in zip(accumulate(nbytes), nbytes, strict=True):
         first = max(0, bisect_right(edges, end - size) - 1)
         last = max(first, min(count - 1, bisect_left(edges, end) - 1))
-        copied_in = _phase(chunks[first], 3)[0]  # as chunk n is reduced, n - 1 is copied out and n + 1 in
+        copied_in = _phase(chunks[first], 3)[0]  # while chunk n is reduced, n - 1 is copied out and n + 1 in
         reduce_from, reduce_to = _phase(chunks[first + 1], 2)[0], _phase(chunks[last + 1], 2)[1]
         copied_out = _phase(chunks[last + 2], 1)[1]
         edges_of = (copied_in, reduce_from, reduce_to, copied_out)
-        found.append(list(zip((COPY_IN, REDUCE, COPY_OUT), edges_of, edges_of[1:], strict=False)))
-    return found
+        spans.append(list(zip((COPY_IN, REDUCE, COPY_OUT), edges_of, edges_of[1:], strict=False)))
+    return spans
 
 
 def _phase(chunk: Chunk, number: int) -> tuple[int, int]:
-    """Return begin and end of a phase of a chunk."""
+    """Return the start and end of a chunk's phase."""
     began = chunk.time + sum(chunk.durations[:number])
     return began, began + chunk.durations[number]

@@ -1,4 +1,4 @@
-"""Write a trace in Chrome's format (JSON), which chrome://tracing and https://ui.perfetto.dev open."""
+"""Write a trace in Chrome's JSON format, for chrome://tracing and https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import json
 from typing import Any
 
 END = "end of the timeline: "
-"""How the names of events begin that only a file with an end has."""
+"""Prefix of the events that only a complete file has."""
 
 _END = "\n]\n"
 
 
 class ChromeWriter:
-    """A trace file, which is valid JSON after each ``flush``; times are in nanoseconds.
+    """A trace file that is valid JSON after each ``flush``. Times are in nanoseconds.
 
     Args:
-        path: of the file, which is overwritten.
-        start: time 0 of the trace, in nanoseconds of ``time.monotonic_ns``.
-        epoch: the same in seconds since the epoch.
+        path: Path of the file, which is overwritten.
+        start: Time 0 of the trace, on the clock of ``time.monotonic_ns``.
+        epoch: The same time in seconds since the epoch.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: str, start: int, epoch: float) -> None:
@@ -35,7 +35,7 @@ class ChromeWriter:
         self._events.append(json.dumps({"name": name, "ph": phase, "pid": pid, **event}))
 
     def _timed(self, name: str, phase: str, pid: int, tid: int, when: int, more: str = "") -> None:
-        """Add an event with a time; most are such, and json.dumps would take five times as long."""
+        """Add an event with a time, as most events have. ``json.dumps`` would take five times as long."""
         quoted = self._quoted.get(name)
         if quoted is None:
             quoted = self._quoted[name] = json.dumps(name)
@@ -45,7 +45,7 @@ class ChromeWriter:
         )
 
     def process(self, pid: int, name: str, order: int) -> None:
-        """Name a process, and say where it stands."""
+        """Name a process and set its position."""
         self._event("process_name", "M", pid, args={"name": name})
         self._event("process_sort_index", "M", pid, args={"sort_index": order})
 
@@ -54,29 +54,29 @@ class ChromeWriter:
         self._event("thread_name", "M", pid, tid=tid, args={"name": name})
 
     def begin(self, pid: int, tid: int, name: str, when: int) -> None:
-        """Begin a span."""
+        """Start a span."""
         self._timed(name, "B", pid, tid, when)
 
     def end(self, pid: int, tid: int, name: str, when: int, **args: Any) -> None:
-        """End the span that was begun last in this thread."""
+        """End the span that was started last in this thread."""
         self._timed(name, "E", pid, tid, when, _args(args))
 
     def span(self, pid: int, tid: int, name: str, began: int, ended: int, **args: Any) -> None:
-        """Write a span."""
+        """Write a complete span."""
         duration = max(0, ended - began) / 1000
         self._timed(name, "X", pid, tid, began, f', "dur": {duration:.3f}{_args(args)}')
 
     def counter(self, pid: int, name: str, when: int, value: float) -> None:
-        """Write what a counter shows from now on."""
+        """Write the value of a counter from now on."""
         self._timed(name, "C", pid, 0, when, _args({"value": value}))
 
     def instant(self, pid: int, tid: int, name: str, when: int) -> None:
-        """Write a moment."""
+        """Write an instant."""
         scope = "g" if name == "CYCLE_START" else "p"
         self._timed(name, "i", pid, tid, when, f', "s": "{scope}"')
 
     def flush(self) -> None:
-        """Write what was added; the file can be read until the next call."""
+        """Write the events added so far. The file is valid until the next call."""
         if not self._events:
             return
         size = self._file.tell()
@@ -86,7 +86,7 @@ class ChromeWriter:
         self._events.clear()
 
     def close(self) -> None:
-        """Write the rest, and close the file."""
+        """Write the remaining events and close the file."""
         self.flush()
         self._file.close()
 

@@ -1,4 +1,4 @@
-"""Start the monitor of a host, and ask it for a timeline."""
+"""Start a host's monitor, and ask it for a timeline."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pathlib import Path
 from typing import Any
 
 _BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.core.monitor.main import main;main()"
-_WRITING_S = 60.0  # a file of the largest size takes five
+_WRITING_S = 60.0  # a file of the maximum size takes five seconds
 _OTHERS_S = 2.0
 
 
 class MonitorClient:
-    """The monitor of this host, started by this rank.
+    """This host's monitor, started by this rank.
 
     Args:
-        pids: processes of the host's ranks.
-        metrics: ``metrics`` will be called, and needs this process's stderr for a while.
+        pids: Process ids of the host's ranks.
+        metrics: True if ``metrics`` will be called. It needs this process's stderr for a while.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: The monitor cannot be started.
     """
 
     def __init__(self, pids: Sequence[int], metrics: bool) -> None:
         self._limit = _OTHERS_S
         root = str(Path(__file__).resolve().parents[3])
-        # A session of its own: Ctrl-C and the end of this process are no reason to end before all is written.
+        # In its own session, so that Ctrl-C or the exit of this process cannot end it before all is written.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if metrics else subprocess.DEVNULL,
@@ -41,36 +41,36 @@ class MonitorClient:
         """Start writing a timeline.
 
         Args:
-            file: its path.
-            detail: see ``Recorder.detail``; None: ranks set it themselves.
-            anew: from now on, not from the beginning of the job.
+            file: Path of the file.
+            detail: Value for ``Recorder.detail``. If None, the ranks set it themselves.
+            anew: If True, the timeline starts now instead of at the start of the job.
 
         Raises:
-            OSError: the file cannot be written, or the monitor has ended.
+            OSError: The file cannot be written, or the monitor has exited.
         """
         self._limit = _WRITING_S
         self._ask(do="start", file=os.path.abspath(file), detail=detail, anew=anew)
 
     def stop(self) -> None:
-        """Complete the timeline's file. Raises OSError if there is no monitor."""
+        """Complete the timeline file. Raises OSError if the monitor has exited."""
         self._ask(do="stop")
 
     def metrics(self, **options: object) -> None:
-        """Write and serve the ranks' figures. Does not wait: what cannot be done is said on stderr.
+        """Write and serve the ranks' metrics. Does not wait: problems are reported on stderr.
 
         Args:
-            options: of ``metrics.Metrics``, without ``readers`` and ``path``.
+            options: Arguments of ``metrics.Metrics`` except ``readers`` and ``path``.
         """
-        with contextlib.suppress(OSError):  # it was killed: the training goes on
+        with contextlib.suppress(OSError):  # the monitor was killed, but training continues
             self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:
-        """Listen for other hosts' monitors; return the arguments of their ``connect``. Raises OSError."""
+        """Listen for other hosts' monitors. Returns the arguments of their ``connect``. Raises OSError."""
         return self._ask(do="listen", others=others)
 
     def connect(self, addresses: Sequence[str], port: int, token: str) -> None:
-        """Send all records to another host's monitor. Does not wait until the connection is there."""
-        with contextlib.suppress(OSError):  # see ``metrics``
+        """Send all records to another host's monitor. Does not wait for the connection."""
+        with contextlib.suppress(OSError):  # as in ``metrics``
             self._send(do="connect", addresses=list(addresses), port=port, token=token)
 
     def _send(self, **command: object) -> None:
@@ -89,17 +89,17 @@ class MonitorClient:
         return answer
 
     def killed(self) -> str:
-        """Return in words how the monitor has ended, before :meth:`close`; "" while it runs."""
+        """Return how the monitor ended, before ``close``; "" while it is running."""
         if (code := self._process.poll()) is None:
             return ""
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"the monitor (pid {self._process.pid}) {how}"
 
     def close(self) -> None:
-        """Wait until the monitor has written everything: this rank's ring is closed."""
+        """Wait until the monitor has written everything. This rank's ring must be closed."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for other ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the monitor waits for other ranks
             self._process.wait(self._limit)
         self._process.stdout.close()

@@ -1,4 +1,4 @@
-"""How far the cores that the ranks of a host may use are in use."""
+"""Measure how busy the cores are that a host's ranks may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringdance.host.limits import affinity, quota, words_of
 
 
 class _Times(NamedTuple):
-    """Seconds: of a clock, in which cores were idle, in all of them, and that a cgroup has used."""
+    """Seconds: on a clock, in which cores were idle, on all cores in total, and used by a cgroup."""
 
     clock: float
     idle: float
@@ -21,10 +21,10 @@ class _Times(NamedTuple):
 
 
 class CoreUse:
-    """How far the cores that processes may use are in use, by whatever runs there.
+    """Measures how busy the cores are that processes may use, by any program.
 
     Args:
-        pids: The processes; all have this one's quota.
+        pids: The processes. All must have this process's quota.
 
     Attributes:
         cores: Number of cores: those in any of the affinity masks, or the quota if it is lower.
@@ -37,7 +37,7 @@ class CoreUse:
         self._last = self._times()
 
     def share(self) -> float:
-        """Return the share in use since the last call, 0 to 1: what is neither idle nor left of the quota."""
+        """Return the busy share since the last call, 0 to 1: neither idle nor left over from the quota."""
         now = self._times()
         clock, idle, total, used = (after - before for after, before in zip(now, self._last, strict=True))
         if total <= 0 or clock <= 0:
@@ -48,19 +48,19 @@ class CoreUse:
 
     def _times(self) -> _Times:
         each = psutil.cpu_times(percpu=True)
-        if max(self._cores) < len(each):  # otherwise a container shows its own ones only
+        if max(self._cores) < len(each):  # otherwise a container shows only its own cores
             each = [each[core] for core in self._cores]
         idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in each)
-        # Linux counts the time of guests as user time too.
+        # Linux includes the time of guests in user time.
         total = sum(sum(one) - getattr(one, "guest", 0.0) - getattr(one, "guest_nice", 0.0) for one in each)
         return _Times(time.monotonic(), idle, total, self._used() if self._cgroup else 0.0)
 
     def _used(self) -> float:
-        """Return the seconds that the cgroup with the quota has used; 0 if they are not to be had."""
-        words = words_of(f"{self._cgroup}/cpu.stat")  # of v1, it has no use
+        """Return the seconds that the cgroup with the quota has used; 0 if not available."""
+        words = words_of(f"{self._cgroup}/cpu.stat")  # cgroup v1 does not have the usage here
         if "usage_usec" in words:
             return int(words[words.index("usage_usec") + 1]) / 1e6
-        # A controller of its own, where it is not mounted with the quota's.
+        # Another controller, which may not be mounted together with the quota's.
         other = self._cgroup.replace("/cgroup/cpu", "/cgroup/cpuacct", 1)
         words = words_of(f"{self._cgroup}/cpuacct.usage") or words_of(f"{other}/cpuacct.usage") or ["0"]
         return int(words[0]) / 1e9

@@ -1,4 +1,4 @@
-"""Print the dashboard for Grafana, which docs/grafana/make.py writes."""
+"""Print the Grafana dashboard, which docs/grafana/make.py generates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Links between the monitors of several hosts: records go to the one that writes the file.
+"""Links between the monitors of several hosts. They send records to the monitor that writes the file.
 
-The monitor on rank 0's host listens; those of the other hosts connect with a token that came through MPI.
-Clocks are compared by round trips, see ``Clock``.
+The monitor on rank 0's host listens. The monitors on other hosts connect with a token that MPI has
+transferred. Clocks are compared by round trips: see ``Clock``.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ringdance.host.system import tcp
 _FIRST_ROUNDS = 8
 _REPEAT_S = 1.0
 _TRIPS = 30
-_RATES = 1e-4  # by which two clocks may differ
+_RATES = 1e-4  # maximum difference between the rates of two clocks
 
 
 class Clock:
-    """How far another host's monotonic clock is ahead of this one's, and its rate, by round trips.
+    """Offset and rate of another host's monotonic clock relative to this one's, from round trips.
 
-    The other clock was read after the question was sent and before the answer came, which bounds ``ahead``,
-    however uneven the ways there and back are; and two trips bound the rate. ``ahead`` is in the middle
-    between the bounds of the last half minute: in that time the rate hardly changes with the temperature.
+    The other clock is read after the question is sent and before the answer arrives. This bounds ``ahead``,
+    even if one direction takes longer than the other. Two round trips bound the rate. ``ahead`` is the middle
+    between the bounds of the last half minute, during which the rate barely changes with the temperature.
 
     Attributes:
-        uncertainty: of ``ahead`` in nanoseconds, until the next round trip.
-        known: whether there have been enough round trips.
+        uncertainty: Uncertainty of ``ahead`` in nanoseconds, until the next round trip.
+        known: True after enough round trips.
     """
 
     def __init__(self) -> None:
         self.uncertainty = 0
         self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # their time, least, most ahead
-        self._line = 0, 0.0, 0.0  # their time, ahead then, rate
+        self._line = 0, 0.0, 0.0  # their time, how far it was ahead, rate
         self._rounds = 0
         self._next = 0.0
 
@@ -46,17 +46,17 @@ class Clock:
         return self._rounds >= _FIRST_ROUNDS and bool(self._trips)
 
     def due(self) -> bool:
-        """Return whether it is time for a round trip."""
+        """Return True if it is time for a round trip."""
         return time.monotonic() >= self._next
 
     def ask(self) -> dict[str, Any]:
-        """Return the question to send now."""
+        """Return the question to send. It must be sent now."""
         self._rounds += 1
         self._next = time.monotonic() + (0.0 if self._rounds < _FIRST_ROUNDS else _REPEAT_S)
         return {"do": "clock", "sent": time.monotonic_ns()}
 
     def answer(self, sent: int, theirs: int, now: int = 0) -> None:
-        """Take an answer in, which came ``now``; bound the rate, and by it ``ahead``."""
+        """Process an answer that arrived at ``now``: bound the rate, and from it ``ahead``."""
         now = now or time.monotonic_ns()
         trips = self._trips
         trips.append((theirs, theirs - now, theirs - sent))
@@ -66,23 +66,23 @@ class Clock:
         slow, fast = max([-_RATES, *(pair[0] for pair in rates)]), min([_RATES, *(pair[1] for pair in rates)])
         low = max(least + slow * (theirs - at) for at, least, _ in trips)
         high = min(most + fast * (theirs - at) for at, _, most in trips)
-        if slow > fast or low > high:  # the rate has changed, or that host was suspended
+        if slow > fast or low > high:  # the rate has changed, or the other host was suspended
             trips.clear()
             return self.answer(sent, theirs, now)
         self._line = theirs, (low + high) / 2, (slow + fast) / 2
         self.uncertainty = round((high - low + (fast - slow) * _REPEAT_S * 1e9) / 2)
 
     def ahead(self, theirs: int) -> float:
-        """Return in nanoseconds how far that clock is ahead when it says ``theirs``."""
+        """Return how far the other clock is ahead when it shows ``theirs``, in nanoseconds."""
         at, ahead, rate = self._line
         return ahead + rate * (theirs - at)
 
 
 class RemoteRing:
-    """What has come of another host's ring.
+    """The part of another host's ring that has arrived.
 
     Attributes:
-        taken: what ``RingReader.take`` returned there, and ``RingReader.lost``.
+        taken: Return values of ``RingReader.take`` there, each with ``RingReader.lost``.
     """
 
     def __init__(self, who: Who) -> None:
@@ -91,19 +91,19 @@ class RemoteRing:
         self.taken: list[tuple[int, bytes, int]] = []
 
     def name(self, number: int) -> Label:
-        """Return a label."""
+        """Return the label with a number, or ""."""
         return self.labels[number] if number < len(self.labels) else ""
 
 
 class Follower:
-    """The link to another host's monitor, at the one that writes the file.
+    """The link to another host's monitor, on the side that writes the file.
 
     Args:
-        sock: an authenticated connection.
+        sock: An authenticated connection.
 
     Attributes:
-        stopped: no more records will come, for now or, with the link, for ever.
-        ended: all records have come.
+        stopped: True if no more records will arrive for now, or forever if the link is closed.
+        ended: True if all records have arrived.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -114,17 +114,17 @@ class Follower:
         self.stopped = self.ended = False
 
     def lacks(self) -> str:
-        """Return why not all of its records are in the file, or ""."""
+        """Return why the file lacks some of this monitor's records, or ""."""
         if self.ended and self.clock.known:
             return ""
         if self.ended:
             return "the offset of its clock is not known"
         if self.frames.open:
-            return "it has not come in time"
+            return "it did not arrive in time"
         return "its monitor was killed, or cannot be reached"
 
     def receive(self) -> bool:
-        """Take in what has come; close the link at the end, and return False."""
+        """Receive what has arrived. Closes the link and returns False at the end."""
         messages, alive = self.frames.receive()
         for message, data in messages:
             if "sent" in message:
@@ -134,12 +134,12 @@ class Follower:
                 if rank not in self.rings:
                     self.rings[rank] = RemoteRing(Who(rank, message["host"], message["pid"]))
                 ring = self.rings[rank]
-                ring.labels += [one if isinstance(one, str) else tuple(one) for one in message["labels"]]
+                ring.labels += [x if isinstance(x, str) else tuple(x) for x in message["labels"]]
                 ring.taken.append((message["first"], data, message["lost"]))
             elif "stopped" in message:
                 self.stopped = True
             elif "ended" in message:
-                self.ended = True  # it still answers for the clock, and closes after this side
+                self.ended = True  # it still answers questions about its clock, and closes after this side
         if alive and not (self.ended and self.clock.known):
             return True
         self.stopped, self.frames.open = True, False
@@ -147,13 +147,13 @@ class Follower:
         return False
 
     def names(self) -> str:
-        """Return the ranks of that host, and its name, as far as they are known."""
+        """Return that host's known ranks and name."""
         ranks = ", ".join(map(str, sorted(self.rings)))
         host = next((ring.who.host for ring in self.rings.values()), "another host")
         return f"rank {ranks} on {host}" if ranks else host
 
     def check_clock(self) -> None:
-        """Send a question about the clock if one is due."""
+        """Send a question about the clock if it is time for one."""
         if self.clock.due():
             self.frames.send(self.clock.ask())
 
@@ -162,10 +162,10 @@ class Sender:
     """The link to the monitor that writes the file.
 
     Args:
-        addresses, port, token: where that listens.
+        addresses, port, token: Where that monitor listens, and how to authenticate.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: The monitor cannot be reached.
     """
 
     def __init__(self, addresses: Sequence[str], port: int, token: str) -> None:
@@ -174,19 +174,19 @@ class Sender:
         self._sent_labels: dict[int, int] = {}
 
     def commands(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the commands that have come, and whether the link is open; answer for the clock."""
+        """Return the commands received, and whether the link is open. Answers questions about the clock."""
         messages, alive = self.frames.receive()
         now = time.monotonic_ns()
-        found = []
+        commands = []
         for message, _ in messages:
             if message["do"] == "clock":
                 self.frames.send({"sent": message["sent"], "theirs": now})
             else:
-                found.append(message)
-        return found, alive
+                commands.append(message)
+        return commands, alive
 
     def send(self, reader: RingReader) -> None:
-        """Send the records and labels that are new."""
+        """Send new records and labels."""
         first, data = reader.take()
         if not data:
             return
@@ -198,9 +198,9 @@ class Sender:
         self.frames.send(message, data)
 
     def finish(self, seconds: float) -> None:
-        """Send what is left, and answer for the clock until the other side closes, for so long at most."""
-        # Not the first to close: while a question about the clock is unread, that would be a reset, and the
-        # other side would lose the records that it has not read.
+        """Send what is left, then answer for the clock until the other side closes or time is up."""
+        # This side must not close first. With an unread question about the clock, closing would reset the
+        # connection, and the other side would lose the records that it has not read.
         until = time.monotonic() + seconds
         self.frames.send({"ended": True})
         while self.commands()[1] and time.monotonic() < until:

@@ -1,10 +1,11 @@
-"""The monitor's process: reads the rings of this host's ranks, and writes what is asked for.
+"""The monitor's process. It reads the rings of this host's ranks and writes what is requested.
 
-Started by the lowest rank of a host, without ``site``: standard library only. Commands come on stdin, a line
-of JSON each: ``start`` (``file``, ``detail``, ``anew``), ``stop`` and ``listen`` are answered by a line on
-stdout, ``connect`` (``addresses``, ``port``, ``token``) and ``metrics`` (see ``Metrics``) are not. The
-monitor on rank 0's host writes the timeline; the others send it their records (see ``links``). It ends when
-all ranks have left the job or their processes have ended: what a killed rank has done is written too.
+The lowest rank of a host starts it without ``site``, so only the standard library is available. Commands
+arrive on stdin, one line of JSON each. ``start`` (``file``, ``detail``, ``anew``), ``stop`` and ``listen``
+are answered by a line on stdout. ``connect`` (``addresses``, ``port``, ``token``) and ``metrics`` (see
+``Metrics``) are not. The monitor on rank 0's host writes the timeline, and the others send it their records
+(see ``links``). The process exits when all ranks have left the job or their processes have ended, so it also
+writes what a killed rank has done.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from ringdance.core.transport.eventcount import process_state
 from ringdance.host.system import tcp
 from ringdance.host.system.machine import networks
 
-_POLL_S = 0.05  # while a timeline is written; the ring has room for some seconds
+_POLL_S = 0.05  # while a timeline is written; the ring can hold some seconds
 _IDLE_S = 1.0
-_OTHERS_S = 2.0  # for other hosts' last records
+_OTHERS_S = 2.0  # time to wait for other hosts' last records
 
 
 class Monitor:
-    """Reads the rings of some processes of this host.
+    """Reads the rings of the ranks on this host.
 
     Args:
-        pids: of the ranks.
+        pids: Process ids of the ranks.
     """
 
     def __init__(self, pids: list[int]) -> None:
@@ -52,10 +53,10 @@ class Monitor:
         self._trace: TraceFile | None = None
         self._sender: Sender | None = None
         self._followers: list[Follower] = []
-        self._others = 0  # monitors of other hosts that will connect
+        self._others = 0  # number of other hosts' monitors that will connect
         self._metrics: Metrics | None = None
         self._interval = _IDLE_S
-        self._ending = False  # the rank that has started this process is about to leave
+        self._ending = False  # True if the rank that started this process is about to leave
         self._detail: int | None = 0
         self._input = b""
         self._commands: dict[str, Callable[..., Any]] = {
@@ -64,13 +65,13 @@ class Monitor:
         }  # fmt: skip
         self._watch(0, self._serve)
         for pid in self._alive:
-            with contextlib.suppress(OSError, AttributeError):  # not every system has such descriptors
+            with contextlib.suppress(OSError, AttributeError):  # not all systems have pidfds
                 self._watch(descriptor := os.pidfd_open(pid), partial(self._selector.unregister, descriptor))
 
     def run(self) -> None:
         """Serve until all ranks have left, then complete the files."""
-        # Its priority is that of one thread on Linux. What is left to do at the end has the usual one:
-        # the ranks are gone, and other programs may keep all cores busy.
+        # On Linux, a priority belongs to a thread: only the serving thread is nice. The final work runs at
+        # normal priority, because the ranks have exited and other programs may keep all cores busy.
         serving = threading.Thread(target=self._serve_ranks)
         serving.start()
         serving.join()
@@ -80,7 +81,7 @@ class Monitor:
 
     def _serve_ranks(self) -> None:
         os.nice(19)
-        if not self._alive:  # read by those who want metrics; requests for a timeline get an error
+        if not self._alive:  # users of metrics read this; requests for a timeline get an error
             os.write(2, b"ringdance: no metrics: the memory of the ranks cannot be opened by /proc/PID/fd\n")
         while self._alive:
             busy = self._trace or self._sender or self._followers or self._ending
@@ -101,12 +102,12 @@ class Monitor:
                 del self._alive[pid]
 
     def _write(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Write to the timeline's file; where that fails, warn and write no more."""
+        """Write to the timeline file. If that fails, warn and stop writing."""
         try:
             write(*arguments)
         except OSError as error:
             assert self._trace
-            self._warn(f"{self._trace.path}: {error.strerror}; the timeline ends there, and the job goes on")
+            self._warn(f"{self._trace.path}: {error.strerror}. The timeline ends there; the job continues")
             self._trace = None
             self._set_detail_everywhere(0)
 
@@ -149,11 +150,11 @@ class Monitor:
     def _metrics_to(self, interval: float, **options: Any) -> None:
         self._metrics = Metrics(self._readers, warn=self._warn, interval=interval, **options)
         self._interval = interval
-        # Else the end of the rank's output is that of this process.
+        # Otherwise the rank's output would end only when this process exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _set_detail(self, detail: int | None, anew: bool = False) -> None:
-        """Say what ranks of this host record; None: they know (see the setting ``timeline_steps``)."""
+        """Set what this host's ranks record. If None, they decide (see the setting ``timeline_steps``)."""
         self._detail = detail
         for reader in self._readers:
             if anew:
@@ -167,7 +168,7 @@ class Monitor:
             follower.frames.send({"do": "start", "detail": detail, "anew": anew})
 
     def _stop(self, last: bool = False) -> None:
-        """Complete the file, with the records of other hosts until now or, the last time, until their end."""
+        """Complete the file, with other hosts' records until now or, if ``last``, until their end."""
         self._set_detail(0)
         if self._trace is None and self._sender is None:
             return
@@ -182,12 +183,12 @@ class Monitor:
         expected = self._others if last else len(self._followers)
         while sum(f.stopped for f in self._followers) < expected and time.monotonic() < until:
             self._step(_POLL_S)
-        late = [one for one in self._followers if last and one.lacks()]
-        lacks = [f"the end of {one.names()}: {one.lacks()}" for one in late]
+        late = [follower for follower in self._followers if last and follower.lacks()]
+        lacks = [f"the end of {follower.names()}: {follower.lacks()}" for follower in late]
         if last and (missing := self._others - len(self._followers)) > 0:
             others = "1 other host" if missing == 1 else f"{missing} other hosts"
             lacks.append(f"the ranks of {others}: no connection came from there")
-            advice = "They use TCP, to a port that the system chooses: does a firewall stop it?"
+            advice = "They use TCP to a port that the system chooses. Check whether a firewall blocks it."
             self._warn(f"the timeline lacks {lacks[-1]}. {advice}")
         self._take()
         if self._trace is not None:
@@ -197,7 +198,7 @@ class Monitor:
     # --- other hosts ---------------------------------------------------------------------------
 
     def _listen(self, others: int) -> dict[str, Any]:
-        """Listen for the monitors of that many other hosts; return how they connect."""
+        """Listen for the monitors of ``others`` hosts. Returns how they can connect."""
         self._others = others
         listener, token = tcp.listen(), secrets.token_bytes(32)
         self._watch(listener.fileno(), lambda: self._accept(listener, token))
@@ -238,7 +239,7 @@ class Monitor:
             self._set_detail(0)
 
     def _take(self) -> None:
-        """Take what the rings and the links have brought, which makes room in the rings."""
+        """Take new records from the rings and links, which frees space in the rings."""
         if self._sender is not None:
             for reader in self._readers:
                 self._sender.send(reader)
@@ -257,7 +258,7 @@ class Monitor:
 
 
 def main() -> None:
-    """Run the monitor of the ranks whose process ids are the arguments."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the ranks decide
+    """Run the monitor for the ranks whose process ids are the arguments."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # signals from the terminal: the ranks decide when to end
         signal.signal(number, signal.SIG_IGN)
     Monitor([int(word) for word in sys.argv[1:]]).run()

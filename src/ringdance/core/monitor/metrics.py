@@ -1,4 +1,4 @@
-"""Write the figures of a host's ranks as JSON lines; serve them as OpenMetrics."""
+"""Write the metrics of a host's ranks as JSON lines, and serve them as OpenMetrics."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from io import FileIO
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
 
-_SPARSER = 1000  # so many intervals at most in the time until now: a long run's file grows slowly
+_SPARSER = 1000  # maximum intervals in the time so far, so that a long run's file grows slowly
 
 
 class Metrics:
-    """The figures of this host's ranks, where a user wants them.
+    """Writes and serves the metrics of this host's ranks.
 
     Args:
-        readers: of the ranks' rings.
-        path: more of ``sys.path``, where packages are.
-        interval: seconds between two samples that are written.
-        directory: for ``metrics-<rank>.jsonl``, or "".
-        anew: overwrite the file.
-        address: ``[ADDRESS:]PORT`` to serve them at, or "".
-        rank: the lowest rank of this host.
-        warn: takes what cannot be done, in words.
+        readers: Readers of the ranks' rings.
+        path: Additional entries for ``sys.path``, where packages are installed.
+        interval: Minimum seconds between two written samples.
+        directory: Directory for ``metrics-<rank>.jsonl``, or "".
+        anew: If True, overwrite the file.
+        address: Address at which to serve the metrics, ``[ADDRESS:]PORT``, or "".
+        rank: Lowest rank on this host.
+        warn: Called with the description of a problem.
     """
 
     def __init__(
         self, readers: Sequence[RingReader], path: Sequence[str], interval: float, directory: str, anew: bool,
         address: str, rank: int, warn: Callable[[str], None],
     ) -> None:  # fmt: skip
-        sys.path += [one for one in path if one not in sys.path]
+        sys.path += [entry for entry in path if entry not in sys.path]
         from ringdance.core.monitor.sampler import Sampler
 
         self._sampler = Sampler(readers)
@@ -44,7 +44,7 @@ class Metrics:
         self._next = self._began + min(1.0, interval)
         self._warn, self._said = warn, set[str]()
         if directory:
-            with self._problem("no figures are written"):
+            with self._problem("metrics are not written"):
                 os.makedirs(directory, exist_ok=True)
                 file = os.path.join(directory, f"metrics-{rank}.jsonl")
                 self._file = FileIO(file, "w" if anew else "a")
@@ -68,7 +68,7 @@ class Metrics:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._say(f"{what}: {where}{error.strerror or error}")
-        except Exception as error:  # of a package; a timeline goes on
+        except Exception as error:  # from a package; a timeline must continue
             self._say(f"{what}: {type(error).__name__}: {error}")
 
     def _say(self, text: str) -> None:
@@ -90,7 +90,7 @@ class Metrics:
             self._sampler.leave(pids)
 
     def _write(self) -> None:
-        """Write a sample; one for which there is no room is left out."""
+        """Write a sample, or skip it if the disk is full."""
         rows = self._sampler.rows()
         if self._file is not None:
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()

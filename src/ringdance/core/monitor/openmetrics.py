@@ -1,4 +1,4 @@
-"""Serve the figures of a host's ranks as OpenMetrics, by prometheus-client."""
+"""Serve the metrics of a host's ranks as OpenMetrics, with prometheus-client."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_SILENT_S = 10.0  # that a client may be, in its request or while it reads the answer
+_SILENT_S = 10.0  # maximum pause of a client while it sends the request or reads the answer
 _THREADS = 64
 
 
 class Figure(NamedTuple):
-    """One figure of a row as a metric with the labels rank and host.
+    """A value of a row that is exported as a metric with the labels rank and host.
 
     Attributes:
-        key: in the row.
-        name: of the metric, which ends with its unit; counters get ``_total`` in addition.
-        unit: as in the name; "" for numbers of things.
-        text: its help.
-        factor: from the row's unit to the metric's.
+        key: Key in the row.
+        name: Name of the metric, which ends with the unit. Counters also get ``_total``.
+        unit: Unit in the name; "" for counts.
+        text: Help text.
+        factor: Factor from the row's unit to the metric's.
     """
 
     key: str
@@ -65,18 +65,18 @@ class RankCollector(Collector):
     """Turns rows into metrics at each scrape.
 
     Args:
-        rows: returns the current ones, see ``sampler.Sampler.rows``.
+        rows: Returns the current rows, as ``sampler.Sampler.rows`` does.
     """
 
     def __init__(self, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         self._rows = rows
 
     def describe(self) -> list[Metric]:
-        """Return nothing: the registry must not ask for rows when it is made."""
+        """Return nothing, so that the registry does not ask for rows when it is created."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of all ranks of this host."""
+        """Yield the metrics of all ranks on this host."""
         rows = self._rows()
         for family, figures, labels in (
             (CounterMetricFamily, COUNTERS, ("rank", "host")),
@@ -85,36 +85,36 @@ class RankCollector(Collector):
         ):
             for key, name, unit, text, factor in figures:
                 metric = family(name, text, labels=labels, unit=unit)
-                found = {tuple(str(row[label]) for label in labels): row[key] for row in rows if key in row}
-                for values, value in found.items():
+                samples = {tuple(str(row[label]) for label in labels): row[key] for row in rows if key in row}
+                for values, value in samples.items():
                     metric.add_metric(values, round(value * factor, 6))
-                if found:
+                if samples:
                     yield metric
 
 
 def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
-    """Serve rows at ``[ADDRESS:]PORT``, on the loopback interface by default; return the URL.
+    """Serve rows at ``[ADDRESS:]PORT``, by default on the loopback interface. Returns the URL.
 
     Raises:
-        OSError: the port is taken, or the address is not this host's.
+        OSError: The port is in use, or the address does not belong to this host.
     """
     address, _, port = text.rpartition(":")
     address = address.strip("[]") or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family) as probe:  # newer Pythons' servers share a port with one another
+        with socket.socket(family) as probe:  # servers in newer Pythons share a port with each other
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, int(port)))
             probe.listen()
         registry = CollectorRegistry()
         registry.register(RankCollector(rows))
         server, _ = start_http_server(int(port), address, registry)
-        # Each client has a thread: none for ever, and not any number of them.
+        # Each client has a thread: limit how long it lives, and how many there are.
         handler: Any = server.RequestHandlerClass
         server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_S})
         server.verify_request = lambda *_: threading.active_count() < _THREADS  # type: ignore[method-assign]
     except OSError as error:
-        taken = " (by another job?). Set RINGDANCE_METRICS_PORT to another; 0 takes any that is free"
+        taken = " (by another job?). Set RINGDANCE_METRICS_PORT to another port, or to 0 for any free port"
         advice = taken if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"port {text}: {error.strerror}{advice}") from None
     shown = f"[{address}]" if ":" in address else address

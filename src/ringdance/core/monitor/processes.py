@@ -1,4 +1,4 @@
-"""Processes of this host: their rings and their stderr."""
+"""Access to processes on this host: their rings and their stderr."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ringdance.core.ring import RING_NAME, RingReader, Word, memories
 
 
 def open_ring(pid: int) -> RingReader | None:
-    """Return a reader of a process's ring, the one in use if there are several; None if there is none."""
-    found = None
+    """Return a reader of a process's ring, or None. Of several rings, the one in use is taken."""
+    ring = None
     for path in memories(pid, RING_NAME):
         with contextlib.suppress(OSError, ValueError):
             descriptor = os.open(path, os.O_RDWR)
@@ -19,12 +19,12 @@ def open_ring(pid: int) -> RingReader | None:
                 reader = RingReader(mmap.mmap(descriptor, 0))
             finally:
                 os.close(descriptor)
-            found = reader if found is None or not reader.words[Word.CLOSED] else found
-    return found
+            ring = reader if ring is None or not reader.words[Word.CLOSED] else ring
+    return ring
 
 
 def warn(pid: int, text: str) -> None:
-    """Write a line to a process's stderr, without keeping that open or waiting for its reader."""
+    """Write a line to a process's stderr, without keeping it open or waiting for its reader."""
     with contextlib.suppress(OSError):
         descriptor = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY)
         try:

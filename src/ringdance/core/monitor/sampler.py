@@ -1,4 +1,4 @@
-"""Sample the figures of a host's ranks: counters of their rings' headers, use of cores, memory and GPUs."""
+"""Sample the metrics of a host's ranks: counters in their rings' headers, and core, memory and GPU use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ringdance.core.ring import RingReader, Word
 
 Row = dict[str, Any]
 
-_FRESH_S = 0.5  # CPU use between two samples means nothing for less
+_FRESH_S = 0.5  # CPU use over a shorter interval is meaningless
 
 
 def counters(words: Sequence[int]) -> Row:
-    """Return the counters of a ring's header, since the start of the rank."""
+    """Return the counters in a ring's header, which count since the start of the rank."""
     return {
         "steps": words[Word.STEPS],
         "batches": words[Word.BATCHES],
@@ -31,10 +31,10 @@ def counters(words: Sequence[int]) -> Row:
 
 
 class Sampler:
-    """Takes samples; may be asked by several threads.
+    """Takes samples. Several threads may call it.
 
     Args:
-        readers: of the rings of this host's ranks, in the order of their local ranks.
+        readers: Readers of the rings of this host's ranks, in the order of their local ranks.
     """
 
     def __init__(self, readers: Sequence[RingReader]) -> None:
@@ -66,14 +66,14 @@ class Sampler:
             return rows
 
     def leave(self, pids: Iterable[int]) -> None:
-        """Leave processes out from now on."""
+        """Exclude processes from now on."""
         with self._lock:
             for pid in pids:
                 self._ranks.pop(pid, None)
 
 
 class ProcessUse:
-    """The CPU time and memory of a rank's process; CPU time with its children, which may decode."""
+    """The CPU time and memory of a rank's process. CPU time includes its children, which may decode input."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -83,42 +83,42 @@ class ProcessUse:
         self.sample()
 
     def sample(self) -> Row:
-        """Return its CPU time and memory; of one that has ended what was known last."""
+        """Return CPU time and memory, or the last known values if the process has ended."""
         with contextlib.suppress(psutil.Error, AttributeError):
             seconds = sum(self._process.cpu_times()[:4])
             rss = self._process.memory_info().rss
             for child in _descendants(self._pid):
                 with contextlib.suppress(psutil.Error):
                     seconds += sum(psutil.Process(child).cpu_times()[:4])
-            # A child that ends is missing until its parent has reaped it.
+            # The time of a child that has exited is missing until its parent has reaped it.
             seconds = max(round(seconds, 2), self._last["cpu_seconds"])
             self._last = {"cpu_seconds": seconds, "rss_bytes": rss or self._last["rss_bytes"]}
         return self._last
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, as far as the kernel lists them."""
+    """Yield the processes that a process has started, if the kernel lists them."""
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
                 for child in map(int, file.read().split()):
-                    if child != os.getpid():  # a rank has started this process
+                    if child != os.getpid():  # this process was started by a rank
                         yield child
                         yield from _descendants(child)
 
 
 class _Gpus:
-    """The GPUs that ranks use, by NVML where it is.
+    """The GPUs that ranks use, according to NVML if it is available.
 
     Args:
-        pids: of the ranks.
+        pids: Process ids of the ranks.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._nvml: Any = None
         self._devices: list[Any] = []
-        with contextlib.suppress(Exception):  # not installed, no driver, not allowed
+        with contextlib.suppress(Exception):  # not installed, no driver, or not allowed
             import pynvml as nvml
 
             nvml.nvmlInit()
@@ -126,24 +126,24 @@ class _Gpus:
             self._nvml = nvml
 
     def sample(self) -> dict[int, Row]:
-        """Return use and memory by process; empty without GPUs."""
-        found: dict[int, Row] = {}
+        """Return GPU use and memory by process; empty without GPUs."""
+        rows: dict[int, Row] = {}
         if not self._devices:
-            return found
+            return rows
         with contextlib.suppress(self._nvml.NVMLError):
             used = [self._read(device) for device in self._devices]
             for number, pid in enumerate(self._pids):
                 own = [device for device in used if pid in device[2]]
-                # In a container NVML may show no process, or other numbers: by convention the local rank's.
+                # In a container, NVML may show no processes or different ids. Assume the local rank's GPU.
                 own = own or [used[number % len(used)]]
-                found[pid] = {
+                rows[pid] = {
                     "gpu_percent": sum(percent for percent, _, _ in own) / len(own),
                     "gpu_memory_bytes": sum(pids.get(pid) or memory for _, memory, pids in own),
                 }
-        return found
+        return rows
 
     def _read(self, device: Any) -> tuple[int, int, dict[int, int | None]]:
-        """Return use in percent, memory in bytes, and memory by process."""
+        """Return use in percent, used memory in bytes, and memory by process."""
         nvml = self._nvml
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
         return (

@@ -1,8 +1,8 @@
-"""Turn the ranks' records into the events of a trace.
+"""Convert the ranks' records to the events of a trace.
 
-Event names are Horovod's. Each tensor is a process of the trace, with a thread for each rank:
-NEGOTIATE_ALLREDUCE from the rank's submission until all have agreed, then ALLREDUCE with its activities. Each
-rank is a process too: batches, chunks, waits and steps.
+Event names are Horovod's. Each tensor is a process of the trace, with a thread for each rank.
+NEGOTIATE_ALLREDUCE lasts from the rank's submission until all ranks have agreed. Then ALLREDUCE follows, with
+its activities. Each rank is also a process, with batches, chunks, waits and steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COLLECTIVES = (
     "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
     "REMOVE_SET", "TUNE",
 )  # fmt: skip
-# Process ids. Perfetto takes thread 0 for the thread with the number of its process: no rank's may be that.
+# Process ids. Perfetto treats thread 0 as the thread whose number is the process id: no rank may have it.
 _RANKS, _TENSORS = 1_000_000, 2_000_000
 _THREADS = ("batches", "chunks", "waits", "steps")
 _BATCHES, _CHUNKS, _WAITS, _STEPS = range(4)
@@ -28,7 +28,7 @@ class Timeline:
     """The trace of a job.
 
     Args:
-        writer: of its file.
+        writer: Writer of the trace file.
     """
 
     def __init__(self, writer: ChromeWriter) -> None:
@@ -38,7 +38,7 @@ class Timeline:
         self._submitted: dict[tuple[int, int, str], deque[tuple[int, int]]] = defaultdict(deque)
         self._chunks: dict[tuple[int, int], list[Record]] = defaultdict(list)
         self._ranks: set[int] = set()
-        self._last: dict[int, int] = {}  # time of the last record
+        self._last: dict[int, int] = {}  # time of the last record by rank
         self._uncertainties: dict[int, int] = {}
 
     def add(
@@ -48,12 +48,12 @@ class Timeline:
         """Add records of one rank.
 
         Args:
-            who: the rank.
-            name_of: returns the label with a number.
-            records: in their order.
-            offset: nanoseconds to add to its clock.
-            uncertainty: of that, in nanoseconds.
-            lost: how many records before these were overwritten in the ring.
+            who: The rank.
+            name_of: Returns the label with a number.
+            records: Records in their order.
+            offset: Nanoseconds to add to the rank's clock.
+            uncertainty: Uncertainty of the offset, in nanoseconds.
+            lost: Number of records before these that were overwritten in the ring.
         """
         rank, pid = who.rank, _RANKS + who.rank
         if rank not in self._ranks:
@@ -88,7 +88,7 @@ class Timeline:
                 self.writer.instant(pid, _STEPS, str(name_of(record.label)), record.time)
 
     def _lose(self, rank: int, count: int, when: int) -> None:
-        """Mark a gap, and leave out what began before it: a later end would be taken for its own."""
+        """Mark a gap, and drop what started before it, because a later end would be taken for its own."""
         self.writer.span(_RANKS + rank, _STEPS, f"{count} records lost", self._last.get(rank, when), when)
         for key in [key for key in self._submitted if key[0] == rank]:
             for began, _ in self._submitted.pop(key):
@@ -97,7 +97,7 @@ class Timeline:
             del self._chunks[place]
 
     def _tensor(self, name: str, rank: int) -> int:
-        """Return the process id of a tensor; name it and its rank's thread."""
+        """Return the process id of a tensor. Names the process and the rank's thread in it."""
         pid = self._tensors.get(name)
         if pid is None:
             pid = self._tensors[name] = _TENSORS + len(self._tensors)
@@ -123,17 +123,17 @@ class Timeline:
             waiting = self._submitted[rank, record.set_id, name]
             submitted.append(waiting.popleft() if waiting else (0, 0))
         if not any(when for when, _ in submitted):
-            return  # before or after the steps that are wanted
+            return  # before or after the requested steps
         writer.span(
             _RANKS + rank, _BATCHES, kind, began, record.time,
             round=number, bytes=low | high << 32, tensors=len(names), process_set=record.set_id,
         )  # fmt: skip
         for name, start, end in phases(chunks):
             writer.span(_RANKS + rank, _CHUNKS, name, start, end)
-        found = activities(chunks, [nbytes for _, nbytes in submitted])
-        for name, (when, nbytes), parts in zip(names, submitted, found, strict=True):
+        spans = activities(chunks, [nbytes for _, nbytes in submitted])
+        for name, (when, nbytes), parts in zip(names, submitted, spans, strict=True):
             if not when:
-                continue  # before the timeline was started
+                continue  # submitted before the timeline started
             pid = self._tensor(name, rank)
             writer.end(pid, rank, f"NEGOTIATE_{kind}", began, round=number, process_set=record.set_id)
             writer.begin(pid, rank, kind, began)

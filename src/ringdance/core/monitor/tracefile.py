@@ -1,4 +1,4 @@
-"""A timeline's file: records wait for their conversion, which must not take time from the ranks."""
+"""A timeline file. Records wait here for their conversion, which must not take time from the ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ringdance.core.monitor.timeline import Timeline
 from ringdance.core.ring import RECORD, RingReader, records
 
 _SLICE = 500  # records converted at once
-_RECORDS = 1 << 19  # at most: about 200 MB of JSON, which viewers still open
-# Converting takes longer than the ranks take to write, and they may need all cores: while they run it gets so
-# much time, and then this part of one core. What is left is converted at the end.
+_RECORDS = 1 << 19  # maximum number, about 200 MB of JSON, which viewers still open
+# Converting takes longer than the ranks take to write, and they may need all cores. While they run,
+# conversion gets this many seconds, and then this share of one core. The rest is converted at the end.
 _FIRST_S, _SHARE = 0.3, 0.005
-_BEFORE_S = 60.0  # time 0 is so much earlier: Perfetto leaves out what happened before it
+_BEFORE_S = 60.0  # time 0 is earlier by this, because Perfetto drops events before it
 
 
 Source = RingReader | RemoteRing
@@ -27,15 +27,15 @@ class TraceFile:
     """The file of a timeline.
 
     Args:
-        path: of it.
-        anew: whether the file begins later than the job.
+        path: Path of the file.
+        anew: True if the file starts later than the job.
 
     Attributes:
-        path: as given.
-        full: whether it has its largest size; what comes later is left out.
+        path: Path of the file, as passed.
+        full: True if the file has its maximum size. Later records are dropped.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: str, anew: bool = False) -> None:
@@ -53,7 +53,7 @@ class TraceFile:
         return self._room <= 0
 
     def add(self, source: Source, first: int, data: bytes, lost: int, clock: Clock | None = None) -> None:
-        """Add what ``RingReader.take`` has returned, with ``RingReader.lost``; ``clock``: of another host."""
+        """Add what ``RingReader.take`` returned, and ``RingReader.lost``. ``clock``: another host's clock."""
         if self.full or not data:
             return
         offset = -round(clock.ahead(RECORD.unpack_from(data)[0])) if clock else 0
@@ -68,7 +68,7 @@ class TraceFile:
         self._room -= len(data) // RECORD.size
 
     def convert(self, everything: bool = False) -> None:
-        """Write what was added, as far as there is time for it or everything; the file is valid after it."""
+        """Write the added records, all or as time allows. The file is valid afterwards."""
         if not self._taken:
             return
         began = time.monotonic()
@@ -82,7 +82,7 @@ class TraceFile:
         self._spent += time.monotonic() - began
 
     def close(self, lacks: Sequence[str] = ()) -> None:
-        """Write everything, and close the file, which says what it lacks."""
+        """Write everything, including what the file lacks, and close it."""
         self.convert(everything=True)
         for text in [*lacks, *["what came after its largest size"] * self.full] or ["complete"]:
             self._timeline.writer.instant(0, 0, f"{END}{text}", time.monotonic_ns())

@@ -50,7 +50,7 @@ def _ssh_arguments(environ: Mapping[str, str]) -> list[str]:
     if os.path.basename(program) not in ("ssh", "rsh"):
         raise LaunchError(
             f"{_AGENT}={environ[_AGENT]}: this job reaches its workers by that program, as MPIJobs older "
-            "than v2beta1 do. Ringdance uses ssh: change the manifest as docs/howto/clusters/kubernetes.md shows "
-            "(An old MPIJob)"
+            "than v2beta1 do. Ringdance uses ssh: change the manifest as shown in "
+            "docs/howto/clusters/kubernetes.md (An old MPIJob)"
         )
     return arguments

@@ -1,4 +1,4 @@
-"""``ringdance bench input``: is a training limited by its input? By three short runs of it."""
+"""``ringdance bench input``: find out from three short runs whether input limits training."""
 
 from __future__ import annotations
 
@@ -26,50 +26,49 @@ from ringdance.launch.subcommands import Subcommand
 from ringdance.tools.bench.train import TRAIN
 from ringdance.tools.report.bottlenecks import Limit
 
-INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.loaders.input_check
+INPUT_MARK = "::ringdance-input::"  # same as in ringdance.training.loaders.input_check
 PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
 _LESS = {
     "images": "prepare smaller images (`ringdance data prepare ... --resize 256`)",
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
-    "samples": "do what is the same for a sample each time once, before training, and store the result",
+    "samples": "do work that is the same for a sample each time once, before training, and store the result",
 }
-_TAIL = 30  # lines of a failed run that are shown
+_TAIL = 30  # lines of output shown from a failed run
 
 _INPUT = """\
-Three runs, each until it has measured for --seconds: the loader alone (its batches are drawn and dropped),
-the step alone (with up to 48 batches, which are drawn before, in --seconds at most, and come again and again
-from memory), and both; each with its noise: half of the 95% confidence interval, by the spread within the
-run. The script needs no change if its loader is hvd.image_loader(...) or hvd.table_loader(...); any other
-one is wrapped once:
+Three runs measure for --seconds each: the loader alone (its batches are drawn and dropped), the step alone,
+and both together. The step alone repeats up to 48 batches, which are loaded before in --seconds at most.
+Each speed has its noise: half of the 95% confidence interval, from the spread within the run. The script
+needs no change if its loader is hvd.image_loader(...) or hvd.table_loader(...). Wrap any other loader once:
 
-  loader = hvd.watch_input(DataLoader(data, batch_size=32))     a tf.data pipeline alike
+  loader = hvd.watch_input(DataLoader(data, batch_size=32))     also for a tf.data pipeline
 
-All ranks of the script iterate the loader. The runs end in the middle of an epoch with exit code 0: give the
-script a directory for checkpoints in which nothing matters.
+All ranks of the script must iterate over the loader. The runs end in the middle of an epoch with exit code 0,
+so give the script a checkpoint directory that you do not need.
 
 examples:
   ringdance bench input -np 2 -- python train.py --data /scratch/imagenet
   ringdance bench input -H node1:4,node2:4 --seconds 20 -- python train.py
   ringdance bench input -np 4 --json -- python train.py
 
-exit code: 0 if all three runs have measured; else that of the run that failed, or 2"""
+exit code: 0 if all three runs were measured, otherwise the failed run's, or 2"""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a run measured.
+    """The result of one run.
 
     Attributes:
-        unit: what the loader gives: images, rows or samples.
-        samples_per_second: of all ranks, at the pace of the slowest.
-        noise: half of the speed's 95% confidence interval, as a share of it.
-        slowest: the slowest rank.
-        behind: share by which it is behind the mean rank.
-        cores: that this rank uses, with its loader's processes.
-        cores_of_mean: the same of the mean rank.
-        usable: cores for this rank.
-        host_busy: share of its host's processor time that is used, by whatever runs there.
-        by_others: the part of it that other programs use.
+        unit: Kind of samples that the loader returns: images, rows or samples.
+        samples_per_second: Speed of all ranks together, at the pace of the slowest.
+        noise: Half of the speed's 95% confidence interval, as a share of the speed.
+        slowest: Number of the slowest rank.
+        behind: Share by which this rank is slower than the mean rank.
+        cores: Cores that this rank uses, including its loader's processes.
+        cores_of_mean: Cores that the mean rank uses.
+        usable: Cores available to this rank.
+        host_busy: Share of its host's processor time in use, by any program.
+        by_others: Share of the host's processor time that other programs use.
     """
 
     unit: str
@@ -85,17 +84,17 @@ class Speed:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is hardly an idle core."""
+        """True if there is barely an idle core."""
         return self.host_busy >= BUSY or self.cores >= BUSY * self.usable
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Speed:
-        """Sum up the figures of all ranks."""
+        """Combine the measurements of all ranks."""
         speeds = [row["samples"] / row["seconds"] for row in rows]
         least, mean = min(speeds), fmean(speeds)
         slowest = speeds.index(least)
         row = rows[slowest]
-        own = sum(one["cores"] for one in rows if one["host"] == row["host"]) / row["host_cores"]
+        own = sum(other["cores"] for other in rows if other["host"] == row["host"]) / row["host_cores"]
         return cls(
             str(row["unit"]), least * len(rows), row["noise"], slowest, 1 - least / mean, row["cores"],
             fmean(one["cores"] for one in rows), row["usable"], row["host_busy"],
@@ -104,115 +103,118 @@ class Speed:
 
 
 def judge(speeds: Mapping[str, Speed]) -> Limit:
-    """Return which waits for which, by the three speeds.
+    """Decide which waits for which, from the three speeds.
 
     Returns:
-        Bound is loader, step, cores (both need the same ones), order (one works while the other waits), or
-        unclear where the speeds differ by less than their noise.
+        A limit whose bound is loader, step, cores (both need the same cores), order (one works while the
+        other waits), or unclear if the speeds differ by less than their noise.
     """
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone, gain = speeds["loader"], step / both
     pace, less = f"{alone.unit}/s", _LESS[alone.unit]
     all_three = (
-        f"the loader alone gives {loader:,.1f} {pace}, the step alone takes {step:,.1f}, both together "
-        f"{both:,.1f}"
+        f"the loader alone gives {loader:,.1f} {pace}, the step alone takes {step:,.1f}, and both together "
+        f"reach {both:,.1f}"
     )
-    taken = max((one.by_others for one in speeds.values() if one.host_busy >= BUSY), default=0.0)
+    taken = max((speed.by_others for speed in speeds.values() if speed.host_busy >= BUSY), default=0.0)
     disturbed = taken >= TAKEN
-    # A loader that hardly uses a core waits, whatever others do on them.
+    # A loader that barely uses a core is waiting, regardless of what others do on the cores.
     waits = max(loader, both) < step * (1 - LITTLE) and alone.cores < NO_CORES
     slow = loader < step * (1 - LITTLE) and (both >= loader * 0.7 or (disturbed and waits))
     if disturbed and not waits:
         return Limit(
             "unclear",
-            f"Other programs use {taken:.0%} of a host's cores, and hardly one is idle: {all_three}; what "
-            "they would without these programs is not known.",
-            "Measure again while nothing else runs on the hosts.",
+            f"Other programs use {taken:.0%} of a host's cores, and barely one is idle: {all_three}. The "
+            "speeds without these programs are not known.",
+            "Measure again while nothing else is running on the hosts.",
         )
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    fast = step / (step + loader) < LITTLE  # even one after the other costs less than that
+    fast = step / (step + loader) < LITTLE  # even loading and stepping in turns would cost less than that
     if (noise >= max(LITTLE, 1 - both / step) and not fast) or (slow and other >= 1 - loader / step):
         return Limit(
             "unclear", f"The speeds differ by less than their noise, {max(noise, other):.0%}: {all_three}.",
-            "Measure longer (--seconds), while nothing else runs on the hosts.",
+            "Measure longer (--seconds) while nothing else is running on the hosts.",
         )  # fmt: skip
     if both >= step * (1 - (max(LITTLE, noise) if fast else LITTLE)):
         return Limit(
             "step",
-            f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} {pace}; "
-            f"the loader can give {loader:,.1f}, {loader / step:.1f} times as many.",
+            f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} {pace}. "
+            f"The loader can give {loader:,.1f}, {loader / step:.1f} times as many.",
             "Make the step faster (a larger batch, 16-bit floating point, more ranks: `ringdance report` "
-            "shows what limits it), or leave the input as it is.",
+            "shows what limits it), or leave the input as it is if the speed is fine.",
         )
     if slow:
         return Limit(
             "loader",
-            f"The step waits for the loader, {1 - both / step:.0%} of the time: {all_three}. With a loader "
-            f"that keeps up, training is {gain:.1f} times as fast.", _faster_loader(alone, less),
+            f"The step waits for the loader {1 - both / step:.0%} of the time: {all_three}. With a loader "
+            f"that keeps up, training would be {gain:.1f} times as fast.", _faster_loader(alone, less),
         )  # fmt: skip
     if not speeds["both"].is_busy and loader > both:
         return Limit(
             "order",
-            f"Loader and step take turns, though there are idle cores: {all_three}. With batches prepared "
-            f"ahead, training is {min(loader, step) / both:.1f} times as fast.",
-            "Let the loader work ahead, in threads or processes: Ringdance's loaders do, a DataLoader with "
-            "num_workers=1 or more, a tf.data pipeline that ends with prefetch().",
+            f"Loader and step take turns although cores are idle: {all_three}. With batches prepared in "
+            f"advance, training would be {min(loader, step) / both:.1f} times as fast.",
+            "Let the loader work ahead in threads or processes, as Ringdance's loaders do, or a DataLoader "
+            "with num_workers=1 or more, or a tf.data pipeline that ends with prefetch().",
         )
     return Limit(
         "cores",
-        f"Loader and step take the cores from each other: {all_three}. Without the loader's work, training "
-        f"is {gain:.1f} times as fast.",
-        f"Less work for the loader: {less}; or more cores for each rank. Try fewer threads of the loader "
-        "too (threads=, num_workers=).",
+        f"Loader and step compete for the cores: {all_three}. Without the loader's work, training would be "
+        f"{gain:.1f} times as fast.",
+        f"Give the loader less work: {less}. Or give each rank more cores. Also try fewer threads for the "
+        "loader (threads=, num_workers=).",
     )
 
 
 def _faster_loader(alone: Speed, less: str) -> str:
-    """Return what to do about a loader that is the limit; `less`: how to give it less to do."""
+    """Advise what to do about a loader that is the limit. ``less``: a way to give it less work."""
     used = f"it uses {alone.cores:.1f} of {alone.usable:.1f} cores"
-    waits = "for its disk, a network, a lock or a sleep"
-    shown = "`ringdance explain` shows the line."
+    waits = "for a disk, a network, a lock or a sleep"
+    shown = "`ringdance explain` shows the line of code."
     if alone.behind > LITTLE:
         who = f"Rank {alone.slowest} holds the others up: its loader is {alone.behind:.0%} behind the mean"
         if alone.cores < max(IDLE_CORES, alone.cores_of_mean * (1 - LITTLE)):
-            return f"{who}, and waits ({used}, the mean rank {alone.cores_of_mean:.1f}): {waits}. {shown}"
-        return f"{who}, and computes ({used}): its samples are larger, or its cores slower or shared."
+            return f"{who}, and waits ({used}, the mean rank {alone.cores_of_mean:.1f}) {waits}. {shown}"
+        return f"{who}, and computes ({used}): its samples are larger, or its cores are slower or shared."
     if alone.cores >= BUSY * alone.usable:
         return (
-            f"Loading alone keeps a rank's cores busy ({used}): {less}, or use machines with more cores for "
-            "each rank."
+            f"Loading alone keeps a rank's cores busy ({used}): {less}, or use machines with more cores per "
+            "rank."
         )
     threads = "threads= of Ringdance's loaders, num_workers= of a DataLoader"
     if alone.cores >= IDLE_CORES:
         return f"Loading leaves cores idle ({used}): use more threads or processes ({threads}), or {less}."
     return (
-        f"The loader waits most of the time ({used}): {waits}. Where reading takes the time, let more be "
-        f"read at once ({threads}), or from a local disk (`ringdance hosts copy`); {shown}"
+            f"The loader waits most of the time ({used}) {waits}. If reading takes the time, read more in "
+            f"parallel ({threads}), or read from a local disk (`ringdance hosts copy`). {shown}"
     )
 
 
 def table(speeds: Mapping[str, Speed]) -> str:
-    """Return the speeds as lines of text."""
+    """Format the speeds as lines of text."""
     lines = [f"{'':14}{speeds['loader'].unit + '/s':>14}{'+-':>6}{'cores per rank':>18}{'hosts busy':>12}"]
     for part, title in PARTS.items():
         one = speeds[part]
         cores = f"{one.cores:.1f} of {one.usable:.1f}"
-        lines.append(f"{title:14}{one.samples_per_second:>14,.1f}{one.noise:>6.1%}{cores:>18}{one.host_busy:>12.0%}")
+        lines.append(
+            f"{title:14}{one.samples_per_second:>14,.1f}{one.noise:>6.1%}"
+            f"{cores:>18}{one.host_busy:>12.0%}"
+        )
     return "\n".join(lines)
 
 
 def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
-    """Run `ringdance run` with `words` to measure one part.
+    """Run ``ringdance run`` with ``words`` to measure one part.
 
     Raises:
-        CommandError: it has failed, or ended before it had measured.
+        CommandError: The run failed, or ended before it was measured.
     """
     environ = os.environ | {
         "RINGDANCE_INPUT_CHECK": part, "RINGDANCE_INPUT_CHECK_TIME": str(seconds),
         "RINGDANCE_SUMMARY_TIME": "0", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     line = [sys.executable, "-m", "ringdance", "run", "--output-json", *words]
-    last, found = deque[str](maxlen=_TAIL), None
+    last, speed = deque[str](maxlen=_TAIL), None
     with subprocess.Popen(
         line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -222,26 +224,26 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
                 row = json.loads(text)
                 text = f"[{row['rank']}] {row['text']}\n"
                 if row["text"].startswith(INPUT_MARK):
-                    found = Speed.of(json.loads(row["text"].removeprefix(INPUT_MARK)))
+                    speed = Speed.of(json.loads(row["text"].removeprefix(INPUT_MARK)))
                     continue
-            except (ValueError, KeyError, TypeError):  # a line of the launcher's own
+            except (ValueError, KeyError, TypeError):  # a line from the launcher itself
                 pass
             last.append(text)
-    if found is None or process.returncode:
+    if speed is None or process.returncode:
         why = f"failed with exit code {process.returncode}" if process.returncode else (
-            "ended before it had measured. Does it train for long enough (more epochs)? Is its loader one of "
-            "Ringdance's or wrapped by hvd.watch_input(loader), and does it iterate it in its main thread?"
+            "ended before it was measured. Does it train long enough (more epochs)? Is its loader one of "
+            "Ringdance's or wrapped by hvd.watch_input(loader), and does its main thread iterate over it?"
         )  # fmt: skip
         shown = "".join(last) or "(none)\n"
         raise CommandError(
             f"the run with {PARTS[part]} {why}\nIts last output:\n{shown.rstrip()}", process.returncode or 2
         )
-    return found
+    return speed
 
 
 def _input(arguments: argparse.Namespace) -> int:
     if not arguments.words:
-        raise CommandError("give the command, as in: ringdance bench input -np 2 -- python train.py")
+        raise CommandError("the command is missing. Pass it: ringdance bench input -np 2 -- python train.py")
     options = ["-np", str(arguments.np)] if arguments.np else []
     if hosts := hosts_of(arguments):
         options += ["-H", hosts_text(hosts)]
@@ -252,29 +254,29 @@ def _input(arguments: argparse.Namespace) -> int:
     for place, (part, title) in enumerate(PARTS.items(), 1):
         print(f"{place} of 3: {title}, about {1.3 * arguments.seconds:.0f} s ...", file=sys.stderr)
         speeds[part] = measure(part, [*options, *arguments.words], arguments.seconds)
-    found = judge(speeds)
+    limit = judge(speeds)
     if arguments.json:
-        print(json.dumps({part: asdict(one) for part, one in speeds.items()} | asdict(found), indent=1))
+        print(json.dumps({part: asdict(speed) for part, speed in speeds.items()} | asdict(limit), indent=1))
     else:
-        print(f"{table(speeds)}\n\n{textwrap.fill(found.sentence, 100)}")
-        print(textwrap.fill(f"Try next: {found.next_step}", 100))
+        print(f"{table(speeds)}\n\n{textwrap.fill(limit.sentence, 100)}")
+        print(textwrap.fill(f"Try next: {limit.next_step}", 100))
     return 0
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "number of ranks (default: the slots of the hosts, or 1)"
+    text = "number of ranks (default: the hosts' slots, or 1)"
     add("-np", "-n", type=rank_count, metavar="N", help=text)
     add_host_options(parser, "hosts and their slots (default: 1)")
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
-    text = "that each run measures, after a warm-up (default 8)"
+    text = "seconds that each run measures, after a warm-up (default: 8)"
     add("--seconds", type=number, default=8.0, metavar="S", help=text)
-    add("--json", action="store_true", help="as JSON")
+    add("--json", action="store_true", help="print JSON")
     add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance bench`` with the words after it; returns the exit code."""
-    text = "measure whether the loader or the step is the limit"
+    """Run ``ringdance bench`` with the words after it. Returns the exit code."""
+    text = "measure whether the loader or the step limits training"
     known = {"input": Subcommand(_input, text, _add_input, _INPUT), "train": TRAIN}
-    return subcommands.run("ringdance bench", "Measure trainings by short runs.", known, argv)
+    return subcommands.run("ringdance bench", "Measure training with short runs.", known, argv)

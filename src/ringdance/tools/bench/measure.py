@@ -1,4 +1,4 @@
-"""What ``ringdance bench train`` runs in its ranks: steps with, without, and with another's exchange."""
+"""Measure steps for ``ringdance bench train``: with Ringdance's exchange, without one, and with a peer's."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ RATE = 1e-3
 SINGLE, LOOKS = 12, 3
 Step = Callable[[], Any]
 Gradients = list[tuple[str, int, float]]
-"""Name, bytes, and seconds after the step's begin at which it is ready."""
+"""Name, bytes, and seconds from the start of the step until it is ready, for each gradient."""
 
 
 class Made(NamedTuple):
-    """What a framework makes of a model.
+    """A model that a framework has built.
 
     Attributes:
-        steps: by contestant: each call is a step, and returns its loss.
-        sizes: name and bytes of all gradients, in the order of the forward pass.
-        ready: measures when they are ready; None where that cannot be seen.
-        exchange: averages gradients of so many bytes at once, with nothing else.
-        gpu: whether the rank has one.
+        steps: Step functions by contestant. Each call takes a step and returns its loss.
+        sizes: Name and bytes of all gradients, in the order of the forward pass.
+        ready: Measures when the gradients are ready; None if the framework does not show it.
+        exchange: Returns a step that only averages gradients of the specified bytes, all at once.
+        gpu: True if the rank has a GPU.
     """
 
     steps: dict[str, Step]
@@ -43,7 +43,7 @@ class Made(NamedTuple):
 
 
 def batch_of(given: Mapping[str, Any], rank: int) -> tuple[Any, Any]:
-    """Return samples and labels, other ones on each rank."""
+    """Return samples and labels, which differ between ranks."""
     random, name, count, size = np.random.default_rng(rank), given["model"], given["batch"], given["image"]
     if name in ("deepfm", "bert-base"):
         from ringdance.tools.plan.torch_models import FIELDS, TABLE, WORDS
@@ -56,14 +56,16 @@ def batch_of(given: Mapping[str, Any], rank: int) -> tuple[Any, Any]:
 
 
 def measure(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Train on synthetic samples in alternating blocks of steps; return this rank's times.
+    """Train on synthetic samples in alternating blocks of steps. Returns this rank's times.
 
     Args:
-        given: ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``, ``steps``, ``warmup``.
+        given: Options: ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``, ``steps``,
+            ``warmup``, ``unit``.
 
     Returns:
-        Seconds of a step by contestant and block, single steps without exchange, gradients, the exchange by
-        itself, where this was, the share of its host's cores in use, and how many of them this rank used.
+        Seconds per step by contestant and block, single steps without exchange, gradients, seconds of the
+        exchange alone, the host and its cores, the share of these cores in use, and how many of them this
+        rank used.
     """
     hvd = ringdance.numpy
     made: Made = _MAKERS[given["framework"]](given)
@@ -74,7 +76,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     use, cpu, began = CoreUse(session.engine().local_pids), time.process_time(), time.perf_counter()
     blocks: dict[str, list[float]] = {name: [] for name in made.steps}
     say = print if hvd.rank() == 0 else lambda *words, **options: None
-    say(f"{'step':>6}{given['unit'] + '/s of a rank':>22}{'total':>12}{'loss':>10}", flush=True)
+    say(f"{'step':>6}{given['unit'] + '/s per rank':>22}{'total':>12}{'loss':>10}", flush=True)
     for done in range(count, given["steps"] + count, count):
         for name, step in made.steps.items():
             seconds, loss = _block(step, count)
@@ -86,7 +88,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     used = (time.process_time() - cpu) / (time.perf_counter() - began)
     busy = use.share()
     gradients = made.ready() if made.ready else assumed(made.sizes, median(blocks["alone"]))
-    # Sparse ones have other sizes on each rank.
+    # Sparse gradients differ in size between ranks, so all use the sizes on rank 0.
     agreed = hvd.broadcast_object([nbytes for _, nbytes, _ in gradients], 0)
     exchange = (made.exchange or _by_numpy)(agreed)
     exchange()
@@ -99,17 +101,17 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block(step: Step, count: int) -> tuple[float, float]:
-    """Return seconds of a step, out of so many that all ranks begin together, and the last loss."""
+    """Return the mean seconds per step over ``count`` steps, and the last loss. All ranks start together."""
     ringdance.numpy.barrier()
     began = time.perf_counter()
     for _ in range(count):
         loss = step()
-    last = float(loss)  # waits for a GPU
+    last = float(loss)  # waits until a GPU is done
     return (time.perf_counter() - began) / count, last
 
 
 def assumed(sizes: Sequence[tuple[str, int]], step: float) -> Gradients:
-    """Return gradients ready one after the other, evenly over the backward pass, the last layer's first."""
+    """Return gradients that become ready evenly over the backward pass, last layer first."""
     pace = step * (1 - FORWARD) / len(sizes)
     ends = (step * FORWARD + pace * place for place in range(1, len(sizes) + 1))
     return [(name, nbytes, end) for (name, nbytes), end in zip(reversed(sizes), ends, strict=True)]
@@ -130,7 +132,7 @@ def _torch(given: Mapping[str, Any]) -> Made:
     hvd.init()
     gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{hvd.local_rank() % torch.cuda.device_count()}" if gpu else "cpu")
-    x, y = (torch.from_numpy(one).to(device) for one in batch_of(given, hvd.rank()))
+    x, y = (torch.from_numpy(array).to(device) for array in batch_of(given, hvd.rank()))
     x = x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x
     half = torch.autocast(device.type, torch.bfloat16, enabled=given["dtype"] == "bfloat16")
 
@@ -170,10 +172,10 @@ def _torch(given: Mapping[str, Any]) -> Made:
 
 
 def _ready(model: Any, step: Step, gpu: bool) -> Gradients:
-    """Return when hooks of PyTorch see the gradients, on a GPU when it has computed them: medians."""
+    """Return when PyTorch's hooks see the gradients, or when a GPU has computed them. Times are medians."""
     import torch
 
-    found: dict[str, tuple[int, list[Any]]] = {}
+    seen_at: dict[str, tuple[int, list[Any]]] = {}
 
     def now() -> Any:
         if not gpu:
@@ -185,11 +187,11 @@ def _ready(model: Any, step: Step, gpu: bool) -> Gradients:
     def seen(name: str, parameter: Any) -> None:
         gradient = parameter.grad
         parts = (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,)
-        nbytes = sum(one.numel() * one.element_size() for one in parts)
-        found.setdefault(name, (nbytes, []))[1].append(now())
+        nbytes = sum(part.numel() * part.element_size() for part in parts)
+        seen_at.setdefault(name, (nbytes, []))[1].append(now())
 
     hooks = [
-        one.register_post_accumulate_grad_hook(partial(seen, name)) for name, one in model.named_parameters()
+        p.register_post_accumulate_grad_hook(partial(seen, name)) for name, p in model.named_parameters()
     ]
     starts = []
     for _ in range(LOOKS):
@@ -201,12 +203,12 @@ def _ready(model: Any, step: Step, gpu: bool) -> Gradients:
     def passed(start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1e3 if gpu else end - start
 
-    rows = ((name, nbytes, median(map(passed, starts, ends))) for name, (nbytes, ends) in found.items())
+    rows = ((name, nbytes, median(map(passed, starts, ends))) for name, (nbytes, ends) in seen_at.items())
     return sorted(rows, key=lambda row: row[2])
 
 
 def _model(given: Mapping[str, Any]) -> Any:
-    """Return a model of Keras with logits, the same on all ranks."""
+    """Build a Keras model that returns logits, with the same weights on all ranks."""
     import keras
     from keras import layers
 
@@ -228,7 +230,7 @@ def _model(given: Mapping[str, Any]) -> Any:
 
 
 def _sizes(model: Any) -> list[tuple[str, int]]:
-    return [(one.path, 4 * int(np.prod(one.shape))) for one in model.trainable_variables]
+    return [(variable.path, 4 * int(np.prod(variable.shape))) for variable in model.trainable_variables]
 
 
 def _keras(given: Mapping[str, Any]) -> Made:
@@ -255,10 +257,10 @@ def _tensorflow(given: Mapping[str, Any]) -> Made:
     import ringdance.tensorflow as hvd
 
     hvd.init()
-    x, y = (tf.constant(one) for one in batch_of(given, hvd.rank()))
+    x, y = (tf.constant(array) for array in batch_of(given, hvd.rank()))
 
     def step_of(name: str, model: Any) -> Step:
-        variables = [one.value for one in model.trainable_variables]
+        variables = [variable.value for variable in model.trainable_variables]
 
         def step() -> Any:
             with tf.GradientTape() as tape:
@@ -266,8 +268,8 @@ def _tensorflow(given: Mapping[str, Any]) -> Made:
                 loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
             averaged = hvd.DistributedGradientTape(tape) if name == "ringdance" else tape
             gradients = averaged.gradient(loss, variables)
-            for one, gradient in zip(variables, gradients, strict=True):
-                tf.raw_ops.ResourceApplyGradientDescent(var=one.handle, alpha=RATE, delta=gradient)
+            for variable, gradient in zip(variables, gradients, strict=True):
+                tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=RATE, delta=gradient)
             return loss
 
         return tf.function(step, autograph=False)
@@ -284,7 +286,7 @@ def _jax(given: Mapping[str, Any]) -> Made:
     import jax
     import optax
 
-    x, y = (jax.numpy.asarray(one) for one in batch_of(given, hvd.rank()))
+    x, y = (jax.numpy.asarray(array) for array in batch_of(given, hvd.rank()))
     sgd, steps = optax.sgd(RATE), {}
 
     def step_of(model: Any, tx: Any) -> Step:
@@ -299,8 +301,8 @@ def _jax(given: Mapping[str, Any]) -> Made:
             updates, state = tx.update(gradients, state, weights)
             return optax.apply_updates(weights, updates), others, state, loss
 
-        weights = [one.value for one in model.trainable_variables]
-        now = [weights, [one.value for one in model.non_trainable_variables], tx.init(weights)]
+        weights = [variable.value for variable in model.trainable_variables]
+        now = [weights, [var.value for var in model.non_trainable_variables], tx.init(weights)]
 
         def step() -> Any:
             *now[:], loss = jax.block_until_ready(update(*now, x, y))

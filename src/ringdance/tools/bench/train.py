@@ -1,4 +1,4 @@
-"""``ringdance bench train``: how a training scales over ranks, on synthetic samples."""
+"""``ringdance bench train``: measure how training scales over ranks, with synthetic samples."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ringdance.tools.report import svg
 
 
 class Model(NamedTuple):
-    """What is known of a model without making it.
+    """Facts about a model that are known without building it.
 
     Attributes:
-        unit: what its samples are.
-        batch: of a rank, unless given.
-        size: of an image in pixels, or of a text in words, unless given.
-        least: size.
+        unit: Plural name of its samples.
+        batch: Default number of samples per rank and step.
+        size: Default size of an image in pixels, or of a text in words.
+        least: Minimum size.
     """
 
     unit: str
@@ -55,16 +55,15 @@ FRAMEWORKS = {
 }
 _NEEDS = {"tensorflow": ["tensorflow", "keras"], "jax": ["jax", "optax", "keras"]}
 _HELP = """\
-Each number of ranks, and one rank alone, trains the model on samples from memory, in alternating blocks of
-steps: with Ringdance's exchange, without any, and with that of --against. Threads are shared out once for
-all sizes: the cores of a host by the most ranks that one gets (OMP_NUM_THREADS, if set, holds).
+For each number of ranks, and for one rank alone, the model trains on samples from memory. Blocks of steps
+alternate between Ringdance's exchange, no exchange, and the one that --against names. All sizes use the same
+threads per rank: a host's cores divided by the most ranks on a host (OMP_NUM_THREADS, if set, overrides it).
 
-  speed-up, efficiency   by the speed of one rank alone
-  exposed                share of the step by which the exchange makes it longer
-  of bound               by the speed if exchange and computation overlapped wholly: the longer of the two
+  speed-up, efficiency   relative to the speed of one rank alone
+  exposed                share of the step that the exchange adds
+  of bound               relative to the speed if exchange and computation overlapped perfectly
 
---output FILE.json writes what was measured, and a plot as FILE.svg. `ringdance plan --from FILE.json`
-predicts other machines.
+--output FILE.json writes the results and a plot, FILE.svg. `ringdance plan --from FILE.json` uses them.
 
 examples:
   ringdance bench train --model convnet --np 1,2 --output convnet.json
@@ -72,7 +71,7 @@ examples:
   ringdance bench train --model mlp --np 2 --against ddp
   ringdance bench train --model resnet50 --framework jax --np 2 --dtype bfloat16 --image 64 --steps 12
 
-exit code: 0 if all sizes have figures, 2 for a wrong argument or a run that failed"""
+exit code: 0 if all sizes were measured, 2 for a wrong argument or a failed run"""
 
 
 def _in_ranks(given: Mapping[str, Any]) -> Any:
@@ -81,44 +80,44 @@ def _in_ranks(given: Mapping[str, Any]) -> Any:
 
 
 def sizes(text: str) -> list[int]:
-    """Return the numbers of ranks in "1,2,4", and 1, in ascending order."""
+    """Return the numbers of ranks in "1,2,4" in ascending order, always including 1."""
     return sorted({1, *counts(text)})
 
 
 def check(given: argparse.Namespace) -> None:
-    """Raise a CommandError where a model, framework or peer cannot be had."""
+    """Raise a CommandError if a model, framework or peer is not available."""
     has = FRAMEWORKS[given.framework]
     if given.model not in has:
         others = [name for name, models in FRAMEWORKS.items() if given.model in models]
-        where = f". Give --framework {others[0]}, which has it" if others else ""
-        raise CommandError(f"--model {given.model}: {given.framework} has {', '.join(has)}{where}")
+        where = f". Use --framework {others[0]}, which has it" if others else ""
+        raise CommandError(f"--model {given.model}: {given.framework} only has {', '.join(has)}{where}")
     needed = _NEEDS.get(given.framework, [given.framework])
     if missing := [name for name in needed if find_spec(name) is None]:
         what = ", ".join(missing)
-        raise CommandError(f"--framework {given.framework} needs {what}: {pip_install(*missing)}")
+        raise CommandError(f"--framework {given.framework} needs {what}. Install: {pip_install(*missing)}")
     if given.against and given.framework != "torch":
-        raise CommandError(f"--against {given.against} is for --framework torch, not {given.framework}")
+        raise CommandError(f"--against {given.against} works with --framework torch, not {given.framework}")
     least = MODELS[given.model].least
     if given.image is not None and given.image < least:
-        raise CommandError(f"--image {given.image}: {given.model} needs {least} pixels at least")
+        raise CommandError(f"--image {given.image}: {given.model} needs at least {least} pixels")
     if given.output:
         check_regular(given.output)
         if given.output.suffix != ".json" or not given.output.parent.is_dir() or given.output.is_dir():
-            what = "give a name of a file that ends in .json, in a directory that exists"
+            what = "pass the name of a file that ends in .json, in a directory that exists"
             raise CommandError(f"--output {given.output}: {what}")
 
 
 def figures(
     found: Sequence[Mapping[str, Any]], batch: int, threads: int, one: float | None = None
 ) -> dict[str, Any]:
-    """Return what the JSON file says of a number of ranks.
+    """Return the entry of the JSON file for a number of ranks.
 
     Args:
-        found: what :func:`ringdance.tools.bench.measure.measure` returned, by rank; a block takes as long as
+        found: Return values of ``ringdance.tools.bench.measure.measure``, by rank. A block takes as long as
             its slowest rank.
-        batch: samples of a rank and step.
-        threads: of a rank.
-        one: samples per second of one rank alone; None if these are its figures.
+        batch: Samples per rank and step.
+        threads: Threads per rank.
+        one: Samples per second of one rank alone; None if this entry is for one rank.
     """
     first, ranks = found[0], len(found)
     blocks = {
@@ -133,7 +132,7 @@ def figures(
         "ranks": ranks, "hosts": len({rank["host"] for rank in found}), "cores": first["cores"],
         "threads": threads, "ranks_per_host": max(rank["local_size"] for rank in found),
         "gpus": sum(rank["gpu"] for rank in found), "images_per_second": speed,
-        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # of a median
+        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # half its 95% interval
         "others": max(_others(found, host) for host in {rank["host"] for rank in found}),
         "step_seconds": seconds, "exposed_share": max(0.0, 1 - alone / own), "single_steps": first["single"],
         "efficiency": speed / ranks / (one or speed),
@@ -146,13 +145,13 @@ def figures(
 
 
 def _others(found: Sequence[Mapping[str, Any]], host: str) -> float:
-    """Return the share of a host's cores that programs used which are none of these ranks."""
+    """Return the share of a host's cores that programs other than these ranks used."""
     here = [rank for rank in found if rank["host"] == host]
     return max(0.0, here[0]["busy"] - sum(rank["used"] for rank in here) / here[0]["cores"])
 
 
 def table(content: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the figures of each size by the column's name; peers' speeds are the last columns."""
+    """Return a row of values by column name for each size. The speeds of peers are the last columns."""
     return [
         {name: size[name] for name in ("ranks", "hosts", "images_per_second", "noise")}
         | {"speed_up": size["efficiency"] * size["ranks"], "efficiency": size["efficiency"]}
@@ -167,7 +166,7 @@ def _peers(content: Mapping[str, Any]) -> list[str]:
 
 
 def text(rows: Sequence[Mapping[str, float]], unit: str) -> str:
-    """Return the table for people: of a peer its speed, and Ringdance's as a multiple of it."""
+    """Format the table. A peer's column has its speed, and Ringdance's as a multiple of it."""
     heads = {
         "ranks": ("ranks", ","), "hosts": ("hosts", ","), "images_per_second": (f"{unit}/s", ",.1f"),
         "noise": ("+-", ".1%"), "speed_up": ("speed-up", ".2f"), "efficiency": ("efficiency", ".1%"),
@@ -196,7 +195,7 @@ def draw(target: Path, content: Mapping[str, Any]) -> None:
     shares["bound"] = [(n, 100 * speed / n / one) for n, speed in bounds]
     svg.write(
         target, {"Speed": speeds, "Efficiency": shares}, ["ranks"] * 2,
-        [f"{unit}/s of all ranks", "speed of a rank in % of one alone"],
+        [f"{unit}/s of all ranks", "speed per rank in % of a single rank's"],
         noise={"ringdance": [row["noise"] for row in rows]}, logarithmic=rows[-1]["ranks"] > 8,
     )  # fmt: skip
 
@@ -216,26 +215,26 @@ def _train(given: argparse.Namespace) -> int:
     for name in ("PJRT_NPROC", "NPROC", "TF_NUM_INTRAOP_THREADS"):
         environ[name] = os.environ.get(name, str(threads))
     about = (f"{options[name]} {name}" for name in ("steps", "warmup"))
-    print(f"{given.model} in {given.framework}: {options['batch']} {model.unit} of a rank and step, "
-          f"{given.dtype}, {', '.join(about)}; threads of a rank: {threads}")  # fmt: skip
+    print(f"{given.model} in {given.framework}: {options['batch']} {model.unit} per rank and step, "
+          f"{given.dtype}, {', '.join(about)}; threads per rank: {threads}")  # fmt: skip
     content = {"model": given.model, "framework": given.framework, "gradient_dtype": "float32"}
     content |= {"batch": options["batch"], "sizes": []}
     for ranks in given.np:
         print(f"\n{ranks} rank{'s' * (ranks > 1)}", flush=True)
-        found = call(replace(spec, ranks=ranks, exports=environ), _in_ranks, (options,))
+        measurements = call(replace(spec, ranks=ranks, exports=environ), _in_ranks, (options,))
         one = content["sizes"][0]["images_per_second"] if content["sizes"] else None
-        content["sizes"].append(figures(found, options["batch"], threads, one))
+        content["sizes"].append(figures(measurements, options["batch"], threads, one))
     print(f"\n{text(table(content), model.unit)}")
     if (taken := max(size["others"] for size in content["sizes"])) >= TAKEN:
-        print(f"Other programs used up to {taken:.0%} of a host's cores, without which this is faster: "
-              "measure\nagain while nothing else runs.")  # fmt: skip
+        print(f"Other programs used up to {taken:.0%} of a host's cores and slowed this down. Measure again "
+              "while\nnothing else is running.")  # fmt: skip
     if given.output:
         _write(given.output, content)
     return 0
 
 
 def _threads(largest: JobSpec) -> int:
-    """Return the threads of a rank: the user's number, or a host's cores by the most ranks that it gets."""
+    """Return the threads per rank: the user's number, or a host's cores divided by the most ranks on it."""
     prepared = prepare(largest)
     prepared.close()
     if prepared.plan.threads:
@@ -244,13 +243,13 @@ def _threads(largest: JobSpec) -> int:
     first = text.partition(",")[0]
     if not first.isdecimal() or int(first) < 1:
         raise CommandError(
-            f"OMP_NUM_THREADS={text!r} is not a number of threads from 1 on. Remove it: unset OMP_NUM_THREADS"
+            f"OMP_NUM_THREADS={text!r} is not a number of threads (1 or more). Run: unset OMP_NUM_THREADS"
         )
     return int(first)
 
 
 def _write(output: Path, content: Mapping[str, Any]) -> None:
-    """Write the figures and the plot."""
+    """Write the measurements and the plot."""
     output.write_text(json.dumps(content, indent=1) + "\n")
     draw(output.with_suffix(".svg"), content)
     print(f"\nwritten: {output}, {output.with_suffix('.svg')}")
@@ -261,19 +260,19 @@ def _add(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, metavar="M", choices=MODELS, help=f"one of: {', '.join(MODELS)}")
     names = ", ".join(FRAMEWORKS)
     add("--framework", default="torch", metavar="F", choices=FRAMEWORKS, help=f"{names} (default: torch)")
-    text = "numbers of ranks, as in 1,2,4; 1 is always among them (default: 1,2)"
+    text = "numbers of ranks, such as 1,2,4; always includes 1 (default: 1,2)"
     add("--np", "-np", type=sizes, default=[1, 2], metavar="N,N", help=text)
-    add_host_options(parser, "hosts and their slots, filled one after the other")
-    text = "in the same run also PyTorch's DistributedDataParallel"
+    add_host_options(parser, "hosts and their slots, which are filled in this order")
+    text = "also measure PyTorch's DistributedDataParallel in the same run"
     add("--against", choices=("ddp",), help=text)
-    add("--batch", type=positive, metavar="N", help="samples of a rank and step (default: the model's)")
-    add("--steps", type=positive, default=30, metavar="N", help="measured (default: 30)")
-    text = "before, for each contestant (default: 5)"
+    add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
+    add("--steps", type=positive, default=30, metavar="N", help="steps to measure (default: 30)")
+    text = "warm-up steps, for each contestant (default: 5)"
     add("--warmup", type=positive, default=5, metavar="N", help=text)
-    add("--image", type=positive, metavar="N", help="pixels of an image's side, words of a text")
-    text = "computed in; weights and gradients are float32 (default: float32)"
+    add("--image", type=positive, metavar="N", help="side of an image in pixels, or words per text")
+    text = "data type of the computation; weights and gradients are float32 (default: float32)"
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
-    add("--output", type=Path, metavar="FILE.json", help="write the figures, and a plot as FILE.svg")
+    add("--output", type=Path, metavar="FILE.json", help="write the results, and a plot as FILE.svg")
 
 
 TRAIN = Subcommand(_train, "measure how training steps scale over ranks", _add, _HELP)

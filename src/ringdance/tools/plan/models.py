@@ -22,10 +22,10 @@ class Model:
     """A model whose gradients are known without a measurement.
 
     Attributes:
-        batch: samples of a rank and step that its published rates have.
-        samples: of the data set that it is usually trained on; 0 if there is none.
-        forward: share of a step before the backward pass.
-        tensors: elements of each parameter and the positions that they are applied to, as in models.toml.
+        batch: Samples per rank and step behind its published rates.
+        samples: Samples in its usual training set; 0 if there is none.
+        forward: Share of a step before the backward pass.
+        tensors: Elements of each parameter and the positions it is applied to, as in models.toml.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Model:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Elements of each parameter, in the order of the forward pass, and positions, 0 for none."""
+        """Elements and positions of each parameter, in forward order. 0 positions: not multiplied."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")
@@ -44,14 +44,14 @@ class Model:
         return [(int(elements), int(place or 0)) for elements, _, place in (w.partition("@") for w in words)]
 
     def gradients(self, step_seconds: float) -> list[tuple[int, float]]:
-        """Return bytes of each gradient, and seconds after the step's begin at which it is ready.
+        """Return bytes of each gradient, and seconds from the start of the step until it is ready.
 
         A layer takes time in proportion to its multiplications: elements times positions.
         """
-        found = self.parameters[::-1]
-        ends = list(accumulate(map(prod, found)))
+        parameters = self.parameters[::-1]
+        ends = list(accumulate(map(prod, parameters)))
         shares = [self.forward + (1 - self.forward) * end / ends[-1] for end in ends]
-        return [(4 * one[0], step_seconds * share) for one, share in zip(found, shares, strict=True)]
+        return [(4 * size[0], step_seconds * share) for size, share in zip(parameters, shares, strict=True)]
 
 
 @cache
@@ -63,12 +63,12 @@ def models() -> dict[str, Model]:
 
 @dataclass(frozen=True)
 class Curve:
-    """How many epochs a batch needs until an accuracy.
+    """The number of epochs that a batch size needs to reach an accuracy.
 
     Attributes:
-        target: the accuracy.
-        what: what it is an accuracy of, and by which optimizer.
-        points: batch, epochs, base learning rate, epochs of warm-up.
+        target: Accuracy to reach.
+        what: Kind of accuracy, and the optimizer.
+        points: Batch size, epochs, base learning rate and warm-up epochs of each reference point.
     """
 
     model: str
@@ -77,9 +77,9 @@ class Curve:
     points: tuple[tuple[float, ...], ...]
 
     def at(self, batch: int) -> tuple[float, float, float] | None:
-        """Return epochs, learning rate and epochs of warm-up; None beyond the largest batch.
+        """Return epochs, learning rate and warm-up epochs, or None above the largest batch.
 
-        Smaller batches than the smallest one get its epochs; their rate is scaled in full.
+        Batches below the smallest reference point use its epochs. Their learning rate is scaled linearly.
         """
         batches = [point[0] for point in self.points]
         if batch > batches[-1]:
@@ -96,7 +96,7 @@ class Curve:
 
 @cache
 def curves() -> dict[str, Curve]:
-    """Return the curves of convergence by model."""
+    """Return the convergence curves by model."""
     rows = parsed(_FILE)["curves"]
     return {
         name: Curve(name, row["target"], row["what"], tuple(map(tuple, row["points"])))
@@ -105,12 +105,12 @@ def curves() -> dict[str, Curve]:
 
 
 def curve(model: str, target: float) -> Curve:
-    """Return the curve of a model to an accuracy. Raises LaunchError if none is known."""
-    found = curves().get(model)
-    if found is None or found.target != target:
-        known = " and ".join(f"{one.target:g} of {one.model}" for one in curves().values())
+    """Return a model's curve to an accuracy. Raises LaunchError if it is not known."""
+    known_curve = curves().get(model)
+    if known_curve is None or known_curve.target != target:
+        known = " and ".join(f"{entry.target:g} of {entry.model}" for entry in curves().values())
         raise LaunchError(
-            f"--to-accuracy {target:g}: how many epochs {model} needs to it is not known, as MLPerf has "
-            f"reference points for {known} only; give --epochs"
+            f"--to-accuracy {target:g}: the epochs that {model} needs are not known, because MLPerf has "
+            f"reference points only for {known}. Use --epochs instead"
         )
-    return found
+    return known_curve

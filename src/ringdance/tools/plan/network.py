@@ -1,21 +1,22 @@
-"""Ranks, hosts and links on a discrete-event clock, as the transport of the engine's exchanges.
+"""Simulate ranks, hosts and links on a discrete-event clock, as a transport for the engine's exchanges.
 
-The exchanges of ``ringdance.core`` run unchanged; nothing is sent and no element is touched:
+The exchanges of ``ringdance.core`` run unchanged, but nothing is sent and no element is touched:
 
-- every array is a ``Traced`` view of memory that is never written: what would be copied, added or converted
-  costs its rank the time of so many bytes;
-- ``SimulatedWindow`` and ``SimulatedTransport`` complete at the time at which the machine would.
+- Every array is a ``Traced`` view of memory that is never written. Copying, adding or converting it costs its
+  rank the time that as many bytes would take.
+- ``SimulatedWindow`` and ``SimulatedTransport`` complete when the modeled machine would.
 
 Note [One host for all]
-    All hosts have as many ranks, so their plans are the same, and their ranks do the same at the same time.
-    Then one host is executed for all of them: a message to another host comes back as the one that its
-    counterpart sends. That is exact but for blocks that differ by an element, and for MPI's all-reduce,
-    whose members send unequally: the host that is executed is the first one, which sends most.
+    All hosts have equally many ranks, so their plans are the same and their ranks do the same things at the
+    same times. So a single host is executed on behalf of all: a message to another host comes back as the
+    message that the sender's counterpart on that host would send. This is exact except for blocks that differ
+    by one element, and for MPI's all-reduce, whose members send unequal amounts. The executed host is the
+    first one, which sends the most.
 
-What MPI sends is what Open MPI's libnbc does (ompi/mca/coll/libnbc in its sources). All-to-all and
-all-gather: one message to each member. All-reduce below 64 KiB, in place, or of less than four members: a
-binomial tree up and down. Else recursive halving and doubling (Rabenseifner) on a power of two of the
-members; the others give their part to a neighbour and get the result back.
+Messages are modeled after Open MPI's libnbc (ompi/mca/coll/libnbc in its sources). All-to-all and all-gather
+send one message to each member. An all-reduce below 64 KiB, in place, or with fewer than four members goes up
+and down a binomial tree. Other all-reduces use recursive halving and doubling (Rabenseifner) on a power of
+two of the members. The remaining members give their part to a neighbor and get the result back.
 """
 
 from __future__ import annotations
@@ -32,25 +33,28 @@ from ringdance.core.exchange.base import Context
 from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, Transport
 from ringdance.core.transport.window import Window
 
-_TREE_BELOW = 64 << 10  # bytes: where Open MPI's Iallreduce changes its algorithm
+_TREE_BELOW = 64 << 10  # bytes below which Open MPI's Iallreduce uses a tree
 Program = Generator[None, None, None]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a job runs on. All hosts are alike.
+    """The hardware that a job runs on. All hosts are equal.
 
     Attributes:
-        bandwidth: of a host's link, bytes/s each way.
-        latency: from host to host, s.
-        memory_bandwidth: bytes/s at which a rank copies, adds or converts while the others of its host do so.
-        link_bandwidth: the same between the GPUs of a host (NVLink), where exchanges use them; 0: memory.
-        stack_bandwidth: bytes/s at which a rank's core sends or receives (TCP: a few GB/s; RDMA: inf).
-        message_seconds: of a core, for each message that a rank sends or receives.
-        chunk_seconds: of a core, for each collective or synchronization of a chunk that a rank starts.
-        round_seconds: of a core, for each round of agreement.
-        ranks_per_core: ranks that share a core; they get it in turns.
-        turn: seconds that a step loses for each rank beyond the first on a core; a quarter of it at most.
+        bandwidth: Bandwidth of a host's link, bytes/s each way.
+        latency: Latency between hosts, s.
+        memory_bandwidth: Speed at which a rank copies, adds or converts while its host's other ranks do so
+            too, bytes/s.
+        link_bandwidth: Speed of these operations between a host's GPUs (NVLink), bytes/s, if exchanges use
+            them; 0 means memory.
+        stack_bandwidth: Speed at which a rank's core sends or receives, bytes/s (TCP: a few GB/s; RDMA: inf).
+        message_seconds: Core time for each message that a rank sends or receives.
+        chunk_seconds: Core time for each collective or synchronization of a chunk that a rank starts.
+        round_seconds: Core time for each round of agreement.
+        ranks_per_core: Number of ranks that take turns on a core.
+        turn: Seconds that a step loses for each rank beyond the first on a core. At most a quarter of the
+            step's computation.
     """
 
     bandwidth: float
@@ -66,19 +70,19 @@ class Machine:
 
 
 class Clock:
-    """Events in the order of their times."""
+    """An event queue ordered by time."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = 0
 
     def at(self, time: float, event: Callable[[float], None]) -> None:
-        """Call ``event(time)`` when all earlier ones have happened."""
+        """Call ``event(time)`` after all earlier events."""
         self._number += 1
         heapq.heappush(self._events, (time, self._number, event))
 
     def run(self) -> None:
-        """Let all events happen."""
+        """Run events until none are left."""
         while self._events:
             time, _, event = heapq.heappop(self._events)
             event(time)
@@ -86,10 +90,11 @@ class Clock:
 
 @dataclass(eq=False)
 class Host:
-    """A host: when its link is free again each way, and what it has sent.
+    """A host's traffic counters, and when its link is free again in each direction.
 
     Attributes:
-        sent: bytes to other hosts; ``messages``: to other hosts.
+        sent: Bytes sent to other hosts.
+        messages: Messages sent to other hosts.
     """
 
     out_free: float = 0.0
@@ -98,18 +103,18 @@ class Host:
     messages: int = 0
 
     def count(self, nbytes: int, messages: int) -> None:
-        """Note what it has sent."""
+        """Count traffic to other hosts."""
         self.sent += nbytes
         self.messages += messages
 
 
 @dataclass(eq=False)
 class Core:
-    """What executes a rank's program.
+    """Executes a rank's program and keeps its time.
 
     Attributes:
-        now: the rank's time, s: up to it the core has been busy or waiting.
-        calls: the transport's collectives between hosts that were started: name and bytes given to each.
+        now: The rank's time, s. Until then, the core has been busy or waiting.
+        calls: Started collectives between hosts: the name and the bytes passed to each.
     """
 
     machine: Machine
@@ -121,19 +126,19 @@ class Core:
     program: Program | None = None
 
     def spend(self, seconds: float) -> None:
-        """Be busy."""
+        """Keep the core busy for some seconds."""
         self.now += seconds * self.machine.ranks_per_core
 
     def move(self, nbytes: int) -> None:
-        """Copy, add or convert."""
+        """Account for copying, adding or converting ``nbytes``."""
         self.spend(nbytes / (self.machine.link_bandwidth or self.machine.memory_bandwidth))
 
     def messages(self, count: int, nbytes: int) -> float:
-        """Return the seconds in which it sends or receives so much."""
+        """Return the core time for sending or receiving ``count`` messages of ``nbytes`` in total."""
         return count * self.machine.message_seconds + nbytes / self.machine.stack_bandwidth
 
     def resume(self, time: float) -> None:
-        """Continue the program until it waits; what it waits for resumes it."""
+        """Continue the program until it waits. The event that it waits for calls this again."""
         if self.program is None:
             return
         self.now = max(self.now, time)
@@ -143,18 +148,18 @@ class Core:
         except StopIteration:
             self.program = None
             return
-        if self.context.achieved != achieved:  # it has only let others go on
+        if self.context.achieved != achieved:  # it only yielded to others and can continue at once
             self.clock.at(self.now, self.resume)
 
     def until(self, time: float) -> Program:
-        """Sleep."""
+        """Sleep until ``time``."""
         self.clock.at(time, self.resume)
         while self.now < time:
             yield
 
 
 class Traced(np.ndarray[Any, Any]):
-    """An array of which only the size counts: operations cost ``core`` time and leave memory alone."""
+    """An array of which only the size matters. Operations cost ``core`` time and do not touch memory."""
 
     core: Core | None = None
 
@@ -192,7 +197,7 @@ def traced(memory: Array, core: Core | None) -> Traced:
 
 
 def trace(part: Any, core: Core) -> None:
-    """Replace all arrays that an exchange holds, also in its parts, by traced ones."""
+    """Replace all arrays that an exchange and its parts hold by traced ones."""
     for name, value in list(vars(part).items()):
         if isinstance(value, np.ndarray):
             setattr(part, name, traced(value, core))
@@ -202,13 +207,13 @@ def trace(part: Any, core: Core) -> None:
 
 
 class SimulatedWindow(Window):
-    """The memory that the ranks of a host share: a synchronization ends when the last of them has come.
+    """The shared memory of a host's ranks. A synchronization completes when the last rank arrives.
 
     Args:
-        core: of this rank.
-        peers: the windows of the host's ranks by local index; this one adds itself.
-        members: how many there will be.
-        memory: of any contents, as large as a buffer.
+        core: This rank's core.
+        peers: Windows of the host's ranks by local index. This one appends itself.
+        members: Final number of windows.
+        memory: Memory with any contents, as large as a buffer.
     """
 
     def __init__(self, core: Core, peers: list[SimulatedWindow], members: int, memory: Array) -> None:
@@ -233,12 +238,12 @@ class SimulatedWindow(Window):
 
 @dataclass(eq=False)
 class _Collective(Pending):
-    """A collective of one member.
+    """A collective as seen by one member.
 
     Attributes:
-        parts: how many are still to come.
-        busy: seconds of its core for what it receives.
-        time: when the last part came, or it was started.
+        parts: Number of parts still to arrive.
+        busy: Core time in seconds for what it receives.
+        time: Time when the last part arrived; at first, when it was started.
     """
 
     core: Core
@@ -261,9 +266,9 @@ class _Collective(Pending):
 
 
 def allreduce_traffic(members: int, rank: int, nbytes: int, in_place: bool) -> tuple[int, int, int, int]:
-    """Return what a member of Open MPI's Iallreduce sends: bytes, messages.
+    """Return the cost of an Iallreduce in Open MPI: bytes and messages that this member sends, path, rounds.
 
-    And of the whole: the bytes that pass a link one after the other, and the number of rounds.
+    The path is the number of bytes that pass a link one after another in the whole all-reduce.
     """
     if members < 4 or nbytes < _TREE_BELOW or in_place:
         levels = (members - 1).bit_length()
@@ -280,14 +285,14 @@ def allreduce_traffic(members: int, rank: int, nbytes: int, in_place: bool) -> t
 
 @dataclass(eq=False)
 class Group:
-    """A communicator: the hosts of its members, and what is under way among those that are executed.
+    """A communicator: its members' hosts, and the operations of executed members that are in progress.
 
     Attributes:
-        hosts: the host of each member; one ``Host`` may be that of all, see Note [One host for all].
-        numbers: number of each member's host.
-        executed: the members that are executed.
-        pending: by number of the collective and member: what was started.
-        early: the same: when parts of it came before.
+        hosts: Host of each member. One ``Host`` may stand for all: see Note [One host for all].
+        numbers: Number of each member's host.
+        executed: Members that are executed.
+        pending: Started collectives, by collective number and member.
+        early: Arrival times of parts that came before their collective was started, by the same keys.
     """
 
     hosts: Sequence[Host]
@@ -297,7 +302,7 @@ class Group:
     early: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
     def arrive(self, number: int, member: int, time: float) -> None:
-        """A part of the member's ``number``-th collective has come, maybe before it was started."""
+        """Deliver a part of the member's ``number``-th collective, which may not have been started yet."""
         if (number, member) in self.pending:
             self.pending[number, member].arrived(time)
         else:
@@ -305,17 +310,17 @@ class Group:
 
 
 class SimulatedTransport(Transport):
-    """One executed member of a ``Group``; collectives that all-reduces do not need are not there.
+    """One executed member of a ``Group``. Only has the collectives that all-reduces need.
 
     Args:
-        core: of this rank.
-        group: the communicator.
-        rank: in it.
-        identities: of all members.
-        host_group: members on this host.
+        core: This rank's core.
+        group: The communicator.
+        rank: Rank in the communicator.
+        identities: Identities of all members.
+        host_group: Members on this host.
 
     Attributes:
-        cross: the group of the ranks with this local index on all hosts, for ``hierarchy``.
+        cross: Group of the ranks with this local index on all hosts, for ``hierarchy``.
     """
 
     cross: Group | None = None
@@ -338,7 +343,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _linear(self, name: str, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Send a message to each member and get one from each; bytes by member."""
+        """Send a message to each member and receive one from each. Bytes are by member."""
         core, group, numbers = self.core, self.group, self.group.numbers
         following = [*range(self.rank + 1, self.size), *range(self.rank)]
         others = [i for i in following if numbers[i] != numbers[self.rank]]
@@ -359,7 +364,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _leave(self, member: int, nbytes: int, count: int, last: float) -> Callable[[float], None]:
-        """Return the event: ``count`` messages begin to leave, the last of which is there at ``last``."""
+        """Return the event: ``count`` messages start to leave. The last is handed over at ``last``."""
         number, source, target = self._number, self.core.host, self.group.hosts[member]
         machine, seconds = self.core.machine, nbytes / self.core.machine.bandwidth
 
@@ -388,11 +393,11 @@ class SimulatedTransport(Transport):
         return pending
 
     def _reduce(self, number: int, time: float, nbytes: int, in_place: bool) -> None:
-        """Let all members send what MPI's all-reduce does; all end together."""
+        """Let all members send what MPI's all-reduce sends. All complete together."""
         machine, numbers, end, busy = self.core.machine, self.group.numbers, time, 0.0
         for member, transport in self.group.executed.items():
             host = transport.core.host
-            if not member or numbers[member] != numbers[member - 1]:  # one of a host sends to others
+            if not member or numbers[member] != numbers[member - 1]:  # one member per host sends to others
                 traffic = allreduce_traffic(numbers[-1] + 1, numbers[member], nbytes, in_place)
                 sent, messages, path, rounds = traffic
                 host.out_free = max(host.out_free, time) + sent / machine.bandwidth
@@ -413,7 +418,7 @@ class SimulatedTransport(Transport):
         return Hierarchy((per_host,) * (self.size // per_host), self.window.buffer_bytes, cross)
 
     def _absent(self, *_: Any) -> Any:
-        raise NotImplementedError("Simulations are of all-reduces: there is nothing else on this transport.")
+        raise NotImplementedError("The simulated transport only supports what all-reduces need.")
 
     broadcast = split = post = messages = state = cast(Any, _absent)
 

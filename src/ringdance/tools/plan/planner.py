@@ -1,4 +1,4 @@
-"""Predict how fast a training is on other machines, how long it takes, and what that costs."""
+"""Predict a training run on other machines: its speed, its duration and its cost."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from ringdance.tools.plan.simulator import Machine, expected_largest, simulate
 from ringdance.tools.report.figures import read_run
 
 RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
-"""Standard deviations, as shares of a step on GPUs; fitted to published runs, see docs/howto/troubleshooting/plan.md.
+"""Standard deviations on GPUs, as shares of a step, fitted to published runs.
 
-The first is a rank's, of its kernels and of the program that launches them, independent of all others. The
-second is a host's: its ranks share the disk, the cores and the memory that input from files goes through, so
-they deviate together. One host alone does not wait for that, and runs on synthetic input do not have it.
+See docs/howto/troubleshooting/plan.md.
+
+The first applies to each rank independently: its kernels and the program that launches them. The second
+applies to a host: its ranks deviate together, because they share the disk, cores and memory that read input.
+A single host does not wait for others, and runs on synthetic input do not have this deviation.
 """
 TCP_SHARE = 0.94
-"""What Ethernet, IP and TCP headers leave of a network's bandwidth, at packets of 1,500 bytes."""
+"""Share of a network's bandwidth that Ethernet, IP and TCP headers leave, with packets of 1,500 bytes."""
 NCCL_SHARE = 0.8
-"""What NCCL's all-reduce gets of a network's bandwidth; fitted, see docs/howto/troubleshooting/plan.md."""
+"""Share of a network's bandwidth that NCCL's all-reduce reaches; fitted, see the page about ``plan``."""
 NCCL_ROUND = 1e-3
-"""Seconds for each round of agreement of ranks with GPUs."""
+"""Seconds per round of agreement between ranks with GPUs."""
 PCI_EXPRESS = 10.0
-"""GB/s between GPUs of a machine without NVLink."""
-_LONGEST = 1e6  # seconds of a step
-_PARTS = 24  # gradients, in place of those of a run
-_MOST_WAITING = 0.99  # share of a step: samples are taken in mid step, and may have nothing else
+"""GB/s between the GPUs of a machine without NVLink."""
+_LONGEST = 1e6  # seconds per step
+_PARTS = 24  # gradients assumed for a run, whose own are not known
+_MOST_WAITING = 0.99  # share of a step: samples taken in mid step may show nothing but waiting
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,16 @@ class Workload:
     """A training step, as measured or published.
 
     Attributes:
-        model: its name.
-        batch: samples of a rank and step.
-        compute: seconds of a step of one rank without exchanges.
-        gradients: bytes, and seconds after the step's begin at which it is ready, in that order.
-        spread: standard deviation of a rank's step, in seconds.
-        ranks: that took this step together.
-        cores: that a rank computes on; 0 where it has a GPU.
-        source: where this comes from, as a sentence.
-        others: share of a host's cores that other programs used during the measurement, of any size.
+        model: Name of the model.
+        batch: Samples per rank and step.
+        compute: Seconds per step of one rank without exchanges.
+        gradients: Bytes of each gradient, and seconds from the start of the step until it is ready. Sorted by
+            these times.
+        spread: Standard deviation of a rank's step, in seconds.
+        ranks: Number of ranks that took this step together.
+        cores: Cores on which a rank computes; 0 if it has a GPU.
+        source: Origin of these values, as a sentence.
+        others: Largest share of a host's cores that other programs used during the measurement.
     """
 
     model: str
@@ -69,22 +72,22 @@ class Workload:
         return sum(size for size, _ in self.gradients)
 
     def slower(self, factor: float) -> Workload:
-        """Return the same step when all of it takes so many times as long."""
+        """Return this step slowed down by a factor, its gradients included."""
         gradients = tuple((size, ready * factor) for size, ready in self.gradients)
         return replace(self, compute=self.compute * factor, gradients=gradients, spread=self.spread * factor)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan assumes beside the step and the machine.
+    """Assumptions of a plan, apart from the step and the machine.
 
     Attributes:
-        ranks_per_host: 0: one for each GPU, or as many as the cores are enough for.
-        wire: what gradients are sent as.
-        samples: of an epoch; 0 if not known.
-        epochs: to train; 0 if a curve says so.
-        curve: epochs by batch.
-        host_spread: standard deviation of a host's step, as a share: all its ranks deviate together.
+        ranks_per_host: Ranks per host; 0 means one per GPU, or as many as there are cores for.
+        wire: Data type in which gradients are sent.
+        samples: Samples per epoch; 0 if not known.
+        epochs: Epochs to train; 0 if a curve decides.
+        curve: Epochs by batch size.
+        host_spread: Standard deviation of a host's step, as a share. All ranks of a host deviate together.
     """
 
     ranks_per_host: int = 0
@@ -95,22 +98,22 @@ class Options:
     host_spread: float = 0.0
 
     def per_host(self, load: Workload, on: Instance) -> int:
-        """Return how many ranks a machine has. Raises LaunchError for more than its GPUs."""
+        """Return the number of ranks per machine. Raises LaunchError if there are more than GPUs."""
         if not load.cores and 0 < on.gpus < self.ranks_per_host:
             raise LaunchError(
                 f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, one for each rank. "
-                f"Give at most {on.gpus}; more ranks take more machines, --np"
+                f"Use at most {on.gpus}. For more ranks, add machines with --np"
             )
         return self.ranks_per_host or on.gpus or max(1, int(on.cores / max(load.cores, 1e-9)))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction; money in dollars. None is what is not known.
+    """A prediction. Money is in dollars. None means not known.
 
     Attributes:
-        efficiency: what a rank does, as a share of what it would do alone.
-        host_efficiency: the same as a share of what it does on one whole host.
+        efficiency: Speed of a rank, as a share of its speed alone.
+        host_efficiency: Speed of a rank, as a share of its speed on one whole host.
     """
 
     ranks: int
@@ -130,18 +133,18 @@ class Row:
 def from_model(
     model: Model, rate: float, batch: int, on: Instance, options: Options, of: int = 1
 ) -> Workload:
-    """Return the step of a known model by a published rate.
+    """Derive the step of a known model from a published rate.
 
     Args:
-        model: what is trained.
-        rate: samples per second of `of` ranks together.
-        batch: samples of a rank and step.
-        on: the machine.
-        options: of the plan; ranks of a machine, and what is sent.
-        of: number of ranks that reached this rate.
+        model: The model that is trained.
+        rate: Samples per second of ``of`` ranks together.
+        batch: Samples per rank and step.
+        on: The machine.
+        options: Options of the plan: ranks per machine, and the data type sent.
+        of: Number of ranks that reached this rate.
     """
     seconds = batch * of / rate
-    source = f"{model.name}: {rate:,.5g} samples/s of {of} rank{'s' * (of > 1)}, batch {batch}, as given."
+    source = f"{model.name}: {rate:,.5g} samples/s on {of} rank{'s' * (of > 1)}, batch {batch}, as specified."
     cores = 0.0 if on.gpus else float(on.cores)
     gradients = tuple(model.gradients(seconds))
     load = Workload(model.name, batch, seconds, gradients, RANK_SPREAD * seconds, of, cores, source)
@@ -151,78 +154,80 @@ def from_model(
 def reached(load: Workload, seconds: float, on: Instance, options: Options) -> Workload:
     """Return the step that takes ``seconds`` when its ranks take it together.
 
-    Their exchanges, and that they wait for one another, are in these seconds, and not in what is returned.
+    ``seconds`` include the exchanges and the time in which ranks wait for each other. The returned step
+    excludes both.
 
     Raises:
-        LaunchError: the exchanges alone take longer.
+        LaunchError: The exchanges alone take longer.
     """
     load = load.slower(seconds / load.compute)
     for _ in range(8):
-        found = predict(load, on, load.ranks, options)
-        factor = seconds / found.step_seconds
-        if abs(factor - 1) < 1e-4 or found.exposed_seconds >= seconds:
+        prediction = predict(load, on, load.ranks, options)
+        factor = seconds / prediction.step_seconds
+        if abs(factor - 1) < 1e-4 or prediction.exposed_seconds >= seconds:
             break
         load = load.slower(factor)
-    if abs(factor - 1) < 0.02:  # a round of agreement more or less lets it jump
+    if abs(factor - 1) < 0.02:  # the prediction may jump by one round of agreement
         return load
     raise LaunchError(
-        f"{load.batch * load.ranks / seconds:,.5g} samples/s of {load.ranks} ranks are {seconds:.3g} s a "
-        f"step, and on {on.name} its exchanges alone take {found.exposed_seconds:.3g} s. Give the rate of "
-        "fewer ranks, what it was sent as (--wire), or the network that it was reached on (--gbits)"
+        f"{load.batch * load.ranks / seconds:,.5g} samples/s on {load.ranks} ranks mean {seconds:.3g} s per "
+        f"step, but on {on.name} its exchanges alone take {prediction.exposed_seconds:.3g} s. Pass a rate "
+        "of fewer ranks, the data type sent (--wire) or the bandwidth of the network used (--gbits)"
     )
 
 
 def from_bench(path: Path) -> Workload:
-    """Return the step that `ringdance bench train` measured without exchanges, on a host in full use.
+    """Read the step that ``ringdance bench train`` measured without exchanges, on a fully used host.
 
-    One rank alone on a host computes faster than when others use its memory, its caches and its power; so
-    this is the size with the most ranks on a host, as far as there are cores for them.
+    A single rank on a host computes faster than one that shares memory, caches and power with others. So this
+    takes the size with the most ranks per host for which there are enough cores.
 
     Raises:
-        LaunchError: the file is not one of its, or lacks what a plan needs.
+        LaunchError: The file does not come from ``ringdance bench train``, or lacks what a plan needs.
     """
     try:
-        found = json.loads(read_regular(path))
-        row = min(found["sizes"], key=_preference)
+        content = json.loads(read_regular(path))
+        row = min(content["sizes"], key=_preference)
         ranks, times = row["ranks"], row["step_seconds"]
         compute = float(times.get("alone") or times["ringdance"] * (1 - row.get("exposed_share", 0.0)))
-        gradients = [(typed(one, "bytes", int), typed(one, "seconds", float)) for one in row["gradients"]]
+        gradients = [(typed(item, "bytes", int), typed(item, "seconds", float)) for item in row["gradients"]]
         single = typed({"single_steps": row.get("single_steps") or []}, "single_steps", list[float])
         gpus, cores = bool(row.get("gpus")), typed(row, "cores", int)
-        others = max(float(size.get("others", 0)) for size in found["sizes"])
+        others = max(float(size.get("others", 0)) for size in content["sizes"])
         each = row.get("threads") or cores / max(1, row.get("ranks_per_host", ranks))
-        batch, model = typed(found, "batch", int), typed(found, "model", str)
+        batch, model = typed(content, "batch", int), typed(content, "model", str)
         possible = all(0 <= size < 1 << 40 and ready >= 0 for size, ready in gradients)
         if not (possible and compute < _LONGEST and batch > 0 and each > 0):
-            raise ValueError("a number that cannot be")
+            raise ValueError("a number is out of range")
     except NO_FORMAT as error:
         raise LaunchError(
-            f"{path} is no measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "
-            f"{error}): a file that was cut, or of another version; measure again"
+            f"{path} is not a measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "
+            f"{error}). It may be truncated or from another version. Measure again"
         ) from None
     if not gradients or compute <= 0:
-        raise LaunchError(f"{path} has no gradients of the run on {ranks} ranks; measure again")
+        raise LaunchError(f"{path} has no gradients for the run on {ranks} ranks. Measure again")
     deviation = spread(single) if len(single) > 2 else 0.0
     source = (
         f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "
-        f"{compute * 1e3:.4g} ms of a step without exchanges."
+        f"{compute * 1e3:.4g} ms per step without exchanges."
     )
-    gradients = [(size, min(ready, compute)) for size, ready in sorted(gradients, key=lambda one: one[1])]
+    gradients = [(size, min(ready, compute)) for size, ready in sorted(gradients, key=lambda item: item[1])]
     cores = 0.0 if gpus else float(each)
     return Workload(model, batch, compute, tuple(gradients), deviation, ranks, cores, source, others)
 
 
 def from_run(directory: Path, batch: int) -> Workload:
-    """Return the step of a run, by what `ringdance run --output-filename` has left.
+    """Derive the step of a run from the metrics that ``ringdance run --output-filename`` wrote.
 
-    Only the sum of its gradients is known: equal ones are taken, over the last two thirds of the step.
+    Only the total size of the gradients is known. They are assumed to be equal and to become ready evenly
+    over the last two thirds of the step.
 
     Args:
-        directory: with the figures of the run.
-        batch: samples of a rank and step.
+        directory: Directory with the run's metrics.
+        batch: Samples per rank and step.
 
     Raises:
-        LaunchError: there are no figures, or no steps.
+        LaunchError: The metrics are missing, or have no steps.
     """
     run = read_run(directory)
     last, per_host = run.slowest.rows[-1], max(1, run.size // len(run.hosts))
@@ -230,33 +235,33 @@ def from_run(directory: Path, batch: int) -> Workload:
     compute = step * (1 - min(_MOST_WAITING, run.communication))
     size = int(last["bytes"] / last["steps"]) // _PARTS
     if not size:
-        raise LaunchError(f"{directory} has no gradients: plans need a run on two ranks at least")
+        raise LaunchError(f"{directory} has no gradients. A plan needs a run on at least two ranks")
     shares = (FORWARD + (1 - FORWARD) * part / _PARTS for part in range(1, _PARTS + 1))
     gradients = [(size, compute * share) for share in shares]
     deviation = max(0.0, run.skew) * step / expected_largest(max(2, run.size))
     cores = 0.0 if run.gpu is not None else (run.mean("host_cores") or per_host) / per_host
     source = (
-        f"{directory}: {run.size} rank{'s' * (run.size > 1)}, {step * 1e3:.4g} ms a step, of which even the "
-        f"slowest waited {run.communication:.0%} for exchanges."
+        f"{directory}: {run.size} rank{'s' * (run.size > 1)}, {step * 1e3:.4g} ms per step, of which even "
+        f"the slowest rank waited {run.communication:.0%} for exchanges."
     )
     others, name = max(run.taken(host) for host in run.hosts), f"run {directory}"
     return Workload(name, batch, compute, tuple(gradients), deviation, run.size, cores, source, others)
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
-    """Sort the sizes of a measurement: see ``from_bench``."""
+    """Return the sort key by which ``from_bench`` chooses a size."""
     ranks, threads = typed(row, "ranks", int), row.get("threads") or 1
     each = row.get("ranks_per_host") or ranks
     return not row.get("gpus") and each * threads > typed(row, "cores", int), -each, ranks
 
 
 def machine(load: Workload, on: Instance, per_host: int) -> Machine:
-    """Return what the exchanges of a step run on.
+    """Return the machine on which a step's exchanges run.
 
     Args:
-        load: the step.
-        on: the kind of machine.
-        per_host: ranks of a machine.
+        load: The step.
+        on: The kind of machine.
+        per_host: Ranks per machine.
     """
     bandwidth = on.gbits / 8 * 1e9
     if load.cores:
@@ -269,9 +274,9 @@ def machine(load: Workload, on: Instance, per_host: int) -> Machine:
 
 
 def predict(load: Workload, on: Instance, ranks: int, options: Options) -> Row:
-    """Predict a training on `ranks` ranks; on part of a machine, if it has more.
+    """Predict a training run on ``ranks`` ranks, or on part of a machine if it has room for more.
 
-    All ranks wait for the slowest one: the step is replayed as that one takes it.
+    All ranks wait for the slowest one, so the step is replayed at the pace of the slowest.
     """
     per_host = min(ranks, options.per_host(load, on))
     hosts = -(-ranks // per_host)
@@ -280,12 +285,12 @@ def predict(load: Workload, on: Instance, ranks: int, options: Options) -> Row:
     skew = load.spread * expected_largest(size) + options.host_spread * load.compute * expected_largest(hosts)
     busy = max(1.0, load.cores * per_host / on.cores)  # ranks share the cores
     slow = load.slower((load.compute + skew) / load.compute * busy)
-    if load.cores and load.cores * per_host >= on.cores:  # no idle core: the engine exchanges after backward
+    if load.cores and load.cores * per_host >= on.cores:  # no idle core: exchanges follow the backward pass
         slow = replace(slow, gradients=tuple((size, slow.compute) for size, _ in slow.gradients))
-    found = simulate(
+    step = simulate(
         base, hosts, per_host, slow.gradients, slow.compute, wire_dtype=options.wire, settings=Settings()
     )
-    batch, seconds = load.batch * size, found.seconds
+    batch, seconds = load.batch * size, step.seconds
     rate = batch / seconds
     epochs: float | None = options.epochs or None
     if options.curve is not None:
@@ -300,13 +305,16 @@ def predict(load: Workload, on: Instance, ranks: int, options: Options) -> Row:
 def choose(
     row_of: Callable[[int], Row], most: int, deadline: float = 0.0, budget: float = 0.0
 ) -> tuple[Row | None, dict[int, Row]]:
-    """Return the fewest hosts that keep a deadline, or the fastest for a budget; all tried.
+    """Find the fewest hosts that meet a deadline, or the fastest choice within a budget.
 
     Args:
-        row_of: the prediction for a number of hosts.
-        most: number of hosts to try.
-        deadline: hours.
-        budget: dollars.
+        row_of: Returns the prediction for a number of hosts.
+        most: Maximum number of hosts.
+        deadline: Deadline in hours.
+        budget: Budget in dollars.
+
+    Returns:
+        The best prediction, or None, and all predictions by number of hosts.
     """
     rows: dict[int, Row] = {}
 
@@ -324,7 +332,7 @@ def choose(
     good = list(islice(fitting, 1) if deadline else fitting)
     if not good:
         return None, rows
-    if deadline:  # more hosts cost more: as few as keep it
+    if deadline:  # more hosts cost more: take as few as meet it
         high, low = good[0], max((hosts for hosts in grid if hosts < good[0]), default=good[0])
     else:
         high, low = good[-1], min((hosts for hosts in grid if hosts > good[-1]), default=good[-1])

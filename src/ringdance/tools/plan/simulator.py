@@ -1,10 +1,10 @@
-"""Predict a training step: the engine's own plans on simulated hosts.
+"""Predict a training step by running the engine's own plans on simulated hosts.
 
-:func:`simulate` runs what the engine does in a step, on a clock instead of a network: gradients become ready
-while the rank computes, rounds of agreement start, the requests are grouped into batches, and batches are
-exchanged, all by the functions of ``ringdance.core``. So a change of the engine changes the prediction. What
-is not modelled: losses and congestion in the network's core (a link is shared by a host's ranks only), and
-that MPI moves data only while it is called.
+``simulate`` runs what the engine does in a step, but on a clock instead of a network. Gradients become ready
+while the rank computes, rounds of agreement start, requests are grouped into batches, and batches are
+exchanged, all by the functions of ``ringdance.core``. So a change of the engine changes the prediction. Not
+modeled are losses and congestion in the network's core (only a host's own ranks share a link), and that MPI
+moves data only while it is called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Gradients", "Machine", "Step", "expected_largest", "simulate"]
 
 _MOST_RANKS = 1_000_000
 Gradients = Sequence[tuple[int, float]]
-"""Bytes of each gradient in float32, and when backward has it, in seconds since the step's beginning."""
+"""Float32 bytes of each gradient, and seconds from the start of the step until backward has computed it."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ class Step:
     """A predicted step.
 
     Attributes:
-        seconds: of the whole step.
-        exposed_seconds: of it, after the computation.
-        compute_seconds: of a rank alone.
-        sent_bytes: to other hosts, by the host that sends most; ``messages``: how many, by the same.
-        rounds: of agreement.
-        calls: of rank 0: its collectives between hosts, name and bytes given.
+        seconds: Duration of the whole step.
+        exposed_seconds: Part of the step after the computation.
+        compute_seconds: Duration of the computation on a rank alone.
+        sent_bytes: Bytes that the host that sends most sends to other hosts.
+        messages: Messages that this host sends to other hosts.
+        rounds: Rounds of agreement.
+        calls: Collectives between hosts on rank 0, with their name and bytes.
     """
 
     seconds: float
@@ -62,12 +63,12 @@ class Step:
 
     @property
     def efficiency(self) -> float:
-        """What a rank does in a second, as a share of what it does alone."""
+        """Speed of a rank, as a share of its speed alone."""
         return self.compute_seconds / self.seconds
 
 
 def expected_largest(count: int) -> float:
-    """Return how far the largest of `count` normal values is above the mean, in deviations (Blom)."""
+    """Return the expected maximum of ``count`` standard normal values (Blom's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
@@ -75,25 +76,25 @@ def simulate(
     machine: Machine, hosts: int, ranks_per_host: int, gradients: Gradients, compute_seconds: float, *,
     wire_dtype: str = "float32", settings: Settings | None = None, all_hosts: bool = False,
 ) -> Step:  # fmt: skip
-    """Return the prediction for one step.
+    """Predict one step.
 
     Args:
-        machine: hosts and links.
-        hosts: how many.
-        ranks_per_host: on each.
-        gradients: in any order; requests are batched in that in which they become ready.
-        compute_seconds: forward, backward and update of one rank alone.
-        wire_dtype: in which they are exchanged; 16-bit types halve the bytes.
-        settings: of the engine: fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes,
-            deterministic; default: those of ``Settings()``.
-        all_hosts: execute all hosts, not one for all: see Note [One host for all].
+        machine: Hosts and links.
+        hosts: Number of hosts.
+        ranks_per_host: Ranks on each host.
+        gradients: Gradients in any order. Requests are batched in the order in which they become ready.
+        compute_seconds: Forward, backward and update of one rank alone.
+        wire_dtype: Data type of the exchange. 16-bit types halve the bytes.
+        settings: Engine settings: fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes and
+            deterministic. Default: ``Settings()``.
+        all_hosts: If True, execute all hosts instead of one for all: see Note [One host for all].
     """
     size = hosts * ranks_per_host
-    if size > _MOST_RANKS:  # they would take all memory
+    if size > _MOST_RANKS:  # more would take all memory
         raise LaunchError(f"{size:,} ranks: up to {_MOST_RANKS:,} can be simulated")
     gradients = sorted(gradients, key=itemgetter(1))
     job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
-    turn = min(machine.turn, compute_seconds / 4)  # short steps end within a scheduler's slice of time
+    turn = min(machine.turn, compute_seconds / 4)  # short steps end within one time slice of the scheduler
     late = turn * max(0.0, machine.ranks_per_core - 1)
     if size == 1 or not gradients:
         return Step(compute_seconds + late, late, compute_seconds, 0, 0, 0, ())
@@ -114,11 +115,11 @@ def simulate(
 
 @dataclass
 class _Job:
-    """What the ranks of a simulated step share.
+    """State that the ranks of a simulated step share.
 
     Attributes:
-        agreed: by round: how many gradients were ready when the first rank entered it.
-        memory: of all arrays; never touched.
+        agreed: Number of gradients that were ready when the first rank entered a round, by round.
+        memory: Memory of all arrays; never touched.
     """
 
     machine: Machine
@@ -159,7 +160,7 @@ class _Job:
         return cores
 
     def _program(self, core: Core, transport: SimulatedTransport) -> Program:
-        """What the engine of a rank does in a step."""
+        """Run what a rank's engine does in a step."""
         settings, size = self.settings, transport.size
         exchange = exchange_for(
             transport, settings.chunk_bytes, settings.small_bytes, core.context, settings.deterministic
@@ -190,7 +191,7 @@ class _Job:
                 since = max(core.now, self.ready[done])
 
     def _due(self, since: float) -> float:
-        """Return when a round starts: as the engine decides, or when training waits."""
+        """Return when a round starts: when the engine decides, or when training waits."""
         cycle = self.settings.cycle_time * 1e-3
         due = since + cycle
         for ready in self.ready:
@@ -199,10 +200,10 @@ class _Job:
         return min(due, self.compute)
 
     def _request(self, number: int, core: Core, dtype: np.dtype[Any]) -> Request:
-        """Return the request of a gradient, whose memory is that of all others."""
+        """Return a gradient's request. All requests share the same memory."""
         description = self.descriptions[number]
         count = description.shapes[0][0]
         view: Array = network.traced(self.memory[: count * dtype.itemsize].view(dtype), core)
         if self.dtype != "float32":
-            core.move(2 * view.nbytes)  # converted, and back afterwards
+            core.move(2 * view.nbytes)  # converted and converted back
         return Request(description, (view,), (view,))

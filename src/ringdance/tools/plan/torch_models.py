@@ -1,4 +1,4 @@
-"""PyTorch's models of ``ringdance bench train``: written out where no package that all have brings them."""
+"""PyTorch models for ``ringdance bench train``, written out if no common package includes them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ FIELDS, TABLE, WORDS = 39, 100_000, 30_522
 
 
 def recipe(name: str) -> Any:
-    """Import the script train_torch.py of a recipe, as it is: with the files beside it."""
+    """Import the unchanged script train_torch.py of a recipe, which needs the files next to it."""
     package = importlib.import_module(f"ringdance.recipes.{name}")
     sys.path.insert(0, str(Path(str(package.__file__)).parent))
     return importlib.import_module("train_torch")
 
 
 def mlp() -> nn.Module:
-    """Return the 784-512-512-10 perceptron: 0.67 M parameters."""
+    """Build the 784-512-512-10 perceptron: 0.67 M parameters."""
     return nn.Sequential(
         nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     )  # fmt: skip
 
 
 def convnet(size: int) -> nn.Module:
-    """Return three convolutions and two dense layers: 8.5 M parameters for images of 32 pixels."""
+    """Build three convolutions and two dense layers: 8.5 M parameters for images of 32 pixels."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
@@ -38,7 +38,7 @@ def convnet(size: int) -> nn.Module:
 
 
 def vgg16() -> nn.Module:
-    """Return VGG-16 (Simonyan and Zisserman, 2014, configuration D)."""
+    """Build VGG-16 (Simonyan and Zisserman, 2014, configuration D)."""
     layers: list[nn.Module] = []
     channels = 3
     for stage, count in enumerate((2, 2, 3, 3, 3)):
@@ -54,7 +54,7 @@ def vgg16() -> nn.Module:
 
 
 class DeepFM(nn.Module):
-    """The recipe's layers behind a table of 100,000 rows, whose gradient is sparse; one logit a sample."""
+    """The recipe's layers after a table of 100,000 rows with a sparse gradient; one logit per sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class DeepFM(nn.Module):
         self.layers = recipe("deepfm").Layers(FIELDS, 16, [400, 400, 400])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits, shape (n, 1), of ids, shape (n, fields)."""
+        """Return logits, shape (n, 1), for ids, shape (n, fields)."""
         unique, where = torch.unique(ids, return_inverse=True)
         return self.layers(self.table(unique), where, torch.ones(ids.shape, device=ids.device))[:, None]
 
@@ -78,13 +78,13 @@ class Bert(nn.Module):
         self.pool, self.head = nn.Linear(768, 768), nn.Linear(768, 2)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits, shape (n, 2), of words, shape (n, length)."""
+        """Return logits, shape (n, 2), for word ids, shape (n, length)."""
         features = self.encoder(self.norm(self.words(ids) + self.places))
         return self.head(torch.tanh(self.pool(features[:, 0])))
 
 
 def build(name: str, size: int) -> nn.Module:
-    """Return a model; `size` is that of an image in pixels, or the length of a text."""
+    """Build a model. ``size`` is the size of an image in pixels, or the length of a text."""
     if name == "resnet50":
         return recipe("resnet50").resnet50(1000, 64)
     makes: dict[str, Any] = {"mlp": mlp, "vgg16": vgg16, "deepfm": DeepFM}

@@ -1,1 +1,1 @@
-"""Read what a job has written: timelines and figures; sum them up and say what limits the job."""
+"""Read the timelines and metrics that a job has written, summarize them, and find what limits the job."""

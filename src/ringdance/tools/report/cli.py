@@ -1,4 +1,4 @@
-"""``ringdance report``: a page about a run, with what limits it and what to try next."""
+"""``ringdance report``: write a page about a run, with what limits it and what to try next."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from ringdance.tools.report.trace import load
 
 _EPILOG = """\
 examples:
-  ringdance run -np 4 --output-filename logs python train.py           the run's figures are in logs
-  ringdance report logs -o report.html                                 what limits it, and the page
+  ringdance run -np 4 --output-filename logs python train.py           write the run's metrics to logs
+  ringdance report logs -o report.html                                 print what limits it and write the page
   ringdance run -np 4 --output-filename logs --timeline logs/timeline.json python train.py
-  ringdance report logs                                                with a part of the timeline
-  ringdance report one two four --batch-size 32 -o scaling.html        speed against ranks
+  ringdance report logs                                                with a part about the timeline
+  ringdance report one two four --batch-size 32 -o scaling.html        speed by number of ranks
   ringdance report logs --json                                         what limits it, for programs
 
-A run of a few seconds needs samples more often: RINGDANCE_METRICS_INTERVAL=1. The page is one file that loads
-nothing from elsewhere.
+Short runs need more frequent samples: RINGDANCE_METRICS_INTERVAL=1. The page is a single, complete file.
 """
 _TIMELINES = ("timeline.json", "*timeline*.json")
 
 
 def main(argv: Sequence[str]) -> int:
-    """``ringdance report``: `argv` without the program and ``report``; returns the exit code."""
+    """Run ``ringdance report`` with ``argv``, the words after it. Returns the exit code."""
     parser = Parser(
         prog="ringdance report",
-        description="Write a page about a run: is it bound by input, computation, communication or skew?",
+        description="Write a page about a run: is it limited by input, computation, communication or skew?",
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    text = "of `ringdance run --output-filename`; the last one is described, all are compared"
+    text = "directory of `ringdance run --output-filename`; describes the last one, compares all"
     add("directories", metavar="RUN_DIR", nargs="+", type=Path, help=text)
-    add("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the last RUN_DIR")
-    add("--timeline", type=Path, metavar="FILE", help="of the last run (default: one in RUN_DIR)")
-    add("--batch-size", type=int, default=0, metavar="N", help="samples of a rank and step: shows samples/s")
+    add("-o", "--output", type=Path, metavar="FILE", help="page (default: report.html in the last RUN_DIR)")
+    add("--timeline", type=Path, metavar="FILE", help="timeline of the last run (default: one in RUN_DIR)")
+    add("--batch-size", type=int, default=0, metavar="N", help="samples per rank and step, to show samples/s")
     add("--json", action="store_true", help="print the result as JSON")
 
     def action() -> int:
@@ -64,24 +63,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def trace_of(run: Run, file: Path | None) -> list[RankTimes]:
-    """Return a run's timeline, or that of a file; empty without one of its processes.
+    """Return a run's timeline, from its directory or from ``file``. Empty if none has the run's processes.
 
     Raises:
-        LaunchError: the file is another run's.
+        LaunchError: The file belongs to another run.
     """
-    processes = {(one.rank, one.host, one.rows[0]["pid"]) for one in run.ranks}
+    processes = {(rank.rank, rank.host, rank.rows[0]["pid"]) for rank in run.ranks}
     for path in [file] if file else [path for name in _TIMELINES for path in run.directory.glob(name)]:
         ranks = ranks_of(load(path))
-        if own := [one for one in ranks if (one.rank, one.host, one.pid) in processes]:
-            return [one for one in own if one.steps.sum() > 0]
+        if own := [rank for rank in ranks if (rank.rank, rank.host, rank.pid) in processes]:
+            return [rank for rank in own if rank.steps.sum() > 0]
         if file and ranks:
             raise LaunchError(f"{file} is the timeline of another run: it has no process of {run.directory}")
     return []
 
 
 def uneven_share(trace: Sequence[RankTimes]) -> float:
-    """Return the share of the time in which all ranks wait until others have submitted."""
-    return min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
+    """Return the share of the time in which all ranks wait until others have submitted their requests."""
+    return min((float(rank.parts["negotiate"].sum() / rank.steps.sum()) for rank in trace), default=0.0)
 
 
 def _words(limit: Limit) -> str:

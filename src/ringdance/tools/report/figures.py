@@ -1,4 +1,4 @@
-"""Read the figures of a run: ``metrics-*.jsonl`` of its output directory."""
+"""Read the metrics of a run: ``metrics-*.jsonl`` in its output directory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _FIELDS = {
 
 @dataclass
 class Rank:
-    """The figures of one rank.
+    """The metrics of one rank.
 
     Attributes:
-        rows: samples in their order.
-        steps: those that are judged by: from the first sample with a step to the last.
-        step_seconds: mean time of a step.
-        exposed: share of the time in which training waited for exchanges.
-        training: samples since the first step, of which nothing is counted, until the last one.
-        cores: CPU time by time, of the process with its children.
-        gpu: mean use in percent; None without one.
+        rows: Samples in the order of their times.
+        steps: Number of steps that count: from the first sample after a step to the last sample.
+        step_seconds: Mean seconds per step.
+        exposed: Share of the time in which training waited for exchanges.
+        training: Samples after the first step, which does not count, up to the last step.
+        cores: Mean number of cores used by the process and its children.
+        gpu: Mean GPU use in percent; None without a GPU.
     """
 
     rank: int
@@ -50,10 +50,10 @@ class Rank:
     gpu: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # The first sample with all steps: saving and evaluating may follow.
+        # Ends at the first sample that has all steps, because saving and evaluating may follow.
         last = next(row for row in self.rows if row["steps"] == self.rows[-1]["steps"])
         stepped = [row for row in self.rows if row["steps"] and row["steps"] < last["steps"]]
-        # After the first step, which often compiles; a short run may have no sample since then.
+        # Starts after the first step, which often compiles. A short run may not have a sample after it.
         first = stepped[0] if stepped else self.rows[0]
         self.steps = last["steps"] - first["steps"]
         seconds = last.get("last_step_time", 0) - first.get("last_step_time", first["time"])
@@ -68,7 +68,7 @@ class Rank:
         self.gpu = fmean(gpu) if gpu else None
 
     def rates(self) -> list[tuple[float, float]]:
-        """Return steps per second at times since the epoch; short intervals, as at the end, join others."""
+        """Return steps per second at times since the epoch. Short intervals, as at the end, are merged."""
         points = [(float(row.get("last_step_time") or row["time"]), row["steps"]) for row in self.rows]
         lengths = [b - a for (a, _), (b, _) in itertools.pairwise(points) if b > a]
         chosen = points[:1]
@@ -84,10 +84,10 @@ class Run:
     """A run: its directory and its ranks.
 
     Attributes:
-        seconds: between the first and the last sample.
-        steps_per_second: of all ranks together, which take their steps together.
-        communication: share of the time that even the slowest rank waits.
-        skew: share of the time that the others wait for the slowest rank.
+        seconds: Seconds between the first and the last sample.
+        steps_per_second: Steps per second. All ranks take a step together, so this is not a sum.
+        communication: Share of the time in which even the slowest rank waits.
+        skew: Share of the time in which the others wait for the slowest rank.
     """
 
     directory: Path
@@ -99,20 +99,20 @@ class Run:
 
     @property
     def hosts(self) -> list[str]:
-        return list(dict.fromkeys(one.host for one in self.ranks))
+        return list(dict.fromkeys(rank.host for rank in self.ranks))
 
     @property
     def seconds(self) -> float:
-        times = [row["time"] for one in self.ranks for row in (one.rows[0], one.rows[-1])]
+        times = [row["time"] for rank in self.ranks for row in (rank.rows[0], rank.rows[-1])]
         return float(max(times) - min(times))
 
     @property
     def steps_per_second(self) -> float:
-        return 1 / median([one.step_seconds for one in self.ranks])
+        return 1 / median([rank.step_seconds for rank in self.ranks])
 
     @property
     def waiting(self) -> Waiting:
-        return waiting([one.exposed for one in self.ranks])
+        return waiting([rank.exposed for rank in self.ranks])
 
     @property
     def slowest(self) -> Rank:
@@ -121,7 +121,7 @@ class Run:
     @property
     def others(self) -> list[Rank]:
         slowest = self.slowest
-        return [one for one in self.ranks if one is not slowest] or self.ranks
+        return [rank for rank in self.ranks if rank is not slowest] or self.ranks
 
     @property
     def communication(self) -> float:
@@ -133,67 +133,67 @@ class Run:
 
     @property
     def gpu(self) -> float | None:
-        """Mean use of the ranks' GPUs, 0 to 1; None without one."""
-        found = [one.gpu for one in self.ranks if one.gpu is not None]
-        return fmean(found) / 100 if found else None
+        """Mean use of the ranks' GPUs, 0 to 1, or None without a GPU."""
+        uses = [rank.gpu for rank in self.ranks if rank.gpu is not None]
+        return fmean(uses) / 100 if uses else None
 
     def in_use(self, host: str = "") -> float:
-        """Return how far the cores that the run may use on a host, or on the busiest, are in use, 0 to 1."""
-        return max(self.mean("host_cpu_percent", one) for one in ([host] if host else self.hosts)) / 100
+        """Return the share of a host's usable cores that is busy, 0 to 1. Default: the busiest host."""
+        return max(self.mean("host_cpu_percent", name) for name in ([host] if host else self.hosts)) / 100
 
     def taken(self, host: str) -> float:
-        """Return the part of it that other programs than the run's ranks use."""
+        """Return the share of a host's usable cores that programs other than the run's ranks use."""
         cores = self.mean("host_cores", host)
-        used = sum(one.cores for one in self.ranks if one.host == host)
+        used = sum(rank.cores for rank in self.ranks if rank.host == host)
         return self.in_use(host) - used / cores if cores else 0.0
 
     def mean(self, key: str, host: str = "") -> float:
-        """Return the mean of a gauge over the samples of training, of a host or of all."""
-        rows = [row for one in self.ranks if host in ("", one.host) for row in one.training if key in row]
+        """Return the mean of a gauge over the training samples of a host, or of all hosts."""
+        rows = [row for rank in self.ranks if host in ("", rank.host) for row in rank.training if key in row]
         return fmean([row[key] for row in rows]) if rows else 0.0
 
 
 def _read(file: Path) -> Iterator[Row]:
-    """Yield the samples of a file; what is cut off, as by a full disk, is said on stderr."""
+    """Yield the samples of a file. Reports lines that were cut off, as by a full disk, on stderr."""
     for number, line in enumerate(read_regular(file).splitlines(), 1):
         try:
             row = json.loads(line)
-            known = dict.fromkeys(_GAUGES, 0.0) | row  # gauges may be missing
+            known = dict.fromkeys(_GAUGES, 0.0) | row  # gauges are optional
             for key, kind in _FIELDS.items():
                 typed(known, key, kind)
             yield row
             continue
         except json.JSONDecodeError:
-            print(f"ringdance report: {file}, line {number} is cut off and left out", file=sys.stderr)
+            print(f"ringdance report: {file}, line {number} is cut off and skipped", file=sys.stderr)
             continue
         except NO_FORMAT:
             pass
         raise LaunchError(
-            f"{file}, line {number} is no sample of `ringdance run --output-filename`, {line[:40]!r}: "
-            "remove that line, or take the samples anew"
+            f"{file}, line {number} is not a sample of `ringdance run --output-filename`, {line[:40]!r}. "
+            "Remove this line, or run the job again"
         )
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run's figures. Raises LaunchError if there are none, or no steps."""
+    """Read a run's metrics. Raises LaunchError if there are none, or no steps."""
     files = sorted(directory.glob("metrics-*.jsonl"))
     if not files:
-        what = "has no metrics-*.jsonl" if directory.is_dir() else "is no directory"
+        what = "has no metrics-*.jsonl" if directory.is_dir() else "is not a directory"
         advice = "start the job with `ringdance run --output-filename DIR`"
-        if any(directory.glob("rank.*")):  # it was started so
+        if any(directory.glob("rank.*")):  # the job was started this way
             advice = "its ranks have not called hvd.init(), or ended within it"
-            said = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
-            if end := next((text.splitlines()[-1] for text in said if text), ""):
+            outputs = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
+            if end := next((text.splitlines()[-1] for text in outputs if text), ""):
                 advice = f"a rank's stderr ends with {end[-300:]!r}. If that is not why, {advice}"
         raise LaunchError(f"{directory} {what}: {advice}")
     rows = sorted((row for file in files for row in _read(file)), key=itemgetter("time"))
     processes: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
-    last: dict[int, list[Row]] = {}  # of each rank: its last process, after a restart maybe on another host
+    last: dict[int, list[Row]] = {}  # of each rank's last process, maybe on another host since a restart
     for row in rows:
         last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
         own.append(row)
     ranks = []
-    # There may be files of more ranks: of hosts that have left, or of an earlier run.
+    # There may be files of further ranks, from hosts that have left or from an earlier run.
     for rank in sorted(rank for rank in last if rank < rows[-1]["size"]):
         try:
             ranks.append(Rank(rank, last[rank][0]["host"], last[rank]))
@@ -201,12 +201,12 @@ def read_run(directory: Path) -> Run:
             continue
     if not ranks:
         if not any(row["steps"] for row in rows):
-            why = "has marked a step. DistributedOptimizer does, or hvd.mark_step() after each"
+            why = "has marked a step. Use DistributedOptimizer, or call hvd.mark_step() after each step"
         else:
             seconds = rows[-1]["time"] - rows[0]["time"]
             interval = min(1.0, max(0.01, seconds / 10))
             why = (
-                f"has taken steps between two samples, as the run took {seconds:.1f} s only. Let it run for "
+                f"has taken steps between two samples, because the run took only {seconds:.1f} s. Let it run "
                 f"longer, or take samples more often: RINGDANCE_METRICS_INTERVAL={interval:.1g}"
             )
         raise LaunchError(f"{directory}: no rank {why}")

@@ -1,4 +1,4 @@
-"""The page of ``ringdance report``: one file of HTML, which loads nothing."""
+"""Write the page of ``ringdance report``: a single HTML file that loads nothing."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ringdance.tools.report.summary import RankTimes, rank_row
 from ringdance.tools.report.timeline import milliseconds, rank_table
 
 _STEP = ("between exchanges", "waits for slower ranks", "exchanges")
-_OTHER, _LINES = 4, 4  # the first colour that has no meaning there, and how many
+_OTHER, _LINES = 4, 4  # first color without a meaning in the plots; maximum number of lines
 
 
 def page(runs: Sequence[Run], limit: Limit, trace: Sequence[RankTimes], batch: int) -> str:
-    """Return the page.
+    """Return the HTML of the page.
 
     Args:
-        runs: the one that is described last; all of them are compared.
-        limit: of that one.
-        trace: its timeline, if there is one.
-        batch: samples of a rank and step; 0 if not known.
+        runs: Runs to compare. The page describes the last one.
+        limit: What limits the last run.
+        trace: Timeline of the last run; may be empty.
+        batch: Samples per rank and step; 0 if not known.
     """
     run = runs[-1]
     speed = speed_of(run, batch)
@@ -41,12 +41,12 @@ def page(runs: Sequence[Run], limit: Limit, trace: Sequence[RankTimes], batch: i
         "<h2>Ranks</h2>" + _ranks_table(run),
     ]  # fmt: skip
     if trace:
-        times = _table(*rank_table([rank_row(one) for one in trace]))
-        parts.append(f"<h2>Timeline</h2><p>Of a step, ms:</p>{times}")
+        times = _table(*rank_table([rank_row(rank) for rank in trace]))
+        parts.append(f"<h2>Timeline</h2><p>Time per step, ms:</p>{times}")
     if len(runs) > 1:
         parts.append(f"<h2>Scaling</h2>{_scaling(runs, batch)}")
     written = time.strftime("%Y-%m-%d %H:%M")
-    parts.append(f"<footer>Written by ringdance report, {written}, of {escape(str(run.directory))}.</footer>")
+    parts.append(f"<footer>Written by ringdance report {written}, for {escape(str(run.directory))}.</footer>")
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -57,9 +57,9 @@ def page(runs: Sequence[Run], limit: Limit, trace: Sequence[RankTimes], batch: i
 
 
 def speed_of(run: Run, batch: int) -> str:
-    """Return how fast a run was, or how to see it in samples."""
+    """Describe the speed of a run, and how to see it in samples if the batch size is not known."""
     samples = f"{run.steps_per_second * run.size * batch:,.4g} samples/s of all ranks"
-    hint = "with `--batch-size N`, samples of a rank and step, also samples/s (images/s, rows/s)"
+    hint = "with `--batch-size N`, samples per rank and step, also samples/s (images/s, rows/s)"
     return f"{run.steps_per_second:.4g} steps/s; {samples if batch else hint}"
 
 
@@ -79,34 +79,34 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], slow: int = -1
 
 
 def _plots(run: Run, batch: int) -> list[str]:
-    start = min(one.rows[0]["time"] for one in run.ranks)
+    start = min(rank.rows[0]["time"] for rank in run.ranks)
     first = run.ranks[0]
-    found = []
+    plots = []
     unit, samples = ("samples/s", batch * run.size) if batch else ("steps/s", 1)
     if rates := [(at - start, rate * samples) for at, rate in first.rates()]:
-        found.append(svg.lines("Throughput", {unit: rates}, "s", unit, first=_OTHER))
+        plots.append(svg.lines("Throughput", {unit: rates}, "s", unit, first=_OTHER))
     rows = {}
-    for one in sorted(run.ranks, key=lambda one: one.exposed)[:32]:
-        step, exposed = one.step_seconds * 1000, one.exposed * one.step_seconds * 1000
+    for rank in sorted(run.ranks, key=lambda rank: rank.exposed)[:32]:
+        step, exposed = rank.step_seconds * 1000, rank.exposed * rank.step_seconds * 1000
         communication = min(exposed, run.communication * step)
-        rows[f"{one.rank} {one.host}"] = [step - exposed, exposed - communication, communication]
-    found.append(svg.bars("A step of each rank, ms; the slowest rank first", _STEP, rows, "ms"))
+        rows[f"{rank.rank} {rank.host}"] = [step - exposed, exposed - communication, communication]
+    plots.append(svg.bars("Time per step on each rank, ms; slowest rank first", _STEP, rows, "ms"))
     for key, title in (("host_cpu_percent", "Cores in use"), ("host_memory_percent", "Memory in use")):
         hosts = {}
         for host in run.hosts[:_LINES]:
-            one = next(one for one in run.ranks if one.host == host)
-            line = [(row["time"] - start, row[key]) for row in one.rows if key in row]
+            rank = next(rank for rank in run.ranks if rank.host == host)
+            line = [(row["time"] - start, row[key]) for row in rank.rows if key in row]
             if line:
                 hosts[host] = line
         if hosts:
-            found.append(svg.lines(title, hosts, "s", "% of the host", 100.0, _OTHER))
+            plots.append(svg.lines(title, hosts, "s", "% of the host", 100.0, _OTHER))
     gpus = {
-        f"rank {one.rank}": [(r["time"] - start, r["gpu_percent"]) for r in one.rows if "gpu_percent" in r]
-        for one in run.ranks[:_LINES] if one.gpu is not None
+        f"rank {rank.rank}": [(r["time"] - start, r["gpu_percent"]) for r in rank.rows if "gpu_percent" in r]
+        for rank in run.ranks[:_LINES] if rank.gpu is not None
     }  # fmt: skip
     if gpus:
-        found.append(svg.lines("GPUs in use", gpus, "s", "%", 100.0, _OTHER))
-    return found
+        plots.append(svg.lines("GPUs in use", gpus, "s", "%", 100.0, _OTHER))
+    return plots
 
 
 def _ranks_table(run: Run) -> str:
@@ -133,10 +133,10 @@ def _scaling(runs: Sequence[Run], batch: int) -> str:
     rows = [
         [run.directory.name, str(run.size), str(len(run.hosts)), f"{rate:.4g}",
          f"{run.steps_per_second / smallest.steps_per_second:.0%}", f"{run.communication:.0%}",
-         f"{run.skew:.0%}", f"{fmean([one.cores for one in run.ranks]):.2f}"]
+         f"{run.skew:.0%}", f"{fmean([rank.cores for rank in run.ranks]):.2f}"]
         for run, (_, rate) in zip(ordered, rates, strict=True)
     ]  # fmt: skip
     names = ("run", "ranks", "hosts", unit, "efficiency", "communication", "skew", "cores per rank")
-    note = "<p>Efficiency is steps/s against the smallest run, for the same batch on each rank.</p>"
+    note = "<p>Efficiency is steps/s relative to the smallest run, with the same batch size on each rank.</p>"
     plot = svg.lines("Speed by ranks", series, "ranks", unit, first=_OTHER)
     return f'<div class="plots">{plot}</div>{_table(names, rows)}{note}'

@@ -1,4 +1,4 @@
-"""Sum up a timeline: where the time of a step goes on each rank, and which tensors come late."""
+"""Summarize a timeline: where each rank's time per step goes, and which tensors are late."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PARTS = {
     "negotiate": "", "wait_for_data": "WAIT_FOR_DATA", "copy_in": "MEMCPY_IN_FUSION_BUFFER",
     "reduce": "MPI_ALLREDUCE", "copy_out": "MEMCPY_OUT_FUSION_BUFFER", "other": "",
 }  # fmt: skip
-"""What exposed communication consists of: names of the spans that tell."""
+"""Parts of exposed communication, with the names of the spans that measure them."""
 
 Array = NDArray[np.float64]
 Members = dict[int, tuple[float, float]]
-"""Begin and end of a negotiation, by rank."""
+"""Start and end of a negotiation, by rank."""
 
-_LATE = 0.05  # share of a step by which a rank is behind the others, from which on it is late
-_OFTEN = 0.3  # share of the steps
+_LATE = 0.05  # share of a step that a rank must be behind the others to count as late
+_OFTEN = 0.3  # share of the steps in which this must happen
 _RANK = re.compile(r"rank (\d{1,9}) on (.*) \(pid (\d{1,9})\)")
 _THREAD = re.compile(r"rank (\d{1,9})")
 _STEP = re.compile(r"step (\d{1,18})")
@@ -37,7 +37,7 @@ class Cover:
     """The union of spans.
 
     Args:
-        spans: begin and end of each, in any order.
+        spans: Start and end of each span, in any order.
     """
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
@@ -51,11 +51,11 @@ class Cover:
         self._edges, self._lengths = np.array(edges), np.array(lengths)
 
     def until(self, times: Sequence[float] | Array) -> Array:
-        """Return the covered time before each of some times."""
+        """Return the covered time before each of several times."""
         return np.interp(times, self._edges, self._lengths)
 
     def within(self, times: Sequence[float] | Array, other: Cover | None = None) -> Array:
-        """Return the covered time between each two successive times; where ``other`` covers it too."""
+        """Return the covered time between successive times, or the part that ``other`` also covers."""
         covered = self.until(times)
         if other is not None:  # |A and B| = |A| + |B| - |A or B|
             covered = covered + other.until(times) - Cover([*self.spans, *other.spans]).until(times)
@@ -67,15 +67,15 @@ class RankTimes:
     """The times of one rank, in seconds.
 
     Attributes:
-        threads: spans by name of their thread.
-        times: of the marks between steps.
-        numbers, steps: of the steps, without those in which records were lost; if there are no others,
-            all of them, without that time.
-        uncertainty: of its clock.
-        lost: how many records.
-        exposed: of each step.
-        parts: of the exposed time of each step, see PARTS.
-        hidden: exchanges of each step while the rank computed.
+        threads: Spans by thread name.
+        times: Times of the marks between steps.
+        numbers, steps: Numbers and durations of the steps, without those in which records were lost. If no
+            others exist, all of them, shortened by the gaps.
+        uncertainty: Uncertainty of the rank's clock.
+        lost: Number of lost records.
+        exposed: Exposed time of each step.
+        parts: Parts of each step's exposed time, by the keys of ``PARTS``.
+        hidden: Time in each step in which batches were exchanged while the rank computed.
     """
 
     rank: int
@@ -96,10 +96,10 @@ class RankTimes:
         lost = [(int(m[1]), a, b) for text, a, b in spans if (m := _LOST.fullmatch(text))]
         gaps, self.lost = Cover((a, b) for _, a, b in lost), sum(count for count, _, _ in lost)
         whole = gaps.within(self.times) == 0
-        whole |= not whole.any()  # then each without its gaps
+        whole |= not whole.any()  # then use all steps without their gaps
 
         def cover(thread: str, name: str = "") -> Cover:
-            """Return its spans, or those of a name, in a time that stands still while records were lost."""
+            """Return a thread's spans, or those with a name, on a clock that stops while records are lost."""
             spans = np.array([(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)])
             return Cover((spans - gaps.until(spans)).tolist())
 
@@ -118,17 +118,17 @@ class RankTimes:
 
     @property
     def computed(self) -> Array:
-        """The time of each step that is not exposed."""
+        """Time of each step that is not exposed."""
         return self.steps - self.exposed
 
 
 def ranks_of(trace: Trace) -> list[RankTimes]:
     """Return the ranks of a trace."""
-    found = {pid: match for pid, name in trace.processes.items() if (match := _RANK.fullmatch(name))}
+    matches = {pid: match for pid, name in trace.processes.items() if (match := _RANK.fullmatch(name))}
     threads: dict[int, dict[str, list[Span]]] = defaultdict(dict)
     marks: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (pid, tid), name in trace.threads.items():
-        if pid in found:
+        if pid in matches:
             threads[pid][name] = trace.spans.get((pid, tid), [])
             if name == "steps":
                 instants = trace.instants.get((pid, tid), [])
@@ -136,9 +136,9 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
     every = [time for kinds in threads.values() for spans in kinds.values() for _, *t in spans for time in t]
     window = (min(every, default=0.0), max(every, default=0.0))
     ranks = []
-    for pid, match in found.items():
+    for pid, match in matches.items():
         own = sorted(marks[pid], key=lambda mark: mark[1])
-        if len(own) > 1:  # the first one begins before the file, or with what happens once
+        if len(own) > 1:  # the first step starts before the file, or includes work that happens only once
             times, numbers = [at for _, at in own], [number for number, _ in own[1:]]
         else:
             times, numbers = list(window), [0]
@@ -146,19 +146,19 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
             int(match[1]), match[2], int(match[3]), threads[pid], np.array(times), numbers,
             trace.uncertainties.get(pid, 0.0),
         ))  # fmt: skip
-    return sorted(ranks, key=lambda one: one.rank)
+    return sorted(ranks, key=lambda rank: rank.rank)
 
 
 def summarize(trace: Trace) -> dict[str, Any]:
-    """Return a summary of a trace; times are in seconds, those of ranks means of their steps."""
+    """Return a summary of a trace. Times are in seconds, and a rank's times are means over its steps."""
     ranks = ranks_of(trace)
-    tensors, unfinished = _tensors(trace, {one.rank: one for one in ranks})
-    marked = any(one.numbers != [0] for one in ranks)
-    rows = [rank_row(one) for one in ranks]
+    tensors, unfinished = _tensors(trace, {rank.rank: rank for rank in ranks})
+    marked = any(rank.numbers != [0] for rank in ranks)
+    rows = [rank_row(rank) for rank in ranks]
     keys = [key for key in (rows[0] if rows else ()) if key.endswith("_seconds")]
     steps = _steps(ranks) if marked else []
     return {
-        "sentence": _sentence(steps, {one.rank: one.host for one in ranks}),
+        "sentence": _sentence(steps, {rank.rank: rank.host for rank in ranks}),
         "steps_marked": marked,
         "notes": [*notes(ranks), *_incomplete(trace)],
         "ranks": sorted(rows, key=lambda row: -row["compute_seconds"]),
@@ -170,7 +170,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
 
 
 def rank_row(one: RankTimes) -> dict[str, Any]:
-    """Return the means of a rank's times."""
+    """Return the mean times of a rank."""
     means = {f"{part}_seconds": float(times.mean()) for part, times in one.parts.items()}
     return {
         "rank": one.rank, "host": one.host, "pid": one.pid, "steps": len(one.numbers),
@@ -181,28 +181,28 @@ def rank_row(one: RankTimes) -> dict[str, Any]:
 
 
 def notes(ranks: Sequence[RankTimes]) -> list[str]:
-    """Return in sentences what a timeline does not tell."""
-    lost = ", ".join(f"{one.lost} of rank {one.rank}" for one in ranks if one.lost)
-    known = {one.host: f"{one.host} to {one.uncertainty * 1e6:,.0f} us" for one in ranks if one.uncertainty}
-    gaps = f"Records were lost, overwritten before they were read: {lost}. What they tell of is left out."
-    clocks = f"Clocks are known: {', '.join(known.values())}. Ranks are not said to be late by less."
+    """Return sentences about what a timeline does not show."""
+    lost = ", ".join(f"{rank.lost} of rank {rank.rank}" for rank in ranks if rank.lost)
+    known = {r.host: f"{r.host} to {r.uncertainty * 1e6:,.0f} us" for r in ranks if r.uncertainty}
+    gaps = f"Records were overwritten before they were read: {lost}. The summary skips the time they cover."
+    clocks = f"Clocks are known: {', '.join(known.values())}. Smaller delays between ranks are not reported."
     return [gaps] * bool(lost) + [clocks] * bool(known)
 
 
 def _incomplete(trace: Trace) -> list[str]:
     ends = [text.removeprefix(END) for text, _ in trace.instants.get((0, 0), ()) if text.startswith(END)]
-    ends = ends or ["its end (does the job run, was its monitor killed, or had the disk no room?)"]
+    ends = ends or ["its end (is the job running, was its monitor killed, or was the disk full?)"]
     return [f"The file lacks {text}." for text in ends if text != "complete"]
 
 
 def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
-    """Return a row for each step that all ranks have ended."""
-    places = [{number: place for place, number in enumerate(one.numbers)} for one in ranks]
+    """Return a row for each step that all ranks have completed."""
+    places = [{number: place for place, number in enumerate(rank.numbers)} for rank in ranks]
     rows = []
     for number in sorted(set.intersection(*map(set, places))):
-        steps = [one.steps[at[number]] for one, at in zip(ranks, places, strict=True)]
-        exposed = [one.exposed[at[number]] for one, at in zip(ranks, places, strict=True)]
-        computed = {one.rank: s - e for one, s, e in zip(ranks, steps, exposed, strict=True)}
+        steps = [rank.steps[at[number]] for rank, at in zip(ranks, places, strict=True)]
+        exposed = [rank.exposed[at[number]] for rank, at in zip(ranks, places, strict=True)]
+        computed = {rank.rank: s - e for rank, s, e in zip(ranks, steps, exposed, strict=True)}
         slowest = max(computed, key=lambda rank: computed[rank])
         others = [seconds for rank, seconds in computed.items() if rank != slowest]
         rows.append({
@@ -214,7 +214,7 @@ def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
 
 
 def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
-    """Return in a sentence who or what a step waits for; "" without steps."""
+    """Say in a sentence what a step waits for. Returns "" without steps."""
     if not steps:
         return ""
     whole, exposed = (fmean([row[key] for row in steps]) for key in ("seconds", "exposed_seconds"))
@@ -228,12 +228,12 @@ def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
             f"{behind * 1000:.3g} ms of {whole * 1000:.3g}: the others wait for it."
         )
     if len(hosts) > 1 and len(late) > _OFTEN * len(steps):
-        return f"Now one rank is late, now another: in {len(late) / len(steps):.0%} of the steps."
-    return f"No rank is late; {exposed / (whole or 1.0):.0%} of a step is waiting for exchanges."
+        return f"Ranks take turns at being late, in {len(late) / len(steps):.0%} of the steps."
+    return f"No rank is late. Waiting for exchanges takes {exposed / (whole or 1.0):.0%} of a step."
 
 
 def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return how late each tensor comes, and what some ranks have submitted for ever."""
+    """Return how late each tensor comes, and requests that only some ranks have submitted."""
     rounds: dict[str, dict[Key, Members]] = defaultdict(lambda: defaultdict(dict))
     pending: dict[str, dict[int, float]] = defaultdict(dict)
     for (pid, tid), thread in trace.threads.items():
@@ -245,10 +245,10 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
         for text, began in trace.open.get((pid, tid), ()):
             if text.startswith("NEGOTIATE_"):
                 pending[name][rank] = began
-    every = {rank for found in rounds.values() for members in found.values() for rank in members} | {
+    every = {rank for by_round in rounds.values() for members in by_round.values() for rank in members} | {
         rank for waiting in pending.values() for rank in waiting
     }
-    rows = [row for name, found in rounds.items() if (row := _lateness(name, found.values(), ranks))]
+    rows = [row for name, by_round in rounds.items() if (row := _lateness(name, by_round.values(), ranks))]
     left = [
         {"tensor": name, "submitted_by": sorted(waiting), "missing": sorted(every - set(waiting)),
          "since_seconds": min(waiting.values())}
@@ -260,7 +260,7 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
 def _lateness(
     name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]
 ) -> dict[str, Any] | None:
-    """Return how long ranks wait for others to submit a tensor, and for whom most; None if for no one."""
+    """Return how long ranks wait for others to submit a tensor, and for whom most; None if no rank waits."""
     late: Counter[int] = Counter()
     seconds: dict[int, float] = defaultdict(float)
     waits = []
@@ -268,9 +268,9 @@ def _lateness(
         begins = {rank: began for rank, (began, _) in members.items()}
         first, last = (pick(begins, key=lambda rank: begins[rank]) for pick in (min, max))
         behind = begins[last] - begins[first]
-        one, other = ranks[first], ranks[last]
+        a, b = ranks[first], ranks[last]
         waits.append(max(ended - began for began, ended in members.values()))
-        if first != last and behind > (one.host != other.host) * (one.uncertainty + other.uncertainty):
+        if first != last and behind > (a.host != b.host) * (a.uncertainty + b.uncertainty):
             late[last] += 1
             seconds[last] += behind
     if not seconds:

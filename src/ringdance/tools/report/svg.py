@@ -1,4 +1,4 @@
-"""Draw plots as SVG: lines and stacked bars. Colours are classes of the page's style sheet."""
+"""Draw plots as SVG: lines and stacked bars. Colors are classes in the page's style sheet."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 STYLE = Path(__file__).with_name("page.css")
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
-_HEIGHT, _BOTTOM = 200, 160  # of a plot of lines, and of its x axis
-_BOUNDS, _BOUND = ("bound", "linear"), 6  # what would be without losses has a dashed line of this colour
-_APART = 32  # between names of points on the x axis
+_HEIGHT, _BOTTOM = 200, 160  # height of a line plot, and position of its x axis
+_BOUNDS, _BOUND = ("bound", "linear"), 6  # what would be reached without losses: a dashed line of this color
+_APART = 32  # minimum distance between labels on the x axis
 _ids = count()
 
 Line = Sequence[tuple[float, float]]
 
 
 def _frame(height: float, title: str, description: str, body: Iterable[str]) -> str:
-    """Return a picture with its texts for screen readers."""
+    """Return an SVG picture with its texts for screen readers."""
     number = next(_ids)
     return (
         f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-labelledby="t{number} d{number}">'
@@ -33,7 +33,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def _ticks(low: float, high: float, number: int = 4) -> list[float]:
-    """Return round numbers, the first not above ``low`` and the last not below ``high``."""
+    """Return round numbers that start at or below ``low`` and end at or above ``high``."""
     span = high - low or 1.0
     step = 10 ** math.floor(math.log10(span / number))
     for factor in (1, 2, 2.5, 5, 10, 20):
@@ -51,15 +51,15 @@ def _legend(names: Mapping[int, str]) -> str:
 def lines(
     title: str, series: Mapping[str, Line], x_unit: str, y_unit: str, top: float = 0.0, first: int = 0
 ) -> str:
-    """Return a plot of lines from 0, with caption and legend.
+    """Return a line plot whose y axis starts at 0, with caption and legend.
 
     Args:
-        title: of the plot.
-        series: points by name.
-        x_unit: of the x axis.
-        y_unit: of the y axis.
-        top: least upper end of the y axis.
-        first: number of the first line's colour.
+        title: Title of the plot.
+        series: Points by name of the line.
+        x_unit: Unit of the x axis.
+        y_unit: Unit of the y axis.
+        top: Minimum upper end of the y axis.
+        first: Number of the first line's color.
     """
     colours = {name: number % 8 for number, name in enumerate(series, first)}
     highest = max(top, *(y for line in series.values() for _, y in line))
@@ -73,7 +73,7 @@ def _drawn(
     series: Mapping[str, Line], colours: Mapping[str, int], x_unit: str, ys: Sequence[float],
     logarithmic: bool = False, noise: Mapping[str, Sequence[float]] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Return the elements of axes and lines; see ``write``."""
+    """Return the elements of axes and lines. ``write`` describes the arguments."""
     known = sorted({x for line in series.values() for x, _ in line})
     ticks = known if logarithmic else _ticks(0.0, known[-1])
 
@@ -116,18 +116,18 @@ def write(
     file: Path, panels: Mapping[str, Mapping[str, Line]], x_labels: Sequence[str], y_labels: Sequence[str], *,
     noise: Mapping[str, Sequence[float]] | None = None, logarithmic: bool = False, from_zero: bool = True,
 ) -> None:  # fmt: skip
-    """Write plots of lines, one below the other, as a file that looks well on light and on dark pages.
+    """Write line plots, one below the other, to a file that looks good on light and dark pages.
 
-    A line has the same colour in all plots; "bound" and "linear" are dashed. Equal input gives equal files.
+    A line has the same color in all plots. "bound" and "linear" are dashed. Equal input gives equal files.
 
     Args:
-        file: ends with ``.svg``.
-        panels: for each title the lines by name.
-        x_labels: of each plot, with the unit.
-        y_labels: the same of the y axis.
-        noise: of a line, by its name: half of the interval around each point, as a share of y.
-        logarithmic: whether the x axes are.
-        from_zero: whether the y axes begin at 0; else near the lowest y.
+        file: Path that ends in ``.svg``.
+        panels: Lines by name, for each title.
+        x_labels: Label of each plot's x axis, with the unit.
+        y_labels: Label of each plot's y axis, with the unit.
+        noise: Half of the interval around each point as a share of y, by name of the line.
+        logarithmic: If True, the x axes are logarithmic.
+        from_zero: If True, the y axes start at 0. Otherwise they start near the lowest y.
     """
     free = cycle(number for number in range(8) if number != _BOUND)
     colours: dict[str, int] = {}
@@ -161,7 +161,7 @@ def _figure(caption: str, picture: str, legend: str) -> str:
 
 
 def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Return stacked horizontal bars; of each row the values that ``names`` name."""
+    """Return stacked horizontal bars. ``names`` names the values in each row."""
     left, each = 70, 22
     longest = max(sum(values) for values in rows.values()) or 1.0
     scale = (_WIDTH - left - 70) / longest
@@ -176,9 +176,9 @@ def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]], 
             )
             at += value * scale
         body.append(_text(at + 4, y + 12, f"{sum(values):.3g} {unit}"))
-    said = "; ".join(
+    description = "; ".join(
         f"{label}: {', '.join(f'{n} {v:.3g} {unit}' for n, v in zip(names, values, strict=True))}"
         for label, values in rows.items()
     )
-    picture = _frame(_TOP * 2 + each * len(rows), title, said, body)
+    picture = _frame(_TOP * 2 + each * len(rows), title, description, body)
     return _figure(title, picture, _legend(dict(enumerate(names))))

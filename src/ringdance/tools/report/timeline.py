@@ -1,4 +1,4 @@
-"""``ringdance timeline``: where the time of a step goes."""
+"""``ringdance timeline``: show where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ringdance.tools.report.trace import load
 _EPILOG = """\
 examples:
   ringdance run -np 4 --timeline t.json python train.py      write a timeline
-  ringdance timeline t.json                                  where the time of a step goes
-  ringdance timeline t.json --steps 50                       a row for each of the last 50 steps
-  ringdance timeline t.json --json | jq '.ranks[0]'          the slowest rank, in seconds
+  ringdance timeline t.json                                  show where the time of a step goes
+  ringdance timeline t.json --steps 50                       show a row for each of the last 50 steps
+  ringdance timeline t.json --json | jq '.ranks[0]'          print the slowest rank, in seconds
 
-Files are complete, or as a killed job has left them. Steps are those that optimizers
-or hvd.mark_step() have marked; without marks the summary is of the whole file.
+Files may be complete or left by a killed job. Steps are those that optimizers or
+hvd.mark_step() have marked. Without marks, the summary covers the whole file.
 
-between: between exchanges, where the rank computes, loads or sleeps. exposed: training waited for results. It
-consists of negotiate, until all ranks had submitted; data, until the other ranks' parts had come; copying and
-reducing; and other, the rest of an exchange. hidden: exchanged while the rank computed.
+between: between exchanges, when the rank computes, loads or sleeps. exposed: training waits for results. Its
+parts are negotiate, until all ranks have submitted; data, until the other ranks' parts have arrived; copying;
+reducing; and other, the rest of an exchange. hidden: exchanging while the rank computes.
 """
 
 _COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (
@@ -38,21 +38,21 @@ _COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (
 
 
 def main(argv: Sequence[str]) -> int:
-    """``ringdance timeline``: `argv` without the program and ``timeline``; returns the exit code."""
+    """Run ``ringdance timeline`` with ``argv``, the words after it. Returns the exit code."""
     parser = Parser(
         prog="ringdance timeline",
-        description="Show where the time of a step goes, which ranks are slow, and which tensors come late.",
+        description="Show where the time of a step goes, which ranks are slow, and which tensors are late.",
         epilog=_EPILOG,
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="of `ringdance run --timeline FILE`")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="the last N steps (default 10)")
-    parser.add_argument("--tensors", type=int, default=10, metavar="N", help="N tensors (default 10)")
-    parser.add_argument("--json", action="store_true", help="everything as JSON; times are in seconds")
+    parser.add_argument("file", metavar="FILE", type=Path, help="file of `ringdance run --timeline FILE`")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="last steps to show (default: 10)")
+    parser.add_argument("--tensors", type=int, default=10, metavar="N", help="tensors to show (default: 10)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, with times in seconds")
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
         if min(arguments.steps, arguments.tensors) < 0:
-            raise LaunchError(f"--steps {arguments.steps} --tensors {arguments.tensors}: 0 or more are shown")
+            raise LaunchError(f"--steps {arguments.steps} --tensors {arguments.tensors}: use 0 or more")
         summary = summarize(load(arguments.file))
         if arguments.json:
             print(json.dumps(summary, indent=1))
@@ -64,13 +64,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time with three digits, in ms."""
+    """Format a time in ms with three digits."""
     value = seconds * 1000
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def rank_table(ranks: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of where the time goes on each rank, in ms."""
+    """Return the columns and rows of the table that shows where each rank's time goes, in ms."""
     rows = [
         [f"{row['rank']} {row['host']}", *(milliseconds(row[f"{key}_seconds"]) for key in _COLUMNS)]
         for row in ranks
@@ -83,14 +83,14 @@ def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -
     if summary["sentence"]:
         console.print(Text(summary["sentence"], "bold"), soft_wrap=True)
     if ranks:
-        what = "Of a step" if summary["steps_marked"] else "Of the whole file (no steps are marked)"
+        what = "Per step" if summary["steps_marked"] else "For the whole file (no steps are marked)"
         columns, rows = rank_table([*ranks, {"rank": "mean", "host": "", **mean}])
         total = mean["step_seconds"] or 1.0
         rows.append(["", *(f"{mean[f'{key}_seconds'] / total:.0%}" for key in _COLUMNS)])
-        _table(console, f"{what}, ms; the slowest rank first", columns, rows)
+        _table(console, f"{what}, ms; slowest rank first", columns, rows)
     if summary["steps"] and steps > 0:
         _table(
-            console, f"Steps, ms; the last {min(steps, len(summary['steps']))} of {len(summary['steps'])}",
+            console, f"Steps, ms; last {min(steps, len(summary['steps']))} of {len(summary['steps'])}",
             ["step", "time", "exposed", "slowest rank", "behind the others"],
             [
                 [str(row["step"]), milliseconds(row["seconds"]), milliseconds(row["exposed_seconds"]),
@@ -100,7 +100,7 @@ def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -
         )  # fmt: skip
     if summary["tensors"] and tensors > 0:
         _table(
-            console, "Late tensors, ms; those that ranks waited for longest first",
+            console, "Late tensors, ms; longest total wait first",
             ["tensor", "times", "negotiation", "waits in all", "for rank", "last in"],
             [
                 [row["tensor"], str(row["times"]), milliseconds(row["negotiate_seconds"]),

@@ -1,4 +1,4 @@
-"""Read a timeline's file, Chrome's JSON, also one that ends in the middle."""
+"""Read a timeline file in Chrome's JSON format, including files that end abruptly."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ringdance.host.files import NO_FORMAT, check_regular, typed
 
 Key = tuple[int, int]
 Span = tuple[str, float, float]
-"""Name, begin and end; times are in seconds."""
+"""Name, start and end. Times are in seconds."""
 
-_LINES = 20_000  # parsed at once
+_LINES = 20_000  # lines to parse at once
 
 
 class Trace:
     """The events of a timeline.
 
     Attributes:
-        processes: names by number.
-        threads: names by process and thread.
-        spans: of each thread, in the order of their ends.
-        instants: of each thread: name and time.
-        rounds: of each tensor's thread: process set and round of each negotiation, its begin and end.
-        uncertainties: of the clocks, by process.
-        open: of each thread: name and begin of spans that do not end in the file.
+        processes: Process names by process number.
+        threads: Thread names by process and thread.
+        spans: Spans of each thread, in the order of their ends.
+        instants: Name and time of each thread's instants.
+        rounds: Process set, round, start and end of each negotiation, by the tensor's thread.
+        uncertainties: Clock uncertainties by process.
+        open: Name and start of each thread's spans that do not end in the file.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Trace:
 
 
 def load(path: Path) -> Trace:
-    """Read a file. Raises OSError if it cannot be read, LaunchError if it is no timeline."""
+    """Read a timeline. Raises OSError if it cannot be read and LaunchError if it is not a timeline."""
     trace, place = Trace(), ""
     try:
         for place, event in _events(path):  # noqa: B007 : used below
@@ -52,23 +52,23 @@ def load(path: Path) -> Trace:
         if isinstance(error, json.JSONDecodeError):
             place = f", line {error.lineno}"
         raise LaunchError(
-            f"{path}{place} is no timeline: it is not Chrome's JSON. Give a file that "
+            f"{path}{place} is not a timeline: it is not Chrome's JSON. Pass a file that "
             "`ringdance run --timeline FILE` has written"
         ) from None
     if not trace.processes:
-        raise LaunchError(f"{path} has no events (was the job ended before its first exchange?)")
+        raise LaunchError(f"{path} has no events. Did the job end before its first exchange?")
     return trace
 
 
 def _events(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield place and event: lines of a file as the monitor writes it, else of any file."""
+    """Yield events and their places: lines if the monitor wrote the file, otherwise event numbers."""
     check_regular(path)
     with path.open(encoding="utf-8", errors="replace") as file:
         if file.readline().strip() != "[":
             file.seek(0)
-            found = json.load(file)
-            found = found["traceEvents"] if isinstance(found, dict) else found
-            yield from ((f", event {number}", event) for number, event in enumerate(found, 1))
+            content = json.load(file)
+            content = content["traceEvents"] if isinstance(content, dict) else content
+            yield from ((f", event {number}", event) for number, event in enumerate(content, 1))
             return
         number = 2
         while lines := list(islice(file, _LINES)):
@@ -76,13 +76,13 @@ def _events(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if lines[-1] in ("]", ""):
                 lines.pop()
             try:
-                found = json.loads("[" + ",\n".join(lines) + "]")
+                content = json.loads("[" + ",\n".join(lines) + "]")
             except json.JSONDecodeError as error:
                 if error.lineno < len(lines) or file.read(1):
                     error.lineno += number - 1
                     raise
-                found = json.loads(f"[{','.join(lines[:-1])}]")  # the last line is cut off
-            yield from ((f", line {at}", event) for at, event in enumerate(found, number))
+                content = json.loads(f"[{','.join(lines[:-1])}]")  # the last line is cut off
+            yield from ((f", line {at}", event) for at, event in enumerate(content, number))
             number += len(lines)
 
 

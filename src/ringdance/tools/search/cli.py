@@ -34,12 +34,12 @@ with, in space.yaml:
   parameters: {lr: {low: 0.001, high: 1, log: true}, batch: [16, 32, 64]}
   objective: {name: accuracy, goal: maximize, line: 'accuracy: (\\S+)'}
 
-exit code: 0 if a trial finished; 1 if none did or too many failed; 2 if nothing was started; 130 after Ctrl-C
+exit code: 0 if a trial finished, 1 if none did or too many failed, 2 if nothing was started, 130 after Ctrl-C
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance search`` with the words after it; returns the exit code."""
+    """Run ``ringdance search`` with the words after it. Returns the exit code."""
     if argv and argv[0] in _SUBCOMMANDS:
         return subcommands.run("ringdance search", "Look at a study.", _SUBCOMMANDS, argv)
     return as_program("ringdance search", lambda: _search(_parser().parse_args(list(argv))))
@@ -48,18 +48,18 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     usage = "ringdance search SPACE.yaml [options] -- COMMAND [ARGUMENTS...]\n"
     usage += "       ringdance search show|best STUDY"
-    text = "Try parameters of a training script side by side, and find the best."
+    text = "Try parameters of a training script in parallel trials, and find the best."
     commands = "\n".join(["commands:", *(f"  {name:<8}{one.help}" for name, one in _SUBCOMMANDS.items())])
     made = Parser(prog="ringdance search", usage=usage, description=text, epilog=f"{commands}\n{_EXAMPLE}")
     add = made.add_argument
     add("space", metavar="SPACE.yaml", type=Path, help="parameters, objective, sampler and pruner")
-    add("--study", type=Path, metavar="DIR", help="where all is kept (default: SPACE.search)")
-    text = "start each trial by `ringdance run` with N ranks (default: one process, by itself)"
+    add("--study", type=Path, metavar="DIR", help="directory of the results (default: SPACE.search)")
+    text = "start each trial with `ringdance run` and N ranks (default: one process without it)"
     add("--ranks-per-trial", type=positive, metavar="N", help=text)
-    text = "seconds for trials to end after Ctrl-C, or once pruned (default 30); Ctrl-C again ends them"
+    text = "seconds for trials to exit after Ctrl-C or pruning (default: 30); a second Ctrl-C kills them"
     add("--grace", type=number, default=30.0, metavar="S", help=text)
-    add("command", nargs="+", metavar="COMMAND", help="after --: a trial, with {lr} for the parameter lr")
-    add_host_options(made.add_argument_group("hosts"), "hosts and their slots (default: the cores here)")
+    add("command", nargs="+", metavar="COMMAND", help="after --: a trial, with {lr} for parameter lr")
+    add_host_options(made.add_argument_group("hosts"), "hosts and their slots (default: this host's cores)")
     return made
 
 
@@ -68,9 +68,9 @@ def _search(arguments: argparse.Namespace) -> int:
     space, command = read_space(arguments.space), arguments.command
     check_command(space, command)
     resolve_command(command[:1])
-    ranks, cores, found = arguments.ranks_per_trial, usable_cores(), detect(os.environ)
+    ranks, cores, allocation = arguments.ranks_per_trial, usable_cores(), detect(os.environ)
     here = [("localhost", max(cores, ranks or 1))]
-    hosts = hosts_of(arguments) or (found.hosts if found and not found.refused else here)
+    hosts = hosts_of(arguments) or (allocation.hosts if allocation and not allocation.refused else here)
     free, names = places(hosts, ranks or 1), {name for name, _ in hosts}
     direct = ranks is None and names == local_names(names)
     environ = {"OMP_NUM_THREADS": str(max(1, cores // max(count for _, count in hosts))), **os.environ}
@@ -89,9 +89,9 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _best(study: Study) -> str:
-    """Return the command of the best trial, for a shell, in a directory with nothing of that trial."""
+    """Return the best trial's command for a shell, in a directory without that trial's files."""
     if (best := study.best()) is None:
-        raise LaunchError(f"{study.directory}: no trial has finished yet")
+        raise LaunchError(f"{study.directory}: no trial has finished yet. Run the search first")
     old, new = ((study.directory / name / f"{best.number:04}").resolve() for name in ("trials", "best"))
     words: list[str] = best.user_attrs["command"]
     if any(str(old) in word for word in words):
@@ -101,19 +101,19 @@ def _best(study: Study) -> str:
 
 
 def _study(arguments: argparse.Namespace) -> Study:
-    given: Path = arguments.study
-    return Study(given.with_suffix(".search") if given.is_file() else given)
+    path: Path = arguments.study
+    return Study(path.with_suffix(".search") if path.is_file() else path)
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study", metavar="STUDY", type=Path, help="its directory, or the SPACE.yaml of it")
+    parser.add_argument("study", metavar="STUDY", type=Path, help="directory of the study, or its SPACE.yaml")
 
 
 def _show(arguments: argparse.Namespace) -> int:
     study, console = _study(arguments), Console(**_PLAIN)
     console.print(table(study))
-    for one in study.trials("FAIL"):
-        console.print(f"trial {one.number} failed: {one.user_attrs.get('reason')}", soft_wrap=True)
+    for trial in study.trials("FAIL"):
+        console.print(f"trial {trial.number} failed: {trial.user_attrs.get('reason')}", soft_wrap=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Run trials side by side until there are enough: their processes, and what is done when."""
+"""Run trials in parallel until there are enough, and manage their processes and results."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from ringdance.tools.search.space import Reader, fill
 from ringdance.tools.search.study import Study, short, table
 
 _POLL_S = 0.1
-_STOP_S = 5.0  # at most, for a report to end a trial that is pruned
-_ALONE_S = 1.0  # for processes to end when the one that led them has
+_STOP_S = 5.0  # maximum time for a pruned trial to end at its next report
+_ALONE_S = 1.0  # time for processes to exit after their leader has exited
 MARK = "RINGDANCE_SEARCH_TRIAL"
-"""Variable that all processes of a trial inherit: its directory."""
+"""Variable that all processes of a trial inherit. Its value is the trial's directory."""
 _KILLED = 128 + signal.SIGKILL
-# Writes the exit code down, so that also a trial that ends after its searcher has a result: 143 after a
-# signal, since a trial may then save what it has and end well. With a handler sh outlives signals.
+# Writes the exit code to a file, so that a trial that ends after its searcher also has a result. The code
+# is 143 after a signal, because the trial may then save its state and exit with 0. The trap keeps sh alive.
 _SHELL = """trap signalled=143 TERM HUP INT
 "$@"; code=$?; echo "${signalled:-$code}" > "$0.new" && sync "$0.new" && mv "$0.new" "$0"; exit $code"""
 
 Place = Sequence[tuple[str, int]]
-"""Slots of a trial: host and number of the slot there."""
+"""Slots of a trial: host, and slot number on this host."""
 
 
 def places(hosts: HostList, ranks: int) -> list[Place]:
-    """Share slots out to trials of `ranks` each: on one host where there is room.
+    """Divide slots into groups of ``ranks`` for trials, each on a single host if possible.
 
     Raises:
-        LaunchError: there are too few slots for a single trial.
+        LaunchError: There are too few slots for a single trial.
     """
     slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
-        fix = f"Give each trial fewer ranks, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
-        raise LaunchError(f"a trial needs {ranks} slots, and the hosts have {len(slots)}. {fix}")
+        fix = f"Use fewer ranks per trial, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
+        raise LaunchError(f"a trial needs {ranks} slots, but the hosts only have {len(slots)}. {fix}")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
 
@@ -62,13 +62,14 @@ class Attempt:
     """An attempt at a trial, started by this searcher or by an earlier one.
 
     Attributes:
-        trial: in Optuna.
-        directory: its own; of the files in it, `exit` has its exit code, and `stop` ends it when it reports.
-        reader: of what it reports.
+        trial: Trial in Optuna.
+        directory: The trial's own directory. ``exit`` in it has the exit code. ``stop`` ends the trial at its
+            next report.
+        reader: Reads the trial's values.
     """
 
     def __init__(self, study: Study, number: int | None = None) -> None:
-        """Take up a trial that was begun, or begin one."""
+        """Resume a trial that has been started, or start a new one in the study."""
         self.trial, objective = study.trial(number), study.space.objective
         self.directory = (study.directory / "trials" / f"{self.trial.number:04}").resolve()
         self.exit, self.log = self.directory / "exit", self.directory / "log"
@@ -78,8 +79,8 @@ class Attempt:
         self._leader: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start it in its own session, with its output in ``log``."""
-        shutil.rmtree(self.directory, ignore_errors=True)  # of a start that was cut short
+        """Start the trial's processes in a new session, with their output in ``log``."""
+        shutil.rmtree(self.directory, ignore_errors=True)  # from a start that was interrupted
         self.directory.mkdir(parents=True)
         (self.directory / "params.json").write_text(json.dumps(self.trial.params) + "\n")
         words, none = ["/bin/sh", "-c", _SHELL, str(self.exit), *command], subprocess.DEVNULL
@@ -90,27 +91,27 @@ class Attempt:
             )
 
     def code(self) -> int | None:
-        """Return the exit code, None while it runs; 128 + n for signal n, after which any code is one."""
-        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty: the host went down
+        """Return the exit code, or None while it runs. After signal n, it is 128 + n for any command."""
+        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty after a crash of the host
             return int(text)
         return None if self._leader and self._leader.poll() is None else _KILLED
 
     def processes(self) -> list[psutil.Process]:
-        """Return what runs of it on this host."""
-        found, mark = psutil.process_iter(["environ"]), str(self.directory)
-        return [one for one in found if (one.info["environ"] or {}).get(MARK) == mark]  # a zombie has none
+        """Return the attempt's processes on this host."""
+        processes, mark = psutil.process_iter(["environ"]), str(self.directory)
+        return [p for p in processes if (p.info["environ"] or {}).get(MARK) == mark]  # a zombie has none
 
 
 @dataclass
 class Searcher:
-    """Runs the trials of a study, from its main thread, with a thread for each place.
+    """Runs the trials of a study. Its main thread has a worker thread for each place.
 
     Attributes:
-        places: for one trial each.
-        command: of a trial, with placeholders.
-        launch: options of ``ringdance run``; None: the command itself is run, on this machine.
-        environ: variables of the trials.
-        grace: seconds that a trial has to end after SIGTERM.
+        places: Places, each for one trial at a time.
+        command: Command of a trial, with placeholders.
+        launch: Options of ``ringdance run``. If None, the command itself runs on this machine.
+        environ: Environment variables of the trials.
+        grace: Seconds that a trial has to exit after SIGTERM.
     """
 
     study: Study
@@ -121,13 +122,13 @@ class Searcher:
     environ: Mapping[str, str]
     grace: float
     _signals: int = 0
-    # The lock is held for all that concerns the study but a trial's reports, and for these.
-    _waiting: list[int] = field(default_factory=list)  # begun, and to be started
+    # The lock protects everything about the study, except a trial's reports, and these two fields.
+    _waiting: list[int] = field(default_factory=list)  # trials that must be started again
     _failed: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> int:
-        """Run until the study has its trials; return the exit code."""
+        """Run until the study has all its trials. Returns the exit code."""
         for number in STOPPING:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._signal)
@@ -136,33 +137,33 @@ class Searcher:
             list(pool.map(self._take_up, [trial.number for trial in self.study.trials("RUNNING")]))
             list(pool.map(self._work, self.places))
         if self._signals:
-            self.console.print("Stopped; the same command goes on with the search.")
+            self.console.print("Stopped. Run the same command again to continue the search.")
             return 130
         if given_up := self._failed >= self.study.space.failures:
-            text = f"{self._failed} trials have failed, and the search is given up (`failures:` in the file)"
+            text = f"{self._failed} trials have failed, so the search stops (`failures:` in the file)"
             self.console.print(text, soft_wrap=True)
         return 1 if given_up or not self.study.best() else 0
 
     def _signal(self, *_: object) -> None:
         self._signals += 1
 
-    # --- in the pool's threads ---------------------------------------------------------------------
+    # --- on the pool's threads ---------------------------------------------------------------------
 
     def _take_up(self, number: int) -> None:
-        """End what a searcher that was killed has left, and keep its result, or have it run again."""
+        """End what a killed searcher has left running. Keeps its result, or schedules it again."""
         with self._lock:
-            one = Attempt(self.study, number)
-        self._end(one)
+            attempt = Attempt(self.study, number)
+        self._end(attempt)
         with self._lock:
-            self._finish(one, left=True)
+            self._finish(attempt, left=True)
 
     def _work(self, place: Place) -> None:
-        """Run one trial after another in a place."""
+        """Run trials in a place, one after another."""
         try:
-            while one := self._next():
-                self._run(one, place)
+            while attempt := self._next():
+                self._run(attempt, place)
         except BaseException:
-            self._signals += 1  # the other threads end too
+            self._signals += 1  # so that the other threads end too
             raise
 
     def _next(self) -> Attempt | None:
@@ -175,7 +176,7 @@ class Searcher:
             return None if enough else Attempt(self.study)
 
     def _run(self, one: Attempt, place: Place) -> None:
-        """Run a trial until it ends, is pruned, or a signal comes, after which it stays unfinished."""
+        """Run a trial until it exits, is pruned, or a signal arrives, which leaves it unfinished."""
         slots = ",".join(str(number) for _, number in place)
         filled = fill(self.command, one.trial.params, one.directory, slots)
         launch = [] if self.launch is None else ["ringdance", "run", "-np", str(len(place)), *self.launch]
@@ -200,16 +201,16 @@ class Searcher:
                 self._finish(one)
 
     def _passed_on(self, one: Attempt, ended: bool = False) -> bool:
-        """Return whether a trial is to be pruned by what it has reported since the last call."""
+        """Pass new values of a trial to the pruner. Returns True if it decides to prune the trial."""
         pruned = False
         for step, value in one.reader.new(ended):
-            if self.study.space.pruner["name"] != "nop":  # each is a synced record
+            if self.study.space.pruner["name"] != "nop":  # every report is a synced write
                 one.trial.report(value, step)
                 pruned = one.trial.should_prune() or pruned
         return pruned
 
     def _end(self, one: Attempt) -> None:
-        """End its processes here, first by SIGTERM to the command; those elsewhere end with the launcher."""
+        """End the trial's processes here, SIGTERM first. Processes elsewhere end with the launcher."""
         shells, until = [], time.monotonic() + self.grace
         for process in one.processes() if one.code() in (None, _KILLED) else []:
             with contextlib.suppress(psutil.Error, OSError):
@@ -225,10 +226,10 @@ class Searcher:
                     process.kill()
             psutil.wait_procs(living, timeout=0.2)
 
-    # --- what came of a trial ----------------------------------------------------------------------
+    # --- outcome of a trial ------------------------------------------------------------------------
 
     def _finish(self, one: Attempt, left: bool = False) -> None:
-        """Keep how a trial ended; have one that was killed run again, once or if its searcher was too."""
+        """Record how a trial ended. A killed trial runs again, once or if its searcher was killed too."""
         code, trial = one.code() or 0, one.trial
         self._passed_on(one, ended=True)
         if one.stop.exists():
@@ -243,14 +244,14 @@ class Searcher:
         if 128 < code <= 128 + signal.SIGRTMAX and (left or not trial.user_attrs.get("killed")):
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
-            return self._say(one, f"started again, as it was killed: {reason}")
-        self._failed += bool(code or not one.reader.values)  # no number is normal where lr is too high
+            return self._say(one, f"was killed and starts again: {reason}")
+        self._failed += bool(code or not one.reader.values)  # nan or inf is normal if lr is too high
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")
 
     def _set_aside(self, one: Attempt) -> Path:
-        """Keep the directory of an attempt that failed; return where."""
+        """Keep the directory of a failed attempt under a new name. Returns this name."""
         failed, name = self.study.directory / "failed", one.directory.name
         target = failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
         failed.mkdir(exist_ok=True)

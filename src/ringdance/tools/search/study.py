@@ -1,4 +1,4 @@
-"""A study on the disk: which trials there are, what they gave, and what to try next; by Optuna."""
+"""A study on disk, managed by Optuna: its trials, their results, and what to try next."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING
 class Study:
     """Trials in a directory, for one searcher at a time.
 
-    ``journal.log`` has Optuna's records, ``trials/NUMBER`` what a trial wrote, and ``failed/NUMBER.ATTEMPT``
-    the same of attempts that failed.
+    ``journal.log`` has Optuna's records. ``trials/NUMBER`` has what a trial wrote, and
+    ``failed/NUMBER.ATTEMPT`` the same for failed attempts.
 
     Attributes:
-        study: Optuna's. Its user attributes are the space's definition and the command with placeholders,
-            those of trials are their commands.
-        space: as given, or by that definition.
-        exhausted: the sampler has no more to try.
+        study: Optuna study. Its user attributes are the space's definition and the command with placeholders.
+            Its trials' user attributes are their commands.
+        space: The space that was passed, or one built from this definition.
+        exhausted: True once the sampler has nothing more to try.
     """
 
     def __init__(self, directory: Path, space: Space | None = None, command: Sequence[str] = ()) -> None:
-        """Open the study in `directory`; with a `space` for a searcher, which may make it, else to read.
+        """Open the study in ``directory``: with a ``space`` to search, creating it if needed, or to read.
 
         Raises:
-            LaunchError: there is none, another searcher has it, or it is one of another space or command.
+            LaunchError: The study does not exist, is in use, or belongs to a different space or command.
         """
         self._optuna = optuna = optional("optuna", LaunchError, "`ringdance search` needs Optuna")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -51,11 +51,11 @@ class Study:
         self.directory, journal = directory, directory / "journal.log"
         check_regular(journal)
         if space:
-            self._made("sampler", space.sampler)  # wrong options are refused before anything is written
+            self._made("sampler", space.sampler)  # rejects wrong options before anything is written
             self._made("pruner", space.pruner)
             self._take(journal)
         elif not journal.exists():
-            raise LaunchError(f"{directory} is no study: `ringdance search SPACE.yaml` makes one")
+            raise LaunchError(f"{directory} is not a study. Create one with `ringdance search SPACE.yaml`")
         try:
             backend = optuna.storages.journal.JournalFileBackend(str(journal))
             self._storage = storage = optuna.storages.JournalStorage(backend)
@@ -68,27 +68,27 @@ class Study:
             definition = self.study.user_attrs["definition"]
             self.space = space or parse_space(definition)
         except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
-            raise LaunchError(f"{journal} is damaged, or no file of `ringdance search`: {error}") from None
+            raise LaunchError(f"{journal} is damaged or not from `ringdance search`: {error}") from None
         if (new := self.space.definition()) != definition:
-            text = f"{directory} is of another space: it was {definition}, and is {new}"
-            raise LaunchError(f"{text}; give --study DIRECTORY for a new study")
+            text = f"{directory} belongs to another space: it was {definition}, and is {new}"
+            raise LaunchError(f"{text}. Use --study DIRECTORY for a new study")
         if space:
             self._check(journal, list(command))
         self.study.pruner = self._made("pruner", self.space.pruner)
-        self.study.stop = self._stop  # Optuna's own is for its loop only
+        self.study.stop = self._stop  # Optuna's own method only works in its own loop
         self.exhausted = False
 
     def _check(self, journal: Path, command: Sequence[str]) -> None:
-        """Refuse a journal that has lost trials, and a command other than that of results."""
+        """Reject a journal that has lost trials, and a command that did not produce the results."""
         known = len(self.trials())
         names = (path.name for path in self.directory.glob("trials/*"))
         if any(name.isdecimal() and int(name) >= known for name in names):
-            text = f"is damaged: it has {known} trials, and {self.directory / 'trials'} has later ones"
-            raise LaunchError(f"{journal} {text}; give --study DIRECTORY for a new study")
+            text = f"is damaged: it has {known} trials, but {self.directory / 'trials'} has later ones"
+            raise LaunchError(f"{journal} {text}. Use --study DIRECTORY for a new study")
         before = self.study.user_attrs.get("command")
         if before and command and before != command and self.trials("COMPLETE", "PRUNED"):
             text = f"is of another command: it was `{shlex.join(before)}`, and is `{shlex.join(command)}`"
-            raise LaunchError(f"{self.directory} {text}; give --study DIRECTORY for a new study")
+            raise LaunchError(f"{self.directory} {text}. Use --study DIRECTORY for a new study")
         if command and before != command:
             self.study.set_user_attr("command", command)
 
@@ -96,30 +96,30 @@ class Study:
         self.exhausted = True
 
     def _take(self, journal: Path) -> None:
-        """Keep other searchers out, and remove what one that was killed while it wrote has left."""
+        """Lock out other searchers, and remove an incomplete record that a killed searcher left."""
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self.directory / "ringdance-search.lock"
         if not lock.exists() and any(self.directory.iterdir()):
-            text = "has other files, and is no study; give --study a directory that is empty or new"
+            text = "has other files and is not a study. Use --study with a directory that is empty or new"
             raise LaunchError(f"{self.directory} {text}")
         self._lock = open(lock, "a+")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = "another `ringdance search` works on this study; wait for its end, or give another --study"
+            text = "another `ringdance search` works on this study. Wait for its end, or use another --study"
             raise LaunchError(f"{self.directory}: {text}") from None
         journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
         if journal.exists() and not (data := journal.read_bytes()).endswith(b"\n"):
             os.truncate(journal, data.rfind(b"\n") + 1)
 
     def _made(self, kind: str, options: Mapping[str, Any]) -> Any:
-        """Make one of Optuna's samplers or pruners: `tpe` is its TPESampler."""
+        """Create an Optuna sampler or pruner by its short name: ``tpe`` is its TPESampler."""
         module, options = getattr(self._optuna, f"{kind}s"), dict(options)
         ends = kind.capitalize()
         known = {name.removesuffix(ends).lower(): name for name in dir(module) if name.endswith(ends)}
         name = options.pop("name")
         if name not in known:
-            raise LaunchError(f"{kind}: there is no {name!r}, only {', '.join(known)}")
+            raise LaunchError(f"{kind}: {name!r} is not known. Use one of {', '.join(known)}")
         try:
             return getattr(module, known[name])(**options)
         except (TypeError, ValueError) as error:
@@ -128,7 +128,7 @@ class Study:
     # --- trials ------------------------------------------------------------------------------------
 
     def trials(self, *states: str) -> list[FrozenTrial]:
-        """Return the trials in these states ("COMPLETE", "PRUNED", "FAIL", "RUNNING"; default: in any)."""
+        """Return the trials in these states ("COMPLETE", "PRUNED", "FAIL", "RUNNING"; default: any)."""
         wanted = [self._optuna.trial.TrialState[state] for state in states]
         return self.study.get_trials(deepcopy=False, states=wanted or None)
 
@@ -137,8 +137,8 @@ class Study:
         return self.study.best_trial if self.trials("COMPLETE") else None
 
     def trial(self, number: int | None = None) -> Trial:
-        """Return a trial that was begun, or begin one; parameters that it does not have yet are chosen."""
-        # Random numbers of its own, so that a resumed search repeats none, nor does one of the next seed.
+        """Return a trial that has been started, or start one. Chooses the parameters it does not have yet."""
+        # Each trial seeds its own random numbers, so neither a resumed search nor the next seed repeats them.
         options = dict(self.space.sampler)
         if options.get("seed") is not None:
             own = f"{options['seed']} {len(self.trials()) if number is None else number}"
@@ -162,7 +162,7 @@ class Study:
 
 
 def headline(study: Study) -> str:
-    """Return how far a study is, in one line."""
+    """Return a study's progress in one line."""
     counts = [f"{number} {word}" for state, word in STATES.items() if (number := len(study.trials(state)))]
     best, end = study.best(), ""
     if best:
@@ -171,21 +171,21 @@ def headline(study: Study) -> str:
 
 
 def table(study: Study, *states: str) -> Table:
-    """Return a table of the trials in these states; of those without a result, what the pruner saw last."""
+    """Return a table of the trials in these states. Those without a result show the pruner's last value."""
     made = Table(title=headline(study), title_justify="left", box=SIMPLE_HEAD)
     names = list(study.space.parameters)
     for name in ("trial", "state", study.space.objective.name, "seconds", *names):
         made.add_column(name, justify="left" if name == "state" else "right")
-    for one in study.trials(*states):
-        reports, begun = one.intermediate_values, one.datetime_start or datetime.now()
-        value = reports.get(one.last_step or 0) if one.value is None else one.value
-        seconds = ((one.datetime_complete or datetime.now()) - begun).total_seconds()
-        parameters = [one.params.get(name, "") for name in names]
-        cells = one.number, STATES[one.state.name], "" if value is None else value, round(seconds)
+    for trial in study.trials(*states):
+        reports, begun = trial.intermediate_values, trial.datetime_start or datetime.now()
+        value = reports.get(trial.last_step or 0) if trial.value is None else trial.value
+        seconds = ((trial.datetime_complete or datetime.now()) - begun).total_seconds()
+        parameters = [trial.params.get(name, "") for name in names]
+        cells = trial.number, STATES[trial.state.name], "" if value is None else value, round(seconds)
         made.add_row(*map(short, (*cells, *parameters)))
     return made
 
 
 def short(value: Any) -> str:
-    """Return a value for people."""
+    """Return a value in readable form."""
     return f"{value:.5g}" if isinstance(value, float) else as_text(value)

@@ -1,9 +1,10 @@
-"""Tune a job while it trains: its first steps try other values, and the rest runs with the best.
+"""Tune a job while it trains: try other values during its first steps and run the rest with the best ones.
 
-At the end of a step each rank submits what it has measured, as a request that no thread waits for (``TUNE``).
-It is executed with the next exchange of gradients, where all ranks advance the same ``Search`` by the same
-bytes and change their engines at one place of the agreed order: Note [Tuning] in
-``core.process_sets.registry``. What is not the engine's (``tunables``) changes when the step after it ends.
+At the end of a step, each rank submits its measurements as a request that no thread waits for (``TUNE``).
+The request is executed with the next exchange of gradients. There, all ranks advance the same ``Search`` with
+the same bytes and change their engines at the same point of the agreed order. See Note [Tuning] in
+``core.process_sets.registry``. Values that are not the engine's (``tunables``) change at the end of the
+following step.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ from ringdance.training.tuning.tunables import tunables
 _log = logging.getLogger("ringdance")
 
 Values = dict[str, float]
-_LIMIT = 150  # steps after which the search ends, warm-up included; the comparison with the start follows
-_FEWEST = 6  # of them before anything changes: until then the ranks know all requests of a step
+_LIMIT = 150  # steps until the search ends, including warm-up; the comparison with the start follows
+_FEWEST = 6  # steps before anything changes: by then, the ranks know all requests of a step
 _COLUMNS = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
     "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
     "step_ms", "outcome",
 )  # fmt: skip
-_HALF = ("float16", "bfloat16")  # whether they overflow may depend on where they are added first
+_HALF = ("float16", "bfloat16")  # the order of addition can decide whether these overflow
 
-_kept: list[dict[str, Any]] = []  # results of this process: a job that starts again takes them over
+_kept: list[dict[str, Any]] = []  # results of this process, which a restarted job reuses
 
 
 def tuner_of(engine: Engine) -> Autotuner | None:
-    """Return the tuner of this rank's engine, at work; None where the settings want none."""
+    """Create and start the tuner of this rank's engine. Returns None if the settings do not ask for one."""
     settings = engine.settings
     if not (settings.autotune or settings.tuned):
         return None
     why = "in a job of one rank" if engine.size == 1 else "in deterministic mode" * settings.deterministic
     if why:
         if not engine.rank:
-            _log.warning("ringdance: autotune is off %s: the settings stay.", why)
+            _log.warning("ringdance: autotune is off %s. The settings stay as they are.", why)
         return None
     tuner = Autotuner(engine)
     engine.on_step = tuner.on_step
@@ -68,14 +69,14 @@ def tuner_of(engine: Engine) -> Autotuner | None:
 
 
 class Autotuner:
-    """The tuner of one rank; all ranks have one, and submit to it the same number of times.
+    """The tuner of one rank. All ranks have one and submit to it the same number of times.
 
     Args:
-        engine: of this rank.
+        engine: This rank's engine.
 
     Attributes:
-        values: what the ranks have agreed on last; what is missing is as the job has it.
-        done: whether nothing will be changed any more.
+        values: Values that the ranks agreed on last. Missing values are the job's own.
+        done: True once nothing will be changed any more.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -86,36 +87,36 @@ class Autotuner:
         self.values: Values = {}
         self.done = False
         self._job: dict[str, Any] = {}
-        self._file: Values = {}  # what came from --tuned
-        self._own: dict[str, int] = {}  # this rank's, of the tunables that are not the engine's
-        self._given: dict[str, int] = {}  # what they are now, as far as the tuner knows
-        self._written = False  # whether what is agreed on is a result, to be used again
+        self._file: Values = {}  # values from --tuned
+        self._own: dict[str, int] = {}  # this rank's original tunables, which the engine does not own
+        self._given: dict[str, int] = {}  # current values of these tunables, as far as the tuner knows
+        self._written = False  # True if the agreed values are a result to be reused
         self._search: Search | None = None
         self._bytes: tuple[int, ...] = (0,)
         self._run: Generator[Trial, Measured, Outcome] | None = None
         settings = self.settings
         warm_up = max(_FEWEST, settings.autotune_warmup_samples * settings.autotune_steps_per_sample)
-        self._warm_up = warm_up + 2  # the first step has no begin; one more until the ranks have agreed
+        self._warm_up = warm_up + 2  # the first step has no start; agreement takes one more
         self._trial = self._seen = Trial((), 0, warm_up)
         self._skip, self._said = 0, ""
-        self._work: Work | None = None  # was submitted; complete without a new trial: withdrawn by join()
-        self._done: list[tuple[int, int, int]] = []  # ns, of them waited, and bytes of each measured step
+        self._work: Work | None = None  # submitted; if it completes without a new trial, join() withdrew it
+        self._done: list[tuple[int, int, int]] = []  # per measured step: ns, ns of waiting, bytes
         self._steps, self._last, self._began = 0, (0, 0, 0), monotonic()
         self._original = state.values()
         engine.sets.on_tune = self._on_tune
 
-    # -- by the thread that ends a step --------------------------------------------------------
+    # -- on the thread that ends a step --------------------------------------------------------
 
     def on_step(self) -> None:
-        """Note that a step has ended; submit what was measured when the trial has enough of them."""
+        """Record the end of a step, and submit the measurements once the trial has enough steps."""
         words = self.engine.recorder.words
-        if words[Word.STEPS] == self._steps:  # a mark that does not count
+        if words[Word.STEPS] == self._steps:  # this mark did not count a step
             return
         first, self._steps = not self._steps, words[Word.STEPS]
         last, self._last = self._last, (monotonic_ns(), words[Word.WAITED], words[Word.BYTES])
-        again = self._work is not None and self._work.complete  # read before the trial, which ends it
+        again = self._work is not None and self._work.complete  # before ``_trial``, which its request sets
         trial = self._trial  # read once: another thread may execute the request
-        if trial is not self._seen or self.done:  # the exchange of this step had the new values already
+        if trial is not self._seen or self.done:  # this step's exchange already used the new values
             self._seen, self._skip, self._done, self._work = trial, trial.skip, [], None
             self._apply()
         if self.done:
@@ -134,7 +135,7 @@ class Autotuner:
         self._give({name: int(self.values.get(name, own)) for name, own in self._own.items()})
 
     def restore(self) -> None:
-        """Give back what is not the engine's: this rank leaves the job, whatever was being tried."""
+        """Restore the tunables that are not the engine's, because this rank leaves the job."""
         self._give(self._own)
 
     def _give(self, values: Mapping[str, int]) -> None:
@@ -146,7 +147,7 @@ class Autotuner:
     def _submit(self, what: dict[str, Any]) -> None:
         payload = np.frombuffer(json.dumps(what).encode(), np.uint8)
         request = Request(Description(Collective.TUNE), (payload,), name=TUNE_NAME)
-        with contextlib.suppress(RingdanceError):  # the job ends, or has failed: others say so
+        with contextlib.suppress(RingdanceError):  # the job is ending or has failed, which others report
             self._work = self.engine.submit(request, wake=False)
 
     def _measured(self) -> dict[str, Any]:
@@ -154,42 +155,43 @@ class Autotuner:
         return {"times": times, "waited": sum(waited) / max(1, sum(times))}
 
     def _hello(self) -> dict[str, Any]:
-        """Return what decides what can be tuned here, and results that are known.
+        """Return this rank's known results and everything that decides what can be tuned here.
 
-        What the ranks' settings decide, rank 0 decides for all: not everything is compared at the start.
+        Rank 0 decides for all ranks what depends on settings, because not all settings are compared at the
+        start.
         """
-        now = {name: one.get() for name, one in tunables.items()}
+        now = {name: tunable.get() for name, tunable in tunables.items()}
         self._own = {name: value for name, value in now.items() if value is not None}
         self._given = dict(self._own)
-        found: dict[str, Any] = {
+        answer: dict[str, Any] = {
             "cores": usable_cores(self.engine.local_pids), "known": _kept,
             "eager": self._state.pending.eager_last > self._began,
-            "tunables": {name: [now[name], one.most()] for name, one in tunables.items()},
+            "tunables": {name: [now[name], tunable.most()] for name, tunable in tunables.items()},
         }  # fmt: skip
         if self.engine.rank == 0:
-            # As in Horovod, whose variables fix what they set.
+            # As in Horovod, a variable that the user has set fixes its value.
             fixed = [n for n in ("fusion_threshold", "cycle_time") if "HOROVOD_" in self.settings.origin(n)]
             dtypes = {d for entry in self._entries() for d in entry.description.dtypes}
             if not dtypes.isdisjoint(_HALF):
                 fixed.append("hierarchical")
-            found |= {
+            answer |= {
                 "fixed": fixed, "steps": self.settings.autotune_steps_per_sample, "warm_up": self._warm_up,
                 "values": self._original._asdict(), "model": tuned.model_of(self._gradients()),
             }  # fmt: skip
             if self.settings.tuned:
                 try:
-                    found["file"] = tuned.read(self.settings.tuned)
+                    answer["file"] = tuned.read(self.settings.tuned)
                 except ValueError as error:
-                    found["refused"] = str(error)
-        return found
+                    answer["refused"] = str(error)
+        return answer
 
     def _entries(self) -> list[CacheEntry]:
-        found = [entry for entry in list(self._state.pending.cache.entries) if entry is not None]
-        return [entry for entry in found if entry.description.kind is Collective.ALLREDUCE]
+        entries = [entry for entry in list(self._state.pending.cache.entries) if entry is not None]
+        return [entry for entry in entries if entry.description.kind is Collective.ALLREDUCE]
 
     def _gradients(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
-        """Return the tensors averaged so far: those known as gradients, if there are any."""
-        found: dict[bool, dict[str, tuple[tuple[int, ...], str, int]]] = {True: {}, False: {}}
+        """Return the tensors averaged or summed so far: only known gradients, if there are any."""
+        tensors: dict[bool, dict[str, tuple[tuple[int, ...], str, int]]] = {True: {}, False: {}}
         for entry in self._entries():
             d = entry.description
             if d.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM) or d.detail:
@@ -199,10 +201,10 @@ class Autotuner:
             chosen = names if known else [f"{entry.name}.{i}" for i in range(len(d.shapes))]
             for name, shape, dtype in zip(chosen, d.shapes, d.dtypes, strict=False):
                 nbytes = description_bytes(Description(d.kind, (dtype,), (shape,)))
-                found[known][name] = (shape, dtype, nbytes)
-        return found[True] or found[False]
+                tensors[known][name] = (shape, dtype, nbytes)
+        return tensors[True] or tensors[False]
 
-    # -- in a step of the engine, on all ranks alike -------------------------------------------
+    # -- in a step of the engine, the same on all ranks ----------------------------------------
 
     def _on_tune(self, payloads: list[bytes]) -> EngineValues | None:
         if self.done:
@@ -210,7 +212,7 @@ class Autotuner:
         if not all(payloads):
             if self._search is not None:
                 self._take(self._search.start)
-            self._stop("a rank has joined, which ends the search: the settings stay")
+            self._stop("a rank has joined, which ends the search. The settings stay as they are.")
         else:
             answers = [json.loads(payload) for payload in payloads]
             if self._run is None:
@@ -225,21 +227,21 @@ class Autotuner:
         return EngineValues(**{name: type(own)(values.get(name, own)) for name, own in job.items()})
 
     def _begin(self, answers: list[dict[str, Any]]) -> None:
-        """Take over a known result, or begin the search."""
+        """Take over a known result, or start the search."""
         hardware = tuned.hardware_of(self.engine.hosts, [what["cores"] for what in answers])
         self._job = hardware | answers[0]["model"]
         for what in answers:
             for known in what["known"]:
                 if not tuned.differences(known["job"], self._job):
                     self.values = dict(known["values"])
-                    self._stop(f"as before the restart: {_text(self.values)}")
+                    self._stop(f"the result from before the restart is used: {_text(self.values)}")
                     return
         refused, file = answers[0].get("refused", ""), answers[0].get("file")
         if file is not None:
             refused = tuned.differences(file["job"], self._job)
-            refused = refused and f"{self.settings.tuned} is of another job: {refused}"
+            refused = refused and f"{self.settings.tuned} belongs to a different job: {refused}"
         if refused and not self.engine.rank:
-            _log.warning("ringdance: --tuned is not used, the settings stay: %s.", refused)
+            _log.warning("ringdance: --tuned is ignored and the settings stay as they are: %s.", refused)
         if file is not None and not refused:
             self.values, self._file = dict(file["values"]), dict(file["values"])
         if not self.settings.autotune:
@@ -249,7 +251,7 @@ class Autotuner:
         dimensions, self._warm_up = self._dimensions(answers), answers[0]["warm_up"]
         self._search = Search(dimensions, answers[0]["steps"], _LIMIT - self._warm_up)
         if not dimensions:
-            self._stop("nothing can be tuned here: the settings stay")
+            self._stop("nothing can be tuned in this job. The settings stay as they are.")
             self._written = True
             return
         self._run = self._search.run()
@@ -269,28 +271,28 @@ class Autotuner:
 
     def _take(self, point: tuple[int, ...]) -> None:
         assert self._search is not None
-        for one, index in zip(self._search.dimensions, point, strict=True):
-            if index != one.start:
-                self.values[one.name] = one.values[index]
-            elif one.name in self._file:
-                self.values[one.name] = self._file[one.name]
-            else:  # each rank's own
-                self.values.pop(one.name, None)
+        for dimension, index in zip(self._search.dimensions, point, strict=True):
+            if index != dimension.start:
+                self.values[dimension.name] = dimension.values[index]
+            elif dimension.name in self._file:
+                self.values[dimension.name] = self._file[dimension.name]
+            else:  # each rank's own value
+                self.values.pop(dimension.name, None)
 
     def _end(self, outcome: Outcome) -> None:
         search = self._search
         assert search is not None
         self._take(outcome.point)
         changed = {
-            one.name: one.values[index]
-            for one, index in zip(search.dimensions, outcome.point, strict=True) if index != one.start
+            dim.name: dim.values[index]
+            for dim, index in zip(search.dimensions, outcome.point, strict=True) if index != dim.start
         }
         after = f"after {self._warm_up + search.used} steps"
         if outcome.point == search.start:
-            self._stop(f"nothing was to be won {after}: the settings stay")
+            self._stop(f"no improvement found {after}. The settings stay as they are.")
         else:
-            won = f"{100 * outcome.gain:.1f} ± {100 * outcome.error:.1f}% of a step's time won"
-            self._stop(f"{_text(changed)}: {won} {after}")
+            won = f"saves {100 * outcome.gain:.1f} ± {100 * outcome.error:.1f}% of a step's time"
+            self._stop(f"{_text(changed)}: {won}, found {after}")
         _kept.append({"job": self._job, "values": self.values})
         self._written = True
 
@@ -302,8 +304,8 @@ class Autotuner:
         most = exchange.most_chunk_bytes
         if 0 < most < TUNED_CHUNK_BYTES and not rank:
             _log.warning(
-                "ringdance: autotune tries chunks of up to %d KiB only: /dev/shm of a host has no room for "
-                "larger ones (containers: --shm-size).", most >> 10,
+                "ringdance: autotune tries chunks of at most %d KiB, because /dev/shm on a host lacks space "
+                "for larger ones. Enlarge it (in containers: --shm-size).", most >> 10,
             )  # fmt: skip
         rooms = {"chunk_bytes": min(most, TUNED_CHUNK_BYTES), "wire_bytes": TUNED_CHUNK_BYTES}
         small, hosts = self.settings.small_bytes, exchange.flat is not None
@@ -312,7 +314,7 @@ class Autotuner:
     # -- the end -------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Write and say how it ended; from now on nothing is called any more."""
+        """Write and print the outcome. The engine does not call the tuner again."""
         self.engine.on_step = None
         if self.engine.rank:
             return
@@ -323,14 +325,14 @@ class Autotuner:
                 self._write(self.settings.autotune_log)
             except OSError as error:
                 path, why = self.settings.autotune_log, error.strerror or error
-                _log.warning("ringdance: the tuner's log %s cannot be written: %s", path, why)
+                _log.warning("ringdance: the autotune log %s cannot be written: %s", path, why)
 
     def leave(self) -> None:
-        """The job ends: write what is known so far."""
+        """Write what is known so far, because the job ends."""
         if self.engine.on_step is None:
             return
         if not self.done and self.settings.autotune:
-            self._said = "the job ended before the search did, which takes up to 280 steps: nothing was tuned"
+            self._said = "the job ended before the search did (it takes up to 280 steps). Nothing was tuned."
         self._finish()
 
     @staticmethod
@@ -363,14 +365,14 @@ class Autotuner:
                     values.get("threads", ""),
                     f"{seconds * 1e3:.3f}" if seconds else "", what,
                 ])  # fmt: skip
-        if not self._written:  # it was not compared with the start
+        if not self._written:  # the result was not compared with the start
             return
         root, ending = os.path.splitext(path)
         tuned.write(f"{path if ending == '.json' else root}.json", self._job, self.values, self._said)
 
 
 def _text(values: Mapping[str, float]) -> str:
-    """Return values as people write them: ``chunk_bytes=384K``."""
+    """Return values in readable form: ``chunk_bytes=384K``."""
     return ", ".join(f"{name}={_number(name, value)}" for name, value in values.items()) or "no change"
 
 

@@ -1,7 +1,7 @@
-"""Search for the quickest values while a job trains: coordinate descent on noisy step times.
+"""Search for the fastest values while a job trains, by coordinate descent on noisy step times.
 
-A pure function of the times that it is given: ranks that give it the same ones get the same answers, so it
-uses no clock, no random numbers, and no function whose last bit depends on the machine.
+The search is a pure function of the times that it receives. Ranks that pass the same times get the same
+answers. So it uses no clock, no random numbers, and no function whose last bit depends on the machine.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import NamedTuple
 Point = tuple[int, ...]  # an index into the values of each dimension
 
 _PROBE = 2  # steps of the first look at a point
-# Passes over the dimensions: values at a time, and how often a point and the best one take turns at most.
+# Passes over the dimensions: strides through the values, and the maximum number of turns per comparison.
 _PASSES = (((2,), 1), ((2, 1), 1), ((2, 1), 2))
-_RECENT = 12  # steps of a point that count, the latest ones: the machine's speed drifts
-_LEAST_NOISE = 0.01  # of a step's time, whatever few steps show
-_WORTH = 0.02  # a gain below this is none
-_CLEAR = 0.25  # a gain that needs no second look
-# Turns that decide: so many without a contradiction, or with a single one. By chance that is 1% of all cases.
+_RECENT = 12  # only a point's latest steps count, because the machine's speed drifts
+_LEAST_NOISE = 0.01  # share of a step's time that is assumed even if few steps show less
+_WORTH = 0.02  # a smaller gain does not count
+_CLEAR = 0.25  # a gain that does not need a second look
+# Turns that decide without a contradiction, and with a single one. By chance this happens in 1% of cases.
 _PAIRS = 8, 11
-_TURN = 3  # steps of the start, and of the best point, in a turn at the end
-_EXPOSED = 0.03  # share of a step in which training waits, from which on an exchange is worth tuning
+_TURN = 3  # steps of the start, and of the best point, per turn of the final comparison
+_EXPOSED = 0.03  # share of a step that training waits, above which exchanges are worth tuning
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Dimension:
     """One setting that can be tuned.
 
     Attributes:
-        name: of the setting.
-        values: ascending, for those that have an order; along them a step's time falls, then rises.
-        start: index of the value that the job starts with.
-        toward: 1 or -1, where to look first.
-        skip: steps after a change that say nothing.
-        of_exchange: it cannot win more than the time in which training waits for an exchange.
-        usual: index of the value that suits most jobs; None if there is none.
+        name: Name of the setting.
+        values: Ascending if they are ordered. Along them, the step time falls and then rises.
+        start: Index of the value with which the job starts.
+        toward: Direction in which to look first, 1 or -1.
+        skip: Steps to ignore after a change.
+        of_exchange: True if a gain cannot exceed the time in which training waits for an exchange.
+        usual: Index of the value that suits most jobs; None if unknown.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Dimension:
 
 
 class Trial(NamedTuple):
-    """What to run next: the values of ``point``, for ``skip`` steps, then for ``steps`` that are measured."""
+    """The next trial: ``skip`` steps to ignore with the values of ``point``, then ``steps`` to measure."""
 
     point: Point
     skip: int
@@ -60,7 +60,7 @@ class Trial(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The steps of a trial: seconds of each, and the share of them in which training waited."""
+    """The steps of a trial: seconds of each step, and the share of them in which training waited."""
 
     times: Sequence[float]
     exposed: float
@@ -75,12 +75,12 @@ class Estimate(NamedTuple):
 
 @dataclass
 class Outcome:
-    """How a search ended.
+    """Result of a search.
 
     Attributes:
-        point: the values to go on with.
-        gain: share of a step's time that they save, against those at the start; 0.0 for the same ones.
-        error: half the width of its interval.
+        point: Values to continue with.
+        gain: Share of a step's time that they save over those at the start; 0.0 if they are the same.
+        error: Half the width of the gain's interval.
     """
 
     point: Point
@@ -89,12 +89,12 @@ class Outcome:
 
 
 class Judgment(NamedTuple):
-    """What turns of two settings have shown.
+    """Result of comparing two settings in turns.
 
     Attributes:
-        gained: True if the second is surely quicker, False if that cannot be said, None for more turns.
-        gain: share of the first one's time that it saves; median of the turns.
-        error: half the width of the interval in which it is.
+        gained: True if the second is certainly faster, False if that cannot be said, None to take more turns.
+        gain: Share of the first one's time that the second saves; median of the turns.
+        error: Half the width of the gain's interval.
     """
 
     gained: bool | None
@@ -103,17 +103,18 @@ class Judgment(NamedTuple):
 
 
 def order(turn: int) -> tuple[int, int]:
-    """Return which of two comes first in a turn: nothing that repeats itself always meets the same one.
+    """Return which of two goes first in a turn, so that nothing periodic always meets the same one.
 
-    It is the sequence of Thue and Morse.
+    This is the Thue-Morse sequence.
     """
     return (1, 0) if turn.bit_count() % 2 else (0, 1)
 
 
 def judge(turns: Sequence[Sequence[float]]) -> Judgment:
-    """Tell whether the second is quicker, by the times of the first and the second in turns.
+    """Judge whether the second is faster, by the times of the first and the second in turns.
 
-    Their signs decide, since no distribution fits other programs, which take cores for seconds.
+    The signs of the differences decide, because no distribution fits other programs, which take cores for
+    seconds.
     """
     gains = sorted((first - second) / max(first, second) for first, second in turns)
     against = sum(gain <= 0 for gain in gains)
@@ -126,7 +127,7 @@ def judge(turns: Sequence[Sequence[float]]) -> Judgment:
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Estimate by how much the second times are longer than the first; medians, for noise that has peaks."""
+    """Estimate how much longer the second times are than the first, by medians because noise has peaks."""
     before, after = median(first), median(second)
     spreads = [abs(time / before - 1) for time in first]
     if len(second) > 3:
@@ -137,17 +138,17 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Estimate:
 
 @dataclass
 class Search:
-    """The state of a search; ``run`` makes it.
+    """A search and its state. ``run`` performs it.
 
     Args:
-        dimensions: in the order in which they are tried.
-        steps: that are measured of a point at a time, but for the first look.
-        limit: of the steps before the comparison at the end.
+        dimensions: Dimensions in the order in which to try them.
+        steps: Steps to measure of a point at a time, except in the first look.
+        limit: Maximum number of steps before the final comparison.
 
     Attributes:
-        best: the best point so far.
-        used: steps so far.
-        history: for each trial the point, its times and what came of it.
+        best: Best point so far.
+        used: Steps so far.
+        history: Point, times and verdict of each trial.
     """
 
     dimensions: Sequence[Dimension]
@@ -160,36 +161,36 @@ class Search:
     _times: dict[Point, list[float]] = field(default_factory=lambda: defaultdict(list))
     _worse: set[Point] = field(default_factory=set)
     _pairs: int = 1
-    _flat: set[str] = field(default_factory=set)  # dimensions that do not matter
+    _flat: set[str] = field(default_factory=set)  # dimensions that make no difference
 
     def run(self) -> Generator[Trial, Measured, Outcome]:
-        """Yield what to run, take what was measured; return what is best."""
+        """Yield trials, receive their measurements, and return the outcome."""
         start = self.best = self.start
         yield from self._measure(start, "start", 2 * self.steps)
-        # From bad values all usual ones together win what noise does not hide, each by itself little.
-        usual = tuple(one.start if one.usual is None else one.usual for one in self.dimensions)
+        # From a bad start, the usual values gain more together than noise can hide. Each alone gains little.
+        usual = tuple(dim.start if dim.usual is None else dim.usual for dim in self.dimensions)
         self._pairs = 3
         if usual != start and self.exposed >= _EXPOSED and (yield from self._try(usual)) == "better":
             self.best = usual
         for strides, pairs in _PASSES:
             moved = False
-            for number, one in enumerate(self.dimensions):
-                if one.name in self._flat or (one.of_exchange and self.exposed < _EXPOSED):
+            for number, dim in enumerate(self.dimensions):
+                if dim.name in self._flat or (dim.of_exchange and self.exposed < _EXPOSED):
                     continue
                 self._pairs = pairs
                 moved |= yield from self._descend(number, strides)
             if not moved and (len(strides) > 1 or self.best == start):
-                break  # two values on it is no quicker either way: what lies between wins little
+                break  # two values away it is not faster either way: values in between gain little
         return (yield from self._verify())
 
     @property
     def start(self) -> Point:
-        """The values that the job began with."""
-        return tuple(one.start for one in self.dimensions)
+        """The values with which the job started."""
+        return tuple(dim.start for dim in self.dimensions)
 
     def _spent(self) -> bool:
-        """Return True once there is no room for a change and a sample."""
-        longest = self.steps + max((one.skip for one in self.dimensions), default=0)
+        """Return True once not enough steps are left for a change and a sample."""
+        longest = self.steps + max((dim.skip for dim in self.dimensions), default=0)
         return self.limit - self.used < longest
 
     def _measure(self, point: Point, what: str, steps: int) -> Generator[Trial, Measured, None]:
@@ -203,7 +204,7 @@ class Search:
         self.history.append((point, measured.times, what))
 
     def skipped(self, last: Point, point: Point) -> int:
-        """Return how many steps say nothing after a change from one point to another."""
+        """Return how many steps to ignore after a change from one point to another."""
         changed = [d.skip for d, a, b in zip(self.dimensions, last, point, strict=True) if a != b]
         return max(changed, default=0)
 
@@ -211,11 +212,11 @@ class Search:
         return self._times[point][-_RECENT:]
 
     def _descend(self, number: int, strides: Sequence[int]) -> Generator[Trial, Measured, bool]:
-        """Follow one dimension downhill, by so many values at a time; return whether it moved."""
-        one, moved, last = self.dimensions[number], False, len(self.dimensions[number].values) - 1
+        """Follow one dimension downhill with the given strides. Returns True if the best point moved."""
+        dim, moved, last = self.dimensions[number], False, len(self.dimensions[number].values) - 1
         for stride in strides if last > 1 else (1,):
             verdicts = []
-            for direction in (one.toward, -one.toward):
+            for direction in (dim.toward, -dim.toward):
                 while True:
                     here = self.best[number]
                     there = min(max(here + direction * stride, 0), last)
@@ -228,18 +229,19 @@ class Search:
                     if verdicts[-1] != "better":
                         break
                     moved, self.best = True, candidate
-                if "better" in verdicts:  # then it is worse the other way
+                if "better" in verdicts:  # then the other direction is worse
                     break
             seen = verdicts.count("same")
-            if not moved and seen == len(verdicts) and seen > (stride > 1):  # at a border one may be luck
-                self._flat.add(one.name)
+            # At a border there is a single verdict, which may be chance if the stride is long.
+            if not moved and seen == len(verdicts) and seen > (stride > 1):
+                self._flat.add(dim.name)
                 break
         return moved
 
     def _try(self, candidate: Point) -> Generator[Trial, Measured, str]:
-        """Compare a point with the best one, taking turns; return "better", "same" or "worse"."""
+        """Compare a point with the best one, in turns. Returns "better", "same", "worse" or "unclear"."""
         verdict = ""
-        self._times[candidate].clear()  # what was measured beside another point says little
+        self._times[candidate].clear()  # times measured next to another point say little
         turns = [(candidate, _PROBE), (candidate, self.steps), (self.best, self.steps)]
         for point, steps in turns + turns[1:] * (self._pairs - 1):
             yield from self._measure(point, "best" if point == self.best else "tried", steps)
@@ -259,7 +261,7 @@ class Search:
         return compare(self._recent(self.best), self._recent(candidate))
 
     def _verdict(self, candidate: Point) -> str:
-        """Return what is certain; "" for nothing yet. A first look of few steps must not be a peak's."""
+        """Return what is certain, or "" if nothing is. In a short first look, a peak must not decide."""
         times = self._recent(candidate)
         few = len(times) < self.steps
         difference, error = compare(self._recent(self.best), [min(times)] if few else times)
@@ -274,14 +276,14 @@ class Search:
         return ""
 
     def _verify(self) -> Generator[Trial, Measured, Outcome]:
-        """Compare the best point with the start anew, whose first steps may have been slow by themselves."""
+        """Compare the best point with the start again, because the first steps may just have been slow."""
         turns: list[list[float]] = []
-        while (found := judge(turns)).gained is None and self.best != self.start:
+        while (judgment := judge(turns)).gained is None and self.best != self.start:
             turns.append([0.0, 0.0])
             for which in order(len(turns) - 1):
                 yield from self._measure((self.start, self.best)[which], "verified", _TURN)
                 turns[-1][which] = median(self.history[-1][1])
-        if found.gained:
-            return Outcome(self.best, found.gain, found.error)
+        if judgment.gained:
+            return Outcome(self.best, judgment.gain, judgment.error)
         self.best = self.start
         return Outcome(self.start)

@@ -1,4 +1,4 @@
-"""What a binding lets the tuner change between two steps; no framework is known here."""
+"""Values that a binding lets the tuner change between two steps, independent of the framework."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Tunable(NamedTuple):
-    """A value of this process.
+    """A value of this process that can be tuned.
 
     Attributes:
-        get: returns it, a number; None where this process has no choice.
-        set: changes it from the next step on; called by the thread that ends a step.
-        most: returns the largest value to be tried.
+        get: Returns the value, a number, or None if this process has no choice.
+        set: Changes the value from the next step on. Called on the thread that ends a step.
+        most: Returns the largest value to try.
     """
 
     get: Callable[[], int | None]
@@ -21,4 +21,4 @@ class Tunable(NamedTuple):
 
 
 tunables: dict[str, Tunable] = {}
-"""By the name of the value: ``overlap`` (0 or 1) and ``threads``."""
+"""Tunables by name: ``overlap`` (0 or 1) and ``threads``."""

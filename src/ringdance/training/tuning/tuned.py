@@ -1,4 +1,4 @@
-"""The file of a search's result, and whether it fits a job: for ``--tuned FILE``."""
+"""Read and write the file for ``--tuned FILE``: a search's result and the job that it belongs to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = {
     **dict.fromkeys(("fusion_threshold", "chunk_bytes", "wire_bytes"), (0, 1 << 40)), "cycle_time": (0, 1e6),
     "hierarchical": (0, 1), "overlap": (0, 1), "threads": (1, 1024),
 }  # fmt: skip
-"""What a result has, with the least and the largest."""
+"""Values that a result can have, with their minimum and maximum."""
 _OF_JOB = {
     "ranks": "ranks", "hosts": "hosts", "ranks_per_host": "ranks per host", "cores": "cores of the hosts",
     "gradients": "gradients", "bytes": "bytes of the gradients", "digest": "names or shapes of the gradients",
@@ -23,11 +23,11 @@ _OF_JOB = {
 
 
 def hardware_of(hosts: Iterable[str], cores: Iterable[int]) -> dict[str, Any]:
-    """Return the hardware that a result belongs to.
+    """Return a description of the hardware that a result belongs to.
 
     Args:
-        hosts: the host of each rank.
-        cores: the number of cores of each rank's host.
+        hosts: Host of each rank.
+        cores: Number of cores of each rank's host.
     """
     ranks = list(zip(hosts, cores, strict=True))
     names = dict(ranks)
@@ -38,7 +38,7 @@ def hardware_of(hosts: Iterable[str], cores: Iterable[int]) -> dict[str, Any]:
 
 
 def model_of(gradients: Mapping[str, tuple[tuple[int, ...], str, int]]) -> dict[str, Any]:
-    """Return the model that a result belongs to; ``gradients``: shape, data type and bytes by name."""
+    """Describe the model that a result belongs to. ``gradients``: shape, data type and bytes by name."""
     text = json.dumps(sorted((name, *rest[:2]) for name, rest in gradients.items()))
     return {
         "gradients": len(gradients), "bytes": sum(nbytes for _, _, nbytes in gradients.values()),
@@ -47,7 +47,7 @@ def model_of(gradients: Mapping[str, tuple[tuple[int, ...], str, int]]) -> dict[
 
 
 def write(path: str, job: Mapping[str, Any], values: Mapping[str, float], won: str) -> None:
-    """Write a result. Raises OSError."""
+    """Write a result file. Raises OSError."""
     content = {"ringdance_tuned": 1, "job": job, "values": values, "won": won}
     with whole_text(Path(path)) as file:
         json.dump(content, file, indent=1)
@@ -55,45 +55,45 @@ def write(path: str, job: Mapping[str, Any], values: Mapping[str, float], won: s
 
 
 def read(path: str) -> dict[str, Any]:
-    """Return the content of a result's file.
+    """Read a result file.
 
     Raises:
-        ValueError: it cannot be read, or is none; with the reason.
+        ValueError: The file cannot be read or is not a result file. The message has the reason.
     """
     try:
-        found = json.loads(read_regular(Path(path)))
+        content = json.loads(read_regular(Path(path)))
     except LaunchError as error:
         raise ValueError(str(error)) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict) or "ringdance_tuned" not in found:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict) or "ringdance_tuned" not in content:
         raise ValueError(f"{path} was not written by `ringdance run --autotune --autotune-log-file`")
-    values: Any = found.get("values")
+    values: Any = content.get("values")
     if (
         not isinstance(values, dict)
-        or not isinstance(found.get("job"), dict)
+        or not isinstance(content.get("job"), dict)
         or not values.keys() <= VALUES.keys()
     ):
-        raise ValueError(f'{path}: "values" must have numbers, of some of {", ".join(VALUES)}')
+        raise ValueError(f'{path}: "values" must only have numbers for {", ".join(VALUES)}')
     for name, value in values.items():
         least, most = VALUES[name]
         if not (isinstance(value, int | float) and least <= value <= most):
             raise ValueError(f"{path}: {name} is {value!r:.40}; expected a number from {least} to {most:.0f}")
-    return found
+    return content
 
 
 def differences(job: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Return in words where a result's job differs from the one that runs here; "" for nowhere."""
-    found = list[str]()
+    """Describe how a result's job differs from the running one. Returns "" if they are the same."""
+    reasons = list[str]()
     for name, words in _OF_JOB.items():
         if job.get(name) == here[name]:
             continue
         if name == "digest":
-            if not found:
-                found.append(f"other {words}")
+            if not reasons:
+                reasons.append(f"different {words}")
         else:
-            found.append(f"{words}: {_text(job.get(name))} in the file, {_text(here[name])} here")
-    return "; ".join(found)
+            reasons.append(f"{words}: {_text(job.get(name))} in the file, {_text(here[name])} here")
+    return "; ".join(reasons)
 
 
 def _text(value: Any) -> str:
