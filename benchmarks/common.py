@@ -130,7 +130,7 @@ def _ringdance_run_works() -> bool:
 
 
 def run_rank(main: Callable[[Job], None], names: Sequence[str]) -> None:
-    """Run ``main(job)`` with these modules. An exception stops all ranks with exit code 1 instead of a hang."""
+    """Run ``main(job)`` with these modules. On an exception, all ranks exit with code 1 and none hangs."""
     from peers import Job
 
     job: Job | None = None

@@ -1,6 +1,7 @@
 """Train a small conv net on real handwritten digits: `ringdance run -np 2 python examples/digits_flax.py`.
 
-digits_jax.py does the same without Flax. Also runs without a launcher. Data: scikit-learn's 1,797 digits of 8 x 8 pixels.
+digits_jax.py does the same without Flax. Also runs without a launcher. Data: scikit-learn's 1,797 digits of
+8 x 8 pixels.
 """
 
 from __future__ import annotations
