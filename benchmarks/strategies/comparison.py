@@ -143,18 +143,18 @@ def _of_framework(title: str, measured: Sequence[Result]) -> list[str]:
     )
     if others > _DISTURBED * cores:
         return [
-            f"{title}: other programs used up to {others:.1f} of {cores} cores meanwhile, so the figures do "
-            "not say which strategy is the best. Run it again (--again) while nothing else runs."
+            f"{title}: other programs used up to {others:.1f} of {cores} cores meanwhile, so the results do "
+            "not show which strategy is best. Run it again (--again) while nothing else is running."
         ]
     lines = [f"{title}: {'use ' if len(measured) > 1 else ''}{best.strategy}: {figures}"]
     if seconds < _SHORT:
-        lines.append(f"- Trained for {seconds:.2g} s: too short for figures of speed. Give more --rows.")
+        lines.append(f"- Trained for {seconds:.2g} s: too short to measure speed. Use more --rows.")
     if equal > 2 * _EQUAL_AUC:
         rows = measured[0].validation
         lines.append(f"- Of {rows:,} rows for validation, differences of AUC below {equal:.2g} are chance.")
     single = next((result for result in measured if result.strategy == "single"), None)
     if single and single is not best and best.speed < _CLOSE * single.speed:
-        lines.append("- One process is nearly as fast: several are worth it on more cores or hosts.")
+        lines.append("- One process is nearly as fast: several pay off with more cores or hosts.")
     for result in sorted(measured, key=lambda one: -one.speed):
         if result is not best:
             lines.append(f"- {result.strategy}: {'; '.join(_reasons(result, best, samples, seconds))}.")
