@@ -73,20 +73,20 @@ def main() -> None:
     add("--image-size", type=int, default=224)
     add("--width", type=int, default=64, help="channels of the first stage (default 64: ResNet-50)")
     add("--json", type=Path, metavar="FILE", help="write the numbers to FILE as well")
-    options = options.parse_args()
+    arguments = options.parse_args()
     busy = busy_cores(0.5)
-    print(f"thread_scaling: {os.cpu_count()} cores, batch {options.batch}, {options.image_size} pixels")
+    print(f"thread_scaling: {os.cpu_count()} cores, batch {arguments.batch}, {arguments.image_size} pixels")
     if busy is not None and busy > 0.1:
         print(f"NOTE: {busy:.2f} cores are busy with other programs. Do not trust single results")
     sources = {"synthetic": ["--synthetic", "--synthetic-images", "100000"]}
-    if options.data:
-        sources["data"] = ["--data", options.data]
+    if arguments.data:
+        sources["data"] = ["--data", arguments.data]
     rows, results = [], []
     for name, source in sources.items():
         found: dict[str, list[list[float]]] = {RANKS: [], THREADS: []}
-        for number in range(options.runs):  # A B, B A, ...: slow changes affect both
+        for number in range(arguments.runs):  # A B, B A, ...: slow changes affect both
             for form in (RANKS, THREADS) if number % 2 else (THREADS, RANKS):
-                found[form].append(speeds(form, options, source))
+                found[form].append(speeds(form, arguments, source))
         medians = {form: statistics.median(chain.from_iterable(runs)) for form, runs in found.items()}
         pairs = [
             statistics.median(one) / statistics.median(other)
@@ -97,9 +97,9 @@ def main() -> None:
         rows.append([name, f"{medians[RANKS]:.2f}", f"{medians[THREADS]:.2f}", ratio(share), shown])
         results.append({"images": name, "images_per_second": found, "ratio": share, "pairs": pairs})
     print(format_table(["images/s", RANKS, THREADS, "ranks / threads", "pairs"], rows))
-    if options.json:
+    if arguments.json:
         content = {"benchmark": "thread_scaling", "arguments": sys.argv[1:], "results": results}
-        options.json.write_text(json.dumps(content | {"about": about_machine()}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(content | {"about": about_machine()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
