@@ -33,9 +33,9 @@ def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize(
     ("entry", "hint"),
     [
-        ("fe80::1:4", r"Write \[fe80::1\]:4, or \[fe80::1:4\] for an address alone"),
-        ("me@h1:2", 'Give the user to ssh: h1:2 with --ssh-args="-l me"'),
-        ("me@h1", 'Give the user to ssh: h1 with --ssh-args="-l me"'),
+        ("fe80::1:4", r"Write \[fe80::1\]:4, or \[fe80::1:4\] for an address only"),
+        ("me@h1:2", 'Pass the user to ssh: h1:2 with --ssh-args="-l me"'),
+        ("me@h1", 'Pass the user to ssh: h1 with --ssh-args="-l me"'),
     ],
 )
 def test_what_is_probably_meant(tmp_path: Path, entry: str, hint: str) -> None:

@@ -48,7 +48,7 @@ def test_the_fix_is_that_of_the_container() -> None:
 @breaks("shm-free")
 def test_full_shared_memory() -> None:
     shell = "mount -t tmpfs -o size=300m none /dev/shm; head -c 290m /dev/zero >/dev/shm/x"
-    expect("shm-free", Machine(shell=shell), "10 MiB of 300 MiB of /dev/shm are free")
+    expect("shm-free", Machine(shell=shell), "10 MiB of 300 MiB in /dev/shm is free")
 
 
 @breaks("shm-there")
@@ -139,7 +139,7 @@ def test_a_directory_that_is_not_there() -> None:
     found = {"exists": False, "nearest": "/", "free": 100 << 30, "total": 200 << 30}
     facts = {HERE: {"disk": {"directories": {"/not mounted": found}}}}
     [missing] = examine(facts, NOTHING, ["folder-exists"])
-    assert "/not mounted does not exist: a job would make it in /" in missing.text
+    assert "/not mounted does not exist: a job would create it in /" in missing.text
     assert missing.fix == "mkdir -p '/not mounted', or mount its disk"
 
 
@@ -180,4 +180,4 @@ def test_localhost_that_is_somewhere_else(tmp_path: Path) -> None:
 @breaks("limit-locked-memory")
 def test_infiniband() -> None:
     machine = Machine(shell=INFINIBAND, limits={"RLIMIT_MEMLOCK": 64 << 10})
-    expect("limit-locked-memory", machine, "may lock 64 KiB only")
+    expect("limit-locked-memory", machine, "may lock only 64 KiB")

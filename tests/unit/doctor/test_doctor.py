@@ -177,7 +177,7 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
         "    fix: enlarge it",
         "  hosts a, b: mpi4py 4 on b, but 5 on a",
         "    fix: fix it",
-        "(--no-check starts nevertheless)",
+        "(start anyway: --no-check)",
     ]
     assert ready.closed
     assert said == []

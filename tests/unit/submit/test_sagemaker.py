@@ -150,11 +150,11 @@ def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
     ("raised", "fix"),
     [
         ("NoCredentialsError", "Unable to locate credentials. Run `aws configure`"),
-        ("NoRegionError", "specify a region. Give --region"),
-        ("UnauthorizedSSOTokenError", "by `aws sso login`"),
+        ("NoRegionError", "specify a region. Pass --region"),
+        ("UnauthorizedSSOTokenError", "with `aws sso login`"),
         ("ConnectTimeoutError", "HTTPS_PROXY"),
-        ("ExpiredToken", "The words. Log in again by `aws sso login`"),
-        ("ExpiredTokenException", "Log in again by `aws sso login`"),
+        ("ExpiredToken", "The words. Log in again with `aws sso login`"),
+        ("ExpiredTokenException", "Log in again with `aws sso login`"),
         ("InvalidClientTokenId", "The keys are wrong"),
         ("ValidationException", "The words"),
     ],
@@ -185,7 +185,7 @@ def test_a_machine_that_knows_no_keys_or_region(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     words = ["--role", COMMON["role"], "--image", "i", "--instance-type", "ml.c5.large", "train.py"]
     for more, said in (
-        ([], "no AWS region: give region= (--region), or set AWS_REGION"),
+        ([], "the AWS region is unknown. Pass region= (--region) or set AWS_REGION"),
         (["--region", "eu-west-1"], "AWS: Unable to locate credentials. Run `aws configure`"),
     ):
         done = sagemaker(*more, *words)
@@ -300,7 +300,7 @@ def test_parameter_servers_are_answered() -> None:
         ({"image_uri": ""}, "image_uri is missing"),
         ({"instance_type": ""}, "instance_type is missing"),
         ({"instance_type": "local_gpu"}, "ringdance run -np 8 python train.py"),
-        ({"framework_version": "1.6.0"}, "'framework_version'; the SDK looked up an image by it"),
+        ({"framework_version": "1.6.0"}, "'framework_version'; the SDK used it to look up an image"),
         ({"entry_point": "other.py"}, "other.py"),
         ({"instance_count": 0}, "instance_count 0"),
         ({"processes_per_host": 0}, "processes_per_host 0"),
@@ -371,7 +371,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
         environment={"B": "2"},
     )
     assert request == same.request({"train": Input(f"{S3}/train", "ShardedByS3Key")}, NAME)
-    assert "no option of mpirun" in done.stderr
+    assert "not an option of mpirun" in done.stderr
     assert "2 x ml.p3.16xlarge (8 GPUs), ranks on each: 8\n" in done.stderr
 
 
@@ -386,7 +386,7 @@ def test_secrets_are_not_put_into_the_request() -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert f": {name} holds what looks like a secret" in done.stderr
         assert "secretsmanager" in done.stderr
-        assert f"If it is no secret: --plain {name}" in done.stderr
+        assert f"If it is not a secret, pass --plain {name}" in done.stderr
         assert "hunter2" not in done.stderr
         done = sagemaker(*service, "--plain", name, *words)
         assert (done.returncode, f'"{name}": "(not shown)"' in done.stdout) == (0, True), done.stderr
