@@ -22,7 +22,7 @@ from ringdance.errors import DeadlockError, ShutDownError
 from ringdance.settings import Settings
 
 SOON = 0.8
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Needs /proc. Other systems only warn.")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc; other systems only warn")
 
 
 def crossed(engine: Engine) -> None:

@@ -30,7 +30,7 @@ from ringdance.settings import Settings
 from ringdance.training.collectives import Call, join
 
 WHO = tuple(Identity(rank, f"host{rank // 2}", 100 + rank) for rank in range(4))
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Needs /proc.")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def thread(*frames: str, name: str = "main thread", pending: bool = False) -> dict[str, Any]:

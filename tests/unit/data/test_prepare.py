@@ -182,7 +182,7 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
     dataset = Dataset.open(tmp_path / "dst")
     assert len(dataset) == 18
     sizes = {PIL.open(io.BytesIO(dataset.read(number))).size for number in range(len(dataset))}
-    assert (40, 48) in sizes, "The rotated image must be stored upright."
+    assert (40, 48) in sizes, "upright"
     assert {*by_class(images), (special["grey.JPEG"], 0)} < pairs(dataset)
     modes = {PIL.open(io.BytesIO(data)).mode for data, _ in pairs(dataset)}
     assert modes == {"RGB", "L"}
@@ -420,7 +420,7 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
         assert f"/{name}" in (error := refused())
         assert "links to nothing that is there" in error or "train: No such file" in error
         (tmp_path / "src" / name).unlink()
-    ring = [tmp_path / "src" / name_of_class / "next" for name_of_class in CLASSES]  # each links to the next class
+    ring = [tmp_path / "src" / c / "next" for c in CLASSES]  # each links to the next class
     for link, to in zip(ring, [*CLASSES[1:], CLASSES[0]], strict=True):
         link.symlink_to(f"../{to}")
     assert f"{CLASSES[0]}/next/next/next links to a directory above it" in refused()

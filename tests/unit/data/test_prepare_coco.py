@@ -148,7 +148,7 @@ def test_annotations_go_with_their_images_after_another_source(
     assert main(["data", "prepare", "coco", str(first), str(target)]) == 2
     assert "is not a link and may have other images" in capsys.readouterr().err
     table = json.loads((target / "annotations" / "instances_val.json").read_text())
-    assert [one["id"] for one in table["annotations"]] == [2], "A refused run must leave the data set unchanged."
+    assert [one["id"] for one in table["annotations"]] == [2], "a refused run changes nothing"
 
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "annotations").symlink_to(first / "annotations")

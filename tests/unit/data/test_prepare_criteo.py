@@ -117,7 +117,7 @@ def test_broken_lines(tmp_path, lines, capsys):
     error = capsys.readouterr().err
     assert "more than --max-broken 2" in error or "--max-broken" in error
     assert prepare(*words, "--max-broken", 3) == 3
-    assert prepare(*words, "--max-broken", 3) == 3, "A run that was complete before must give the same exit code."
+    assert prepare(*words, "--max-broken", 3) == 3, "complete since an earlier run"
     assert len(rows(tmp_path / "out")) == 297
     listed = (tmp_path / "out/problems.tsv").read_text().splitlines()
     assert [line.split("\t")[:2] for line in listed] == [[str(path), n] for n in ("101", "201", "300")]
@@ -201,14 +201,14 @@ def test_a_source_that_changes_meanwhile_is_refused(source, prepared, tmp_path, 
     if format == "tfrecord":
         assert prepare(prepared, tmp_path / "made", "--format", format) == 0
     of_format = {"csv": source / "day_2", "rows": prepared / "train-00000-of-00004.npy"}
-    original = of_format.get(format) or next((tmp_path / "made").glob("train*.tfrecord"))
+    given = of_format.get(format) or next((tmp_path / "made").glob("train*.tfrecord"))
     parse = shuffle.parse
     for number, change in enumerate((lambda size: size + 1, lambda size: size // 2)):
-        path, out = tmp_path / f"{number}{original.suffix}", tmp_path / f"out.{number}"
-        shutil.copy(original, path)
+        path, out = tmp_path / f"{number}{given.suffix}", tmp_path / f"out.{number}"
+        shutil.copy(given, path)
 
         def changing(*words, path=path, change=change):
-            os.truncate(path, change(original.stat().st_size))
+            os.truncate(path, change(given.stat().st_size))
             return parse(*words)
 
         monkeypatch.setattr(shuffle, "parse", changing)
@@ -335,7 +335,7 @@ def test_each_file_gets_its_share_of_the_rows(share):
     shares = np.bincount(plan.file_of(keys, 0), minlength=7) / len(keys)
     assert np.abs(shares - expected).max() < 0.005
     if held:
-        assert (plan.file_of(keys, 1) < held).all(), "Rows of a validation source must go to validation files only."
+        assert (plan.file_of(keys, 1) < held).all(), "validation rows in training files"
     last = plan.file_of(np.array([0, 2**64 - 1], np.uint64), 0)
     assert last.tolist() == [0, 6]
 

@@ -132,12 +132,12 @@ def test_raw_files_open_without_an_index(tables, tmp_path):
     assert (day.format, len(day), equal(day.read(np.arange(ROWS)), whole)) == ("csv", ROWS, True)
     turned = np.roll(np.arange(ROWS), 100)  # read the last line, which has no newline, before the first
     assert equal(day.read(turned), Rows(*(array[turned] for array in whole)))
-    for form in ("libsvm", "tfrecord", "rows"):
-        data = (tables[form].path / tables[form].files[0].name).read_bytes()
-        name = tmp_path / f"raw.{ENDS[form]}"
-        name.write_bytes(data.replace(b"\n", b" \n") if form == "libsvm" else data)
+    for one in ("libsvm", "tfrecord", "rows"):
+        data = (tables[one].path / tables[one].files[0].name).read_bytes()
+        name = tmp_path / f"raw.{ENDS[one]}"
+        name.write_bytes(data.replace(b"\n", b" \n") if one == "libsvm" else data)
         raw = Table.open(name, table_size=SIZE)
-        assert (raw.format, raw.fields, len(raw)) == (form, 39, FILES[0])
+        assert (raw.format, raw.fields, len(raw)) == (one, 39, FILES[0])
         assert equal(raw.read(np.arange(FILES[0])), whole.part(0, FILES[0]))
 
 
@@ -222,14 +222,14 @@ def test_broken_records_are_named(tables, tmp_path):
     image = tfrecord.encode({"image/height": 3}, "image/encoded", b"")
     length = len(image).to_bytes(8, "little")
     record = length + tfrecord.masked(crc32c(length)).to_bytes(4, "little") + image + b"0000"
-    problem = broken(tmp_path, "tfrecord", records + record)
-    assert problem.startswith("tfrecord, record 301: expected a tf.train.Example with label (one number), ids")
+    text = broken(tmp_path, "tfrecord", records + record)
+    assert text.startswith("tfrecord, record 301: expected a tf.train.Example with label (one number), ids")
     (tmp_path / "short.tfrecord").write_bytes(records[:-7])
     with pytest.raises(ArgumentError, match=r"short.tfrecord: the records do not end at byte \d+: damaged"):
         Table.open(tmp_path / "short.tfrecord", table_size=SIZE)
     rows.ids[299, 3] = SIZE
-    problem = broken(tmp_path, "rows", header(300, dtype(39)) + rows.packed().tobytes())
-    assert problem == "npy, row 300: id 100003 (from 0) is beyond the table: expected 0 to 100002"
+    text = broken(tmp_path, "rows", header(300, dtype(39)) + rows.packed().tobytes())
+    assert text == "npy, row 300: id 100003 (from 0) is beyond the table: expected 0 to 100002"
 
 
 def test_damaged_records_end_in_an_error_or_in_rows(tables):

@@ -1,4 +1,4 @@
-"""The list of checks: whole, well formed, and each with a test that breaks the thing."""
+"""The list of checks: complete, well formed, and each with a test that really breaks a machine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ringdance.tools.doctor.probe import PROBES
 
 
 def _broken() -> set[str]:
-    """Names in ``@breaks(...)``, and first words of the tuples of the files' tables."""
-    found: set[str] = set()
+    """Return the names in ``@breaks(...)`` and the first words of the rows in each file's tables."""
+    names: set[str] = set()
     for path in Path(__file__).parent.glob("test_*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "breaks":
-                found |= {word.value for word in node.args if isinstance(word, ast.Constant)}  # type: ignore[misc]
+                names |= {word.value for word in node.args if isinstance(word, ast.Constant)}  # type: ignore[misc]
         for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
                 rows = [row for row in node.value.elts if isinstance(row, ast.Tuple)]
-                found |= {row.elts[0].value for row in rows if isinstance(row.elts[0], ast.Constant)}  # type: ignore[misc]
-    return found
+                names |= {row.elts[0].value for row in rows if isinstance(row.elts[0], ast.Constant)}  # type: ignore[misc]
+    return names
 
 
 def test_each_check_has_a_test_that_breaks_the_thing() -> None:
@@ -81,7 +81,7 @@ def test_a_probe_process_answers_even_if_a_probe_is_unknown() -> None:
     ],
 )
 def test_what_a_host_answers(answer: dict[str, str], error: str, fix: str) -> None:
-    found = module._facts("node1", {"problem": "", **answer}, RemoteShell())["reach"]
-    assert error in found["error"]
-    assert fix in found.get("fix", "")
-    assert bool(found["error"]) == bool(error)
+    reach = module._facts("node1", {"problem": "", **answer}, RemoteShell())["reach"]
+    assert error in reach["error"]
+    assert fix in reach.get("fix", "")
+    assert bool(reach["error"]) == bool(error)
