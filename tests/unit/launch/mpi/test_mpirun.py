@@ -187,9 +187,9 @@ def test_other_libraries_get_no_options_of_open_mpi(
     assert changes(line)["mpi_args"] == []
     assert "no effect with mpich: --mca btl self" in capsys.readouterr().err
     monkeypatch.setattr(mpirun_cli, "find_mpi", lambda: Mpi("openmpi", "/x/mpiexec", "test", 5))
-    job_options = changes(line)
-    assert job_options["mpi_args"] == ["--mca", "btl", "self"]
-    assert (job_options["ranks"], job_options["hosts"], job_options["source"]) == (2, [("localhost", 2)], "-H localhost:2")
+    spec = changes(line)
+    assert spec["mpi_args"] == ["--mca", "btl", "self"]
+    assert (spec["ranks"], spec["hosts"], spec["source"]) == (2, [("localhost", 2)], "-H localhost:2")
 
 
 def test_the_program_for_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
