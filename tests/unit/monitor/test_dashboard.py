@@ -51,7 +51,7 @@ def test_every_query_is_of_metrics_that_the_endpoint_has() -> None:
     names = {sample.name for family in families for sample in family.samples}
     dashboard = json.loads((ROOT / "src/ringdance/core/monitor/dashboard.json").read_text())
     queries = [target["expr"] for panel in panels(dashboard) for target in panel.get("targets") or ()]
-    queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    queries += [v["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
     used = {name for query in queries for name in re.findall(r"ringdance_\w+", query)}
     assert len(queries) > 20
     assert used <= names

@@ -102,8 +102,8 @@ def test_what_another_program_has_written_is_no_figure(tmp_path: Path) -> None:
     assert summarize(load(path)) == expected
     lacks = [event for event in events if event["pid"] != 1_000_000]
     path.write_text(json.dumps(lacks))
-    summary = summarize(load(path))
-    assert ([row["rank"] for row in summary["ranks"]], summary["tensors"], summary["unfinished"]) == ([1], [], [])
+    found = summarize(load(path))
+    assert ([row["rank"] for row in found["ranks"]], found["tensors"], found["unfinished"]) == ([1], [], [])
     path.write_text(json.dumps([event | {"ts": 5} if event["ph"] == "i" else event for event in lacks]))
     assert summarize(load(path))["sentence"] == "No rank is late; 0% of a step is waiting for exchanges."
 

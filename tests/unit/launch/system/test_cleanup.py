@@ -48,11 +48,11 @@ def others() -> Iterator[list[Path]]:
 def test_semaphores_and_memory_in_use_stay() -> None:
     """A semaphore stays mapped after its name is gone."""
     began = time.time()
-    lock = multiprocessing.get_context("spawn").Lock()
+    sem = multiprocessing.get_context("spawn").Lock()
     memory = shared_memory.SharedMemory(create=True, size=4096)
     try:
         assert Cleanup("no such job", (), began).run(failed=True)
-        assert Path("/dev/shm", "sem." + lock._semlock.name.lstrip("/")).exists()  # type: ignore[attr-defined]
+        assert Path("/dev/shm", "sem." + sem._semlock.name.lstrip("/")).exists()  # type: ignore[attr-defined]
         assert Path("/dev/shm", memory.name.lstrip("/")).exists()
     finally:
         memory.close()
