@@ -62,9 +62,9 @@ def test_readers_see_the_files_that_their_commands_run() -> None:
     for page in PAGES:
         page_blocks = blocks(page)
         commands = "\n".join(
-            block.text for block in page_blocks if block.language == "console" and "not run" not in block.marks
+            b.text for b in page_blocks if b.language == "console" and "not run" not in b.marks
         )
-        for name in (block.marks["hidden file"] for block in page_blocks if "hidden file" in block.marks):
+        for name in (b.marks["hidden file"] for b in page_blocks if "hidden file" in b.marks):
             runs = re.search(rf"^\$ .*\b(?:python|sh|bash) {re.escape(name)}\b", commands, re.M)
             assert not runs, f"{page}: {name} is hidden, and a command of the page runs it"
 

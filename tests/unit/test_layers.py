@@ -118,4 +118,4 @@ def test_a_binding_brings_its_framework_only(name):
     modules = imported(module, frameworks=own)
     assert not parts_of(modules, FRAMEWORKS - own)
     assert not parts_of(modules, {"ringdance.launch", "ringdance.tools", "mpi4py"})
-    assert not parts_of(modules, {"torch._dynamo"}), "torch._dynamo takes seconds to import, and only torch.compile needs it"
+    assert not parts_of(modules, {"torch._dynamo"}), "slow to import; only torch.compile needs it"

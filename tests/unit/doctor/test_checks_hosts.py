@@ -252,7 +252,7 @@ def test_another_nccl(cluster: Cluster) -> None:
     assert cluster.wrong("same-nccl") == []
     cluster.odd("two", f'export PYTHONPATH={cluster.directory}/site; exec sh -c "$command"')
     (result,) = cluster.wrong("same-nccl")
-    assert re.search("NCCL 0.1.* on two, but", result.text)  # PyTorch may have brought one
+    assert re.search("NCCL 0.1.* on two, but", result.text)  # PyTorch may have installed another NCCL
 
 
 DIFFERENT = [

@@ -213,8 +213,8 @@ def test_a_rank_for_each_gpu_unless_the_job_says_otherwise(
         ({"instance_type": "ml.c5.xlarge", "instance_count": 1}, {}),
         ({"distribution": {"mpi": {"enabled": False}}}, {enabled: "false"}),
     ):
-        sent_parameters = Estimator(**{**COMMON, **change}).request(None, NAME)["HyperParameters"]
-        assert {name: sent_parameters[name] for name in (number, enabled) if name in sent_parameters} == sent, change
+        found = Estimator(**{**COMMON, **change}).request(None, NAME)["HyperParameters"]
+        assert {name: found[name] for name in (number, enabled) if name in found} == sent, change
     unknown = {**COMMON, "instance_type": "ml.trn1.32xlarge"}
     with pytest.raises(ArgumentError, match=r"ml.trn1.32xlarge: .* Give processes_per_host"):
         Estimator(**unknown)
