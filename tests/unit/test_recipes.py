@@ -67,9 +67,9 @@ def test_the_rate_scales_with_the_batch():
 
 
 def test_the_rate_goes_with_another_batch_size():
-    options = Namespace(epochs=3, batch_size=32, optimizer=None, precision=None, image_size=None, accumulate=1)
+    given = Namespace(epochs=3, batch_size=32, optimizer=None, precision=None, image_size=None, accumulate=1)
     # 256 images per device; a rate of 2.048 for a batch of 2,048
-    preset = presets.PRESETS["8xV100"].overridden(options)
+    preset = presets.PRESETS["8xV100"].overridden(given)
     assert (preset.epochs, preset.batch_size, preset.optimizer) == (3, 32, "sgd")
     assert preset.rate_for(8 * 32) == pytest.approx(0.256)
 

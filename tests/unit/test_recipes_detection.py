@@ -36,7 +36,7 @@ def test_each_image_is_used_once_among_those_of_its_orientation(size: int) -> No
     for step in all_steps:
         count = sum(len(part.numbers) for part in step if part.weight)
         assert {(part.count, part.position) for part in step} == {(count, step[0].position)}
-        assert sum(part.weight for part in step) == pytest.approx(size), "the weights must give the mean over all images"
+        assert sum(part.weight for part in step) == pytest.approx(size), "the mean over the images"
         for part in step:
             assert len({bool(RATIOS[number] >= 1) for number in part.numbers}) == 1
     assert all_steps[-1][0].position == Plan(RATIOS, 4, 7, 3, 0, size).end == len(RATIOS)
@@ -58,25 +58,25 @@ def test_a_rank_without_images_takes_part_with_weight_0() -> None:
 
 
 def test_presets_are_complete() -> None:
-    for name, preset in presets.PRESETS.items():
-        assert preset.source, name
-        assert preset.expected, name
-        assert all(0 < epoch < preset.epochs for epoch in preset.milestones), name
-        Schedule(preset.rate, preset.epochs, "step" if preset.milestones else "cosine", 0, milestones=preset.milestones)
+    for name, one in presets.PRESETS.items():
+        assert one.source, name
+        assert one.expected, name
+        assert all(0 < epoch < one.epochs for epoch in one.milestones), name
+        Schedule(one.rate, one.epochs, "step" if one.milestones else "cosine", 0, milestones=one.milestones)
         if name.startswith("mlperf-"):
-            assert preset.batch_size * preset.devices == int(name.removeprefix("mlperf-")), name
-            assert preset.rate == pytest.approx(0.00125 * min(128, preset.batch_size * preset.devices), rel=0.51), name
+            assert one.batch_size * one.devices == int(name.removeprefix("mlperf-")), name
+            assert one.rate == pytest.approx(0.00125 * min(128, one.batch_size * one.devices), rel=0.51), name
 
 
 def test_the_page_has_the_table_of_the_presets() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tutorials" / "detection.md").read_text()
     rows = []
-    for name, preset in presets.PRESETS.items():
-        decays = f"a tenth at {', '.join(f'{epoch:.3g}' for epoch in preset.milestones)}"
+    for name, p in presets.PRESETS.items():
+        decays = f"a tenth at {', '.join(f'{epoch:.3g}' for epoch in p.milestones)}"
         rows.append(
-            f"| `{name}` | {preset.batch_size * preset.devices} = {preset.devices} × {preset.batch_size} | "
-            f"{preset.optimizer}, {preset.rate:g} | {preset.epochs:g}: {decays if preset.milestones else 'cosine'} "
-            f"({preset.warmup_steps}) | {preset.expected} |\n"
+            f"| `{name}` | {p.batch_size * p.devices} = {p.devices} × {p.batch_size} | "
+            f"{p.optimizer}, {p.rate:g} | {p.epochs:g}: {decays if p.milestones else 'cosine'} "
+            f"({p.warmup_steps}) | {p.expected} |\n"
         )
     assert "".join(rows) in page
 

@@ -198,7 +198,7 @@ def test_a_loader_gives_each_sample_once_though_training_is_interrupted() -> Non
         while state.epoch < 2:
             for number, batch in enumerate(loader):
                 if failures and len(state.seen) // 2 == failures[0]:
-                    state.seen.extend([-1, -1])  # must be forgotten
+                    state.seen.extend([-1, -1])  # these must be forgotten
                     failures.pop(0)
                     raise CollectiveError("planted")
                 state.seen.extend(batch.tolist())

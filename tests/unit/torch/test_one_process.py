@@ -24,15 +24,15 @@ def _job() -> Iterator[None]:
 
 
 def test_verbs_are_the_identity() -> None:
-    tensor = torch.randn(4, 3)
+    x = torch.randn(4, 3)
     for result in (
-        hvd.allreduce(tensor), hvd.allreduce(tensor, op=hvd.Sum), hvd.allgather(tensor), hvd.broadcast(tensor, 0),
-        hvd.alltoall(tensor), hvd.reducescatter(tensor), hvd.grouped_allreduce([tensor])[0],
-        hvd.allreduce(tensor, op=hvd.Adasum),
+        hvd.allreduce(x), hvd.allreduce(x, op=hvd.Sum), hvd.allgather(x), hvd.broadcast(x, 0),
+        hvd.alltoall(x), hvd.reducescatter(x), hvd.grouped_allreduce([x])[0],
+        hvd.allreduce(x, op=hvd.Adasum),
     ):
-        assert torch.equal(result, tensor)
-        assert result.data_ptr() != tensor.data_ptr()
-    assert hvd.allreduce_(tensor) is tensor
+        assert torch.equal(result, x)
+        assert result.data_ptr() != x.data_ptr()
+    assert hvd.allreduce_(x) is x
     assert hvd.join() == 0
     assert (hvd.rank(), hvd.size()) == (0, 1)
     hvd.barrier()

@@ -15,7 +15,7 @@ SEED_0 = [7, 8, 1, 5, 3, 4, 2, 0, 9, 6]
 def shares(
     size: int, length: int = 10, epoch: int = 0, processed: int = 0, **options: object
 ) -> list[list[int]]:
-    """What each rank gets."""
+    """Return the indices that each rank gets."""
 
     def program(_: object) -> list[int]:
         indices = ElasticIndices(length, **options)  # type: ignore[arg-type]
@@ -23,7 +23,7 @@ def shares(
         share = list(indices)
         assert len(share) == len(indices) == indices.num_samples
         assert indices.total_size == size * indices.num_samples
-        assert list(indices) == share  # as often as one likes
+        assert list(indices) == share  # iterating again gives the same indices
         return share
 
     return job(size, program)
@@ -62,7 +62,7 @@ def test_progress() -> None:
         indices.record_batch(0, 2)
         indices.record_batch(1, 1)
         assert indices.state_dict() == {"epoch": 0, "processed_num": 6}
-        assert list(indices) == share  # until it is dealt out anew
+        assert list(indices) == share  # until the indices are distributed again
         indices.reset()
         assert indices.remaining_indices == [2, 0, 9, 6]
         assert list(indices) == [[2, 9], [0, 6]][indices.rank]
