@@ -115,7 +115,7 @@ def commands_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     out = capsys.readouterr().out
     listed = out.partition("\ncommands:\n")[2].partition("\n\n") if words else out.partition("\noptions:")
     names = re.findall(r"^ {2,4}([a-z]\w*)", listed[0], re.M)
-    return [command for name in names for command in (" ".join([*words, name]), *commands_of(capsys, *words, name))]
+    return [line for name in names for line in (" ".join([*words, name]), *commands_of(capsys, *words, name))]
 
 
 def test_the_reference_has_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:

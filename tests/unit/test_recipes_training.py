@@ -248,7 +248,7 @@ def test_positions_of_another_version_are_named(tmp_path: Path) -> None:
 def test_arrays_alone_are_written_by_an_older_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before NumPy 2.2, savez() took ``allow_pickle=False`` for an array of that name."""
     save = np.savez
-    older = lambda file, **arrays: save(file, **{f"a/{name}": one for name, one in arrays.items()})  # noqa: E731
+    older = lambda file, **arrays: save(file, **{f"a/{name}": a for name, a in arrays.items()})  # noqa: E731
     monkeypatch.setattr(np, "savez", older)
     training.write(tmp_path / "file", {"one": np.ones(2)})
     with np.load(tmp_path / "file") as saved:

@@ -27,7 +27,7 @@ from ringdance.core.reports.stacks import place_of, thread_locations
 
 SERIALIZATION = "/x/site-packages/torch/serialization.py"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Needs /proc.")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 @contextmanager

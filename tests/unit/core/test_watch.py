@@ -255,7 +255,7 @@ def test_threads_in_the_users_code_are_found() -> None:
     done = threading.Event()
 
     def work() -> None:
-        done.wait()  # here the other thread is
+        done.wait()  # the other thread is here
 
     other = threading.Thread(target=work, name="worker")
     other.start()

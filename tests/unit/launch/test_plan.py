@@ -24,9 +24,9 @@ _OF_SPEC = {field.name for field in fields(JobSpec)}
 
 def plan(**changes: object) -> Plan:
     arguments = {"mpi": OPENMPI, "cores": 8, "environ": {}, **changes}
-    asked = {"ranks": 2} | {name: arguments.pop(name) for name in changes if name in _OF_SPEC}
-    shell = {name: arguments.pop(name) for name in ("method", "python") if name in arguments}
-    spec = JobSpec(["/env/bin/python", "train.py"], shell=RemoteShell(**shell), **asked)  # type: ignore[arg-type]
+    job = {"ranks": 2} | {name: arguments.pop(name) for name in changes if name in _OF_SPEC}
+    ssh = {name: arguments.pop(name) for name in ("method", "python") if name in arguments}
+    spec = JobSpec(["/env/bin/python", "train.py"], shell=RemoteShell(**ssh), **job)  # type: ignore[arg-type]
     return build_plan(spec, **arguments)  # type: ignore[arg-type]
 
 

@@ -21,7 +21,7 @@ from ringdance.torch import communicators, groups
 def listening(port: int) -> list[str]:
     """Return the addresses at which this process listens on a port."""
     sockets = psutil.Process().net_connections("tcp")
-    return [connection.laddr.ip for connection in sockets if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port]
+    return [c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
 
 
 def test_ranks_of_one_host_meet_on_the_loopback() -> None:

@@ -42,8 +42,8 @@ def test_it_computes_what_the_paper_says(recipe: Any) -> None:
         gradients = [parameter.grad.double().numpy() for parameter in parameters]
         step(arrays, gradients, velocities, rate, 0.9, 1e-2)
         optimizer.step()
-        for one, array in zip(parameters, arrays, strict=True):
-            np.testing.assert_allclose(one.detach().numpy(), array, rtol=2e-5, atol=1e-7)
+        for parameter, array in zip(parameters, arrays, strict=True):
+            np.testing.assert_allclose(parameter.detach().numpy(), array, rtol=2e-5, atol=1e-7)
     assert set(optimizer.state_dict()["state"][0]) == {"momentum_buffer"}
 
 

@@ -72,8 +72,8 @@ def test_what_is_saved_does_not_change_with_the_attribute() -> None:
         state.restore()
         for name, value in values().items():
             restored = getattr(state, name)
-            assert type(found) is type(value), name
-            assert np.array_equal(found, value) if name == "weights" else found == value, name
+            assert type(restored) is type(value), name
+            assert np.array_equal(restored, value) if name == "weights" else restored == value, name
         assert state.window.maxlen == 2
 
 

@@ -183,9 +183,9 @@ def test_the_ranks_of_a_set() -> None:
 )
 def test_different_arguments_are_noticed(options: object, what: str) -> None:
     def program(engine: object) -> None:
-        arguments = {"data": 10, "ends": "pad", **options(engine.rank)}  # type: ignore[attr-defined, operator]
+        kwargs = {"data": 10, "ends": "pad", **options(engine.rank)}  # type: ignore[attr-defined, operator]
         with pytest.raises(MismatchError, match=what):
-            shard(**arguments)
+            shard(**kwargs)
         assert len(shard(10, ends="pad")) == 5  # the job continues
 
     job(2, program)
