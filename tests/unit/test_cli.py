@@ -1,5 +1,4 @@
-"""The command line as a user types it, mostly in processes of its own because exit codes and streams matter.
-"""
+"""The command line as a user types it. Exit codes and streams matter, so most tests start a process."""
 
 from __future__ import annotations
 

@@ -127,8 +127,7 @@ def test_the_time_for_training_is_kept(step_s: float) -> None:
 
 @pytest.mark.parametrize("kind", ["Slow", "Later"])
 def test_slow_steps_end_with_the_time(kind: str) -> None:
-    """A slow step must not be followed by seven more, and not too many steps may be started without waiting.
-    """
+    """A slow step is not followed by seven more, nor are too many steps started without waiting."""
     done = subprocess.run(
         [sys.executable, "-c", TRAIN, kind], capture_output=True, text=True, check=True, timeout=50,
         cwd=Path(strategies.__file__).parent,

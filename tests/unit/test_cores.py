@@ -22,8 +22,9 @@ V1_SELF = "9:name=systemd:/x\n2:cpu,cpuacct:/kubepods/pod7\n"
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Simulate a node with 64 cores: masks by PID (0 is this process), files in /proc and /sys, seconds of
-    use per core.
+    """Simulate a node with 64 cores.
+
+    Has masks by PID (0 is this process), files in /proc and /sys, and seconds of use per core.
     """
     masks: dict[int, set[int]] = {0: set(range(NODE))}
     used = dict.fromkeys(range(NODE), 0.0)
@@ -54,8 +55,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def quota(machine: Any, cores: float, version: int) -> Any:
-    """Give this process's cgroup a quota. Returns a function that sets how many seconds the cgroup has used.
-    """
+    """Give this process's cgroup a quota. Returns a function that sets its CPU seconds."""
     if version == 2:
         machine.put("/proc/self/cgroup", "0::/pod7\n")
         machine.put("/sys/fs/cgroup/cpu.max", "max 100000\n")

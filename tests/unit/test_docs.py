@@ -83,8 +83,7 @@ def test_data_blocks_are_well_formed() -> None:
 
 
 def test_quoted_figures_are_those_of_the_benchmarks() -> None:
-    """Figures that the README and "Coming from Horovod" quote are measurements in docs/howto/benchmarks.md.
-    """
+    """Figures quoted in the README and "Coming from Horovod" were measured: howto/benchmarks.md has them."""
     results = (ROOT / "docs" / "howto" / "benchmarks.md").read_text().partition("## Results")[2]
     page = (ROOT / "docs" / "coming-from-horovod.md").read_text()
     table = page.split("| measured |")[1].split("\n\n")[0]
@@ -161,9 +160,7 @@ def test_the_comparison_of_outputs_can_fail() -> None:
 
 @pytest.mark.limit(250)
 def test_every_page_is_reached_and_builds_without_warnings(tmp_path: Path) -> None:
-    """Sphinx warns of broken links, pages missing from all tables of contents, and docstrings that it cannot
-    read.
-    """
+    """Sphinx warns of broken links, pages outside the tables of contents, and unreadable docstrings."""
     # sphinx imports these to read all docstrings
     for name in ("sphinx", "torch", "tensorflow", "keras", "jax", "optax"):
         pytest.importorskip(name)

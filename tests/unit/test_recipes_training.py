@@ -1,6 +1,4 @@
-"""The parts that the recipes' training scripts share, with a model of three numbers: export, checkpoints,
-score files.
-"""
+"""Shared parts of the recipes' training scripts, with a model of three numbers."""
 
 from __future__ import annotations
 
@@ -159,7 +157,7 @@ def test_after_a_kill_the_patience_is_that_of_an_unbroken_training(tmp_path: Pat
         return over
 
     assert run(1, Model(*scores), 3) == [False] * 3  # the checkpoint is of step 1, the best model of step 3
-    assert run(2, Model(0.4, 0.5, 0.8), 4) == [False] * 3, "evaluations after a restart from step 1 count anew"
+    assert run(2, Model(0.4, 0.5, 0.8), 4) == [False] * 3, "steps up to the best one do not count"
     with contextlib.closing(hvd.Checkpoints(tmp_path, name="best")) as best:
         assert best.numbers() == [3]
     assert run(2, Model(*scores[1:]), 7) == [False] * 5 + [True]
@@ -212,9 +210,7 @@ def test_a_checkpoint_of_something_else_is_named(content: bytes, tmp_path: Path)
 
 
 def test_a_copy_with_any_other_byte_is_named_or_as_before(tmp_path: Path) -> None:
-    """Copies have no manifest whose checksum would reveal damage. The zip file checksums values, but not
-    names.
-    """
+    """Copies have no manifest with a checksum. The zip file checksums values, but not their names."""
     run = begin(Model(), checkpoints=tmp_path)
     run.model.weights[:] = 1, 2, 3  # type: ignore[attr-defined]
     run.save(run.files)

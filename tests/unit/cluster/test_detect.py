@@ -63,7 +63,9 @@ def test_a_slurm_allocation(more: dict[str, str], slots: list[int]) -> None:
 def test_a_step_is_not_confined_to_one_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Job steps drop the variables that would confine srun to one task (man pages of Slurm 22.05 and later).
+    """A job step drops the variables that would confine srun to one task (Slurm 22.05 and later).
+
+    Source: the man pages of srun.
     """
     names = (
         "CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "CPUS_PER_GPU", "GPUS",

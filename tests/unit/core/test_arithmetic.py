@@ -28,8 +28,7 @@ from ringdance.core.request import ReduceOp
 
 
 def run(parts: list[np.ndarray], operation: ReduceOp, pre: float = 1.0, post: float = 1.0) -> np.ndarray:
-    """Reduce as an exchange does: each rank prepares its part, one rank combines them, and all ranks deliver.
-    """
+    """Reduce as an exchange does: each rank prepares its part, one combines, and all deliver."""
     how = reduction(str(parts[0].dtype.name), operation, pre, post, len(parts))
     prepared = []
     for part in parts:
@@ -50,8 +49,7 @@ def test_names_of_types() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 49, 98, 103, 107, 161, 187, 197])
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "int16"])
 def test_averages_of_integers_are_exact(size: int, dtype: str) -> None:
-    """Averages truncate toward zero. Multiplying by a reciprocal such as 1/49 would make some results too
-    small.
+    """Averages truncate toward zero. Multiplying by 1/49, for example, would give results that are too small.
     """
     limit = np.iinfo(dtype)
     wanted = np.arange(-40 if limit.min else 0, 41)
@@ -104,9 +102,7 @@ def test_like_numpy_in_rank_order(dtype: str, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_halves_are_summed_in_float32(dtype: str) -> None:
-    """Sums of more than 2048 ones are right: in 16 bits, the sum would stop growing at 2048 (float16) or much
-    earlier (bfloat16).
-    """
+    """Sums in 16 bits would stop growing at 2048 ones (float16) or much earlier (bfloat16)."""
     ones = [np.ones(3, dtype_of(dtype))] * 3000
     assert (
         run(ones, ReduceOp.SUM).astype(np.float64).tolist()
@@ -173,9 +169,7 @@ def test_of_one_rank(dtype: str) -> None:
 
 
 def test_infinities_are_results_and_no_warnings() -> None:
-    """Infinities must not warn. If the user's program turns warnings into errors, that would break the
-    engine.
-    """
+    """Infinities must not warn, because a program may turn warnings into errors and break the engine."""
     program = (
         "import numpy as np\n"
         "from ringdance.core.exchange.arithmetic import reduction\n"

@@ -1,6 +1,4 @@
-"""Chunk plans and batches: each element is in exactly one block, no chunk exceeds its limit, and a batch has
-one kind.
-"""
+"""Chunk plans and batches: each element is in exactly one block, and no batch mixes kinds."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ def test_all_ranks_are_told(program: Callable[[Engine], None], words: tuple[str,
 
 
 def test_who_computes_may_go_on() -> None:
-    """A rank that computes for much longer than the deadlock time, with other work in flight, causes no
-    error.
-    """
+    """A rank that computes for longer than the deadlock time, with other work in flight, causes no error."""
 
     def program(engine: Engine) -> None:
         handle = hvd.allreduce(np.ones(3), name="x", wait=False) if engine.rank == 0 else None

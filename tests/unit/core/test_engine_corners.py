@@ -83,9 +83,7 @@ def test_a_signal_handler_submits_within_a_step(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 @pytest.mark.parametrize("leader", [0, 1])
 def test_more_in_flight_than_the_cache_holds(capacity: int, leader: int) -> None:
-    """One rank has all names in flight. The other submits and waits for one at a time, starting from the
-    last.
-    """
+    """One rank has all names in flight. The other waits for one at a time, starting from the last."""
     count = 24
 
     def program(engine: Engine) -> list[float]:

@@ -247,9 +247,7 @@ def test_a_stall_is_said_by_the_lowest_rank_and_ends_the_job_in_time(tmp_path: P
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_what_an_interrupt_has_taken_out_fails_too(settings: Settings, threaded: bool) -> None:
-    """If Ctrl-C comes after a ``Work`` has left the lists and before it completes, its waiters must get an
-    error.
-    """
+    """A Ctrl-C between removing a ``Work`` from the lists and completing it must fail its waiters."""
 
     def program(engine: Engine) -> None:
         engine.submit(request_of("x"), wake=False).wait()  # from now on, its data travel with the vector
@@ -333,9 +331,7 @@ def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> No
 def test_one_thread_at_a_time_sends_and_reads_notes(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Only one thread at a time may send and read notes. Otherwise MPI would test the same requests on two
-    threads.
-    """
+    """Only one thread at a time sends and reads notes, or MPI would test the same requests on two threads."""
     monkeypatch.setattr(progress, "_IDLE", 1e-4)
     monkeypatch.setattr(progress, "_CHECK_EVERY", 0.0)
     busy: set[LoopbackTransport] = set()

@@ -57,9 +57,7 @@ def pairs(name: str, layouts: Iterable[str], settings: Iterable[str]) -> list[An
 
 
 def close(got: np.ndarray, want: np.ndarray) -> None:
-    """Compare with a tolerance, because each host adds its floats first and rounds 16-bit sums before hosts
-    are added.
-    """
+    """Compare with a tolerance: hosts add their floats first, and each host rounds its 16-bit sums."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     if got.dtype in (np.float32, np.float64, np.complex64):

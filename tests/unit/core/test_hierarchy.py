@@ -1,5 +1,4 @@
-"""All-reduce across hosts with equal and unequal numbers of ranks: results, and bytes that leave each host.
-"""
+"""All-reduce across hosts with equal and unequal numbers of ranks: results and bytes sent."""
 
 from __future__ import annotations
 
@@ -64,9 +63,7 @@ SENT += [(MANY, "float32"), (2 * MANY, "float32")]
 
 @pytest.mark.parametrize("case", sampled("bytes that leave a host", SENT, 8, SENT[-2:-1]), ids=str)
 def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, case: tuple[str, str]) -> None:
-    """For S bytes on n hosts, each host sends about 2·S·(n - 1)/n bytes, for any type and any numbers of
-    ranks.
-    """
+    """A host sends about 2·S·(n - 1)/n bytes for S bytes on n hosts, for any type and number of ranks."""
     hosts, dtype = case
     sent = count_bytes(monkeypatch)
     inputs = all_values(len(hosts), dtype, (1 << 18,))

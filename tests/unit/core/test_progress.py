@@ -1,5 +1,4 @@
-"""The progress engine: no lost wake-up, no lock left taken after an interrupt, no thread that dies silently.
-"""
+"""The progress engine: no wake-up is lost, no interrupt leaves a lock taken, no thread dies silently."""
 
 from __future__ import annotations
 

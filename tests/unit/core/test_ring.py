@@ -40,9 +40,7 @@ def test_what_is_written_is_read_in_order() -> None:
 
 
 def test_what_a_killed_thread_has_begun_hides_nothing() -> None:
-    """Readers skip a record that a killed thread did not complete, and cope with an older count from another
-    thread.
-    """
+    """A record that a killed thread did not complete, or an older count of records, hides no other record."""
     ring = Ring()
     reader = RingReader(ring.memory)
     ring.add(Kind.STEP, a=1)

@@ -1,5 +1,6 @@
-"""Data of any size move in bounded rounds. MPI's counts end at 2^31, and packing all data would take too much
-memory.
+"""Data of any size move in bounded rounds.
+
+MPI's counts end at 2^31, and packing all data at once would take too much memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What reports say about a late rank's threads, according to the system calls and libraries that they are in.
-"""
+"""What reports say about a late rank's threads, based on their system calls and libraries."""
 
 from __future__ import annotations
 
@@ -32,9 +31,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 @contextmanager
 def running(work: Callable[[], object]) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """Run ``work`` in a thread. Yields a function that returns its entries once the first one matches a
-    pattern.
-    """
+    """Run ``work`` in a thread. Yields a function that returns its entries once the first matches."""
     thread = threading.Thread(target=work, name="late")
     thread.start()
 
@@ -66,8 +63,7 @@ def test_a_server_waits_for_a_connection_at_its_own_address() -> None:
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_library_that_reads_a_fifo_waits_for_its_writer(tmp_path: Path, opened: bool) -> None:
-    """If a library such as ``torch.load`` reads a FIFO, the report names the writer and not the loading of a
-    model.
+    """If ``torch.load`` reads a FIFO, for example, the report names the FIFO and not the loading of a model.
     """
     path = tmp_path / "model"
     os.mkfifo(path)
@@ -94,9 +90,7 @@ def test_a_library_that_reads_a_file_is_named() -> None:
 
 
 def test_a_loader_is_waited_for_by_a_thread_that_waits() -> None:
-    """A thread that waits inside a data loader waits for the loader. A loader without workers reads and
-    computes itself.
-    """
+    """A thread that waits below a data loader waits for its data. One that reads or computes does not."""
     loader = ["/x/queue.py", "/x/site-packages/torch/utils/data/dataloader.py"]
     said = ["waits for a socket or a pipe", "waits for data from 1.2.3.4:5", "reads /x", "computes", ""]
     assert [stacks.doing_in(loader, activity_text) for activity_text in said] == [
@@ -127,8 +121,9 @@ def test_what_is_not_a_frame_ends_a_stack() -> None:
 
 @pytest.mark.parametrize("what", ["waits", "status", "pending", "sets"])
 def test_what_another_thread_adds_while_garbage_is_collected(what: str) -> None:
-    """Reports survive changes by another thread. In Python 3.11, any allocation may collect garbage and let
-    another thread run.
+    """Reports survive changes by other threads.
+
+    In Python 3.11, any allocation may collect garbage, which may let another thread run.
     """
     callers, pending = Callers(), PendingRequests(8)
     sets = Namespace(registered={})

@@ -111,9 +111,7 @@ def test_the_rank_that_alone_waits_for_something_is_named() -> None:
     ],
 )
 def test_steps_that_a_rank_has_not_made(found: dict[str, Any], fewer_steps: bool) -> None:
-    """For a rank that waits elsewhere, the report names two causes, not one, and how many steps each rank has
-    made.
-    """
+    """If a rank waits elsewhere, the report names two possible causes and each rank's number of steps."""
     status = OWN | {"after": "8 steps"}
     answers = {0: answer("allreduce.grad"), 2: found}
     said = message(answers, name="allreduce.grad", others=[0, 2], status=status)
@@ -337,8 +335,10 @@ def run_late(program: Callable[[Engine, list[str]], None], **settings: Any) -> l
 
 
 def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> None:
-    """Waiting starts when a thread waits, not at submission. Both ranks submit early without waking the
-    engine, as if all cores computed, and one waits 1 s earlier.
+    """Waiting starts when a thread waits, not at submission.
+
+    Both ranks submit early without waking the engine, as if all cores computed. One of them waits 1 s
+    earlier.
     """
 
     def program(engine: Engine, said: list[str]) -> None:

@@ -1,6 +1,4 @@
-"""The data loader: exact resumption with any number of ranks, results that do not depend on threads, no
-threads left.
-"""
+"""The data loader: exact resumption with any number of ranks and threads, and no threads left."""
 
 from __future__ import annotations
 
@@ -96,8 +94,7 @@ def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 1), (2, 2)])
 def test_short_batches_are_left_out_also_after_a_resumption(first: int, second: int) -> None:
-    """With 31 samples and batches of 4 per rank, each sample is used at most once, and only in whole batches.
-    """
+    """Each of 31 samples is used at most once, and only in whole batches of 4 per rank."""
     order = Plan(31, 4, True, 5, 0, 1)
     everything = [sample for numbers, *_ in order.batches() for sample in numbers.tolist()]
     seen: list[int] = []
@@ -393,9 +390,7 @@ def test_the_order_by_pieces_has_each_sample_once_with_any_number_of_ranks(size:
 
 @pytest.mark.parametrize(("length", "piece"), [(1, 1), (100, 7), (10_007, 16), (65_536, 64), (999, 1000)])
 def test_the_order_by_pieces_is_that_of_random_places(length: int, piece: int) -> None:
-    """The order equals a sort of all samples by random places. That sort takes much more memory than one lane
-    at a time.
-    """
+    """The order equals a sort of all samples by random places, which takes much more memory."""
     random = np.random.RandomState([5, 1])
     place = np.argsort(random.permutation(-(-length // piece)))
     lane, begin = np.repeat(place % 64, piece)[:length], np.repeat(place // 64, piece)[:length]

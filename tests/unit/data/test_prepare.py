@@ -354,9 +354,7 @@ DAMAGE = {
 
 
 def test_a_damaged_index_is_named(tmp_path, capfd):
-    """`info`, `verify` and `Dataset.open()` name the damaged file, the problem and the fix, without a
-    traceback.
-    """
+    """`info`, `verify` and `Dataset.open()` name the damaged file, the problem and the fix."""
     directory = tmp_path / "dst"
     class_directories(tmp_path / "src")
     prepare(tmp_path / "src", directory)
@@ -396,9 +394,7 @@ def test_a_damaged_file_of_rows_is_named(tmp_path, capfd):
 
 
 def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
-    """A FIFO, a link to a parent directory or a name that is not UTF-8 is refused before anything is read or
-    written.
-    """
+    """FIFOs, links to parent directories and names that are not UTF-8 are refused before any work."""
     class_directories(tmp_path / "src")
 
     def refused() -> str:
@@ -431,8 +427,7 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
 
 
 def test_looking_through_a_source_holds_no_objects_of_its_images(tmp_path):
-    """ImageNet-21k has 14 million images, so finding them must take less than 100 bytes each, with 31-byte
-    names.
+    """Finding images takes less than 100 bytes each, of which the name takes 31. ImageNet-21k has 14 million.
     """
     for number in range(10_000):
         name = f"n{number // 300:08}/n{number // 300:08}_{number:05}.JPEG"
@@ -451,9 +446,7 @@ def test_looking_through_a_source_holds_no_objects_of_its_images(tmp_path):
 
 @pytest.mark.parametrize("begun", ["train.json", "criteo.json"])
 def test_info_after_an_interruption_says_to_resume(tmp_path, capfd, begun):
-    """`info` says so if the run was interrupted while processes wrote, before that, between passes, or after
-    too many broken images.
-    """
+    """`info` says so no matter in which phase the run stopped, and after too many broken images."""
     (tmp_path / "dst/.prepare" / begun).mkdir(parents=True)
     assert run("info", tmp_path / "dst") == 2
     assert "run the same command again, it resumes" in (error := capfd.readouterr().err)
@@ -461,8 +454,7 @@ def test_info_after_an_interruption_says_to_resume(tmp_path, capfd, begun):
 
 
 def test_half_an_index_is_no_circle(tmp_path, capfd):
-    """If one half of an index is missing, `verify`, `info` and `prepare` report it and name a fix that works.
-    """
+    """If half of an index is missing, `verify`, `info` and `prepare` say so and name a fix that works."""
     class_directories(tmp_path / "src/train")
     flat_validation(tmp_path / "src/val")
     (tmp_path / "labels.txt").write_text("n01440764\n" * 6)

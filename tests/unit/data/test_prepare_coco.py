@@ -58,8 +58,9 @@ BROKEN = {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Write two intact images, and a missing, a truncated, a wrongly sized and a duplicate one, all with
-    objects.
+    """Write two intact images, and a missing, a truncated, a wrongly sized and a duplicate one.
+
+    All of them have objects.
     """
     directory = tmp_path / "coco"
     (directory / "annotations").mkdir(parents=True)
@@ -166,9 +167,7 @@ def test_a_name_that_no_image_has_is_listed(name: str, tmp_path: Path) -> None:
 
 
 def test_outlines_that_are_empty_or_slivers_keep_their_objects(tmp_path: Path) -> None:
-    """An empty outline counts as none. A polygon of only two points is dropped and named, and the other
-    polygons stay.
-    """
+    """An empty outline counts as none, and only the polygon with two points is dropped and named."""
     source, target = one_image(tmp_path / "a", 1), tmp_path / "made"
     path = source / "annotations" / "instances_val.json"
     table = json.loads(path.read_text())

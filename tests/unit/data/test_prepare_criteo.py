@@ -276,9 +276,7 @@ def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path
 
 
 def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):
-    """Neither files named like a data set's that no index or plan lists, nor the files being read, are
-    removed.
-    """
+    """Files that no index or plan lists are never removed, nor are the files being read."""
     own = tmp_path / "own"
     assert prepare(prepared, own, "--shards", 2, "--format", "tfrecord") == 0
     before = contents(own)

@@ -91,9 +91,7 @@ def equal(one, other):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_formats_give_bit_equal_batches_on_any_number_of_ranks(tables, form):
-    """One epoch on one rank is the reference. Three ranks divide the same epoch, and one rank resumes in the
-    middle.
-    """
+    """Three ranks that divide an epoch, and one that resumes in its middle, see what a single rank sees."""
     reference = TableLoader(tables["rows"], 64, seed=5)
     reference.set_epoch(3)
     whole = list(reference)
@@ -120,8 +118,9 @@ def test_formats_give_bit_equal_batches_on_any_number_of_ranks(tables, form):
 
 
 def test_raw_files_open_without_an_index(tables, tmp_path):
-    """The format follows from the file name or its first bytes. A header, a final newline and a space at line
-    ends are optional.
+    """The format follows from the name or the first bytes.
+
+    A header, a final newline and a space at line ends are optional.
     """
     table = tables["csv"]
     whole = table.read(np.arange(ROWS))

@@ -33,9 +33,7 @@ _sound: dict[str, dict[str, Any]] = {}  # facts of an intact machine, by request
 
 
 def breaks(*names: str) -> Callable[[T], T]:
-    """Declare which checks have a test that breaks a machine. ``test_registry.py`` reads this from the
-    source.
-    """
+    """Declare which checks a test provokes by breaking a machine. ``test_examine.py`` reads this."""
     return lambda test: test
 
 
@@ -143,9 +141,7 @@ def expect(
     check: str, broken: Machine, says: str, *, usage: Usage = NOTHING, slots: int = 0,
     sound: Machine | None = None, sound_usage: Usage | None = None,
 ) -> None:  # fmt: skip
-    """Assert that a check reports the problem in these words on the broken machine, and not on the intact
-    one.
-    """
+    """Assert that a check reports these words on the broken machine, and not on the intact one."""
     needs = CHECKS[check].needs
     problems = wrong(check, broken.facts(needs, usage), usage, slots)
     assert any(says in result.text for result in problems), problems

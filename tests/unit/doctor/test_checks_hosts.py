@@ -40,7 +40,7 @@ def facts_of(
 
 
 class Cluster:
-    """Three hosts behind an ``ssh`` of the test. A file per host holds the shell commands that make it
+    """Three hosts behind the test's own ``ssh``. One file per host holds the shell commands that make it
     differ.
     """
 

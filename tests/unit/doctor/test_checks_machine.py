@@ -64,9 +64,7 @@ def test_no_shared_memory(tmp_path: Path, shell: str, says: str) -> None:
 
 
 def in_cgroup(controller: str, settings: dict[str, str], usage: Usage, probes: list[str]) -> dict[str, Any]:
-    """Return the facts seen from inside a temporary cgroup with these settings (names of both cgroup
-    versions).
-    """
+    """Return the facts inside a temporary cgroup. ``settings`` has the names of both cgroup versions."""
     if os.getuid():
         pytest.skip("needs root")
     for base in (f"/sys/fs/cgroup/{controller}", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"):

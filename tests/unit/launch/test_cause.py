@@ -55,9 +55,7 @@ def test_errors_about_other_ranks_come_second_whenever_they_came() -> None:
 
 
 def test_a_lost_host_is_what_its_ranks_failed_of() -> None:
-    """Ranks that the launcher has ended since then did not die, so another rank's guess about them is not
-    shown.
-    """
+    """Ranks that the launcher ended did not die, so other ranks' guesses about them are not shown."""
     lost = Cause(None, "h", 9, 1.0, "launcher", "host h3 (rank 2): no heartbeat for 30 s")
     guess = "RankLostError: rank 0 on host h (pid 100) died while rank 1 on host h waited. Look for the ..."
     ends = [ended(0, -15, 2.0, by_launcher=True), ended(1, 1, 2.1), ended(2, None, 1.0, why="not reachable")]

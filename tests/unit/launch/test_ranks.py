@@ -39,9 +39,7 @@ def steps_of(action: Callable[[], Any]) -> int:
 
 
 def steps_of_a_job(ranks: int) -> list[int]:
-    """Return the steps for numbering the ranks, for each report of the last rank, and for one turn of the
-    loop.
-    """
+    """Return the steps per rank for numbering, for each report of the last rank, and for one loop turn."""
     hosts = assign_ranks(ranks, [(f"h{n}", 4) for n in range(ranks // 4)])
     plan: Any = SimpleNamespace(hosts=hosts, ranks=ranks)
     spec = SimpleNamespace(output_directory="")
@@ -94,8 +92,7 @@ def reported(table: Any, remotes: list[Remote], rank: int, message: str, when: f
 def test_the_first_failure_does_not_depend_on_the_clocks_of_hosts(
     monkeypatch: pytest.MonkeyPatch, off: float, first: int
 ) -> None:
-    """The other host's clock is off. Messages take a millisecond, and those that report exits take up to 20.
-    """
+    """The other host's clock is off. Messages take 1 ms, and reports of exits up to 20 ms."""
     now = [1e9]
     monkeypatch.setattr(time, "time", lambda: now[0])
     hosts = [Host("here", 1, (0,), local=True), Host("there", 1, (1,))]

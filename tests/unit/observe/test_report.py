@@ -21,8 +21,7 @@ def write(
     directory: Path, exposed: list[float], cores: float = 1.0, host_cpu: float = 50.0,
     gpu: float | None = None, host_cores: int = 0,
 ) -> Path:  # fmt: skip
-    """Write the metrics of ranks, two per host. Each waits for a share of its time and uses this many cores.
-    """
+    """Write the metrics of ranks, two per host, that wait ``exposed`` of their time and use ``cores``."""
     directory.mkdir(exist_ok=True)
     for rank, share in enumerate(exposed):
         rows: list[dict[str, Any]] = []
@@ -240,8 +239,7 @@ def write_rank(file: Path, rank: int, host: str, pid: int, began: float, step: f
 
 
 def test_the_last_process_of_each_rank_counts(tmp_path: Path) -> None:
-    """An elastic job has added a host with two ranks. One rank has moved, and some process IDs are the same.
-    """
+    """A host with two ranks joined an elastic job. One rank moved, and some process IDs are the same."""
     first, second, third = (tmp_path / f"metrics-{number}.jsonl" for number in range(3))
     for rank, file, host in ((0, first, "A"), (1, second, "B"), (2, second, "B")):
         write_rank(file, rank, host, 1 + rank, 0.0, 0.1, 3)

@@ -19,9 +19,7 @@ BATCHES, CHUNKS, WAITS, STEPS = range(4)
 
 
 def write(path: Path, steps: int = 5) -> Path:
-    """Write steps of 100 ms. Rank 0 submits at 10 ms and rank 1 at 60 ms. The exchange runs from 70 ms to 90
-    ms.
-    """
+    """Write steps of 100 ms. Ranks submit at 10 ms and 60 ms, and the exchange runs from 70 ms to 90 ms."""
     writer = ChromeWriter(str(path), 0, 0.0)
     writer.process(1_000_000, "rank 0 on node1 (pid 7)", 0)
     writer.process(1_000_001, "rank 1 on node2 (pid 8)", 1)
@@ -91,8 +89,7 @@ def test_any_file_of_chrome_is_read(tmp_path: Path) -> None:
 
 
 def test_what_another_program_has_written_is_no_figure(tmp_path: Path) -> None:
-    """Foreign events are ignored: a span between the marks of steps, a rank without a process, steps without
-    duration.
+    """Foreign events do not count: a span among the steps, a rank without a process, steps without duration.
     """
     path = write(tmp_path / "t.json")
     expected = summarize(load(path))

@@ -45,8 +45,8 @@ def searched(directory: Path, sampler: str, seed: int) -> float:
 
 
 def test_tpe_is_better_than_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TPE has a lower median than random search over five seeds, 40 trials each, on Branin's function
-    (minimum 0.398).
+    """TPE has a lower median than random search: five seeds, 40 trials each, Branin's function (minimum
+    0.398).
     """
     monkeypatch.setattr(os, "fsync", lambda _: None)
     medians = {

@@ -1,6 +1,4 @@
-"""Manifests are valid by the operators' own schemas and as secure as claimed, and mistakes are reported
-early.
-"""
+"""Manifests: valid by the operators' own schemas, as secure as claimed, and mistakes reported early."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``ringdance k8s`` as a user types it, and its page's kubectl commands, with a server that stores what it
-receives.
-"""
+"""``ringdance k8s`` as a user types it, and its page's kubectl commands with a fake server."""
 
 from __future__ import annotations
 

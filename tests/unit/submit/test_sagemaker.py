@@ -1,6 +1,4 @@
-"""Requests to SageMaker equal those of SDK v2, a stand-in for the service accepts them, and mistakes are
-reported.
-"""
+"""Requests to SageMaker: equal to SDK v2's, accepted by a stand-in, and mistakes reported early."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Shares of data sets over several epochs: each epoch has each sample once, no matter how much of it is read.
-"""
+"""Shares of data sets over several epochs: each epoch has each sample once, however much is read."""
 
 from __future__ import annotations
 

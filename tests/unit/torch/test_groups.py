@@ -1,5 +1,4 @@
-"""The stores through which ranks create torch.distributed communicators, and the environment that these read.
-"""
+"""The stores through which ranks create torch.distributed communicators, and their environment."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A DistributedOptimizer on two loopback ranks: parameters are added, passes nest or fail, and it is copied.
-"""
+"""A DistributedOptimizer on two loopback ranks: added parameters, nested or failed passes, copies."""
 
 from __future__ import annotations
 
@@ -190,9 +189,7 @@ def own(x: Tensor, body: nn.Module, head: nn.Module) -> Tensor:
 @pytest.mark.parametrize("forward", [nothing, everything, some, each, nested, own])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_reentrant_checkpoints(forward: Any, op: int) -> None:
-    """Gradients are reduced when backward returns, no matter where they are computed, and no internal list
-    grows.
-    """
+    """Gradients are reduced when backward returns, wherever they are computed, and no list grows."""
 
     def program(engine: Engine) -> None:
         body, head = nets()
@@ -216,9 +213,7 @@ def test_reentrant_checkpoints(forward: Any, op: int) -> None:
 
 @pytest.mark.parametrize("forward", [nothing, everything, nested])
 def test_a_pass_that_fails(forward: Any) -> None:
-    """A user's hook raises in the middle of a pass. The next step must be right, also on the same graph's
-    leaves.
-    """
+    """After a user's hook raised in a pass, the next step is right, also on the same graph's leaves."""
 
     def program(engine: Engine) -> list[Tensor]:
         body, head = nets()

@@ -102,9 +102,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_managers_in_one_directory_leave_each_other_alone(tmp_path: Path) -> None:
-    """Managers with similar names, other suffixes, dots or pattern characters ignore each other's files and
-    foreign files.
-    """
+    """Managers ignore each other's files and foreign files, even if their names are similar."""
     foreign = ["model-best.npy", "model-7", "model-1.npy", "model-0000000x", ".model-00000001.partial-x"]
     for name in foreign:
         (tmp_path / name).write_text("of the user")
@@ -147,8 +145,7 @@ def test_after_going_back_the_one_saved_last_counts(tmp_path: Path) -> None:
 
 
 def limit_calls(monkeypatch: pytest.MonkeyPatch, last: int) -> list[bool]:
-    """Simulate the end of the process at the ``last``-th call that changes a directory or waits for the disk.
-    """
+    """Simulate a process that ends at call ``last`` of those that change a directory or wait for the disk."""
     ended, calls = [False], iter(range(1000))
 
     def limited(real: Callable[..., object]) -> Callable[..., object]:

@@ -1,5 +1,8 @@
-"""Shares of an epoch. Python's shuffles of range(10): seed 0 gives 7 8 1 5 3 4 2 0 9 6, seed 1 gives
-6 8 9 7 5 3 0 4 1 2, seed 7 gives 8 3 1 4 7 0 9 6 2 5; all expected shares are read off these by hand."""
+"""Shares of an epoch.
+
+All expected shares are read by hand from Python's shuffles of range(10): seed 0 gives 7 8 1 5 3 4 2 0 9 6,
+seed 1 gives 6 8 9 7 5 3 0 4 1 2, and seed 7 gives 8 3 1 4 7 0 9 6 2 5.
+"""
 
 from __future__ import annotations
 

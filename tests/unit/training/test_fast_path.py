@@ -1,6 +1,4 @@
-"""Gradients of different steps on the fast path: all ranks raise the same error, and no rank raises without a
-reason.
-"""
+"""Gradients of different steps on the fast path: all ranks raise the same error, none without reason."""
 
 from __future__ import annotations
 
@@ -148,8 +146,7 @@ BEHIND = list(product([*FLOATS, "int8"], [2, 3, 5, 7, 8, 13, 129, 1000]))
 
 @pytest.mark.parametrize("case", sampled("a rank behind", BEHIND, 12), ids=str)
 def test_every_rank_sees_that_one_is_behind(case: tuple[str, int]) -> None:
-    """Every rank sees it, however many ranks have joined and add zeros, and however the average is rounded.
-    """
+    """This holds however many ranks have joined and add zeros, and however the average is rounded."""
     dtype, size = case
     nothing = np.zeros_like(tag_of(dtype, 0))
     for average in averages(nothing.dtype.name, size):
@@ -209,9 +206,7 @@ def test_ranks_that_have_joined_are_in_no_step() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_choose_overlap_between_different_steps(seed: int) -> None:
-    """Each rank sees a new value up to two steps late. The fast path stays the same on all ranks and opens
-    again.
-    """
+    """Ranks see a new value up to two steps late. The fast path stays equal on all and opens again."""
     luck = random.Random(seed)
     seen = {(rank, at): luck.randrange(3) for rank in range(3) for at in range(12, 140, 8)}
 

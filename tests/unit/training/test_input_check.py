@@ -94,9 +94,7 @@ def test_the_step_alone_has_several_batches_in_turn(capfd: pytest.CaptureFixture
 
 
 def test_the_step_alone_does_not_wait_for_a_slow_loader(capfd: pytest.CaptureFixture[str]) -> None:
-    """The step does not wait for the first batches either: only those that the loader yields within the time
-    are used.
-    """
+    """The step only uses the batches that the loader yields within the time, and waits for no other."""
     drawn = []
 
     def slow() -> Iterator[Any]:

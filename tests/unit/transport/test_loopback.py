@@ -78,9 +78,7 @@ def test_hosts_and_splits() -> None:
 
 
 def test_hierarchy() -> None:
-    """Each local index that all hosts have gets a cross-host communicator, with the hosts in the same order
-    in each.
-    """
+    """Each local index on all hosts gets a cross-host communicator, with hosts in the same order."""
 
     def members(transport: LoopbackTransport) -> tuple[int, ...]:
         hierarchy = transport.hierarchy()

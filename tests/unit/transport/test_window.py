@@ -88,8 +88,8 @@ def test_a_sleeper_is_woken_by_a_signal() -> None:
 
 
 def test_a_notification_before_the_wait_is_not_lost() -> None:
-    """If notified after ``prepare_wait()``, the wait ends at once. Otherwise so many waits would exceed the
-    time limit.
+    """A wait ends at once if notified after ``prepare_wait()``. Otherwise the test would exceed its time
+    limit.
     """
     waiting, notifying = windows(2)
     for _ in range(5000):

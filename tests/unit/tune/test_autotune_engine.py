@@ -1,6 +1,4 @@
-"""The tuner on the engines of several ranks: its changes never change a result. Also its files, and joined
-ranks.
-"""
+"""The tuner on the engines of several ranks: no change alters a result. Also files and joined ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
         "wire_bytes": hosts is not None, "hierarchical_allreduce": hosts is not None,
     }  # fmt: skip
     assert {name: len({row[name] for row in rows}) > 1 for name in columns} == columns
-    assert int(rows[-1]["step"]) > 14 + 35  # warm-up, and with those that were skipped
+    assert int(rows[-1]["step"]) > 14 + 35  # the warm-up and the skipped steps
     assert list(rows[0])[:7] == [
         "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled",
         "cycle_time_ms", "tensor_fusion_threshold", "score",
@@ -212,17 +210,17 @@ def test_a_search_that_finds_nothing_leaves_all_as_it_was(
 ) -> None:
     """This includes state that the tuner does not see. The ranks have different numbers of threads."""
     monkeypatch.setattr(Search, "run", try_all)
-    rank_state = threading.local()
-    set_to = {"threads": Tunable(lambda: rank_state.threads, lambda n: setattr(rank_state, "threads", n), lambda: 8)}
+    state = threading.local()
+    set_to = {"threads": Tunable(lambda: state.threads, lambda n: setattr(state, "threads", n), lambda: 8)}
     monkeypatch.setattr(autotune, "tunables", set_to)
 
     def program(engine: Engine) -> bool:
-        rank_state.threads = own = 8 if engine.rank == 0 else 2
+        state.threads = own = 8 if engine.rank == 0 else 2
         exchange = engine.sets.registered[0].state.exchange  # type: ignore[union-attr]
         before = {name: value for name, value in vars(exchange).items() if isinstance(value, int)}
         wrong, _, values = train(130)(engine)
         after = {name: getattr(exchange, name) for name in before}
-        return (wrong, rank_state.threads, after, values) == (0, own, before, {})
+        return (wrong, state.threads, after, values) == (0, own, before, {})
 
     assert job(3, program, Settings(autotune=True), hosts=hosts) == [True] * 3
 
@@ -265,23 +263,23 @@ def test_a_rank_that_leaves_in_mid_search_gets_its_own_back(
             self.best = start
 
     monkeypatch.setattr(Search, "run", other)
-    rank_state = threading.local()
-    set_to = {"threads": Tunable(lambda: rank_state.threads, lambda n: setattr(rank_state, "threads", n), lambda: 8)}
+    state = threading.local()
+    set_to = {"threads": Tunable(lambda: state.threads, lambda n: setattr(state, "threads", n), lambda: 8)}
     monkeypatch.setattr(autotune, "tunables", set_to)
 
     def program(engine: Engine) -> tuple[int, int]:
-        rank_state.threads = 8
+        state.threads = 8
         tuner = autotune.tuner_of(engine)
         assert tuner is not None
         for step in range(20):
             sums(engine, step, 3)
             engine.recorder.step()
             tuner.on_step()
-        tried = rank_state.threads
+        tried = state.threads
         tuner.restore()
         if engine.rank == 0:
             tuner.leave()
-        return tried, rank_state.threads
+        return tried, state.threads
 
     log = str(tmp_path / "tune.csv")
     assert job(3, program, Settings(autotune=True, autotune_log=log)) == [(4, 8)] * 3
@@ -295,7 +293,7 @@ def test_the_job_s_own_value_is_always_tried() -> None:
     answers = [{"values": job, "tunables": {}, "eager": False, "fixed": ["hierarchical"]}]
     rooms = {"chunk_bytes": 512 << 10, "wire_bytes": 2 << 20}
     result = dimensions.dimensions_of(answers, {}, (9, 1 << 18, 6 << 20), rooms, 64, True)
-    assert [(dimension.name, dimension.values[dimension.start], dimension.values[-2:]) for dimension in result] == [
+    assert [(d.name, d.values[d.start], d.values[-2:]) for d in result] == [
         ("fusion_threshold", 128 << 20, (1 << 17, 128 << 20)),
         ("chunk_bytes", 256 << 10, (256 << 10, 512 << 10)),
         ("wire_bytes", 16 << 20, (2 << 20, 16 << 20)),
@@ -317,7 +315,7 @@ def test_with_16_bit_floats_the_stages_stay() -> None:
             engine.recorder.step()
             tuner.on_step()
         assert tuner._search is not None
-        return [values.name for values in tuner._search.dimensions]
+        return [dimension.name for dimension in tuner._search.dimensions]
 
     assert job(3, program, Settings(autotune=True), hosts=("a", "a", "b")) == [
         ["fusion_threshold", "chunk_bytes", "wire_bytes"]

@@ -32,9 +32,7 @@ def test_gradients_of_a_model(model):
 
 @pytest.mark.parametrize(("model", "side", "others"), [("resnet50", 224, 3), ("vgg16", 224, 0)])
 def test_the_table_has_what_the_modules_of_bench_train_have(model, side, others):
-    """Elements and positions match. Blocks of the recipe's ResNet have their stride in the second
-    convolution.
-    """
+    """Elements and positions match, except for the stride of the recipe's ResNet blocks."""
     torch = pytest.importorskip("torch")
     from ringdance.tools.plan.torch_models import build
 

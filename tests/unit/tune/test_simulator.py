@@ -1,6 +1,4 @@
-"""The simulator: compared with calculations by hand, with the loopback, and with laws that hold for every
-machine.
-"""
+"""The simulator: checked by hand, against the loopback, and by laws that hold for every machine."""
 
 from __future__ import annotations
 

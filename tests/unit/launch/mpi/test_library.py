@@ -1,5 +1,4 @@
-"""Only an mpiexec of the library's family and major version starts the ranks, no matter how many there are.
-"""
+"""Only an mpiexec of the library's family and major version starts the ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ FOUR, FIVE = "echo 'mpiexec (OpenRTE) 4.1.4'", "echo 'mpiexec (Open MPI) 5.0.7'"
 
 @pytest.fixture
 def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make mpi4py load a library of Open MPI 5 whose prefix has no mpiexec. Returns the parent of two PATH
-    directories.
+    """Make mpi4py load Open MPI 5 from a prefix without an mpiexec. Returns the parent of two PATH entries.
     """
     text = f"print('Open MPI v5.0.7, package: x'); print('{tmp_path}/far/lib/libmpi.so')"
     monkeypatch.setattr(library, "_PROBE", text)

@@ -11,8 +11,7 @@ from ringdance.launch.output.screen import Screen
 
 
 def seen(data: bytes) -> list[str]:
-    """Return the lines that a terminal shows. Understands carriage return, cursor up and erasing to the end.
-    """
+    """Return what a terminal shows. Supports carriage return, cursor up and erasing to the end."""
     lines, row, column = [""], 0, 0
     for up, word, text in re.findall(r"\x1b\[(\d*)([AJ])|([^\x1b])", data.decode()):
         if word == "A":

@@ -32,9 +32,7 @@ time.sleep(60)
 
 @pytest.fixture
 def others() -> Iterator[list[Path]]:
-    """Create files of another program that are written, closed and not unlinked, with names as libraries
-    choose them.
-    """
+    """Create another program's files: written, closed and not unlinked, with names as libraries use them."""
     mark = uuid.uuid4().hex[:8]
     names = (f"psm_{mark}", f"sem.mp-{mark}", f"mpich_shar_tmp{mark}", f"torch_4194999_{mark}_0")
     files = [SHARED / name for name in names]
@@ -68,9 +66,7 @@ def test_what_another_program_has_closed_and_not_unlinked_stays(others: list[Pat
 def test_what_a_killed_process_alone_had_mapped_is_removed(
     tmp_path: Path, others: list[Path], substitute: bool
 ) -> None:
-    """The cleanup sees the mapping while the job runs. Another process that cleans up knows it from the
-    notes.
-    """
+    """The cleanup saw the mapping while the job ran. A substitute process knows it from the notes."""
     job, began = uuid.uuid4().hex, time.time()
     segment = SHARED / f"psm_{job[:8]}"
     cleanup = Cleanup(job, [str(tmp_path)], began)

@@ -56,8 +56,7 @@ def test_what_a_dead_guard_has_left_goes_with_the_next_job(tmp_path: Path) -> No
 
 
 def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
-    """Only a directory with the marker belongs to a job. Other directories with such names are users' data.
-    """
+    """Only directories with the marker belong to jobs. Others with such names are users' data."""
     names = ["ringdance-aaaaaaaaaaaa-otherhost", "ringdance-flight-x", "ringdance-my-thesis"]
     others = [tmp_path / name for name in names] + [Path(host_directory(str(tmp_path), "a" * 32))]
     for directory in others:
@@ -73,9 +72,7 @@ def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 @pytest.mark.parametrize("links", [False, True])
 def test_a_rank_asks_no_other_users_socket(links: bool) -> None:
-    """The name of a job's directory is not secret, so another user may have created it where the job could
-    not.
-    """
+    """Job directories have known names, so another user may create one before the job does."""
     with (
         tempfile.TemporaryDirectory(prefix="rdt-") as place,  # for a short path
         tempfile.TemporaryDirectory(prefix="rdt-") as other,
