@@ -1,4 +1,4 @@
-"""Checks of what a shell sets: variables, limits."""
+"""Checks of what a shell sets: variables and limits."""
 
 from __future__ import annotations
 

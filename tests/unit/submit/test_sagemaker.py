@@ -1,4 +1,4 @@
-"""Requests to SageMaker: equal to those of SDK v2, accepted by the service's stand-in, mistakes reported."""
+"""Requests to SageMaker: equal to SDK v2's, accepted by a stand-in, and mistakes reported early."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_wait_says_how_the_job_ends_and_how_to_see_its_output(
 
 
 def test_waiting_goes_on_when_aws_throttles(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After more refusals than boto3's own four tries again."""
+    """Waiting continues after more refusals than boto3's own four retries cover."""
     import botocore.endpoint
     from botocore.awsrequest import AWSResponse
 
@@ -122,7 +122,7 @@ def test_waiting_goes_on_when_aws_throttles(aws: Any, monkeypatch: pytest.Monkey
 
 
 def test_the_default_bucket_must_be_the_account_s(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name can be guessed, and made by others first."""
+    """The bucket's name can be guessed, so another account may have created it first."""
     asked: list[tuple[str, Any]] = []
     session = aws.Session(region_name="us-east-1")
     events = session._session.get_component("event_emitter")
@@ -160,7 +160,7 @@ def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
     ],
 )
 def test_what_aws_refuses_has_its_fix(raised: str, fix: str) -> None:
-    """AWS's library has errors of its own, and the service's refusals have codes."""
+    """AWS's library raises its own errors, and the service's refusals have codes."""
     exceptions = pytest.importorskip("botocore.exceptions")
 
     def refuse(**_: Any) -> Any:
@@ -252,9 +252,9 @@ def test_pipe_mode_has_a_channel_for_each_worker(monkeypatch: pytest.MonkeyPatch
     names = [channel["ChannelName"] for channel in request["InputDataConfig"]]
     assert names == ["train_0", "train_1", "train_2"]
     mixed = {"train": Input(f"{S3}/t", input_mode="Pipe", shuffle_seed=5), "test": f"{S3}/v"}
-    found = estimator(processes_per_host=2).request(mixed, NAME)["InputDataConfig"]
-    assert [channel["ChannelName"] for channel in found] == ["train_0", "train_1", "test"]
-    assert found[0]["ShuffleConfig"] == {"Seed": 5}
+    channels = estimator(processes_per_host=2).request(mixed, NAME)["InputDataConfig"]
+    assert [channel["ChannelName"] for channel in channels] == ["train_0", "train_1", "test"]
+    assert channels[0]["ShuffleConfig"] == {"Seed": 5}
     monkeypatch.setenv("SM_CHANNELS", json.dumps(["train_0", "train_1", "test"]))
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
     assert (worker_channel("train"), worker_channel("test")) == ("train_1", "test")
@@ -266,12 +266,12 @@ def test_pipe_mode_has_a_channel_for_each_worker(monkeypatch: pytest.MonkeyPatch
 def test_workers_of_a_host_read_different_rows() -> None:
     made = estimator(processes_per_host=2, instance_count=3)
     parts = Input(f"{S3}/{{worker}}/", "s3shardbykey", input_mode="Pipe")
-    found = made.request({"t": parts}, NAME)["InputDataConfig"]
-    sources = [one["DataSource"]["S3DataSource"] for one in found]
-    assert [one["S3Uri"] for one in sources] == [f"{S3}/0/", f"{S3}/1/"]
-    assert {one["S3DataDistributionType"] for one in sources} == {"ShardedByS3Key"}
-    found = made.request({"t": Input(S3, input_mode="Pipe", shuffle_seed=7)}, NAME)["InputDataConfig"]
-    assert [one["ShuffleConfig"]["Seed"] for one in found] == [7, 8]
+    channels = made.request({"t": parts}, NAME)["InputDataConfig"]
+    sources = [channel["DataSource"]["S3DataSource"] for channel in channels]
+    assert [source["S3Uri"] for source in sources] == [f"{S3}/0/", f"{S3}/1/"]
+    assert {source["S3DataDistributionType"] for source in sources} == {"ShardedByS3Key"}
+    channels = made.request({"t": Input(S3, input_mode="Pipe", shuffle_seed=7)}, NAME)["InputDataConfig"]
+    assert [channel["ShuffleConfig"]["Seed"] for channel in channels] == [7, 8]
     with pytest.raises(UserWarning, match="the same rows in the same order"):
         made.request({"t": Input(S3, input_mode="Pipe")}, NAME)
     for text, expected in (
