@@ -33,7 +33,7 @@ def pytest_report_header() -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     """After a failure, print how to run the same cases on another day."""
     if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        terminalreporter.write_line(f"To run the same cases of sweeps again, set TEST_SEED={seed_of_the_day()}")
+        terminalreporter.write_line(f"To repeat these cases of sweeps, set TEST_SEED={seed_of_the_day()}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""The jobs of tests/runners/run.py: what each runs, on how many ranks, and which only `make test-all` runs."""
+"""The jobs of tests/runners/run.py: their tests, ranks, and which of them only `make test-all` runs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def all_jobs() -> list[Job]:
                 environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla)
         ]  # fmt: skip
         jobs += [
-            # Together with Horovod's TensorFlow contract, because importing TensorFlow takes seconds per rank.
+            # With Horovod's TensorFlow contract, because importing TensorFlow takes seconds per rank.
             Job("dropin", f"tensorflow-{size}",
                 ("ranks/keras2", "ranks/keras/test_keras_random.py", "dropin/contract/test_tensorflow_*.py"),
                 size, only_slow=later, options=keras, environ={"TF_USE_LEGACY_KERAS": "1"},

@@ -218,7 +218,7 @@ def main() -> int:
     """Run the command line described at the top of this module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run")
-    parser.add_argument("--again", action="store_true", help="also run rows that have passed on these sources")
+    parser.add_argument("--again", action="store_true", help="also run rows that passed on these sources")
     arguments = parser.parse_args()
     rows = read_rows()
     unknown = set(arguments.only) - {row.name for row in rows}

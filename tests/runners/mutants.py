@@ -1,7 +1,7 @@
 """Mutate one operator, constant or condition at random, many times, and report which mutants the tests catch.
 
-    python tests/runners/mutants.py --count 100 --seed 1 --output mutants.json   takes hours; repeat to continue
-    python tests/runners/mutants.py --show mutants.json                          list the survivors
+    python tests/runners/mutants.py --count 100 --seed 1 --output mutants.json   hours; repeat to continue
+    python tests/runners/mutants.py --show mutants.json                          list survivors
 
 Each mutant changes a file of src/ringdance in place and restores it afterwards, so the clone must not have
 uncommitted changes there. The part's unit tests run first, then the jobs that cover the part, until one

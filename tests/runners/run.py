@@ -209,7 +209,7 @@ def own_temporary(directory: Path) -> dict[str, str]:
     """Create a directory for temporary files. Return the environment that makes a job use it.
 
     The flight records and stacks of ranks that fail on purpose in tests are deleted with it. What is worth
-    keeping between runs stays in its usual place: compiled kernels, and pytest's directories of the last runs.
+    keeping between runs stays where it usually is: compiled kernels, and pytest's latest directories.
     """
     directory.mkdir()
     usual = tempfile.gettempdir()
@@ -232,7 +232,7 @@ def run_command(
 def run_plain(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
 ) -> tuple[list[str], float]:
-    """Run one pytest, in parallel workers if the job asks for them. Return the problems and processor time."""
+    """Run one pytest, with parallel workers if the job has them. Return the problems and processor time."""
     command = [str(job.python()), "-m", "pytest", "-q", f"--junitxml={directory / 'rank-0.xml'}"]
     command += ["-n", str(job.workers), "--dist", "worksteal"] if job.workers else []
     environ = {**os.environ, **job.environ}
@@ -330,9 +330,9 @@ def may_start(job: Job, running: list[Job]) -> bool:
 def record(outcomes: list[Outcome]) -> None:
     """Write durations.json."""
     rows = [
-        {"part": outcome.job.part, "job": outcome.job.name, "tests": outcome.counts, "seconds": outcome.seconds,
-         "processor_seconds": outcome.processor_seconds, "slowest": outcome.slowest}
-        for outcome in sorted(outcomes, key=lambda outcome: -one.seconds)
+        {"part": o.job.part, "job": o.job.name, "tests": o.counts, "seconds": o.seconds,
+         "processor_seconds": o.processor_seconds, "slowest": o.slowest}
+        for o in sorted(outcomes, key=lambda one: -one.seconds)
     ]  # fmt: skip
     (LOGS / "durations.json").write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -361,12 +361,12 @@ def chosen(words: list[str], sizes: list[int], which: str) -> list[Job]:
 def main() -> int:
     if sys.argv[1:2] == ["--as-rank"]:
         return as_rank(sys.argv[2], sys.argv[3:])
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode, importing TensorFlow takes 3 times as long
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # importing TensorFlow takes 3 times as long with it
     os.environ["TEST_SEED"] = str(seed_of_the_day())  # all ranks and jobs use the same day
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or PART/JOB")
-    parser.add_argument("--np", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of ranks to test with")
+    parser.add_argument("--np", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of ranks to test")
     parser.add_argument("--slow", action="store_true", help="run only the tests that `make test` skips")
     parser.add_argument("--all", action="store_true", help="also run the tests that `make test` skips")
     resumed = "as --all, but skip the jobs that have already passed on these sources"
