@@ -1,4 +1,4 @@
-"""The loops of docs/howto/keras-loops.md: what the page shows for this backend trains all ranks alike."""
+"""The loops of docs/howto/keras-loops.md: what the page shows for this backend trains all ranks equally."""
 
 from __future__ import annotations
 
