@@ -208,7 +208,6 @@ def test_dynamic_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_objects_outlive_a_shutdown_unregistered_in_effect() -> None:
     """Objects keep their numbers, as in Horovod, and init registers them again."""
-
     if SIZE == 1:
         pytest.skip("no set but the global one")
     kept = hvd.ProcessSet([0])

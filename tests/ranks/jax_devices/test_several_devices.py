@@ -128,7 +128,6 @@ def test_programs_on_different_devices_keep_their_order() -> None:
     """Each device runs independently, so only the token that JAX passes on keeps two programs in order."""
     total = jax.jit(partial(hvd.allreduce, op=hvd.Sum))
     # Without a matrix product, because some crash XLA in JAX 0.9.2.
-
     work = lambda x: jax.lax.fori_loop(0, 20, lambda _, y: jnp.sin(y), jnp.full(90_000, 1e-9) * x)  # noqa: E731
     late = jax.jit(lambda x: total(x + work(x).sum() * 0))
     here, there = jax.local_devices()
