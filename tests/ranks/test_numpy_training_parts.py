@@ -52,7 +52,7 @@ def test_scores_that_are_no_probabilities_are_an_error_on_all_ranks() -> None:
     metric = hvd.BinaryScores()
     assert np.isnan(metric.result()["auc"])
     metric.add([np.nan if RANK == SIZE - 1 else 0.5, 0.25], [1, 0])
-    with pytest.raises(ArgumentError, match=rf"not between 0 and 1: 1 of rank {SIZE - 1}\."):
+    with pytest.raises(ArgumentError, match=rf"not between 0 and 1: 1 on rank {SIZE - 1}\."):
         metric.result()
     with pytest.raises(ArgumentError, match=r"labels such as \[2\]"):
         metric.add([0.5], [2])

@@ -583,12 +583,12 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
         "dtype": ("NumPy has no such type", lambda: dist.all_reduce(one.to(torch.float8_e4m3fn))),
         "operation": ("lacks PREMUL_SUM", lambda: dist.all_reduce(one, premul)),
         "bits": ("lacks BAND", lambda: dist.all_reduce(one.int(), dist.ReduceOp.BAND)),
-        "root": ("no rank 7", lambda: dist.broadcast(one, 7)),
-        "root of reduce": ("no rank 7", lambda: WORLD.reduce([one], _options(dist.ReduceOptions, 7))),
-        "root of gather": ("no rank 7", lambda: WORLD.gather([[]], [one], _options(dist.GatherOptions, 7))),
-        "type of the output": ("has the dtype torch.uint8", lambda: dist.all_gather_into_tensor(
+        "root": ("7 does not", lambda: dist.broadcast(one, 7)),
+        "root of reduce": ("7 does not", lambda: WORLD.reduce([one], _options(dist.ReduceOptions, 7))),
+        "root of gather": ("7 does not", lambda: WORLD.gather([[]], [one], _options(dist.GatherOptions, 7))),
+        "type of the output": ("has dtype torch.uint8", lambda: dist.all_gather_into_tensor(
             torch.empty(2 * SIZE, dtype=torch.uint8), one.bool())),
-        "type of the sum": ("has the dtype torch.int32", lambda: dist.reduce_scatter_tensor(
+        "type of the sum": ("has dtype torch.int32", lambda: dist.reduce_scatter_tensor(
             torch.empty(2, dtype=torch.int32), whole, dist.ReduceOp.MAX)),
         "sizes": ("cannot be divided", lambda: dist.reduce_scatter_tensor(torch.empty(3), whole)),
         "gathered": ("is not", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), one)),
@@ -685,7 +685,7 @@ def test_what_is_wrong() -> None:
     one, other = torch.empty(sum(sends)), torch.empty(sum(sends))
     with pytest.raises(ValueError, match="its outputs hold"):
         dist.all_to_all_single(one, other, sends, sends)
-    with pytest.raises(ValueError, match=r"has the dtype torch\.float64"):
+    with pytest.raises(ValueError, match=r"has dtype torch\.float64"):
         dist.all_gather_into_tensor(torch.empty(SIZE, dtype=torch.float64), torch.empty(1))
     for tag in (-1, 2**31 - 2):
         with pytest.raises(ValueError, match=f"tag={tag} is not below"):
