@@ -110,10 +110,10 @@ def by_route(case: Case, route: str) -> Callable[[], tuple[Any, Any]]:
         kept, engine.settings = engine.settings, replace(engine.settings, sparse=route)
         try:
             part = Rows(case.keys, case.values, case.rows)
-            (one,) = SparseExchange(engine, [part], [route], name=f"benchmark.{route}", average=True).wait()
+            (rows,) = SparseExchange(engine, [part], [route], name=f"benchmark.{route}", average=True).wait()
         finally:
             engine.settings = kept
-        return one.keys, one.values
+        return rows.keys, rows.values
 
     return call
 
