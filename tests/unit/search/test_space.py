@@ -156,13 +156,13 @@ def test_values_of_a_growing_file(
 
 
 def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
-    for objective, said in [
+    for objective, message in [
         ({"line": r"loss (\S+)"}, r"no objective by loss (\S+) was found"),
         ({}, "no objective by ringdance.report was found"),
     ]:
         assert (
             Reader(parse_space(GOOD | {"objective": objective}).objective, tmp_path / "file").result()[1]
-            == said
+            == message
         )
     (tmp_path / "file").write_text('{"value": NaN}\n')
     reader = Reader(parse_space(GOOD).objective, tmp_path / "file")

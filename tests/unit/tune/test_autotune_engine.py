@@ -117,8 +117,8 @@ def test_a_real_search_ends(hosts: tuple[str, ...] | None, capsys: Any) -> None:
     results = job(3, train(210), settings, hosts=hosts)
     assert [wrong for wrong, *_ in results] == [0, 0, 0]
     assert len({str(rest) for _, *rest in results}) == 1
-    said = capsys.readouterr().err
-    assert "of a step's time won after" in said or "nothing was to be won" in said
+    stderr = capsys.readouterr().err
+    assert "of a step's time won after" in stderr or "nothing was to be won" in stderr
     again = job(3, train(20), settings, hosts=hosts)
     assert [values for _, values, _ in again] == [values for _, values, _ in results]
     assert "as before the restart: " in capsys.readouterr().err

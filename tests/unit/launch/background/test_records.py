@@ -165,9 +165,9 @@ def test_stop_needs_no_name_where_one_job_runs(
     sent.clear()
     made("2222")
     assert commands.stop([]) == 2
-    said = capsys.readouterr().err
-    assert "several jobs run, specify one:" in said
-    assert all(f"\n  {digit * 8}: " in said for digit in "12")
+    stderr = capsys.readouterr().err
+    assert "several jobs run, specify one:" in stderr
+    assert all(f"\n  {digit * 8}: " in stderr for digit in "12")
     assert not sent
 
 
