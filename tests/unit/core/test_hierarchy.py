@@ -26,7 +26,7 @@ LENGTH = 20_011
 
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the bytes that leave each host through any collective except the agreement's."""
+    """Count all bytes that leave each host through any collective except the agreement's."""
     sent: Counter[str] = Counter()
 
     def away(self: LoopbackTransport) -> list[bool]:

@@ -174,7 +174,7 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
         ("converted", "png.JPEG"), ("converted", "cmyk.JPEG"), ("converted", "middle.JPEG"),
         ("converted", "alpha.png"), ("converted", "turned.JPEG"),
     }  # fmt: skip
-    for number in (1, 2):  # twice, with other files of images in another order: with one process and with two
+    for number in (1, 2):  # the list does not depend on the number of processes
         again = tmp_path / f"again{number}"
         command = ["prepare", "imagenet", tmp_path / "src", again, "--max-broken", 3, "-np", number]
         assert run(*command) == 3
@@ -445,7 +445,7 @@ def test_looking_through_a_source_holds_no_objects_of_its_images(tmp_path):
 
 @pytest.mark.parametrize("begun", ["train.json", "criteo.json"])
 def test_info_after_an_interruption_says_to_resume(tmp_path, capfd, begun):
-    """`info` says so no matter in which phase the run stopped, and after too many broken images."""
+    """`info` says to resume in every phase of a stopped run, and after too many broken images."""
     (tmp_path / "dst/.prepare" / begun).mkdir(parents=True)
     assert run("info", tmp_path / "dst") == 2
     assert "run the same command again, it resumes" in (error := capfd.readouterr().err)

@@ -186,7 +186,7 @@ def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, 
 
 
 def test_empty_files_of_a_directory_are_named_and_left_out(source, tmp_path, capsys):
-    """Spark writes such files."""
+    """Empty files, such as Spark writes, are named and left out."""
     logs = tmp_path / "logs"
     shutil.copytree(source, logs)
     for name in ("_SUCCESS", "part-7"):

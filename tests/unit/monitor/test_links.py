@@ -68,7 +68,7 @@ def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
 
 @pytest.mark.parametrize("ppm", [30, -30, 0])
 def test_clocks_that_drift_apart_for_an_hour(ppm: int) -> None:
-    """The true offset stays within the uncertainty, which is about the length of the short round trips."""
+    """The true offset is within the uncertainty, which is about as small as short round trips allow."""
     random = Random(1)
     clock, rate = Clock(), ppm * 1e-6
 

@@ -127,7 +127,7 @@ def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.Capt
 def test_the_timeline_of_an_earlier_run_is_told_apart(
     tmp_path: Path, pid: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its rank waits all the time for others to submit: the run would be bound by skew."""
+    """In the earlier timeline, its rank always waits for others, so this run would be bound by skew."""
     run = write(tmp_path / "run", [0.3, 0.3])
     writer = ChromeWriter(str(run / "timeline.json"), 0, 0.0)
     writer.process(1_000_000, f"rank 0 on node0 (pid {pid})", 0)

@@ -32,7 +32,7 @@ def space(text: str, directory: Path) -> Space:
 
 
 def test_kinds_of_parameters(tmp_path: Path) -> None:
-    """This includes `1e-4`, which YAML reads as text."""
+    """Numbers such as `1e-4` count as numbers, although YAML reads them as text."""
     search_space = space(
         "parameters:\n  lr: {low: 1e-4, high: 1, log: true}\n  momentum: {low: 0, high: 0.9}\n"
         "  batch: {low: 16, high: 64, step: 16}\n  optimizer: [sgd, adam]\n",

