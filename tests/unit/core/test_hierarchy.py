@@ -76,7 +76,7 @@ def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, case: tuple[st
     least = 2 * inputs[0].nbytes * (count - 1) / count
     assert sorted(sent) == sorted(set(hosts))
     for host in sent:
-        assert 0.9 * least < sent[host] < 1.1 * least, f"host {host}: {sent[host]} bytes instead of {least:.0f}"
+        assert 0.9 * least < sent[host] < 1.1 * least, f"host {host}: {sent[host]} bytes, not {least:.0f}"
 
 
 @pytest.mark.parametrize("hosts", sampled("values across hosts", LAYOUTS, 3))

@@ -277,7 +277,7 @@ def test_a_rank_that_fails_with_an_error_of_its_own() -> None:
             engine.leave("ended with ValueError: x")
             return
         with pytest.raises(CollectiveError, match="ValueError") as caught:
-            run_fn(lambda state: state.sync(), lambda: pytest.fail("it started again"))(ObjectState(step=0))
+            run_fn(lambda state: state.sync(), lambda: pytest.fail("again"))(ObjectState(step=0))
         assert "rank 1" in caught.value.__notes__[0]
 
     job(2, program)
@@ -286,7 +286,7 @@ def test_a_rank_that_fails_with_an_error_of_its_own() -> None:
 def test_the_first_argument_must_be_a_state() -> None:
     @elastic.run
     def train(state: Any) -> None:
-        pytest.fail("it must not be called")
+        pytest.fail("called")
 
     with pytest.raises(ArgumentError, match=r"train\(\) needs an elastic state.*got int"):
         train(3)
