@@ -1,4 +1,4 @@
-"""`ringdance bench train` of a small model on one rank and on two, as docs/howto/bench-train.md shows it."""
+"""`ringdance bench train` for a small model on one and two ranks, as in docs/howto/bench-train.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_command_of_the_page_writes_figures_and_a_plot(tmp_path: Path) -> No
         assert 0 <= one["exposed_share"] < 1
         assert min(one["images_per_second"], one["efficiency"], one["bound"], one["cores"]) > 0
         names = [row["name"] for row in one["gradients"]]
-        assert {*names[:2]} == {"4.weight", "4.bias"}  # the last layer's are ready first
+        assert {*names[:2]} == {"4.weight", "4.bias"}  # the last layer's gradients are ready first
         assert sum(row["bytes"] for row in one["gradients"]) == 669_706 * 4
         times = [row["seconds"] for row in one["gradients"]]
         assert 0 < times[0] <= times[-1]
