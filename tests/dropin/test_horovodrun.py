@@ -305,8 +305,8 @@ def test_as_many_processes_as_asked_for(program):
 
 def test_mpi_args_reach_mpiexec(program):
     path = program("from mpi4py import MPI\nprint(os.environ['GIVEN'], MPI.COMM_WORLD.size)")
-    extra = "-x GIVEN=yes" if find_mpi().family == "openmpi" else "-genv GIVEN yes"
-    done = horovodrun("-np", "2", f"--mpi-args={extra}", "--binding-args=-bind-to none", "python", path)
+    given = "-x GIVEN=yes" if find_mpi().family == "openmpi" else "-genv GIVEN yes"
+    done = horovodrun("-np", "2", f"--mpi-args={given}", "--binding-args=-bind-to none", "python", path)
     assert sorted(done.stdout.decode().splitlines()) == [f"[{rank}]<stdout>:yes 2" for rank in range(2)]
 
 

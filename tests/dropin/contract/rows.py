@@ -15,11 +15,11 @@ TESTS = HERE.parents[1]
 PAGE = HERE / "README.md"
 HEAD = """# What Horovod's tests check
 
-Horovod's own tests of its bindings and of its launcher, row by row: what each checks, and the test that
-checks the same here, with the same inputs, values, tolerances and kinds of errors. Those of the bindings
-run on 2 and 3 real processes, `python tests/runners/run.py --all dropin`, those of TensorFlow at once and as
-graphs, those of MXNet on 1, 2 and 3 by `make test-mxnet`; every one marked with * runs on a GPU as well, and
-**GPU** marks what needs one. Numbers in brackets are how many tests the original has.
+Horovod's own tests of its bindings and its launcher, row by row: what each test checks, and the test here
+that checks the same with the same inputs, values, tolerances and kinds of errors. The bindings' tests run on
+2 and 3 real processes with `python tests/runners/run.py --all dropin`. TensorFlow's run both eagerly and as
+graphs, and `make test-mxnet` runs MXNet's on 1, 2 and 3. A test marked with * also runs on a GPU, and **GPU**
+marks tests that need one. Numbers in parentheses are the original's numbers of tests.
 """
 
 NEEDS = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "MXNet": "mxnet"}
