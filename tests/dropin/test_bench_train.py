@@ -1,4 +1,16 @@
-"""`ringdance bench train` of a small model on one rank and on two, as its page in docs/ shows it."""
+"""`ringdance bench train` for a small model on one and two ranks, as 
+<<<<<<< /tmp/tmpgsn3qu0m
+its page 
+=======
+
+>>>>>>> /tmp/tmp_cpxs_7_
+in docs/
+<<<<<<< /tmp/tmpgsn3qu0m
+ shows it
+=======
+howto/bench-train.md
+>>>>>>> /tmp/tmp_cpxs_7_
+."""
 
 from __future__ import annotations
 
@@ -34,7 +46,7 @@ def test_the_command_of_the_page_writes_figures_and_a_plot(tmp_path: Path) -> No
         assert 0 <= one["exposed_share"] < 1
         assert min(one["images_per_second"], one["efficiency"], one["bound"], one["cores"]) > 0
         names = [row["name"] for row in one["gradients"]]
-        assert {*names[:2]} == {"4.weight", "4.bias"}  # the last layer's are ready first
+        assert {*names[:2]} == {"4.weight", "4.bias"}  # the last layer's gradients are ready first
         assert sum(row["bytes"] for row in one["gradients"]) == 669_706 * 4
         times = [row["seconds"] for row in one["gradients"]]
         assert 0 < times[0] <= times[-1]

@@ -1,4 +1,4 @@
-"""`benchmarks/strategies/compare.py`: strategies of training side by side, on real processes."""
+"""`benchmarks/strategies/compare.py` compares strategies of training on real processes."""
 
 from __future__ import annotations
 

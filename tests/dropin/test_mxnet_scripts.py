@@ -1,4 +1,4 @@
-"""Scripts for MXNet as people write them for Horovod, and those of the pages."""
+"""MXNet scripts as users write them for Horovod, and the scripts of the pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trained(directory: Path, way: str, size: int, *words: str) -> Outcome:
 
 
 def test_two_ranks_train_as_one_process_with_the_double_batch(tmp_path: Path) -> None:
-    """Gluon with a trainer; all parameters get their shape, and rank 0's values, in the first pass."""
+    """In the first pass, all parameters of a Gluon net get their shape and rank 0's values."""
     trained(tmp_path / "two", "horovodrun", 2, "--batch-size", "32", "--lr", "0.02")
     trained(tmp_path / "one", "alone", 1, "--batch-size", "64", "--lr", "0.04")
     two, one = (mx.nd.load(str(tmp_path / name / "mnist.params")) for name in ("two", "one"))
@@ -77,7 +77,7 @@ def test_the_rows_of_the_contract_name_tests_that_exist() -> None:
 
 
 def test_the_names_are_horovod_s() -> None:
-    """What names.toml says of the module; the environment with the other frameworks has no MXNet."""
+    """This checks names.toml for the module. The other frameworks' environment does not have MXNet."""
     path = ROOT / "compat" / "horovod" / "compare_names.py"
     names = SourceFileLoader("compare_names", str(path)).load_module()
     data, _ = names.load()

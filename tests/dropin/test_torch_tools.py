@@ -1,8 +1,8 @@
 """Accelerate, Transformers and Lightning under `ringdance run`: the scripts of their page in docs/.
 
-Each trains the same weights as under torchrun, the tools' own way, the same with the backend "ringdance", and
-again with `hvd.DistributedOptimizer` in place of DistributedDataParallel. The page's commands, and what they
-print, are run by test_docs_commands.py.
+Each script trains the same weights in four ways: under torchrun, the tools' own way; under `ringdance run`;
+with the backend "ringdance"; and with `hvd.DistributedOptimizer` instead of DistributedDataParallel.
+test_docs_commands.py runs the page's commands and checks their output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from doc_blocks import ROOT, environment, put_files
 
 PAGE = ROOT / "docs" / "howto" / "training" / "torch-tools.md"
 LIMIT = 240.0
-# What report() of the page's task.py does besides.
+# What report() in the page's task.py does in addition.
 SAVE = """
 report_only = report
 def report(rank, size):
@@ -27,7 +27,7 @@ def report(rank, size):
 
 
 def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[str, Any]]:
-    """Run a script of the page; return the weights of its ranks, which see their rank and size."""
+    """Run a script of the page and return its ranks' weights. Ranks must see their rank and size."""
     import torch
 
     out = directory / f"{launcher[1]}-{size}-{name}-"

@@ -26,7 +26,7 @@ IMAGES = 1200
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Images of two classes: few contents, many names."""
+    """Create images of two classes: few different contents, many names."""
     root = tmp_path_factory.mktemp("src")
     first = []
     for number in range(8):
@@ -51,7 +51,7 @@ def command(source: Path, destination: Path, processes: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory) -> dict[str, bytes]:
-    """The files of a run without a fault."""
+    """Return the files of an undisturbed run."""
     destination = tmp_path_factory.mktemp("whole")
     subprocess.run(command(source, destination, 1), check=True, timeout=60)
     return files(destination)
@@ -98,7 +98,7 @@ def test_resumed_after_kill_9(source, whole, tmp_path, victim):
     found = files(destination)
     assert found == whole
     written = [name for name, number in kept.items() if (destination / name).stat().st_ino != number]
-    assert len(written) <= processes  # renamed, but not yet noted as complete
+    assert len(written) <= processes  # renamed, but not yet recorded as complete
     assert sorted(path.name for path in (destination / ".prepare").iterdir()) == ["lock", "train.json"]
 
 
@@ -139,7 +139,7 @@ def test_click_logs_resumed_after_kill_9_in_both_passes(tmp_path):
         times = {path: path.stat().st_mtime_ns for path in done}
     subprocess.run([*start, str(destination), *options, "1"], check=True, timeout=60)
     again = [path for path in times if path.stat().st_mtime_ns != times[path]]
-    assert len(again) <= 2  # complete, but that was not noted yet
+    assert len(again) <= 2  # complete, but not yet recorded
     assert files(destination) == files(whole)
-    left = ["criteo.json", "lock"]  # the first says what --overwrite may remove
+    left = ["criteo.json", "lock"]  # the first lists what --overwrite may remove
     assert sorted(path.name for path in (destination / ".prepare").iterdir()) == left

@@ -1,4 +1,4 @@
-"""``ringdance explain`` of jobs that hang."""
+"""``ringdance explain`` for jobs that hang."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def explain(*arguments: str) -> str:
 
 
 def begin(directory: Path, cause: str) -> Job:
-    """Start three ranks with a planted cause; their output goes to ``directory/out``."""
+    """Start three ranks with a planted cause. Their output goes to ``directory/out``."""
     os.environ["PLANTED"] = str(directory)
     options = ("-np", "3", "--output-filename", str(directory / "out"))
     output = open(directory / "output", "wb")  # noqa: SIM115
@@ -79,7 +79,7 @@ def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None
         assert f"planted_job.py:{line_of('file_lock')} in file_lock" in last
         assert "rank 0 on host " in said
         assert "s for 'allreduce.loss' (after " in said
-        assert said.count("hread 0x") >= 6  # of each rank two
+        assert said.count("hread 0x") >= 6  # two per rank
         assert wait_until(lambda: len(list(out.glob("ringdance-st*-rank*"))) == 4, 30.0) is not None
         stall = json.loads(next(out.glob("ringdance-stall-rank0-*.json")).read_text())
         assert (stall["name"], stall["culprits"]) == ("allreduce.loss", [1])
@@ -94,7 +94,7 @@ def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None
 
 
 def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
-    """The rank's main thread is in PyTorch's file, as far as can be seen; importing torch takes long."""
+    """The rank's main thread is in a PyTorch file as far as outsiders can see. Importing torch takes long."""
     library, program = tmp_path / "site-packages/torch/utils/data/dataloader.py", tmp_path / "job.py"
     library.parent.mkdir(parents=True)
     library.write_text(LOADER)
@@ -139,7 +139,7 @@ def test_the_outcome_is_written_and_a_new_job_removes_it(tmp_path: Path) -> None
 
 
 def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
-    """By directory and command, also those in the foreground."""
+    """Jobs are distinguished by directory and command, including foreground jobs."""
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     jobs = [begin(tmp_path / name, "file_lock") for name in ("one", "other")]

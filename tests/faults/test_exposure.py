@@ -1,4 +1,4 @@
-"""What a running job offers to others: which sockets listen, for whom; and what is heard is not unpickled."""
+"""What a running job exposes: which sockets listen, and for whom. Received data are not unpickled."""
 
 from __future__ import annotations
 

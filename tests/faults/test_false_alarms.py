@@ -1,8 +1,8 @@
-"""No warning about ranks that only take their time, and no error while any of them may go on.
+"""No warning about ranks that are merely slow, and no error as long as any of them may continue.
 
-``QUIET_MINUTES=30`` is the full length, with a compilation of 60 s and evaluations of 2 minutes; without it a
-short form runs. ``python tests/faults/test_false_alarms.py MINUTES [KIND ...]`` prints how much
-long work ended how.
+``QUIET_MINUTES=30`` is the full length, with a compilation of 60 s and evaluations of 2 minutes. Without it,
+a short form runs. ``python tests/faults/test_false_alarms.py MINUTES [KIND ...]`` prints counts of long work
+by outcome.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_ranks_that_take_their_time_are_no_stall() -> None:
 
 
 def run_long_work(kinds: Sequence[str], deadlock_time: float, seconds: float) -> tuple[int, str]:
-    """Run kinds of long work on three ranks; return the exit code and the output."""
+    """Run kinds of long work on three ranks and return the exit code and the output."""
     command, environ = launcher(3)
     environ |= {
         "RINGDANCE_DEADLOCK_TIME": str(deadlock_time),
@@ -79,9 +79,9 @@ def test_a_deadlock_is_found_whatever_sleeps_besides(kind: str) -> None:
 
 
 def soak(minutes: float, kinds: Sequence[str]) -> Counter[str]:
-    """Run jobs of some kinds each, in a random order, with times cut to a tenth and shorter; count the ends.
+    """Run jobs with random kinds of long work, with times cut to a tenth or less. Count the outcomes.
 
-    Every fifth job is one that can never go on.
+    One in five jobs, on average, can never continue.
     """
     chance, ends, until = random.Random(), Counter[str](), time.monotonic() + 60 * minutes
     while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""`ringdance hosts` on this machine and on "hosts" beside it (see here_hosts.py)."""
+"""`ringdance hosts` on this machine and on simulated "hosts": see here_hosts.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hosts(environ: dict[str, str]) -> Hosts:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A directory with all that there can be in one."""
+    """Create a directory with every kind of entry."""
     top = tmp_path / "data"
     (top / "deep" / "er").mkdir(parents=True)
     (top / "big").write_bytes(os.urandom(5_000_001))
@@ -63,7 +63,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
-    """Each other host gets a directory of its own at $HOME/own: where it is from here."""
+    """Give each other host its own directory at $HOME/own. Returns a function with its path from here."""
     ssh = Path(tmp_path / "bin" / "ssh")
     text = ssh.read_text()
     places = f'mkdir -p {tmp_path}/own "{tmp_path}/of/$1"; mount --bind "{tmp_path}/of/$1" {tmp_path}/own; '
@@ -72,7 +72,7 @@ def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
 
 
 def listing(top: Path) -> dict[str, object]:
-    """All below a directory: kind, mode, time of files, contents."""
+    """Return everything below a directory: kind, mode, modification time of files, contents."""
     found: dict[str, object] = {}
     for path in sorted(top.rglob("*")):
         status = path.lstat()
@@ -104,7 +104,7 @@ def test_a_folder_comes_as_it_is(
     again = hosts("copy", *OTHERS, str(data), str(tmp_path / "own" / "copy"))
     assert "0 files, 0 bytes, to 3 hosts" in again.stdout
     assert "4 were there already" in again.stdout
-    # A file with the same size and time but other contents is found by --checksum only.
+    # Only --checksum notices a file with the same size and time but different contents.
     victim = apart("other2") / "copy" / "big"
     status = victim.stat()
     victim.write_bytes(bytes(5_000_001))
@@ -124,7 +124,7 @@ def test_a_file_into_a_folder_and_to_the_same_place(
     assert (apart("other3") / "big").read_bytes() == (data / "big").read_bytes()
     assert hosts("copy", "-H", "other1", str(data / "big"), "~/own/renamed").returncode == 0
     assert (apart("other1") / "renamed").read_bytes() == (data / "big").read_bytes()
-    (tmp_path / "own" / "mine").write_text("mine")  # as seen from here; the hosts have another one there
+    (tmp_path / "own" / "mine").write_text("mine")  # as seen from here; hosts have another one
     assert hosts("copy", *OTHERS, str(tmp_path / "own" / "mine")).returncode == 0
     assert (apart("other2") / "mine").read_text() == "mine"
 
@@ -150,7 +150,7 @@ def test_an_interrupted_copy_goes_on_where_it_was(
     kept = {host: partial(host) for host in ("other1", "other2", "other3")}
     assert all(10_000_000 < count < size for count in kept.values()), kept
     assert not list((tmp_path / "of").glob("*/big")), "no file has its name before it is whole"
-    # What is left on one of them is spoiled; another has been emptied.
+    # Corrupt what is left on one host. Another has been emptied.
     with open(next(apart("other1").glob(".big.ringdance-*")), "r+b") as spoiled:
         spoiled.write(b"nonsense")
     next(apart("other2").glob(".big.ringdance-*")).unlink()

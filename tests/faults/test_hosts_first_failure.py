@@ -1,6 +1,6 @@
-"""A rank on another host dies: it is named first, and the others learn of it as on one host.
+"""A rank on another host dies: it is named first, and the others notice as they do on one host.
 
-The same on hosts with networks of their own, and many times: tests/hosts/test_first_failure.py.
+tests/hosts/test_first_failure.py repeats this many times, on hosts with their own networks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forms of output beside the lines with their rank."""
+"""Output formats other than lines with their rank."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_bars_of_two_ranks_do_not_overwrite_each_other(tmp_path: Path, terminal:
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert done.returncode == 0, shown
-    if terminal:  # both below one another: two lines are taken away before they are shown again
+    if terminal:  # the terminal shows one below the other: two lines are removed before each redraw
         last = shown.rpartition("\x1b[2A\x1b[J")[2]
         assert last.splitlines() == ["[0] bar 4", "[1] bar 4"]
     else:

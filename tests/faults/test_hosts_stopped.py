@@ -1,4 +1,4 @@
-"""A process of a job on several hosts is stopped (SIGSTOP): the job goes on, and says what waits."""
+"""A process of a job on several hosts is stopped (SIGSTOP): the job continues, and reports what waits."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_stopped_rank_on_another_host_is_called_stopped(tmp_path: Path) -> Non
         job.wait(40.0)
         text = (tmp_path / "log").read_text()
         assert re.search(r"ringdance: rank 2 on other1 \(pid \d+\) was stopped by SIGSTOP", text), text
-        # By rank 0, on the other host, which cannot see it: rank 1 does.
+        # Rank 0, on the other host, reports this without seeing the rank. Rank 1 does see it.
         assert re.search(
             r"rank 0 .* No answer from rank 2 on host other1 \(pid \d+\): its process is stopped", text
         )

@@ -1,4 +1,4 @@
-"""The timeline of a job, also of one that is killed."""
+"""A job's timeline, also if the job is killed."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_strategies_on_two_hosts_reach_the_same_auc(three_hosts: Hosts, tmp_path
         done = three_hosts.run(
             "h1", sys.executable, str(SCRIPT), clicks, "-H", "h2:1,h3:1", "--framework",
             framework, "--strategies", ",".join(names), "--dim", "4", "--hidden", "16", "--batch-size", "256",
-            "--output", str(output), timeout=240.0,  # four strategies, of which one has five processes
+            "--output", str(output), timeout=240.0,  # four strategies, one with five processes
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     found = {one.stem: json.loads(one.read_text()) for one in output.glob("*-*.json")}

@@ -1,4 +1,4 @@
-"""Hosts that have IPv6 addresses only."""
+"""Hosts that have only IPv6 addresses."""
 
 from __future__ import annotations
 

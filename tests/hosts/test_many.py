@@ -1,4 +1,4 @@
-"""More hosts than fit into the usual limit of open files; their agents are processes of this machine."""
+"""More hosts than the usual limit of open files allows. Their agents are processes of this machine."""
 
 from __future__ import annotations
 

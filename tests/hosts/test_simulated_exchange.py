@@ -1,4 +1,4 @@
-"""The benchmark that measures beside the simulator: what hosts send is what was predicted."""
+"""The benchmark that measures next to the simulator: hosts send as many bytes as predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline of a job on several hosts, whose file is on the launcher's."""
+"""The timeline of a job on several hosts. Its file is on the launcher's host."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_ranks_of_all_hosts_are_in_the_launchers_file(
     for rank in range(4):
         assert len(times["ALLREDUCE", "E", rank]) == 30
         assert len(times["NEGOTIATE_ALLREDUCE", "B", rank]) == 30
-        # All begin to exchange at the same time on one clock, and the last to submit is the one that sleeps.
+        # On a common clock, all start to exchange at the same time, and the sleeping rank submits last.
         for own, others in zip(times["ALLREDUCE", "B", rank], times["ALLREDUCE", "B", 0], strict=True):
             assert abs(own - others) < 100_000
     late = sum(
@@ -71,7 +71,7 @@ def test_ranks_of_all_hosts_are_in_the_launchers_file(
 
 
 def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path: Path) -> None:
-    """Its ranks leave before the monitors of their hosts have met."""
+    """Its ranks leave before their hosts' monitors have connected."""
     path, script = tmp_path / "timeline.json", tmp_path / "short.py"
     script.write_text("import ringdance.numpy as hvd\nhvd.init()\nhvd.barrier()\n")
     line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1,h3:1", "--timeline", str(path)]
@@ -87,7 +87,7 @@ def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path:
 
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_killed_monitor_does_not_end_the_job(three_hosts: Hosts, tmp_path: Path, steps: int) -> None:
-    """Also before it has connected to the other host's: a warning says that then."""
+    """This also holds before it has connected to the other host's monitor. Then a warning says so."""
     path, script = tmp_path / "timeline.json", tmp_path / "kill.py"
     script.write_text(KILL.replace("STEPS", str(steps)))
     line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1", "--timeline", str(path)]

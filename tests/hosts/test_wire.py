@@ -1,4 +1,4 @@
-"""The benchmark that makes its own hosts: it runs, checks sums, and writes what it says."""
+"""The benchmark that creates its own hosts: it runs, checks sums, and writes what it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contract, MXNet: broadcast, allgather, alltoall, and parameters and objects of one rank for all."""
+"""Contract, MXNet: broadcast, allgather, alltoall, and one rank's parameters and objects for all ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_broadcast_process_sets(halves: tuple[Any, Any]) -> None:
 
 
 def test_parameters_in_a_dictionary() -> None:
-    """A root of -1 is refused where there are others."""
+    """A root of -1 is refused if there are several ranks."""
     given = {f"key.{number}": one for number, one in enumerate(of_rank(RANK))}
     hvd.broadcast_parameters(given, root_rank=SIZE - 1, prefix="dictionary.")
     for tensor, wanted in zip(given.values(), of_rank(SIZE - 1), strict=True):
@@ -89,7 +89,7 @@ def all_equal(net: Any) -> None:
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_parameters_whose_shape_is_not_known_yet(hybrid: bool) -> None:
-    """They are broadcast when the first forward pass makes them; the known one at once."""
+    """They are broadcast when the first forward pass creates them. Known parameters are broadcast at once."""
     mx.random.seed(RANK)
     net = nn.HybridSequential(prefix=f"later{hybrid}_")
     with net.name_scope():
@@ -103,7 +103,7 @@ def test_parameters_whose_shape_is_not_known_yet(hybrid: bool) -> None:
 
 
 def test_a_copy_of_parameters_whose_shape_is_not_known_yet() -> None:
-    """It gets the root's values as the original does; later one rank may set new values by itself."""
+    """It gets the root's values like the original. Later, a single rank may set new values."""
     mx.random.seed(RANK)
     net = nn.Dense(3, prefix="copied_")
     net.initialize(mx.init.Uniform(0.5))
@@ -120,7 +120,7 @@ def test_a_copy_of_parameters_whose_shape_is_not_known_yet() -> None:
 
 
 def test_a_root_that_has_its_parameters_already() -> None:
-    """Rank 0 has loaded them, the others make them in their first pass."""
+    """Rank 0 has loaded its parameters. The other ranks create theirs in their first pass."""
     mx.random.seed(RANK)
     net = nn.Dense(3, prefix="loaded_")
     net.initialize(mx.init.Uniform(0.5))
@@ -192,7 +192,7 @@ def test_gathered_groups_in_process_sets(halves: tuple[Any, Any]) -> None:
 
 
 def check(splits: Any, dtypes: Any = MOVED, process_set: Any = hvd.global_process_set) -> None:
-    """``splits(sender, receiver)``: how many rows are sent; each carries its sender's number."""
+    """Check ``splits(sender, receiver)``, the number of rows sent. Each row contains its sender's number."""
     ranks = members(process_set)
     mine = [splits(RANK, other) for other in ranks]
     arriving = [splits(other, RANK) for other in ranks]
@@ -250,7 +250,7 @@ def test_rows_that_do_not_divide() -> None:
 
 
 def test_splits_that_cannot_be() -> None:
-    """For more rows than there are; not one for each rank; not integers."""
+    """Splits are refused for more rows than there are, for too few ranks, and if they are not integers."""
     for splits, dtype in (([2] * SIZE, "int32"), ([1] * (SIZE + 1), "int32"), ([1] * SIZE, "float32")):
         wrong = mx.nd.array(splits, dtype=dtype)
         call = functools.partial(hvd.alltoall, mx.nd.ones(SIZE), wrong, name="sent")

@@ -15,7 +15,7 @@ from mxnet_inputs import ODD, RANK, SIZE, members, several, value
 
 import horovod.mxnet as hvd
 
-STEPS, SAMPLES = 3, 4  # samples of a rank in a step
+STEPS, SAMPLES = 3, 4  # samples per rank and step
 
 
 def batch(step: int, rank: int) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ def weights(net: Any) -> list[Any]:
 
 
 def train(net: Any, trainer: Any, ranks: list[int]) -> list[Any]:
-    """Train on the batches of these ranks together; return the weights."""
+    """Train on the joined batches of these ranks and return the weights."""
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
     for step in range(STEPS):
         pairs = [batch(step, rank) for rank in ranks]
@@ -52,7 +52,7 @@ def train(net: Any, trainer: Any, ranks: list[int]) -> list[Any]:
 
 
 def alone(ranks: list[int], optimizer: str = "adam") -> list[Any]:
-    """The weights that one process gets with the batches of all these ranks together."""
+    """Return the weights of one process that trains on the joined batches of these ranks."""
     net = net_of(0)
     return train(net, gluon.Trainer(net.collect_params(), optimizer, kvstore=None), ranks)
 
@@ -88,7 +88,7 @@ def test_each_optimizer_by_its_name_or_itself() -> None:
 
 
 def test_two_trainers_of_one_net() -> None:
-    """Half of the parameters each, with and without a prefix."""
+    """Each has half of the parameters, with and without a prefix."""
     for first, second in (("first", "second"), (None, None)):
         net = net_of(0)
         lower, upper = net[0].collect_params(), net[1].collect_params()
@@ -120,7 +120,7 @@ def test_compression_fp16() -> None:
 
 
 def test_parameters_of_fp16() -> None:
-    """Not a net: on hosts MXNet has no layers of float16."""
+    """A single parameter instead of a net, because MXNet has no float16 layers on hosts."""
     parameter = gluon.Parameter("weight", shape=(5,), dtype="float16")
     parameter.initialize(mx.init.One())
     options = {"learning_rate": 0.5, "multi_precision": True}
@@ -150,7 +150,7 @@ def test_gradients_are_clipped_after_the_sum() -> None:
 
 @several
 def test_overflow_of_one_rank_skips_the_step_on_all() -> None:
-    """As mixed precision does it: a loss scaler looks at the gradients after the sum."""
+    """As in mixed precision, a loss scaler checks the gradients after the sum."""
     from mxnet.contrib.amp.loss_scaler import LossScaler
 
     net = net_of(0)
@@ -207,7 +207,7 @@ def test_trainers_of_process_sets(halves: tuple[Any, Any]) -> None:
 
 @several
 def test_weights_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else would tell that the broadcast is missing."""
+    """Otherwise nothing would show that the broadcast is missing."""
     net = net_of(RANK)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd")
     messages: list[str] = []
@@ -223,7 +223,7 @@ def test_weights_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def module_weights(optimizer: Any, ranks: list[int]) -> list[Any]:
-    """The weights after ``fit`` of a Module with these ranks' batches."""
+    """Return a Module's weights after ``fit`` with these ranks' batches."""
     data, label = mx.sym.var("data"), mx.sym.var("softmax_label")
     hidden = mx.sym.Activation(mx.sym.FullyConnected(data, num_hidden=8, name="one"), act_type="tanh")
     output = mx.sym.FullyConnected(hidden, num_hidden=3, name="two")
@@ -268,7 +268,7 @@ def test_everything_else_is_the_given_optimizer_s() -> None:
 
 
 def test_an_optimizer_of_a_process_set(halves: tuple[Any, Any]) -> None:
-    """The others only update."""
+    """Ranks outside the set only update their own weights."""
     evens = next(one for one in halves if 0 in one.ranks)
     optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0), process_set=evens)
     weight, gradient = mx.nd.zeros(2), mx.nd.full(2, RANK)

@@ -31,7 +31,7 @@ numbers = pytest.mark.parametrize("rows", NUMBERS)
 
 
 def parts(dtype: Any, dims: int, rows: list[int]) -> list[Any]:
-    """The tensor of each rank."""
+    """Return each rank's tensor."""
     return [draw(dtype, dims, seed=10 * dims + rank, rows=rows[rank]) for rank in range(SIZE)]
 
 
@@ -74,14 +74,14 @@ def test_no_dimension(way: Any) -> None:
 
 @numbers
 def test_gradient(way: Any, rows: str) -> None:
-    """This rank's rows of the averaged gradient, which here are all alike: the mean of rank + 1."""
+    """It has this rank's rows of the averaged gradient. All rows are equal here: the mean of rank + 1."""
     for dtype in WITH_GRADIENT:
         given = [parts(dtype, dims, NUMBERS[rows])[RANK] for dims in DIMS]
         check_gradients(way, lambda x: [hvd.allgather(one) for one in x], given, [(SIZE + 1) / 2] * 3)
 
 
 def test_gradient_takes_this_ranks_rows(way: Any) -> None:
-    """Rows have gradients of their own, the same on all ranks: each rank gets those of its rows."""
+    """Rows have different gradients, equal on all ranks. Each rank gets the gradients of its own rows."""
     starts = np.cumsum([0, *ROWS[:SIZE]])
     weights = tf.range(int(starts[-1]), dtype=tf.float64)
 

@@ -57,7 +57,7 @@ def test_min_max_product(way: Any, op: str) -> None:
 
 
 def test_many_in_one_graph(way: Any) -> None:
-    """As many as there are types and shapes, three times, without a wait between them."""
+    """Three calls for each type and shape are started without waiting between them."""
     given = [tensor for seed in range(3) for tensor in every(REDUCED, seed=seed)]
     got = way(
         lambda x: [hvd.allreduce(one, op=hvd.Sum, name=f"many.{i}") for i, one in enumerate(x)], given
@@ -110,13 +110,13 @@ def test_type_mismatch(way: Any) -> None:
 
 @several
 def test_cpu_and_gpu_mismatch() -> None:
-    """No error here: a GPU's tensors pass through host memory, so that ranks need not agree on it."""
+    """This is not an error here: GPU tensors pass through host memory, so ranks need not agree."""
     card = f"/gpu:{gpu()}"
     with tf.device(card if ODD else "/cpu:0"):
         assert value(hvd.allreduce(tf.ones(17), op=hvd.Sum, name="devices")).tolist() == [SIZE] * 17
 
 
-# Gradients: of Sum the sum of all ranks' incoming ones (rank + 1), of Average their mean.
+# Gradients: for Sum the sum of all ranks' incoming gradients (rank + 1), for Average their mean.
 
 GRADIENTS = {
     "sum": ({"op": hvd.Sum}, TOTAL), "average": ({"op": hvd.Average}, MEAN), "default": ({}, MEAN),
@@ -145,7 +145,7 @@ def groups() -> list[list[Any]]:
 
 
 def check_groups(way: Any, want: Any, compare: Any = same, **options: Any) -> None:
-    """``want`` gives an array for each tensor."""
+    """Check groups of tensors against ``want``, which maps a tensor to the expected array."""
     given = groups()
     got = way(lambda x: [hvd.grouped_allreduce(group, **options) for group in x], given)
     for results, group in zip(got, given, strict=True):
@@ -203,7 +203,7 @@ def test_grouped_mismatches(way: Any) -> None:
 
 
 def test_grouped_cpu_and_gpu_mix() -> None:
-    """No error here, as for single tensors."""
+    """This is not an error here, as for single tensors."""
     card = f"/gpu:{gpu()}"
     mixed = []
     for number in range(5):
@@ -221,7 +221,7 @@ def test_grouped_gradient(way: Any, kind: str) -> None:
         check_gradients(way, lambda x: hvd.grouped_allreduce(x, **options), group, [want] * 5)
 
 
-# IndexedSlices: the rows of all ranks, one rank's after the other's.
+# IndexedSlices: the rows of all ranks, in rank order.
 
 
 def slices(values: Any, indices: Any) -> Any:
@@ -231,7 +231,7 @@ def slices(values: Any, indices: Any) -> Any:
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["single", "grouped"])
 def test_indexed_slices(way: Any, op: str, grouped: bool) -> None:
-    """Each rank has rows rank and 39, with other numbers of rows in a group; a dense one between them."""
+    """Each rank has rows rank and 39. A group also has a different number of rows, and a dense tensor."""
     dense = tf.ones((2, 3))
     given = [tf.ones((2, 17)) * (RANK + 1.0), tf.constant([RANK, 39]), dense]
 
@@ -262,7 +262,7 @@ def test_indexed_slices(way: Any, op: str, grouped: bool) -> None:
 @pytest.mark.parametrize("op", ["Min", "Max", "Product", "Adasum"])
 def test_indexed_slices_with_other_operations(way: Any, op: str) -> None:
     given = slices(tf.ones((2, 17)), tf.constant([1, 2]))
-    # Adasum of three ranks may be refused for that reason before the slices are looked at.
+    # Adasum may be refused for three ranks before the slices are checked.
     words = "Average" if op == "Adasum" and SIZE & (SIZE - 1) else "Average or Sum"
     for kind in (hvd.allreduce, lambda one, **how: hvd.grouped_allreduce([tf.ones(2), one], **how)):
         with pytest.raises(NotImplementedError, match=words):

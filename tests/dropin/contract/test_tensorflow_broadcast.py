@@ -1,4 +1,4 @@
-"""Contract, TensorFlow: broadcast, of tensors, variables and objects."""
+"""Contract, TensorFlow: broadcast of tensors, variables and objects."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_root_mismatch(way: Any) -> None:
 
 
 def test_gradient(way: Any) -> None:
-    """The mean of the incoming ones on the root, nothing on the others."""
+    """It is the mean of the incoming gradients on the root, and nothing on other ranks."""
     for root in range(SIZE):
         given = [draw(dtype, dims) for dtype in WITH_GRADIENT for dims in dims_of(dtype)]
         want = (SIZE + 1) / 2 if root == RANK else 0.0

@@ -1,4 +1,4 @@
-"""Contract, TensorFlow: every call in process sets, ranks with even and with odd numbers."""
+"""Contract, TensorFlow: every call in process sets of the even and the odd ranks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def mean(mine: Any) -> float:
 
 
 def of(dtypes: list[Any], rank: int = RANK, **others: Any) -> list[Any]:
-    """Tensors that are equal within a set and differ between the two."""
+    """Return tensors that are equal within a set but differ between the two sets."""
     return every(dtypes, seed=40 + rank % 2, **others)
 
 
 def test_sets_come_and_go() -> None:
-    # Before `halves`, which on 2 ranks are the same sets.
+    # Must run before `halves`, which creates the same sets on 2 ranks.
     first = hvd.add_process_set([0])
     assert first.process_set_id is not None
     for twice in ([0], range(SIZE), hvd.ProcessSet([0])):
@@ -190,7 +190,7 @@ def test_gradients(way: Any, halves: Any) -> None:
 
 
 def test_tape(way: Any, halves: Any) -> None:
-    """Each set's mean; and a rank that is not in the set keeps its own gradient."""
+    """Each set gets its own mean, and a rank outside the set keeps its own gradient."""
     weight = tf.Variable([1.0, 2.0])
     even = halves[1] if ODD else halves[0]
 

@@ -30,7 +30,7 @@ import horovod.tensorflow as hvd
 
 
 def own(array: Any, rank: int = RANK) -> Any:
-    """The rows of a rank: one more on the first ones where they do not divide."""
+    """Return a rank's rows. If they do not divide evenly, the first ranks get one more."""
     return np.array_split(np.asarray(array), SIZE)[rank]
 
 
@@ -45,7 +45,7 @@ def test_sum(way: Any) -> None:
 
 
 def test_average(way: Any) -> None:
-    """It is the default."""
+    """Average is the default."""
     check(way, every(SCATTERED, rows=4 * SIZE), value)
     check(way, every(SCATTERED, rows=4 * SIZE), value, op=hvd.Average)
 
@@ -71,7 +71,7 @@ def test_many_in_one_graph(way: Any) -> None:
 
 @pytest.mark.parametrize("rows", [1, SIZE + 1, 4 * SIZE - 1])
 def test_rows_that_do_not_divide(way: Any, rows: int) -> None:
-    """The first ranks get one row more, the last may get none."""
+    """The first ranks get one row more, and the last ones may get none."""
     check(way, every(SCATTERED, rows=rows), total, op=hvd.Sum)
 
 
@@ -97,7 +97,7 @@ def test_other_operations(way: Any) -> None:
             way(lambda op=op: hvd.reducescatter(tf.ones(SIZE), op=op))
 
 
-# Gradients: the ranks' incoming rows (rank + 1) together, for Sum times the number of ranks.
+# Gradients: the ranks' incoming rows (rank + 1) together. For Sum, times the number of ranks.
 
 FACTORS = {"sum": (hvd.Sum, SIZE), "average": (hvd.Average, 1)}
 operations = pytest.mark.parametrize("op", FACTORS)

@@ -1,4 +1,4 @@
-"""Contract, TensorFlow: the place of this process, and what training is made of."""
+"""Contract, TensorFlow: this process's place, and the parts of a training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_place_as_an_operation(way: Any, what: str) -> None:
 
 
 def test_an_operation_tells_what_holds_when_it_runs() -> None:
-    """The same graph after shutdown() and init(): a call within raises, and then works again."""
+    """After shutdown() the same graph raises, and after init() it works again."""
     told = tf.function(lambda: (hvd.size_op(), hvd.process_set_included_op()))
     assert [int(one) for one in told()] == [SIZE, 1]
     hvd.shutdown()
@@ -68,7 +68,7 @@ def test_compression_fp16(way: Any) -> None:
 
 @several
 def test_join_with_each_rank_first() -> None:
-    """Those who go on get averages over all ranks; all hear the same last rank, and can begin again."""
+    """The other ranks get averages over all ranks, all learn the same last rank, and can join again."""
     for first in range(SIZE):
         if first != RANK:
             for _ in range(2):
@@ -98,7 +98,7 @@ def test_while_a_rank_has_joined() -> None:
 
 
 def test_elastic_state() -> None:
-    """Commit, change, restore; and rank 0's values for all."""
+    """Changes after a commit are undone by restore, and sync gives all ranks rank 0's values."""
     variables = [tf.Variable([RANK + 1.0] * 3), tf.Variable(RANK)]
     state = hvd.elastic.TensorFlowState(variables, batch=20 + RANK, epoch=5)
     state.sync()
@@ -116,7 +116,7 @@ def test_elastic_state() -> None:
 
 @pytest.mark.parametrize("lengths", ["equal", "uneven"])
 def test_sync_batch_norm(way: Any, lengths: str) -> None:
-    """Outputs, moving statistics and gradients are those of a plain layer with the inputs of all ranks."""
+    """Outputs, moving statistics and gradients equal those of a plain layer with all ranks' inputs."""
     rows = [3 if lengths == "equal" else rank + 2 for rank in range(SIZE)]
     random = np.random.default_rng(5)
     inputs = random.normal(2.0, 3.0, (sum(rows), 6, 4)).astype(np.float32)
@@ -149,7 +149,7 @@ def test_sync_batch_norm(way: Any, lengths: str) -> None:
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])
 def test_local_aggregation(sparse: bool, average: bool) -> None:
-    """Two passes are summed here, exchanged in the second, and applied in it alone."""
+    """Two passes are summed locally, exchanged in the second one, and applied only then."""
     with tf.Graph().as_default(), v1.Session() as session:
         weight = v1.get_variable("w", initializer=np.ones((6, 2)))
         chosen = tf.gather(weight, [RANK, 5]) if sparse else weight
@@ -173,7 +173,7 @@ def test_local_aggregation(sparse: bool, average: bool) -> None:
 
 @pytest.mark.parametrize("scale", [True, False], ids=["scaled", "unscaled"])
 def test_partial_tape(way: Any, scale: bool) -> None:
-    """Gradients of local layers stay this rank's, divided by the number of ranks; the others are averaged."""
+    """Gradients of local layers stay local, divided by the number of ranks. Others are averaged."""
     layers = [keras.layers.Dense(2, kernel_initializer="ones") for _ in range(3)]
     for layer in layers:
         layer.build((None, 2))
@@ -190,7 +190,7 @@ def test_partial_tape(way: Any, scale: bool) -> None:
     got = [value(one) for one in way(compute, tf.fill([1, 2], RANK + 1.0))]
     assert len(got) == 6
     divisor = SIZE if scale else 1
-    # Values of x are r = rank + 1; after a layer 2r, then 4r.
+    # Values of x are r = rank + 1. After one layer they are 2r, then 4r.
     want = [4 * (RANK + 1) / divisor, 4 / divisor, 2 * 2 * MEAN, 2, 4 * (RANK + 1) / divisor, 1 / divisor]
     for one, wanted in zip(got, want, strict=True):
         np.testing.assert_allclose(one, np.full(one.shape, wanted), rtol=1e-6)
@@ -200,7 +200,7 @@ def test_partial_tape(way: Any, scale: bool) -> None:
 
 
 def test_a_model_with_a_layer_of_its_own_on_each_rank(way: Any) -> None:
-    """Shapes of the local layer differ between ranks; the shared weights stay equal over some steps."""
+    """The local layer's shape differs between ranks, while the shared weights stay equal."""
     keras.utils.set_random_seed(3)
     shared = keras.layers.Dense(4)
     shared.build((None, 3))
@@ -228,7 +228,7 @@ def test_a_model_with_a_layer_of_its_own_on_each_rank(way: Any) -> None:
 
 @pytest.mark.skipif(SIZE & (SIZE - 1) != 0, reason="Adasum needs 2, 4, 8, ... ranks")
 def test_adasum(way: Any) -> None:
-    """Orthogonal tensors add up, parallel ones are averaged, others follow the formula; each by itself."""
+    """Each tensor is reduced separately: orthogonal ones add up, parallel ones average, others in between."""
     orthogonal = [tf.one_hot(RANK, SIZE, dtype=dtype) * 3 for dtype in (tf.float32, tf.float64)]
     parallel = [tf.ones(5, dtype) * 2 for dtype in (tf.float32, tf.float64)]
     random = [tf.constant(np.random.default_rng([RANK, i]).normal(size=7)) for i in range(4)]
@@ -250,7 +250,7 @@ def combined(a: Any, b: Any) -> Any:
 
 
 def test_functions_compiled_by_xla() -> None:
-    """An error when it is traced, which says what to do; what XLA compiles may be part of a function."""
+    """Tracing raises an error that says what to do. A function may contain parts compiled by XLA."""
     with pytest.raises(ValueError, match="jit_compile=False"):
         tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(tf.ones(2))
     inner = tf.function(lambda x: 2 * x, jit_compile=True)

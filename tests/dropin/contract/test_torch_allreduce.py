@@ -140,7 +140,7 @@ def test_dtype_mismatch() -> None:
 
 @several
 def test_cpu_and_gpu_mismatch() -> None:
-    card = gpu()  # without one the test ends here, on all ranks
+    card = gpu()  # without a GPU, the test ends here on all ranks
     where = card if ODD else "cpu"
     with pytest.raises(hvd.HorovodInternalError, match="device"):
         hvd.allreduce(torch.ones(17, device=where), name="allreduce.devices", op=hvd.Sum)

@@ -25,13 +25,13 @@ import horovod.torch as hvd
 
 
 def rows(numbers: list[int], dims: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """One row for each number, filled with it."""
+    """Return one row for each number, filled with it."""
     column = torch.tensor(numbers, dtype=dtype, device=device)
     return column.reshape(-1, *[1] * (dims - 1)).repeat(1, *[17] * (dims - 1))
 
 
 def sent(rank: int, members: list[int], dims: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """Rank r has r + 1 rows for each: 10 r + the receiver's number."""
+    """Return rank r's rows, r + 1 for each receiver, filled with 10 r + the receiver's number."""
     numbers = [10 * rank + receiver for receiver in members for _ in range(rank + 1)]
     return rows(numbers, dims, dtype, device)
 
@@ -122,7 +122,7 @@ def test_splits_of_another_type() -> None:
 
 
 def check_gradient(device: Any, members: list[int], **chosen: Any) -> None:
-    """What was sent to a rank gets that rank's gradient back, here its number plus one."""
+    """Check that rows get the gradient of the rank they were sent to, here its number plus one."""
     for dtype in WITH_GRADIENT:
         for dims in dims_of(dtype):
             tensor = sent(RANK, members, dims, dtype, device).requires_grad_()
@@ -147,4 +147,4 @@ def test_gradient_of_an_equal_split(device: Any) -> None:
         tensor = rows(given, dims, torch.float64, device).requires_grad_()
         output = hvd.alltoall(tensor)
         output.backward(torch.full_like(output, RANK + 1.0))
-        same_gradient_of(tensor, rows([one + 1 for one in given], dims, torch.float64, device))
+        same_gradient_of(tensor, rows([receiver + 1 for receiver in given], dims, torch.float64, device))

@@ -92,7 +92,7 @@ def test_duplicate_name() -> None:
 
 
 def check_gradient(device: Any, members: list[int], **chosen: Any) -> None:
-    """On the root the mean of the ranks' gradients, on the others zero. With ones everywhere: one."""
+    """Check the gradient: the mean of all ranks' gradients on the root, zero on others. For ones: one."""
     for dtype in WITH_GRADIENT:
         for dims in dims_of(dtype):
             for root in members:

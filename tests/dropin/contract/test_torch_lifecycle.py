@@ -42,9 +42,9 @@ def test_is_initialized() -> None:
 
 
 def launched(*names: str) -> int:
-    """The value that the launcher put into the environment."""
-    found = [os.environ[name] for name in names if name in os.environ]
-    return int(found[0]) if found else -1
+    """Return the value that the launcher put into the environment, or -1."""
+    texts = [os.environ[name] for name in names if name in os.environ]
+    return int(texts[0]) if texts else -1
 
 
 @several
@@ -64,7 +64,7 @@ def test_a_gpu_is_there_if_required() -> None:
     assert gpu().type == "cuda"
 
 
-# Barriers. Who came before whom is told by files, which all ranks see.
+# Barriers. Files that all ranks see record who arrived first.
 
 
 @pytest.fixture
@@ -122,13 +122,13 @@ def test_barrier_amid_collectives() -> None:
 
 
 def place_after(first: int) -> int:
-    """In which place this rank joins, if `first` does at once."""
+    """Return this rank's position in the join order if `first` joins at once."""
     return (RANK - first) % SIZE
 
 
 @several
 def test_join_with_each_rank_first(device: Any) -> None:
-    """Who has not joined goes on alone; the mean is still over all. Twice: the names are known then."""
+    """Other ranks continue, and the mean is still over all. The second time, the names are known."""
     for first in [*range(SIZE), *range(SIZE)]:
         for step in range(place_after(first)):
             tensors = [draw(dtype, dims, device, most=90) * SIZE for dtype in REDUCED for dims in DIMS]

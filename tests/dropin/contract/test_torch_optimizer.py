@@ -23,7 +23,7 @@ Branch = Callable[[int, int], bool]
 
 
 class Net(nn.Module):
-    """Two ways through: each rank takes one, so that gradients of the other are missing there."""
+    """Two branches: each rank uses one, so it lacks the gradients of the other."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_every_optimizer_with_branches(name: str) -> None:
             optimizer.step()
             plain.step()
         equal_on_all_ranks(net)
-        # Muon works in bfloat16, where a difference in the last place of a gradient can be seen.
+        # Muon works in bfloat16, which exposes differences in a gradient's last place.
         alike(net, reference, 0.1 if name == "Muon" else 1e-7)
 
 
@@ -164,7 +164,7 @@ def test_missing_names() -> None:
 
 
 def test_toggled_requires_grad() -> None:
-    """As in a GAN, where each part is trained while the other is held."""
+    """As in a GAN, each part is trained while the other is frozen."""
     net, reference = Net(), Net()
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
     plain = sgd(reference)
@@ -235,7 +235,7 @@ def trained_alone(ranks: Any = None) -> nn.Module:
 
 
 def test_default_names() -> None:
-    """allreduce.noname.<group>.<place>: rank 0 gives no names, the others give these."""
+    """Names are allreduce.noname.<group>.<place>: rank 0 passes no names, the others pass these."""
     net = Net()
     said = [(f"allreduce.noname.0.{place}", one) for place, one in enumerate(net.parameters())]
     train(hvd.DistributedOptimizer(sgd(net), named_parameters=None if RANK == 0 else said), net)
@@ -253,7 +253,7 @@ def test_no_names_and_two_groups() -> None:
 
 @several
 def test_process_set(halves: Any) -> None:
-    """Members of the one set train together, everybody else alone."""
+    """Members of one set train together, and every other rank trains alone."""
     mine, other = halves
     even = mine if 0 in mine.ranks else other
     net = Net()

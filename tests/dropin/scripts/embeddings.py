@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings, and the ways in which the optimizer groups and scales gradients."""
+"""Sparse embedding gradients, and the ways in which the optimizer groups and scales gradients."""
 
 import argparse
 
@@ -23,7 +23,7 @@ kinds = texts.sum(1) % KINDS
 
 
 class Bag(nn.Module):
-    """Mean of word vectors, then two dense layers; one layer is never used."""
+    """Mean of word vectors, followed by two dense layers. A further layer is never used."""
 
     def __init__(self, sparse):
         super().__init__()
