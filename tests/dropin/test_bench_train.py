@@ -1,16 +1,4 @@
-"""`ringdance bench train` for a small model on one and two ranks, as 
-<<<<<<< /tmp/tmpgsn3qu0m
-its page 
-=======
-
->>>>>>> /tmp/tmp_cpxs_7_
-in docs/
-<<<<<<< /tmp/tmpgsn3qu0m
- shows it
-=======
-howto/bench-train.md
->>>>>>> /tmp/tmp_cpxs_7_
-."""
+"""`ringdance bench train` for a small model on one and two ranks, as its page in docs/ shows it."""
 
 from __future__ import annotations
 
