@@ -31,9 +31,12 @@ from pathlib import Path
 
 from jobs import PARTS, Job, all_jobs
 from passed import Passed
-from sampled import seed_of_the_day
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS / "helpers"))  # pytest adds it by itself
+
+from sampled import seed_of_the_day  # noqa: E402
+
 ROOT = TESTS.parent
 LOGS = ROOT / "build" / "tests"
 AT_ONCE = max(2, (os.cpu_count() or 2) // 2)  # parallel jobs; most have two busy processes
@@ -265,7 +268,6 @@ def as_rank(directory: str, words: list[str]) -> int:
     """Run pytest with `words` as one rank, and write its exit code to `directory`."""
     import pytest
 
-    sys.path.insert(0, str(TESTS / "helpers"))
     from this_rank import rank_and_size
 
     rank, _ = rank_and_size()
