@@ -267,7 +267,6 @@ def run_ranks(
 def as_rank(directory: str, words: list[str]) -> int:
     """Run pytest with `words` as one rank, and write its exit code to `directory`."""
     import pytest
-
     from this_rank import rank_and_size
 
     rank, _ = rank_and_size()
