@@ -89,17 +89,17 @@ def soak(minutes: float, kinds: Sequence[str]) -> Counter[str]:
         if planted := chance.random() < 0.2:
             chosen = [chance.choice(list(FOR_EVER))]
         code, text = run_long_work(chosen, deadlock_time, 4 * deadlock_time)
-        found = DEADLOCK in text
+        reported = DEADLOCK in text
         end = (
-            ("found" if found else "missed")
+            ("found" if reported else "missed")
             if planted
             else "false"
-            if found
+            if reported
             else "ok"
             if not code
             else "failed"
         )
-        ends[f"deadlocks {end}" if planted or found else f"jobs {end}"] += 1
+        ends[f"deadlocks {end}" if planted or reported else f"jobs {end}"] += 1
         ends["kinds of long work"] += text.count(": ok")
         if end in ("missed", "false", "failed"):
             print(f"{chosen}, {deadlock_time:g} s: {end}, {code}\n{text[-3000:]}", flush=True)

@@ -95,19 +95,19 @@ def role(process: psutil.Process) -> str:
 
 def find(job: Job, wanted: str, seconds: float = 20.0) -> psutil.Process | None:
     """Wait for the first process with this role and return it."""
-    found: list[psutil.Process] = []
+    matches: list[psutil.Process] = []
 
     def look() -> bool:
         for process in job.processes():
             try:
                 if process.pid != job.process.pid and role(process) == wanted:
-                    found.append(process)
+                    matches.append(process)
             except psutil.Error:
                 continue
-        return bool(found) or job.process.poll() is not None
+        return bool(matches) or job.process.poll() is not None
 
     wait_until(look, seconds)
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def trial(

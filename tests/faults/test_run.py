@@ -480,8 +480,8 @@ def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number
         job = start(tmp_path, "-np", "3", "python", path, stdout=output, stderr=output)
     signal.signal(signal.SIGHUP, before)
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 3, 20.0) is not None
-    found = {process.pid for process in job.processes()} if "all" in whom else set()
-    for pid in sorted(found | {job.process.pid}, reverse="last" in whom):
+    result = {process.pid for process in job.processes()} if "all" in whom else set()
+    for pid in sorted(result | {job.process.pid}, reverse="last" in whom):
         os.kill(pid, number)
     ended = wait_until(lambda: job.process.poll() is not None, seconds + 30.0)
     left = job.leftovers()

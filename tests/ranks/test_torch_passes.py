@@ -60,7 +60,7 @@ def test_steps_are_counted() -> None:
         train(3)
         assert steps() == 3
         hvd.mark_step()
-        assert steps() == 1, "those of the optimizer count no more"
+        assert steps() == 1, "the optimizer's own steps no longer count"
         train(3)
         hvd.mark_step()
         assert steps() == 2
