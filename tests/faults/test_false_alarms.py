@@ -56,7 +56,7 @@ def run_long_work(kinds: Sequence[str], deadlock_time: float, seconds: float) ->
 
 
 @pytest.mark.limit(400)
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are only warnings")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems only get warnings")
 def test_long_work_is_no_deadlock() -> None:
     kinds = [
         "late_result", "limited_wait", "one_of_two_gives_up", "reader", "reader elsewhere",
@@ -68,7 +68,7 @@ def test_long_work_is_no_deadlock() -> None:
 
 
 @pytest.mark.limit(400)
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are only warnings")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems only get warnings")
 @pytest.mark.parametrize("kind", ["on_threads", pytest.param("in_a_graph", marks=pytest.mark.slow)])
 def test_a_deadlock_is_found_whatever_sleeps_besides(kind: str) -> None:
     if kind == "in_a_graph":
@@ -108,7 +108,7 @@ def soak(minutes: float, kinds: Sequence[str]) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.limit(3600)
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are only warnings")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems only get warnings")
 def test_long_work_of_all_kinds_is_no_deadlock() -> None:
     ends = soak(float(os.environ.get("QUIET_MINUTES", "3")), list(LONG))
     print(dict(ends))

@@ -149,7 +149,7 @@ def test_an_interrupted_copy_goes_on_where_it_was(
     time.sleep(0.5)
     kept = {host: partial(host) for host in ("other1", "other2", "other3")}
     assert all(10_000_000 < count < size for count in kept.values()), kept
-    assert not list((tmp_path / "of").glob("*/big")), "no file has its name before it is whole"
+    assert not list((tmp_path / "of").glob("*/big")), "no file gets its name before it is complete"
     # Corrupt what is left on one host. Another has been emptied.
     with open(next(apart("other1").glob(".big.ringdance-*")), "r+b") as spoiled:
         spoiled.write(b"nonsense")

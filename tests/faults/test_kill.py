@@ -143,7 +143,7 @@ def trial(
     assert not missing, f"{what}: another program's files were removed: {missing}"
     assert seconds is not None, f"{what}: {limit} s later there are still {left}\n{said}"
     assert job.process.returncode != 0, f"{what}: exit code 0\n{said}"
-    assert wanted == "launcher" or "the job failed" in said, f"{what}: no cause told\n{said}"
+    assert wanted == "launcher" or "the job failed" in said, f"{what}: no cause reported\n{said}"
     return wanted, seconds
 
 

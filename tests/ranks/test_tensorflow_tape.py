@@ -239,7 +239,7 @@ def test_models_in_two_threads(apart: str) -> None:
         stop.wait(30)
 
     names = [{"name": f"model.{number}"} if apart == "names" else {} for number in range(2)]
-    threads = [threading.Thread(target=train, args=(rank,), kwargs=names[rank]) for rank in range(2)]
+    threads = [threading.Thread(target=train, args=(i,), kwargs=names[i]) for i in range(2)]
     for thread in threads:
         thread.start()
     for number in range(2) if apart else [RANK == 0]:

@@ -78,8 +78,8 @@ def evaluations(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, words:
 def test_the_default_trains_the_table(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = trained(recipe, data, monkeypatch, "--table-rate 0")
     auc = trained(recipe, data, monkeypatch, "")
-    assert layers < 0.6, "the layers alone see random rows of the table"
-    assert auc > 0.735, "0.72 at 0.02 with a first sum of 0.1 for means over a batch; the best possible: 0.89"
+    assert layers < 0.6, "without training the table, the layers see random rows"
+    assert auc > 0.735, "0.72 at rate 0.02 with an initial sum of 0.1 for batch means; the optimum: 0.89"
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ def test_an_optimizer_that_gains_parameters_of_another() -> None:
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
 def test_adasum_replaces_and_is_replaced(op: int) -> None:
     if SIZE == 3:
-        pytest.skip("Adasum is for 2, 4, 8 ranks")
+        pytest.skip("Adasum needs 2, 4, 8 ranks")
     net = make_net(0)
     first = hvd.DistributedOptimizer(sgd(net.parameters()), op=hvd.Average + hvd.Adasum - op)
     loss_of(net, 0, RANK).backward()

@@ -17,7 +17,7 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.ranks(2, 3, 4)
 on_host = pytest.mark.skipif(
-    os.environ.get("RINGDANCE_CPU_OPERATIONS") == "gloo", reason="that path has another: test_torch_device.py"
+    os.environ.get("RINGDANCE_CPU_OPERATIONS") == "gloo", reason="test_torch_device.py covers that path"
 )
 
 

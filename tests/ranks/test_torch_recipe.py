@@ -239,7 +239,7 @@ def test_a_training_that_diverges_ends(photos: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit, match=r"The loss is (nan|inf) at step"):
         run(monkeypatch, photos, *words, "--sample-log", str(photos / "new" / "used"))
     hvd.broadcast_object(None)
-    assert not list((photos / "kept").glob("*")), "no checkpoint of it"
+    assert not list((photos / "kept").glob("*")), "it must not leave a checkpoint"
     assert len(list((photos / "new" / "used").iterdir())) == SIZE
 
 

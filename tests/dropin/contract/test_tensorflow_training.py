@@ -28,7 +28,7 @@ LAUNCHER = {
 def test_the_place_is_the_launchers(what: str) -> None:
     inputs = [os.environ[name] for name in LAUNCHER[what] if name in os.environ]
     if not inputs:
-        pytest.skip("this launcher does not tell")
+        pytest.skip("this launcher does not set it")
     assert getattr(hvd, what)() == int(inputs[0])
 
 

@@ -79,7 +79,7 @@ def test_rows_that_cannot_be_divided_among_the_devices() -> None:
     assert hvd.allgather(rows).sharding == rows.sharding
 
 
-@pytest.mark.skipif(SEVERAL_DEVICES, reason="JAX 0.10 can")
+@pytest.mark.skipif(SEVERAL_DEVICES, reason="JAX 0.10 supports it")
 def test_older_versions_say_that_they_cannot() -> None:
     with pytest.raises(ArgumentError, match=r"JAX 0\.10 or newer"):
         jax.jit(hvd.allreduce)(sharded(jnp.ones(8), "here"))
@@ -116,7 +116,7 @@ def test_without_the_private_name_that_places_a_callback(monkeypatch: pytest.Mon
 
 def test_within_shard_map_there_is_an_error() -> None:
     if not hasattr(jax, "shard_map"):
-        pytest.skip("this JAX has it elsewhere")
+        pytest.skip("this JAX has shard_map elsewhere")
     mesh = Mesh(np.array(jax.local_devices()), ("here",))
     spec = PartitionSpec("here")
     inside = jax.shard_map(hvd.allreduce, mesh=mesh, in_specs=spec, out_specs=spec)

@@ -212,7 +212,7 @@ def test_warm_up() -> None:
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize("together", [3, 4])
-@pytest.mark.skipif(keras.backend.backend() == "torch", reason="torch makes one step in an execution")
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="torch makes one step per execution")
 def test_warm_up_with_several_steps_in_an_execution(together: int) -> None:
     warm_up = callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
     result, logs = rates(warm_up, steps_per_execution=together)
@@ -464,7 +464,7 @@ def test_elastic_state() -> None:
     train(state)
     assert same_on_all_ranks(attempts[0])
     assert same_on_all_ranks(attempts[1])
-    assert far(attempts[1], attempts[0]) > 1e-4, "it goes on from the last commit"
+    assert far(attempts[1], attempts[0]) > 1e-4, "it continues from the last commit"
     assert (state.epoch, state.batch) == (2, 0)
     with pytest.raises(ArgumentError, match="weights"):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
@@ -528,7 +528,7 @@ def test_sums_between_passes_stay_each_ranks_own(how: str) -> None:
     variables = [*net.variables, *net.optimizer.variables]
     if how == "tensorflow":
         if keras.backend.backend() != "tensorflow":
-            pytest.skip("it is for TensorFlow")
+            pytest.skip("only for TensorFlow")
         import ringdance.tensorflow as hvd_tensorflow
 
         hvd_tensorflow.broadcast_variables(variables, root_rank=0)

@@ -268,7 +268,7 @@ def alone(program: Program) -> list[Any]:
                     for optimizer in optimizers:
                         optimizer.iterations.assign_add(1)
                     continue
-                whole = [None if passe[0] is None else sum(passe) for passe in zip(*passes, strict=True)]
+                whole = [None if part[0] is None else sum(part) for part in zip(*passes, strict=True)]
                 passes = []
             apply(optimizers, [one if one is None else one * times for one in whole], net.trainable_variables)
         if program.ema and not program.loop:

@@ -103,7 +103,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
         assert told.count(f"of {IMAGES} images of train (the data has no other split") == 2
         again = capsys.readouterr().out
         assert "going on after step 1" in again
-        assert again.count("epochs: top-1") == 2, "none in mid-epoch"
+        assert again.count("epochs: top-1") == 2, "no evaluation in mid-epoch"
         assert "top-5" not in again, "there are three classes"
     run(recipe, monkeypatch, photos, "parts", "--evaluate")
     if RANK == 0:
@@ -138,7 +138,7 @@ def test_a_model_of_keras_applications_exported_and_loaded_again(
         other = recipe.Model(options, preset, 5)
         assert other.load_weights(str(model / "model.weights.h5")) == ["predictions/kernel"]
         norms = [layer for layer in other.body().layers if isinstance(layer, keras.layers.BatchNormalization)]
-        assert {norm.momentum for norm in norms} == {0.9}, "a short training's statistics are its own"
+        assert {norm.momentum for norm in norms} == {0.9}, "short trainings need another momentum"
         other = recipe.Model(Namespace(model="MobileNet", accumulate=1, seed=0), preset, 3)
         with pytest.raises(ValueError, match="layers"):
             other.load_weights(str(model / "model.weights.h5"))

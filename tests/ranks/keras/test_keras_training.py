@@ -176,7 +176,7 @@ def test_options() -> None:
 
 
 @every_day
-@pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a C++ compiler, and minutes")
+@pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a C++ compiler and minutes")
 def test_jit_compile_true() -> None:
     """XLA compiles a JAX step. For TensorFlow it cannot, and the error on all ranks says what to use."""
 

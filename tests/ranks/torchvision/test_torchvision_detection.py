@@ -176,7 +176,7 @@ def test_ranks_keep_the_same_weights_and_clip_the_same_norm(recipe: Any, photos:
         break
     pairs = zip(before, model.trained, strict=True)
     moved = torch.stack([(value - two.detach()).square().sum() for value, two in pairs])
-    assert float(moved.sum().sqrt()) == pytest.approx(0.05, rel=1e-3), "rate times the largest norm"
+    assert float(moved.sum().sqrt()) == pytest.approx(0.05, rel=1e-3), "rate times the maximum norm"
     sums = hvd.allgather_object([float(item.detach().double().sum()) for item in model.trained])
     assert sums[0] == sums[-1]
 
@@ -205,7 +205,7 @@ def test_a_category_of_number_0_is_not_the_background(recipe: Any, photos: Path)
     options = Namespace(data=photos, split="five", validation_split="zero", model="maskrcnn")
     data, check, _ = recipe.splits(options)
     assert sorted(check.load(0)[1]["labels"].tolist()) == [1, 6]
-    assert data.load(0)[1]["labels"].tolist() == [6], "the same number on both"
+    assert data.load(0)[1]["labels"].tolist() == [6], "the same class number in both splits"
     assert data.classes == check.classes == 7
     assert [category["id"] for category in check.table["categories"]] == [1, 6]
 
