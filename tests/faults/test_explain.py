@@ -94,7 +94,7 @@ def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None
 
 
 def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
-    """The rank's main thread is in a PyTorch file as far as outsiders can see. Importing torch takes long."""
+    """From outside, the rank's main thread appears to be in a PyTorch file. Importing torch takes long."""
     library, program = tmp_path / "site-packages/torch/utils/data/dataloader.py", tmp_path / "job.py"
     library.parent.mkdir(parents=True)
     library.write_text(LOADER)

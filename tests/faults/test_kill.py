@@ -1,5 +1,6 @@
-"""SIGKILL any one process of a job at a random time: nothing may be left, nothing that belongs to others
-may be touched, and the exit code is never 0.
+"""SIGKILL any one process of a job at a random time.
+
+Nothing may be left, nothing that belongs to others may be touched, and the exit code is never 0.
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ def test_reducescatter(way: Any, dtype: str) -> None:
 
 @both
 def test_names(way: Any) -> None:
-    """An explicit name works, and name scopes may differ between ranks if they are to be ignored."""
+    """An explicit name works, and name scopes may differ between ranks if they are ignored."""
 
     def call(x: Any) -> Any:
         with tf.name_scope(f"scope{RANK}"):

@@ -151,7 +151,7 @@ def check_gradients(way: Way, kind: Callable[[Any], Any], given: Any, want: Sequ
 def refused(
     way: Way, call: Callable[[], Any], *words: str, kind: Any = tf.errors.FailedPreconditionError
 ) -> None:
-    """The call fails with this error of TensorFlow's on all ranks, each time, and the job goes on."""
+    """Assert that the call raises this TensorFlow error on all ranks each time, and the job continues."""
     for _ in range(2):
         with pytest.raises(kind) as caught:
             way(call)
