@@ -22,11 +22,11 @@ def browser() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     with playwright.sync_playwright() as driver:
         try:
-            found = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+            result = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no Chromium (apt-get install chromium): {error}"[:200])
-        yield found
-        found.close()
+        yield result
+        result.close()
 
 
 class Pages(http.server.SimpleHTTPRequestHandler):

@@ -41,16 +41,16 @@ def job(directory: Path, kind: str, ranks: int = 3, seconds: float = 4.0) -> Pat
 def report(*words: object) -> dict[str, Any]:
     line = [sys.executable, "-m", "ringdance", "report", "--json", *map(str, words)]
     done = subprocess.run(line, check=True, timeout=60, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    content: dict[str, Any] = json.loads(done.stdout)
+    return content
 
 
 @pytest.mark.parametrize("kind", ["input", "computation", "communication", "skew"])
 def test_the_verdict_is_what_limits_the_run(tmp_path: Path, kind: str) -> None:
-    found = report(job(tmp_path / kind, kind))
-    assert found["bound"] == kind, found
-    assert found["next_step"]
-    assert kind != "skew" or "rank 1" in found["sentence"]
+    result = report(job(tmp_path / kind, kind))
+    assert result["bound"] == kind, result
+    assert result["next_step"]
+    assert kind != "skew" or "rank 1" in result["sentence"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_page_can_be_read_everywhere(browser: Any, page: Path, width: int, l
     assert tab.evaluate(OVERFLOW) <= 0
     plots = tab.evaluate(PLOTS)
     assert len(plots) >= 5
-    assert all(all(one) for one in plots), plots
+    assert all(all(plot) for plot in plots), plots
     assert tab.evaluate(LETTERS) >= 9
     assert tab.evaluate(HEADINGS) == []
     back = tab.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -69,13 +69,13 @@ def test_which_waits_for_which(bound: str, tmp_path: Path) -> None:
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    speeds = {part: found[part]["samples_per_second"] for part in ("loader", "step", "both")}
+    report = json.loads(done.stdout)
+    speeds = {part: report[part]["samples_per_second"] for part in ("loader", "step", "both")}
     assert min(speeds["loader"], speeds["step"]) == speeds[bound]
     assert speeds["both"] > 0
     # Next to other programs, it may report short cores or an unclear cause: tests/unit/observe/test_bench.py.
-    assert found["bound"] in (bound, "cores", "order", "unclear")
-    assert found["sentence"]
+    assert report["bound"] in (bound, "cores", "order", "unclear")
+    assert report["sentence"]
 
 
 @pytest.mark.slow
@@ -113,8 +113,8 @@ def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path, framework:
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert all(found[part]["samples_per_second"] > 0 for part in ("loader", "step", "both"))
+    report = json.loads(done.stdout)
+    assert all(report[part]["samples_per_second"] > 0 for part in ("loader", "step", "both"))
 
 
 PLANTED = """
@@ -189,12 +189,12 @@ def test_a_planted_cause_is_named_or_nothing_is(cause: str, seconds: float, tmp_
         for process in others:
             process.kill()
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    said = f"{found['sentence']} {found['next_step']}"
-    speeds = {part: found[part]["samples_per_second"] for part in ("loader", "step")}
+    report = json.loads(done.stdout)
+    said = f"{report['sentence']} {report['next_step']}"
+    speeds = {part: report[part]["samples_per_second"] for part in ("loader", "step")}
     if others_run and cause in ("disk", "slow rank") and speeds["loader"] < speeds["step"] / 2:
         assert "Other programs" not in said, said  # they do not hide who barely uses a core
-    assert found["bound"] == "unclear" or all(words in said for words in RIGHT[cause]), said
+    assert report["bound"] == "unclear" or all(words in said for words in RIGHT[cause]), said
     assert "--resize" not in said
 
 

@@ -56,7 +56,7 @@ def train(directory: Path, *options: str) -> str:
 
 def numbers(pattern: str, said: str) -> list[int]:
     (line,) = re.findall(pattern, said)
-    return [int(one) for one in re.findall(r"\d+", line)]
+    return [int(number) for number in re.findall(r"\d+", line)]
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ def make(clone: Path) -> None:
 
 
 def sums(clone: Path) -> dict[str, str]:
-    return {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in (clone / "dist").iterdir()}
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (clone / "dist").iterdir()}
 
 
 def test_equal_sources_give_equal_files(clone: Path) -> None:
     before = sums(clone)
     assert len(before) == 4
-    for one in (clone / "src").rglob("*.py"):
-        os.utime(one)
+    for path in (clone / "src").rglob("*.py"):
+        os.utime(path)
     make(clone)
     assert sums(clone) == before
 

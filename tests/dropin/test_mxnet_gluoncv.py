@@ -49,8 +49,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "annotations").mkdir(parents=True)
     whole = json.loads((SAMPLE / "annotations" / "instances_train2017.json").read_text())
     images = [one | {"coco_url": f"train2017/{one['file_name']}"} for one in whole["images"][:IMAGES]]
-    chosen = {one["id"] for one in images}
-    objects = [one for one in whole["annotations"] if one["image_id"] in chosen]
+    chosen = {image["id"] for image in images}
+    objects = [annotation for annotation in whole["annotations"] if annotation["image_id"] in chosen]
     few = json.dumps(whole | {"images": images, "annotations": objects})
     for split in ("train2017", "val2017"):
         (root / split).symlink_to(SAMPLE / "train2017")
@@ -70,7 +70,7 @@ def check_losses(done: Outcome) -> None:
     pattern = r"\[Epoch 0\]\[Batch \d+\], Speed: .*RPN_Conf=([\d.]+),RPN_SmoothL1=([\d.]+),"
     losses = re.findall(pattern, done.err)
     assert len(losses) >= IMAGES // 2
-    assert all(0 < float(one) < 2 for pair in losses for one in pair)
+    assert all(0 < float(array) < 2 for pair in losses for array in pair)
 
 
 @needs_coco
@@ -102,6 +102,6 @@ def test_imagenet(tmp_path: Path) -> None:
     done = run("classification/imagenet/train_horovod.py", words, tmp_path)
     assert len(re.findall(r"Loss\[[\d.]+\]", done.err)) == 2
     assert "Validation-accuracy" in done.err
-    assert sorted(one.name for one in (tmp_path / "params").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "params").iterdir()) == [
         "imagenet-resnet18_v1b-0.params", "imagenet-resnet18_v1b-0.states",
     ]  # fmt: skip

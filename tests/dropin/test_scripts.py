@@ -225,13 +225,13 @@ def test_process_sets(start: Start, way: str, size: int) -> None:
     biases = " ".join(f"{0.5 + rank % 2:.3f}" for rank in range(size))
     for rank in range(size):
         mine = list(range(rank % 2, size, 2))
-        own = float(sum(one + 1 for one in mine))
+        own = float(sum(item + 1 for item in mine))
         number = rank % 2 + 1 if size > 1 else 0
         wanted = [
             f"set {number} of ranks {mine}, rank {mine.index(rank)} of {len(mine)} in it",
             f"sum {[own] * 2}",
             f"everybody's sum {[everybody] * 2}",
-            f"gathered {[float(one + 1) for one in mine for _ in range(min(one + 1, 2))]}",
+            f"gathered {[float(item + 1) for item in mine for _ in range(min(item + 1, 2))]}",
             f"from the last {[float(mine[-1] + 1)] * 2}",
             f"biases {biases}",
         ]

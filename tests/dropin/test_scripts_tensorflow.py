@@ -36,7 +36,7 @@ Start = Callable[[str, int, str], Outcome]
 
 def on_two_ranks(above: Path) -> dict[str, Task]:
     """Create the directories of the scripts, and the page's script."""
-    (above / "session.py").write_text(next(one.text for one in blocks(PAGE) if one.file == "session.py"))
+    (above / "session.py").write_text(next(item.text for item in blocks(PAGE) if item.file == "session.py"))
     places = {name: SCRIPTS for name in NAMES[:-1]} | {NAMES[-1]: above}
     for name in NAMES:
         (above / name).mkdir()
@@ -80,7 +80,7 @@ def test_a_session_with_the_hook(start: Start, way: str, size: int) -> None:
 
 @every_way
 def test_the_session_of_the_page(start: Start, way: str, size: int) -> None:
-    block = next(one for one in blocks(PAGE) if one.language == "console" and "session.py" in one.text)
+    block = next(item for item in blocks(PAGE) if item.language == "console" and "session.py" in item.text)
     _, _, shown = block.text.splitlines()[1].partition(":")
     assert start(way, size, "session").out.splitlines() == [shown] * size
 

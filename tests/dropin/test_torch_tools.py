@@ -37,11 +37,11 @@ def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[
         capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [torch.load(f"{out}{rank}") for rank in range(size)]
-    assert [(rank, of) for rank, of, _ in found] == [(rank, size) for rank in range(size)]
+    collected = [torch.load(f"{out}{rank}") for rank in range(size)]
+    assert [(rank, of) for rank, of, _ in collected] == [(rank, size) for rank in range(size)]
     script = (directory / f"{name}.py").read_text()
     assert done.stdout.count("batches of each rank") == ("batches of" in script)
-    return [weights for _, _, weights in found]
+    return [weights for _, _, weights in collected]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -63,7 +63,7 @@ def test_the_weights_are_those_of_torchrun(tool: str, tmp_path: Path) -> None:
     for weights in results(tmp_path, 2, name, "ringdance", "run", "-np", "2", "python"):
         assert same(weights, own)
     for weights in results(tmp_path, 2, f"{name}_hvd", "ringdance", "run", "-np", "2", "python"):
-        assert all(torch.allclose(weights[one], own[one], rtol=0, atol=1e-6) for one in own)
+        assert all(torch.allclose(weights[item], own[item], rtol=0, atol=1e-6) for item in own)
     plain = task.read_text()
     task.write_text(f"import torch.distributed as d\nd.init_process_group('ringdance')\n{plain}")
     for weights in results(tmp_path, 2, name, "ringdance", "run", "-np", "2", "python"):

@@ -236,7 +236,7 @@ def others_in_a_set(seconds: float) -> None:
 
 
 def one_in_a_set_is_late(seconds: float) -> None:
-    """All ranks wait in two sets for a rank whose main thread has never called. Only another thread has."""
+    """All ranks wait in two sets for a rank where so far only a thread other than the main one has called."""
     sets = [hvd.add_process_set([rank, hvd.size() - 1]) for rank in range(hvd.size() - 1)]
     if hvd.rank() == hvd.size() - 1:
         waits = start(lambda: reduce("all"))

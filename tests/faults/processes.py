@@ -147,7 +147,7 @@ def by_main(
         given: Text for stdin.
 
     Returns:
-        The exit code and the output, including that of processes started by the command.
+        The exit code and the output, including output of processes that the command has started.
     """
     with contextlib.ExitStack() as stack:
         out, err, stdin = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))

@@ -63,7 +63,7 @@ def files(destination: Path) -> dict[str, bytes]:
 
 def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that write, without the one that tracks their shared memory."""
-    return [one for one in family if any("spawn_main" in word for word in one.cmdline())]
+    return [process for process in family if any("spawn_main" in word for word in process.cmdline())]
 
 
 @pytest.mark.parametrize("victim", ["parent", "worker", pytest.param("alone", marks=pytest.mark.slow)])
@@ -81,7 +81,7 @@ def test_resumed_after_kill_9(source, whole, tmp_path, victim):
     (workers[1] if victim == "worker" else family[0]).send_signal(signal.SIGKILL)
     code = job.wait(60)
     psutil.wait_procs(family, timeout=30)
-    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [item for item in family if item.is_running() and item.status() != psutil.STATUS_ZOMBIE]
     if victim == "worker":
         assert code == 2
         assert b"Stopped. The same command resumes" in (told := (tmp_path / "first").read_bytes())
@@ -95,8 +95,8 @@ def test_resumed_after_kill_9(source, whole, tmp_path, victim):
     again = subprocess.run(resume, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0, again.stderr
     assert "Resuming: " in again.stderr
-    found = files(destination)
-    assert found == whole
+    result = files(destination)
+    assert result == whole
     written = [name for name, number in kept.items() if (destination / name).stat().st_ino != number]
     assert len(written) <= processes  # renamed, but not yet recorded as complete
     assert sorted(path.name for path in (destination / ".prepare").iterdir()) == ["lock", "train.json"]

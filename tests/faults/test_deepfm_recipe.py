@@ -109,10 +109,10 @@ def test_yesterdays_model_is_a_start_if_it_is_of_this_kind(clicks: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_sharded_table_is_as_good(clicks: Path, tmp_path: Path) -> None:
-    one = run(tmp_path, "torch", 2, clicks)
+    plain = run(tmp_path, "torch", 2, clicks)
     sharded = run(tmp_path, "torch", 2, clicks, "--sharded")
     assert "sharded" in sharded
-    assert auc_of(sharded) == pytest.approx(auc_of(one), abs=2e-4)
+    assert auc_of(sharded) == pytest.approx(auc_of(plain), abs=2e-4)
 
 
 @pytest.mark.slow
@@ -142,8 +142,8 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
     text = run(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(saved))
     assert f"continuing after step {at}: epoch {at // each}" in text
     for ending in ("npz", "npz.npy"):
-        pair = [np.load(one / f"checkpoint-{steps:08}.{ending}") for one in (whole, saved)]
-        arrays = [{"table": one} if ending == "npz.npy" else dict(one) for one in pair]
+        pair = [np.load(item / f"checkpoint-{steps:08}.{ending}") for item in (whole, saved)]
+        arrays = [{"table": tensor} if ending == "npz.npy" else dict(tensor) for tensor in pair]
         for name in arrays[0].keys() - {"position", "options", "arrays"}:
             np.testing.assert_allclose(arrays[1][name], arrays[0][name], rtol=1e-3, atol=1e-4, err_msg=name)
     more = run(tmp_path, "keras", 3, clicks, "--epochs", "3", "--checkpoints", str(saved))

@@ -93,7 +93,7 @@ def test_each_row_counts_once(sharded: tuple[str, ...], numbered: Path, tmp_path
             assert int(resumed[1].replace(",", "")) == done
         before, done = done, reached(tmp_path / "saved")
         assert before < done
-        assert done < ROWS or number == 2, "killed after the end"
+        assert done < ROWS or number == 2, "killed too late"
         for path in tmp_path.glob(f"rows-{number}-*.jsonl"):
             lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
             for position, rows in map(json.loads, lines):

@@ -50,14 +50,14 @@ def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def living(directory: Path) -> list[psutil.Process]:
     """Return all processes of a test."""
-    found = []
+    results = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARKER) == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                results.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return results
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None
 
 
 def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
-    """The rank's main thread is in a PyTorch file as far as outsiders can see. Importing torch takes long."""
+    """From outside, the rank's main thread appears to be in a PyTorch file. Importing torch takes long."""
     library, program = tmp_path / "site-packages/torch/utils/data/dataloader.py", tmp_path / "job.py"
     library.parent.mkdir(parents=True)
     library.write_text(LOADER)
@@ -102,9 +102,9 @@ def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
     job = start(tmp_path, "-np", "2", sys.executable, str(program))
     try:
         assert wait_until((tmp_path / "began").exists, 30.0) is not None
-        found: list[str] = []
-        assert wait_until(lambda: _says(found, job, "Rank 0 waits for rank 1"), 20.0) is not None, found
-        last = found[-1].splitlines()[-1]
+        results: list[str] = []
+        assert wait_until(lambda: _says(results, job, "Rank 0 waits for rank 1"), 20.0) is not None, results
+        last = results[-1].splitlines()[-1]
         assert f"its main thread waits for its data loader, at {program}:14 in <module>; its worker " in last
         assert re.search(rf"; its worker process \d+ sleeps, at {program}:11 in load\.$", last), last
         assert 'job.py", line 11 in load' in explain(str(job.process.pid), "--stacks")
@@ -150,8 +150,8 @@ def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
         assert done.returncode == 2
         rows = [line for line in done.stderr.splitlines() if f"in {os.getcwd()}: python" in line]
         assert len([row for row in rows if ": 3 ranks for " in row and row.endswith("file_lock")]) >= 2
-        found = json.loads(by_main("status", "--json").stdout)
-        assert {job.process.pid for job in jobs} <= {one["pid"] for one in found if one["ranks"] == 3}
+        report = json.loads(by_main("status", "--json").stdout)
+        assert {job.process.pid for job in jobs} <= {row["pid"] for row in report if row["ranks"] == 3}
     finally:
         for job in jobs:
             job.end()
@@ -171,7 +171,7 @@ def test_ranks_before_init_are_shown_and_a_foreground_job_cannot_be_stopped(tmp_
         assert wait_until(lambda: explain(str(job.process.pid)).splitlines()[-1] == last, 30.0) is not None
         assert "now in init())" in explain(str(job.process.pid))
         shown = json.loads(by_main("status", "--json").stdout)
-        name = next(one["job"] for one in shown if one["pid"] == job.process.pid)
+        name = next(row["job"] for row in shown if row["pid"] == job.process.pid)
         done = by_main("stop", name[:6])
         assert done.returncode == 2
         assert f"no job in the background matches {name[:6]}" in done.stderr

@@ -1,4 +1,4 @@
-"""Jobs on this machine and on simulated "hosts", as far as that is possible without root: here_hosts.py."""
+"""Jobs on this machine and on simulated "hosts", to the extent possible without root: here_hosts.py."""
 
 from __future__ import annotations
 

@@ -73,17 +73,17 @@ def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
 
 def listing(top: Path) -> dict[str, object]:
     """Return everything below a directory: kind, mode, modification time of files, contents."""
-    found: dict[str, object] = {}
+    entries: dict[str, object] = {}
     for path in sorted(top.rglob("*")):
         status = path.lstat()
         if path.is_symlink():
-            found[str(path.relative_to(top))] = os.readlink(path)
+            entries[str(path.relative_to(top))] = os.readlink(path)
         elif path.is_file():
             key = (status.st_mode, status.st_mtime_ns, path.read_bytes())
-            found[str(path.relative_to(top))] = key
+            entries[str(path.relative_to(top))] = key
         else:
-            found[str(path.relative_to(top))] = status.st_mode
-    return found
+            entries[str(path.relative_to(top))] = status.st_mode
+    return entries
 
 
 def test_a_folder_comes_as_it_is(
@@ -149,17 +149,17 @@ def test_an_interrupted_copy_goes_on_where_it_was(
     time.sleep(0.5)
     kept = {host: partial(host) for host in ("other1", "other2", "other3")}
     assert all(10_000_000 < count < size for count in kept.values()), kept
-    assert not list((tmp_path / "of").glob("*/big")), "no file has its name before it is whole"
+    assert not list((tmp_path / "of").glob("*/big")), "no file gets its name before it is complete"
     # Corrupt what is left on one host. Another has been emptied.
     with open(next(apart("other1").glob(".big.ringdance-*")), "r+b") as spoiled:
         spoiled.write(b"nonsense")
     next(apart("other2").glob(".big.ringdance-*")).unlink()
     done = hosts("copy", *OTHERS, "--json", str(source), "~/own/")
     assert done.returncode == 0, done.stderr
-    found = {row["host"]: row for row in json.loads(done.stdout)}
-    assert found["other3"]["kept"] == kept["other3"]
-    assert found["other3"]["bytes"] == size - kept["other3"]
-    assert found["other2"]["bytes"] == size
+    results = {row["host"]: row for row in json.loads(done.stdout)}
+    assert results["other3"]["kept"] == kept["other3"]
+    assert results["other3"]["bytes"] == size - kept["other3"]
+    assert results["other2"]["bytes"] == size
     for host in kept:
         assert (apart(host) / "big").read_bytes() == source.read_bytes()
         assert [path.name for path in apart(host).iterdir()] == ["big"]

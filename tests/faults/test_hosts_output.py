@@ -27,11 +27,11 @@ def program(directory: Path) -> str:
 
 def test_json_lines(tmp_path: Path) -> None:
     done = run("--output-json", "python", program(tmp_path))
-    found = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
+    results = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
     for rank in range(3):
-        mine = [(line["stream"], line["text"]) for line in found if line["rank"] == rank]
+        mine = [(line["stream"], line["text"]) for line in results if line["rank"] == rank]
         assert mine == [("stdout", "same"), ("stdout", f"own {rank}"), ("stderr", 'warning "ü"')]
-    assert all(line["time"] > 1e9 and line["host"] for line in found)
+    assert all(line["time"] > 1e9 and line["host"] for line in results)
 
 
 def test_colours_are_on_the_screen_only(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ringdance.launch.mpi import find_mpi
 pytestmark = [
     pytest.mark.limit(100),
     pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"hosts: {here_hosts.why_not()}"),
-    pytest.mark.skipif(find_mpi().family != "openmpi", reason="UCX takes hosts of one kernel for one host"),
+    pytest.mark.skipif(find_mpi().family != "openmpi", reason="UCX treats hosts on one kernel as one"),
 ]
 WORK = """
 import os, signal, time

@@ -1,5 +1,6 @@
-"""SIGKILL any one process of a job at a random time: nothing may be left, nothing that belongs to others
-may be touched, and the exit code is never 0.
+"""SIGKILL any one process of a job at a random time.
+
+Nothing may be left, nothing that belongs to others may be touched, and the exit code is never 0.
 """
 
 from __future__ import annotations
@@ -95,19 +96,19 @@ def role(process: psutil.Process) -> str:
 
 def find(job: Job, wanted: str, seconds: float = 20.0) -> psutil.Process | None:
     """Wait for the first process with this role and return it."""
-    found: list[psutil.Process] = []
+    matches: list[psutil.Process] = []
 
     def look() -> bool:
         for process in job.processes():
             try:
                 if process.pid != job.process.pid and role(process) == wanted:
-                    found.append(process)
+                    matches.append(process)
             except psutil.Error:
                 continue
-        return bool(found) or job.process.poll() is not None
+        return bool(matches) or job.process.poll() is not None
 
     wait_until(look, seconds)
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def trial(
@@ -143,7 +144,7 @@ def trial(
     assert not missing, f"{what}: another program's files were removed: {missing}"
     assert seconds is not None, f"{what}: {limit} s later there are still {left}\n{said}"
     assert job.process.returncode != 0, f"{what}: exit code 0\n{said}"
-    assert wanted == "launcher" or "the job failed" in said, f"{what}: no cause told\n{said}"
+    assert wanted == "launcher" or "the job failed" in said, f"{what}: no cause reported\n{said}"
     return wanted, seconds
 
 

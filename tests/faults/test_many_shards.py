@@ -67,8 +67,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = memory.getvalue()
     rows["file"], rows["length"] = np.arange(SHARDS), len(data)
     files = [ShardFile(f"train-{number}.tar", 1, len(data), 0) for number in range(SHARDS)]
-    for one in files:
-        (path / one.name).write_bytes(data)
+    for file in files:
+        (path / file.name).write_bytes(data)
     Dataset(path, "train", "webdataset", ["a"], files, rows).write()
     return path
 

@@ -130,13 +130,13 @@ def command_of(cause: str, way: str, directory: Path) -> list[str]:
 def missing_words(cause: str, text: str) -> list[str]:
     planted = CAUSES[cause]
     place = {"{line}": str(line_of(cause)), "{function}": planted.function}
-    found = []
+    results = []
     for words in planted.words:
         for key, value in place.items():
             words = words.replace(key, value)
         if not re.search(words, text, re.DOTALL):
-            found.append(words)
-    return found
+            results.append(words)
+    return results
 
 
 def first_message(lines: Sequence[str]) -> str:

@@ -379,7 +379,7 @@ def test_programs_without_mpi_end(trial: int) -> None:
 
 
 @pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"/dev/shm of its own: {here_hosts.why_not()}")
-@pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH cannot do without")
+@pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH needs /dev/shm")
 @pytest.mark.parametrize(("size", "filled"), [slow(8, 0), (24, 20)])
 def test_a_dev_shm_without_room_for_mpi(program: Callable[[str], str], size: int, filled: int) -> None:
     path = program(
@@ -473,15 +473,15 @@ ENDED_BY = [
 def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number: int) -> None:
     """One rank saves while SIGTERM kills the others. It gets one signal, even if a scheduler signals all."""
     if number == signal.SIGHUP and find_mpi().family != "openmpi":
-        pytest.skip("it ends ranks")
+        pytest.skip("with this MPI, it ends ranks")
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # otherwise nohup's handler would stay
     path = script(tmp_path, SAVES.format(seconds=seconds))
     with open(tmp_path / "out", "wb") as output:
         job = start(tmp_path, "-np", "3", "python", path, stdout=output, stderr=output)
     signal.signal(signal.SIGHUP, before)
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 3, 20.0) is not None
-    found = {process.pid for process in job.processes()} if "all" in whom else set()
-    for pid in sorted(found | {job.process.pid}, reverse="last" in whom):
+    pids = {process.pid for process in job.processes()} if "all" in whom else set()
+    for pid in sorted(pids | {job.process.pid}, reverse="last" in whom):
         os.kill(pid, number)
     ended = wait_until(lambda: job.process.poll() is not None, seconds + 30.0)
     left = job.leftovers()

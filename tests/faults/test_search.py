@@ -89,14 +89,14 @@ class Search:
 
     def processes(self) -> list[str]:
         study = str((self.directory / "space.search").resolve())
-        found = []
+        results = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK, "").startswith(study) and process.status() != "zombie":
-                    found.append(f"{process.pid}: {process.cmdline()}")
+                    results.append(f"{process.pid}: {process.cmdline()}")
             except psutil.Error:
                 continue
-        return found
+        return results
 
 
 def killed_and_resumed(directory: Path, trials: int, kills: int, seconds: float) -> None:
@@ -253,8 +253,8 @@ def test_a_copied_study_leaves_the_trials_of_the_first_alone(tmp_path: Path) -> 
     copy = search.start("--study", "copy", "--grace", "1")
     search.wait_for("begin", 2)
     (tmp_path / "go").touch()
-    for one in (copy, running):
-        out, _ = one.communicate(timeout=60)
+    for item in (copy, running):
+        out, _ = item.communicate(timeout=60)
         assert "1 trials: 1 finished; best loss 1," in out, out
     assert len(search.said("begin")) == 2
 
@@ -321,7 +321,7 @@ def test_trials_on_two_hosts(tmp_path: Path) -> None:
     assert wait_until(reports.exists, 50) is not None, running.communicate()
     running.send_signal(signal.SIGTERM)
     assert running.wait(60) == 130
-    lines = (one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]))
+    lines = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
     assert not [line for line in lines if str(tmp_path / "trial.py") in line]
     out, _ = search(3).communicate(timeout=60)
     assert "2 trials: 2 finished; best objective 2" in out, out

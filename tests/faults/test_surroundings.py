@@ -86,7 +86,7 @@ def test_what_no_job_can_do_without_is_told_in_a_line(tmp_path: Path, line: str,
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.skipif(find_mpi().family != "openmpi", reason="its code")
+@pytest.mark.skipif(find_mpi().family != "openmpi", reason="tests Open MPI's code")
 def test_too_few_open_files(tmp_path: Path) -> None:
     done = shell(f"ulimit -n 24; {RUN} true", tmp_path)
     assert done.returncode == 2

@@ -89,7 +89,7 @@ def used(record: Path, first: int, last: int | None) -> list[dict[str, object]]:
     """Return the ranks' records for steps ``first`` + 1 to ``last``."""
     lines = [line for path in record.glob("rank-*.jsonl") for line in path.read_text().splitlines(True)]
     whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [one for one in whole if one["step"] > first and (last is None or one["step"] <= last)]
+    return [item for item in whole if item["step"] > first and (last is None or item["step"] <= last)]
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_each_sample_counts_once_in_an_epoch(tmp_path: Path, images: Path) -> No
         step = contained
 
     for epoch in range(EPOCHS):
-        samples = Counter(one for line in counted if line["epoch"] == epoch for one in line["samples"])
+        samples = Counter(sample for line in counted if line["epoch"] == epoch for sample in line["samples"])
         assert each_once(samples, IMAGES, 2 * BATCH), f"epoch {epoch}"
     steps = {line["step"] for line in counted}
     assert steps == set(range(1, step + 1))

@@ -232,7 +232,7 @@ class Hosts:
         left = [f"{name}: process {pid}: {line[-150:]}" for pid, line in self.processes(name).items()]
         root = Path(f"/proc/{self._init[name]}/root")
         for directory in ("dev/shm", "run/tmp"):
-            # (PyTorch's files for the next run do not belong to a job, nor do those of a killed TensorFlow.
+            # (PyTorch's files for the next run and a killed TensorFlow's files do not belong to a job.
             # Flight records are kept for reading.)
             kept = ("torchinductor", "ringdance-flight-", "__autograph_generated_file", "__pycache__")
             paths = [path for path in (root / directory).iterdir() if not path.name.startswith(kept)]

@@ -48,8 +48,8 @@ def digest(hosts: Hosts, name: str, path: str) -> str:
 
 
 def partial(hosts: Hosts, name: str) -> int:
-    found = hosts.run(name, "sh", "-c", "stat -c %s /run/.big.ringdance-* 2>/dev/null").stdout
-    return int(found or 0)
+    result = hosts.run(name, "sh", "-c", "stat -c %s /run/.big.ringdance-* 2>/dev/null").stdout
+    return int(result or 0)
 
 
 def test_the_leaders_link_carries_it_once(four: Hosts, big: Path) -> None:
@@ -99,10 +99,10 @@ def test_a_host_that_falls_out_does_not_stop_the_others(four: Hosts, big: Path, 
     finally:
         four.plug("h3")
     said = (tmp_path / "log").read_text()
-    found = {row["host"]: row for row in json.loads(said[said.index("[") :])}
-    assert "host lost" in found["h3"]["problem"]
+    results = {row["host"]: row for row in json.loads(said[said.index("[") :])}
+    assert "host lost" in results["h3"]["problem"]
     for name in ("h2", "h4"):
-        assert not found[name]["problem"]
+        assert not results[name]["problem"]
         assert digest(four, name, "/run/big") == digest(four, "h1", str(big))
 
 

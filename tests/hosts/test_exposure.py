@@ -13,7 +13,7 @@ from ringdance.launch.mpi import find_mpi
 
 pytestmark = [
     pytest.mark.limit(120),
-    pytest.mark.skipif(find_mpi().family != "openmpi", reason="the table is Open MPI's"),
+    pytest.mark.skipif(find_mpi().family != "openmpi", reason="the table is about Open MPI"),
 ]
 RUN = (sys.executable, "-m", "ringdance", "run", "--no-check")
 WAITING = """

@@ -15,7 +15,7 @@ from ringdance.launch.mpi import find_mpi
 
 pytestmark = [
     pytest.mark.limit(300),
-    pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH's UCX crashes where a peer has died"),
+    pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH's UCX crashes after a peer has died"),
 ]
 RUN = (sys.executable, "-m", "ringdance", "run", "--no-check")
 LAYOUTS = ("h1:2,h2:1,h3:1", "h1:1,h2:2,h3:3")

@@ -73,8 +73,8 @@ def kill_rank(job: Job) -> str:
 
 
 def kill_daemon(job: Job) -> str:
-    found = job.hosts.processes("h2").items()
-    daemon = next(pid for pid, line in found if line.split()[0].endswith(DAEMONS))
+    result = job.hosts.processes("h2").items()
+    daemon = next(pid for pid, line in result if line.split()[0].endswith(DAEMONS))
     os.kill(daemon, signal.SIGKILL)
     return "host h2 (ranks 2-3): "
 

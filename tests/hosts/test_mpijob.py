@@ -130,7 +130,7 @@ def test_ranks_in_the_launcher_s_pod_are_refused(pods: Pods, script: str, launch
 def test_our_own_manifest(pods: Pods, script: str) -> None:
     """The manifest's commands for the pods work with the image's files, user and rights."""
     if find_mpi().family != "openmpi" and pods.kind == "TrainJob":
-        pytest.skip("TrainJobs know Open MPI only")
+        pytest.skip("TrainJobs support only Open MPI")
     wanted = JobRequest(name="pi", image="image", command=["python", script], workers=2, slots=2)
     documents = manifest(replace(wanted, kind=pods.kind))
     first, last = documents[0], documents[-1]
@@ -144,7 +144,7 @@ def test_our_own_manifest(pods: Pods, script: str) -> None:
         command = last["spec"]["trainer"]["command"]
     pods.use_our_image(ROOT, SSH_DIRECTORY)
     if launch(pods, *pods.as_container(sys.executable, "-c", "import ringdance")).returncode:
-        pytest.skip("this Python, or this clone, cannot be read by other users than root")
+        pytest.skip("only root can read this Python or this clone")
     daemons = []
     for name in pods.workers:
         line = pods.as_container(*worker["containers"][0]["command"])

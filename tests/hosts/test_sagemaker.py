@@ -142,9 +142,9 @@ def start(two_hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., list[Conta
 def ranks_in(timeline: Path) -> set[str]:
     """Return the ranks that have exchanged something according to a timeline."""
     events = json.loads(timeline.read_text())
-    named = [one for one in events if one["name"] == "process_name" and one["pid"]]
-    names = {one["pid"]: one["args"]["name"] for one in named}
-    active = {names[one["pid"]] for one in events if one["ph"] in "BX" and one["pid"]}
+    named = [event for event in events if event["name"] == "process_name" and event["pid"]]
+    names = {row["pid"]: row["args"]["name"] for row in named}
+    active = {names[event["pid"]] for event in events if event["ph"] in "BX" and event["pid"]}
     return {name.partition(" (")[0] for name in active if name.startswith("rank ")}
 
 

@@ -53,9 +53,9 @@ def test_ranks_of_all_hosts_are_in_the_launchers_file(
     }  # fmt: skip
     (tensor,) = [pid for pid, name in names.items() if name == "allreduce.gradient"]
     times = collections.defaultdict(list)
-    for one in found:
-        if one["pid"] == tensor and one["ph"] in "BE":
-            times[one["name"], one["ph"], one["tid"]].append(one["ts"])
+    for event in found:
+        if event["pid"] == tensor and event["ph"] in "BE":
+            times[event["name"], event["ph"], event["tid"]].append(event["ts"])
     for rank in range(4):
         assert len(times["ALLREDUCE", "E", rank]) == 30
         assert len(times["NEGOTIATE_ALLREDUCE", "B", rank]) == 30
@@ -78,8 +78,8 @@ def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path:
     for _ in range(3):
         done = three_hosts.run("h1", *line, "python", str(script))
         assert done.returncode == 0, done.stderr
-        found = json.loads(path.read_text())
-        named = [one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]]
+        report = json.loads(path.read_text())
+        named = [row["args"]["name"] for row in report if row["name"] == "process_name" and row["pid"]]
         assert {"rank 0 on h1", "rank 1 on h2", "rank 2 on h3"} == {
             name.partition(" (")[0] for name in named if name.startswith("rank ")
         }
@@ -94,7 +94,7 @@ def test_a_killed_monitor_does_not_end_the_job(three_hosts: Hosts, tmp_path: Pat
     done = three_hosts.run("h1", *line, "python", str(script))
     assert done.returncode == 0, done.stderr
     assert "was killed by signal 9; the timeline and the metrics lack what its ranks do" in done.stderr
-    names = [one["name"] for one in json.loads(path.read_text())]
+    names = [load["name"] for load in json.loads(path.read_text())]
     if steps:
         assert names[-1] == f"{END}the end of rank 1 on h2: its monitor was killed, or cannot be reached"
     assert any(name.startswith(END) and "complete" not in name for name in names)

@@ -274,7 +274,7 @@ def as_rank(directory: str, words: list[str]) -> int:
         output = os.open(Path(directory, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-    # Capture through sys: with a file of pytest's, what MPI writes to descriptor 2 before aborting is lost.
+    # Capture sys only: pytest's own file for descriptor 2 would lose what MPI writes before it aborts.
     plain = ["-q", "--color=no", "--capture=sys", "-p", "no:cacheprovider"]
     plain += [f"--junitxml={directory}/rank-{rank}.xml"]
     code = int(pytest.main([*plain, *words]))

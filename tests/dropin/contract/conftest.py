@@ -60,7 +60,7 @@ def halves() -> Iterator[Any]:
 
     hvd.init()
     if hvd.size() == 1:
-        pytest.skip("one rank has no two sets")
+        pytest.skip("needs two process sets")
     even = hvd.add_process_set(range(0, hvd.size(), 2))
     odd = hvd.add_process_set(range(1, hvd.size(), 2))
     yield (even, odd) if even.included() else (odd, even)

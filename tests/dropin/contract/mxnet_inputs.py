@@ -97,5 +97,5 @@ def refused(call: Callable[[], Any], *words: str, kind: Any = mx.MXNetError) -> 
 
 
 def read(result: Any) -> None:
-    for one in result if isinstance(result, (list, tuple)) else [result]:
-        one.wait_to_read()
+    for item in result if isinstance(result, (list, tuple)) else [result]:
+        item.wait_to_read()

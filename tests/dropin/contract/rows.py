@@ -53,7 +53,7 @@ def collected(rows: list[Row]) -> set[str]:
     if done.returncode:
         raise RuntimeError("\n".join([*done.stdout.splitlines()[-20:], done.stderr]))
     ids = {line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line}
-    return ids | {one.partition("[")[0] for one in ids}
+    return ids | {test.partition("[")[0] for test in ids}
 
 
 def mistakes(rows: list[Row], known: set[str]) -> list[str]:
@@ -73,8 +73,8 @@ def mistakes(rows: list[Row], known: set[str]) -> list[str]:
 
 
 def on_gpu(test: str, how: str, known: set[str]) -> bool:
-    forms = [one for one in known if one.startswith(f"{test}[")]
-    return any("cuda" in one for one in forms) or (how == "only" and "gpu" in test)
+    forms = [item for item in known if item.startswith(f"{test}[")]
+    return any("cuda" in form for form in forms) or (how == "only" and "gpu" in test)
 
 
 def page(rows: list[Row]) -> str:

@@ -94,8 +94,8 @@ def same(got: Any, want: Any) -> None:
 
 def all_same(got: Sequence[Any], want: Sequence[Any]) -> None:
     assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
+    for actual, other in zip(got, want, strict=True):
+        same(actual, other)
 
 
 def near(got: Any, want: Array) -> None:
@@ -133,25 +133,25 @@ def gradients(way: Way, kind: Callable[[Any], Any], given: Any) -> list[Array]:
         with tf.GradientTape() as tape:
             tape.watch(tensors)
             results = kind(tensors)
-        incoming = [tf.ones_like(one) * tf.cast(RANK + 1, one.dtype) for one in results]
+        incoming = [tf.ones_like(result) * tf.cast(RANK + 1, result.dtype) for result in results]
         return tape.gradient(results, tensors, output_gradients=incoming)
 
-    return [value(one) for one in way(compute, given)]
+    return [value(tensor) for tensor in way(compute, given)]
 
 
 def check_gradients(way: Way, kind: Callable[[Any], Any], given: Any, want: Sequence[Any]) -> None:
     """Assert that ``gradients`` returns these values in the inputs' shapes. Numbers are broadcast."""
-    found = gradients(way, kind, given)
-    assert len(found) == len(want)
-    for one, tensor, wanted in zip(found, given, want, strict=True):
-        assert one.shape == tuple(tensor.shape)
-        assert np.linalg.norm(one - np.asarray(wanted)) < 1e-6
+    result = gradients(way, kind, given)
+    assert len(result) == len(want)
+    for actual, tensor, wanted in zip(result, given, want, strict=True):
+        assert actual.shape == tuple(tensor.shape)
+        assert np.linalg.norm(actual - np.asarray(wanted)) < 1e-6
 
 
 def refused(
     way: Way, call: Callable[[], Any], *words: str, kind: Any = tf.errors.FailedPreconditionError
 ) -> None:
-    """The call fails with this error of TensorFlow's on all ranks, each time, and the job goes on."""
+    """Assert that the call raises this TensorFlow error on all ranks each time, and the job continues."""
     for _ in range(2):
         with pytest.raises(kind) as caught:
             way(call)

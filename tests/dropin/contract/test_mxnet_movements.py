@@ -34,10 +34,10 @@ def of_rank(rank: int) -> list[Any]:
 
 def test_every_root() -> None:
     for root in range(SIZE):
-        given = of_rank(RANK)
-        for number, (tensor, wanted) in enumerate(zip(given, of_rank(root), strict=True)):
+        inputs = of_rank(RANK)
+        for number, (tensor, wanted) in enumerate(zip(inputs, of_rank(root), strict=True)):
             same(hvd.broadcast(tensor, root, name=f"{root}.{number}"), value(wanted))
-        for tensor, kept in zip(given, of_rank(RANK), strict=True):
+        for tensor, kept in zip(inputs, of_rank(RANK), strict=True):
             same(tensor, value(kept))
 
 
@@ -69,9 +69,9 @@ def test_broadcast_process_sets(halves: tuple[Any, Any]) -> None:
 
 def test_parameters_in_a_dictionary() -> None:
     """A root of -1 is refused if there are several ranks."""
-    given = {f"key.{number}": one for number, one in enumerate(of_rank(RANK))}
-    hvd.broadcast_parameters(given, root_rank=SIZE - 1, prefix="dictionary.")
-    for tensor, wanted in zip(given.values(), of_rank(SIZE - 1), strict=True):
+    inputs = {f"key.{number}": entry for number, entry in enumerate(of_rank(RANK))}
+    hvd.broadcast_parameters(inputs, root_rank=SIZE - 1, prefix="dictionary.")
+    for tensor, wanted in zip(inputs.values(), of_rank(SIZE - 1), strict=True):
         same(tensor, value(wanted))
 
 
@@ -109,13 +109,13 @@ def test_a_copy_of_parameters_whose_shape_is_not_known_yet() -> None:
     net.initialize(mx.init.Uniform(0.5))
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     copied = copy.deepcopy(net)
-    for one in (copied, net):
-        one(mx.nd.ones((4, 5))).wait_to_read()
-        all_equal(one)
+    for network in (copied, net):
+        network(mx.nd.ones((4, 5))).wait_to_read()
+        all_equal(network)
     if RANK == 0:
-        for one in (copied, net):
-            one.initialize(mx.init.Uniform(0.5), force_reinit=True)
-            one(mx.nd.ones((4, 5))).wait_to_read()
+        for network in (copied, net):
+            network.initialize(mx.init.Uniform(0.5), force_reinit=True)
+            network(mx.nd.ones((4, 5))).wait_to_read()
     hvd.barrier()
 
 
@@ -200,9 +200,9 @@ def check(splits: Any, dtypes: Any = MOVED, process_set: Any = hvd.global_proces
     for dtype in dtypes:
         for dims in DIMS:
             rest = (17,) * (dims - 1)
-            given = mx.np.array(np.full((sum(mine), *rest), RANK), dtype=dtype)
+            array = mx.np.array(np.full((sum(mine), *rest), RANK), dtype=dtype)
             cut = mx.np.array(mine, dtype="int32")
-            result, received = hvd.alltoall(given, cut, process_set=process_set)
+            result, received = hvd.alltoall(array, cut, process_set=process_set)
             assert received.dtype == np.int32
             assert value(received).tolist() == arriving
             column = senders.reshape(-1, *[1] * len(rest))
@@ -220,8 +220,8 @@ def test_splits_of_process_sets(halves: tuple[Any, Any]) -> None:
 
 def test_equal_split() -> None:
     for dtype in MOVED:
-        given = mx.nd.array(np.repeat(np.arange(SIZE), 2), dtype=dtype)
-        same(hvd.alltoall(given), np.full(2 * SIZE, RANK, dtype))
+        array = mx.nd.array(np.repeat(np.arange(SIZE), 2), dtype=dtype)
+        same(hvd.alltoall(array), np.full(2 * SIZE, RANK, dtype))
 
 
 def test_one_rank_sends_nothing() -> None:

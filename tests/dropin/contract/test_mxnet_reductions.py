@@ -107,7 +107,7 @@ def test_arrays_may_be_dropped() -> None:
         hvd.allreduce_(mx.nd.full((1000,), number), name=f"dropped.in.place.{number}")
         gc.collect(0)
     results = [hvd.allreduce(mx.nd.full((100,), number), op=hvd.Sum) for number in range(40)]
-    assert [value(one).tolist() for one in results] == [[number * SIZE] * 100 for number in range(40)]
+    assert [value(result).tolist() for result in results] == [[number * SIZE] * 100 for number in range(40)]
 
 
 def test_both_of_average_and_op() -> None:
@@ -191,7 +191,7 @@ def test_grouped_average() -> None:
 
 def test_grouped_in_place() -> None:
     tensors = every(REDUCED)
-    wanted = [total(one) for one in tensors]
+    wanted = [total(array) for array in tensors]
     hvd.grouped_allreduce_(tensors, average=False, name="group")
     for tensor, want in zip(tensors, wanted, strict=True):
         same(tensor, want)

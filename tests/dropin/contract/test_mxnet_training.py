@@ -34,7 +34,7 @@ def net_of(seed: int, prefix: str = "net_") -> Any:
 
 
 def weights(net: Any) -> list[Any]:
-    return [value(one.data()) for one in net.collect_params().values()]
+    return [value(param.data()) for param in net.collect_params().values()]
 
 
 def train(net: Any, trainer: Any, ranks: list[int]) -> list[Any]:
@@ -42,8 +42,8 @@ def train(net: Any, trainer: Any, ranks: list[int]) -> list[Any]:
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
     for step in range(STEPS):
         pairs = [batch(step, rank) for rank in ranks]
-        data = mx.nd.concat(*[one for one, _ in pairs], dim=0)
-        label = mx.nd.concat(*[one for _, one in pairs], dim=0)
+        data = mx.nd.concat(*[entry for entry, _ in pairs], dim=0)
+        label = mx.nd.concat(*[entry for _, entry in pairs], dim=0)
         with autograd.record():
             total = loss(net(data), label)
         total.backward()
@@ -58,13 +58,13 @@ def alone(ranks: list[int], optimizer: str = "adam") -> list[Any]:
 
 
 def close(got: list[Any], want: list[Any], atol: float = 2e-6) -> None:
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+    for actual, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(actual, other, rtol=0, atol=atol)
 
 
 def everywhere_equal(arrays: list[Any], process_set: Any = hvd.global_process_set) -> None:
-    for one in arrays:
-        gathered = value(hvd.allgather(mx.nd.array(one.reshape(1, -1)), process_set=process_set))
+    for array in arrays:
+        gathered = value(hvd.allgather(mx.nd.array(array.reshape(1, -1)), process_set=process_set))
         assert (gathered == gathered[0]).all()
 
 
@@ -99,8 +99,8 @@ def test_two_trainers_of_one_net() -> None:
 
         class Both:
             def step(self, count: int, trainers: Any = tuple(trainers)) -> None:
-                for one in trainers:
-                    one.step(count)
+                for trainer in trainers:
+                    trainer.step(count)
 
         close(train(net, Both(), [RANK]), alone(members()))
 
@@ -141,7 +141,7 @@ def test_gradients_are_clipped_after_the_sum() -> None:
         total = loss(net(data), label)
     total.backward()
     trainer.allreduce_grads()
-    gradients = [one.grad() for one in net.collect_params().values()]
+    gradients = [param.grad() for param in net.collect_params().values()]
     norm = gluon.utils.clip_global_norm(gradients, 0.01)
     everywhere_equal([np.array([norm]), *map(value, gradients)])
     trainer.update(SAMPLES)
@@ -216,7 +216,7 @@ def test_weights_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(4):
         train(net, trainer, [RANK])
     assert len(messages) == (RANK == 0)
-    assert all("broadcast_parameters" in one for one in messages)
+    assert all("broadcast_parameters" in message for message in messages)
 
 
 # DistributedOptimizer, for mx.mod.Module.
@@ -243,7 +243,7 @@ def module_weights(optimizer: Any, ranks: list[int]) -> list[Any]:
         module.set_params(first, {})
     optimizer.rescale_grad = 1 / count
     module.fit(iterator, num_epoch=2, optimizer=optimizer, kvstore=None, eval_metric="acc")
-    return [value(one) for _, one in sorted(module.get_params()[0].items())]
+    return [value(entry) for _, entry in sorted(module.get_params()[0].items())]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_groups": 2}, {"gradient_predivide_factor": 2.0}])
@@ -269,7 +269,7 @@ def test_everything_else_is_the_given_optimizer_s() -> None:
 
 def test_an_optimizer_of_a_process_set(halves: tuple[Any, Any]) -> None:
     """Ranks outside the set only update their own weights."""
-    evens = next(one for one in halves if 0 in one.ranks)
+    evens = next(halve for halve in halves if 0 in halve.ranks)
     optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0), process_set=evens)
     weight, gradient = mx.nd.zeros(2), mx.nd.full(2, RANK)
     optimizer.update(0, weight, gradient, optimizer.create_state(0, weight))

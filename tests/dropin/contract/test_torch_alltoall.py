@@ -73,11 +73,11 @@ def test_process_sets(device: Any, halves: Any) -> None:
 def test_equal_split(device: Any) -> None:
     for dtype in MOVED:
         for dims in dims_of(dtype):
-            given = [10 * RANK + receiver for receiver in range(SIZE) for _ in range(3)]
+            inputs = [10 * RANK + receiver for receiver in range(SIZE) for _ in range(3)]
             want = [10 * sender + RANK for sender in range(SIZE) for _ in range(3)]
-            output = hvd.alltoall(rows(given, dims, dtype, device))
+            output = hvd.alltoall(rows(inputs, dims, dtype, device))
             same(output, rows(want, dims, dtype, device))
-            both = hvd.synchronize(hvd.alltoall_async(rows(given, dims, dtype, device)))
+            both = hvd.synchronize(hvd.alltoall_async(rows(inputs, dims, dtype, device)))
             same(both[0], output)
             assert both[1].tolist() == [3] * SIZE
 
@@ -143,8 +143,8 @@ def test_gradient_in_a_process_set(device: Any, halves: Any) -> None:
 
 def test_gradient_of_an_equal_split(device: Any) -> None:
     for dims in DIMS:
-        given = [receiver for receiver in range(SIZE) for _ in range(2)]
-        tensor = rows(given, dims, torch.float64, device).requires_grad_()
+        inputs = [receiver for receiver in range(SIZE) for _ in range(2)]
+        tensor = rows(inputs, dims, torch.float64, device).requires_grad_()
         output = hvd.alltoall(tensor)
         output.backward(torch.full_like(output, RANK + 1.0))
-        same_gradient_of(tensor, rows([receiver + 1 for receiver in given], dims, torch.float64, device))
+        same_gradient_of(tensor, rows([receiver + 1 for receiver in inputs], dims, torch.float64, device))

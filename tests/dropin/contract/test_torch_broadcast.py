@@ -96,10 +96,10 @@ def check_gradient(device: Any, members: list[int], **chosen: Any) -> None:
     for dtype in WITH_GRADIENT:
         for dims in dims_of(dtype):
             for root in members:
-                for given, mean in ((1.0, 1.0), (RANK + 1.0, sum(r + 1.0 for r in members) / len(members))):
+                for value, mean in ((1.0, 1.0), (RANK + 1.0, sum(r + 1.0 for r in members) / len(members))):
                     tensor = of_rank(RANK, dims, dtype, device).requires_grad_()
                     result = hvd.broadcast(tensor, root, **chosen)
-                    result.backward(torch.full_like(result, given))
+                    result.backward(torch.full_like(result, value))
                     same_gradient(tensor, torch.full_like(tensor, mean if root == RANK else 0.0))
 
 

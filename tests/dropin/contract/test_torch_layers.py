@@ -57,7 +57,7 @@ def test_embedding(device: Any, sparse_as_dense: bool) -> None:
         optimizer.zero_grad()
         plain.zero_grad()
         net(places[RANK]).square().sum().backward()
-        (sum(reference(one).square().sum() for one in places) / SIZE).backward()
+        (sum(reference(place).square().sum() for place in places) / SIZE).backward()
         optimizer.step()
         plain.step()
     torch.testing.assert_close(net.weight, reference.weight, rtol=1e-12, atol=1e-12)

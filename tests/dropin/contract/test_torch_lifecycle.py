@@ -112,8 +112,8 @@ def test_barrier_amid_collectives() -> None:
     hvd.barrier()
     second = [hvd.allreduce_async(draw(dtype, 3), op=hvd.Sum) for dtype in REDUCED]
     hvd.barrier()
-    for dtype, one, other in zip(REDUCED, first, second, strict=True):
-        same(hvd.synchronize(one), draw(dtype, 2) * SIZE)
+    for dtype, actual, other in zip(REDUCED, first, second, strict=True):
+        same(hvd.synchronize(actual), draw(dtype, 2) * SIZE)
         same(hvd.synchronize(other), draw(dtype, 3) * SIZE)
     assert hvd.synchronize(rows).tolist() == [rank for rank in range(SIZE) for _ in range(rank + 1)]
 
@@ -132,7 +132,7 @@ def test_join_with_each_rank_first(device: Any) -> None:
     for first in [*range(SIZE), *range(SIZE)]:
         for step in range(place_after(first)):
             tensors = [draw(dtype, dims, device, most=90) * SIZE for dtype in REDUCED for dims in DIMS]
-            handles = [hvd.allreduce_async(one, name=f"joined.{k}") for k, one in enumerate(tensors)]
+            handles = [hvd.allreduce_async(value, name=f"joined.{k}") for k, value in enumerate(tensors)]
             for tensor, handle in zip(tensors, handles, strict=True):
                 same(hvd.synchronize(handle), (tensor // SIZE) * (SIZE - 1 - step))
         assert hvd.join() == (first - 1) % SIZE
@@ -161,7 +161,7 @@ def test_timeline_starts_and_stops(notes: Path) -> None:
         hvd.stop_timeline()
         if hvd.rank() == 0:
             text = (notes / f"{step}.json").read_text()
-            names = {one["name"] for one in json.loads(text)}
+            names = {load["name"] for load in json.loads(text)}
             assert {"process_name", "NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
             assert "allreduce.seen" in text
             assert "start_time_since_epoch_in_micros" in text

@@ -76,8 +76,8 @@ def test_compression_fp16() -> None:
         assert back.dtype is dtype
         assert (back.double() - tensor.double()).abs().max() < 2e-3
         assert torch.equal(hvd.Compression.none.compress(tensor)[0], tensor)
-    given = torch.full((9,), 1.0 + RANK)
-    assert hvd.allreduce(given, compression=hvd.Compression.fp16).tolist() == [(SIZE + 1) / 2] * 9
+    array = torch.full((9,), 1.0 + RANK)
+    assert hvd.allreduce(array, compression=hvd.Compression.fp16).tolist() == [(SIZE + 1) / 2] * 9
 
 
 @pytest.mark.parametrize("name", sampled("optimizers with branches", list(OPTIMIZERS), 4))
@@ -139,7 +139,7 @@ def test_adasum_combines_the_changes_of_the_weights() -> None:
             plain[rank].zero_grad()
             loss_of(replicas[rank], step, rank).backward()
             plain[rank].step()
-        for start, *ends in zip(*[one.parameters() for one in [starts, *replicas]], strict=True):
+        for start, *ends in zip(*[item.parameters() for item in [starts, *replicas]], strict=True):
             changes = [end.detach() - start.detach() for end in ends]
             while len(changes) > 1:
                 changes = [combine(a, b) for a, b in zip(changes[::2], changes[1::2], strict=True)]
@@ -150,7 +150,7 @@ def test_adasum_combines_the_changes_of_the_weights() -> None:
 
 def test_duplicate_names() -> None:
     net = Net()
-    pairs = [("weight", one) for one in net.parameters()]
+    pairs = [("weight", parameter) for parameter in net.parameters()]
     with pytest.raises(ValueError, match="weight"):
         hvd.DistributedOptimizer(sgd(net), pairs)
 
@@ -169,10 +169,10 @@ def test_toggled_requires_grad() -> None:
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
     plain = sgd(reference)
     for step in range(8):
-        for one in (net, reference):
-            for parameter in one.first.parameters():
+        for network in (net, reference):
+            for parameter in network.first.parameters():
                 parameter.requires_grad_(step % 2 == 0)
-            for parameter in [*one.left.parameters(), *one.right.parameters()]:
+            for parameter in [*network.left.parameters(), *network.right.parameters()]:
                 parameter.requires_grad_(step % 2 == 1)
         optimizer.zero_grad()
         plain.zero_grad()
@@ -237,7 +237,7 @@ def trained_alone(ranks: Any = None) -> nn.Module:
 def test_default_names() -> None:
     """Names are allreduce.noname.<group>.<place>: rank 0 passes no names, the others pass these."""
     net = Net()
-    said = [(f"allreduce.noname.0.{place}", one) for place, one in enumerate(net.parameters())]
+    said = [(f"allreduce.noname.0.{place}", value) for place, value in enumerate(net.parameters())]
     train(hvd.DistributedOptimizer(sgd(net), named_parameters=None if RANK == 0 else said), net)
     alike(net, trained_alone())
 

@@ -208,6 +208,6 @@ def test_grouped_gradient(device: Any, op: str) -> None:
     for dtype in WITH_GRADIENT:
         group = [draw(dtype, dims, device).requires_grad_() for dims in DIMS]
         results = hvd.grouped_reducescatter(group, op=getattr(hvd, op))
-        torch.autograd.backward(list(results), [torch.full_like(one, RANK + 1.0) for one in results])
+        torch.autograd.backward(list(results), [torch.full_like(result, RANK + 1.0) for result in results])
         for tensor in group:
             same_gradient(tensor, gathered(list(range(SIZE)), tensor.detach(), factor))

@@ -38,7 +38,7 @@ def optimizer_of(name: str, net: nn.Module, options: dict[str, Any]) -> torch.op
     kind = getattr(torch.optim, name)
     known = inspect.signature(kind).parameters
     # Muon accepts only matrices.
-    parameters = [one for one in net.parameters() if name != "Muon" or one.dim() == 2]
+    parameters = [parameter for parameter in net.parameters() if name != "Muon" or parameter.dim() == 2]
     return kind(parameters, **{key: value for key, value in options.items() if key in known})
 
 
@@ -62,8 +62,8 @@ def alike(mine: Any, root: Any) -> None:
             alike(mine[key], root[key])
     elif isinstance(mine, (list, tuple)):
         assert len(mine) == len(root)
-        for one, other in zip(mine, root, strict=True):
-            alike(one, other)
+        for actual, other in zip(mine, root, strict=True):
+            alike(actual, other)
     else:
         assert mine == root
 

@@ -53,7 +53,7 @@ def trained(sparse=True, make_groups=None, **options):
         optimizer.step()
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     alike = torch.equal(hvd.broadcast(mine, root_rank=0), mine)
-    assert alike, f"rank {hvd.rank()} has other weights than rank 0"
+    assert alike, f"rank {hvd.rank()} has different weights from rank 0"
     return model.state_dict()
 
 

@@ -112,5 +112,5 @@ if __name__ == "__main__":
 
     print(f"rank {hvd.rank()}: weights {fingerprint(model)}")
     if hvd.rank() == 0:
-        assert not os.path.exists(args.save_model), "the checkpoint is there already"
+        assert not os.path.exists(args.save_model), "the checkpoint exists already"
         torch.save(model.state_dict(), args.save_model)
