@@ -585,7 +585,9 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
         "bits": ("lacks BAND", lambda: dist.all_reduce(first.int(), dist.ReduceOp.BAND)),
         "root": ("7 does not", lambda: dist.broadcast(first, 7)),
         "root of reduce": ("7 does not", lambda: WORLD.reduce([first], _options(dist.ReduceOptions, 7))),
-        "root of gather": ("7 does not", lambda: WORLD.gather([[]], [first], _options(dist.GatherOptions, 7))),
+        "root of gather": (
+            "7 does not", lambda: WORLD.gather([[]], [first], _options(dist.GatherOptions, 7))
+        ),
         "type of the output": ("has dtype torch.uint8", lambda: dist.all_gather_into_tensor(
             torch.empty(2 * SIZE, dtype=torch.uint8), first.bool())),
         "type of the sum": ("has dtype torch.int32", lambda: dist.reduce_scatter_tensor(
