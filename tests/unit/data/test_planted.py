@@ -47,7 +47,7 @@ def test_auc_counts_equal_probabilities_half():
 
 
 def test_rows_need_no_pyarrow(tmp_path):
-    code = "import sys; sys.modules['pyarrow'] = None; import numpy as np; from ringdance import cli;"
+    code = "import sys; sys.modules['pyarrow'] = None; import numpy as np; from ringdance.tools import cli;"
     code += "from ringdance.data import Table; cli.main(['data', 'generate', 'criteo', *sys.argv[1:]]);"
     code += "print(Table.open(sys.argv[1]).read(np.arange(100)).ids.shape)"
     command = [sys.executable, "-c", code, tmp_path, "--rows", "100"]

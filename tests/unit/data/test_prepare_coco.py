@@ -93,7 +93,7 @@ def test_what_is_broken_is_left_out_and_named(
     assert main(["data", "prepare", "coco", str(source), str(target), "--max-broken", "100"]) == 3
     listed = problems(target)
     for why, entry in BROKEN.items():
-        number = "entry 19" if why == "no id" else str(entry["id"])
+        number = str(entry.get("id", "entry 19"))
         assert any(kind == "annotation" and its == number and why in text for kind, its, text in listed), why
     reasons = {"3": "No such file", "4": "cannot be decoded", "5": "24 x 32 pixels, not 32 x 24"}
     for number, why in reasons.items():
