@@ -82,7 +82,7 @@ def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
     path = script(
         tmp_path,
         "import sys, threading, numpy as np, ringdance.numpy as hvd\n"
-        "from ringdance import session\nhvd.init()\ndef wait(): hvd.allreduce(np.ones(2), name='a')\n"
+        "from ringdance.training import session\nhvd.init()\ndef wait(): hvd.allreduce(np.ones(2), name='a')\n"
         "if hvd.rank() == 0:\n    threading.Thread(target=wait).start()\n"
         "    while not session.engine().callers.waiting: pass\n    sys.exit(3)\n"
         "hvd.allreduce(np.ones(2), name='b')\n",
@@ -107,7 +107,7 @@ def test_mpi_is_not_finalized_after_an_exit_code(tmp_path: Path) -> None:
 def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_path: Path) -> None:
     path = script(
         tmp_path,
-        "import ringdance.numpy as hvd\nfrom ringdance import session\nhvd.init()\n"
+        "import ringdance.numpy as hvd\nfrom ringdance.training import session\nhvd.init()\n"
         "callers = session.engine().callers\n"
         "class Kept(dict):\n    def pop(self, *words): pass\n"  # as if it had not run yet
         "callers.waiting = Kept()\nhvd.barrier()\nassert callers.waiting\n",
@@ -135,7 +135,7 @@ def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, reader: str) -> 
     path = script(
         tmp_path,
         "import os; os.environ['KERAS_BACKEND'] = 'jax'\nimport time, jax, ringdance.jax as hvd\n"
-        "from ringdance import session\nhvd.init()\n"
+        "from ringdance.training import session\nhvd.init()\n"
         "x, two, matrix = map(jax.numpy.ones, (2 + hvd.rank(), 2, (1500, 1500)))\n"
         "long = jax.jit(lambda x: (x @ x)[0, 0]).lower(matrix).compile()\n"
         "first = jax.jit(lambda x, y: hvd.allreduce(x + y, name='a')[:2]).lower(x, x[0]).compile()\n"

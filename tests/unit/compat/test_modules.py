@@ -65,7 +65,7 @@ def test_no_framework_is_imported(names: str) -> None:
 
 def test_ranks_that_wait_for_each_other_are_only_warned_of() -> None:
     """Without importing Horovod's names, ranks that wait for each other raise DeadlockError."""
-    ask = "from ringdance import session; session.init(); print(session.engine().settings.deadlock_time)"
+    ask = "from ringdance.training import session as s; s.init(); print(s.engine().settings.deadlock_time)"
     assert python(ask).stdout == "30.0\n"
     assert python(f"import horovod; {ask}").stdout == "0.0\n"
     assert python(f"import horovod; {ask}", RINGDANCE_DEADLOCK_TIME="7").stdout == "7.0\n"

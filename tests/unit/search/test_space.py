@@ -55,7 +55,7 @@ def test_kinds_of_parameters(tmp_path: Path) -> None:
         ("parameters: {lr: {low: 2, high: 1}}", "lr: .*low=2, high=1"),
         ("parameters: {lr: {low: 0, high: 1.0, log: true}}", "lr: .*low=.*log"),
         ("parameters: {lr: {low: -1.0, high: 1.0, log: true}}", "lr: .*low=.*log"),
-        ("parameters: {lr: {low: 1}}", "lr: .*write {low: 0.01, high: 1"),
+        ("parameters: {lr: {low: 1}}", "lr: .*Write {low: 0.01, high: 1"),
         ("parameters: {lr: {low: much, high: 1}}", "lr: low, high and step must be finite numbers. Write "),
         ("parameters: {lr: {low: true, high: 1}}", "lr: low, high and step must be finite numbers. Write "),
         ("parameters: {lr: {lwo: 1, high: 1}}", "lr: unknown key 'lwo'. Known are low, high, step, log"),

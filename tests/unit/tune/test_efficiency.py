@@ -90,7 +90,7 @@ def test_json_and_a_plot(script, capsys, tmp_path):
         (["--wire", "int8"], "'int8' is not one of float32, bfloat16, float16"),
         (["--set", "latency"], "'latency': NAME=VALUE is expected"),
         (["--set", "bandwidth=3"], "one of latency, "),
-        (["--set", "latency=-1"], "from 0 on"),
+        (["--set", "latency=-1"], "at least 0 otherwise"),
         (["--set", "memory_bandwidth=0"], "above 0 for memory_bandwidth"),
         (["--set", "ranks_per_core=0.5"], "at least 1 for ranks_per_core"),
         (["--model", "resnet51"], "did you mean resnet50?"),

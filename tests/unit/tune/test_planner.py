@@ -302,7 +302,7 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         ((*KNOWN[:4], "--instance", "p3.16xlarg"), "did you mean p3.16xlarge?"),
         ((*KNOWN, "--np", "8,x"), "1 or more, such as 1,2,4"),
         ((*KNOWN, "--np", "0"), "'0' is not a list of numbers of 1 or more"),
-        ((*KNOWN, "--deadline", "2"), "such as 2h"),
+        ((*KNOWN, "--deadline", "2"), "for example 2h"),
         ((*KNOWN, "--deadline", "2h"), "--epochs"),
         ((*KNOWN, "--epochs", "9", "--deadline", "2h", "--budget", "9"), "not allowed with"),
         ((*KNOWN, "--to-accuracy", "76.5"), "75.9 of resnet50"),
@@ -425,7 +425,7 @@ def test_a_workload_scales_as_a_whole() -> None:
 
 
 def test_a_plan_is_compared_with_what_was_measured(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PAGE.parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(PAGE.parents[3] / "benchmarks"))
     rows = __import__("plan_check").rows(bench, bench, 100.0, 1)
     assert [(row["ranks"], row["measured"], row["slower_alone"]) for row in rows] == [(2, 0.11, 2.0)]
     assert rows[0]["ratio"] == pytest.approx(rows[0]["predicted"] / 0.11)
