@@ -34,7 +34,7 @@ from ringdance.launch.output.results import CollectedFile, Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput, remove_left
 from ringdance.launch.prepare import PreparedJob
-from ringdance.launch.ranks import Rank, RankTable
+from ringdance.launch.rank_table import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, close_all, folded, start_local, together
 from ringdance.launch.shutdown import Shutdown
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, WELL, Event, State
