@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 CAUSE_MARK = "::ringdance-cause::"
-"""Begins a line on stderr with which a rank tells the launcher why it fails. JSON follows (launch/cause.py)."""
+"""Begins a line on stderr with which a rank tells the launcher why it fails, as JSON (launch/cause.py)."""
 
 _taken: list[Any] = []
 _told: list[Callable[[], None]] = []

@@ -32,29 +32,14 @@ from ringdance.launch.spec import JobSpec
 from ringdance.settings.names import STARTED_BY
 
 _OF_A_RANK = (
-    "OMPI_COMM_WORLD_",
-    "OMPI_UNIVERSE_",
-    "PMIX_",
-    "PMI_",
-    "PRTE_LAUNCHED",
-    "MPI_LOCAL",
-    "HYDI_",
-    STARTED_BY,
-)
+    "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", STARTED_BY,
+)  # fmt: skip
 # Variables that schedulers set for mpiexec. The plan replaces them.
 _OF_A_SCHEDULER = (
-    "OMPI_MCA_orte_default_hostfile",
-    "OMPI_MCA_orte_set_default_slots",
-    "OMPI_MCA_plm_rsh_a",
-    "PRTE_MCA_prte_default_hostfile",
-    "I_MPI_HYDRA_HOST_FILE",
-    "I_MPI_HYDRA_BOOTSTRAP",
-    "I_MPI_PERHOST",
-    "HYDRA_HOST_FILE",
-    "HYDRA_BOOTSTRAP",
-    "HYDRA_LAUNCHER",
-    "HYDRA_RMK",
-)
+    "OMPI_MCA_orte_default_hostfile", "OMPI_MCA_orte_set_default_slots", "OMPI_MCA_plm_rsh_a",
+    "PRTE_MCA_prte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "I_MPI_HYDRA_BOOTSTRAP", "I_MPI_PERHOST",
+    "HYDRA_HOST_FILE", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER", "HYDRA_RMK",
+)  # fmt: skip
 _SITE = os.path.join(package_directory(), "host", "site")
 
 
@@ -109,6 +94,11 @@ class Plan:
     def host_of(self, called: str) -> Host | None:
         """Return the host that mpiexec knows by this name."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
+
+    def named(self, name: str) -> str:
+        """Return a host's name with its ranks, for messages."""
+        ranks = next((host.ranks for host in self.hosts if host.name == name), None)
+        return f"host {name} (ranks {spans(ranks)})" if ranks else name
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
         """Return the whole command line. The defaults are placeholders for values of a running job."""
