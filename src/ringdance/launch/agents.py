@@ -90,13 +90,9 @@ class Agents:
     """
 
     def __init__(
-        self,
-        local: Remote,
-        remotes: Sequence[Remote],
-        selector: selectors.BaseSelector,
-        handlers: Handlers,
+        self, local: Remote, remotes: Sequence[Remote], selector: selectors.BaseSelector, handlers: Handlers,
         heartbeat_timeout: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._local = local
         self._remotes = list(remotes)
         self._all = {agent.host: agent for agent in (*self._remotes, self._local)}

@@ -77,12 +77,12 @@ class Mpiexec:
             name: The host, as mpiexec calls it.
             command: The command, for a shell.
         """
+        self._wanted_daemons = True
         host = self._plan.host_of(name)
         # mpiexec passes its own settings to its daemons, and they name this host's directory. Daemons that
         # shared one directory would sometimes have the same process ID and so the same files. Each therefore
         # uses its own host's directory.
         command = command.replace(self._place.directory, OWN_DIRECTORY)
-        self._wanted_daemons = True
 
         def on_exit(_: int, code: int, when: float) -> None:
             link.send({"code": code})

@@ -165,15 +165,10 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def build_plan(
-    spec: JobSpec,
-    *,
-    mpi: Mpi,
-    cores: int,
-    environ: Mapping[str, str],
-    facts: Mapping[str, HostFacts] = MappingProxyType({}),
-    local: Collection[str] = LOCAL_NAMES,
+    spec: JobSpec, *, mpi: Mpi, cores: int, environ: Mapping[str, str],
+    facts: Mapping[str, HostFacts] = MappingProxyType({}), local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Decide everything about a job from its arguments alone.
 
     Args:
@@ -200,10 +195,7 @@ def build_plan(
         mpi, placed, root, spec.binding, spec.mpi_args, networks, infiniband, bool(notes)
     )
     options, extra = mpiexec_options(request)
-    if multi_host and (names := same_interfaces(placed)):
-        extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
-    exports, variables, threads = _variables(spec, environ, placed, cores, master)
-    variables |= {name: value for name, value in extra.items() if name not in environ}
+    exports, variables, threads = _variables(spec, environ, placed, cores, master, extra)
     return Plan(
         ranks=sum(len(host.ranks) for host in placed),
         hosts=placed,
@@ -243,9 +235,19 @@ def _place(
 
 
 def _variables(
-    spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str
-) -> tuple[dict[str, str], dict[str, str], int | None]:
-    """Return the user's variables for all ranks, ours, and a rank's threads unless the user sets them."""
+    spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str,
+    extra: Mapping[str, str],
+) -> tuple[dict[str, str], dict[str, str], int | None]:  # fmt: skip
+    """Return the user's variables for all ranks, ours, and a rank's threads unless the user sets them.
+
+    Args:
+        spec: The job.
+        environ: The launcher's environment.
+        hosts: The hosts with their ranks.
+        cores: Cores of this host, and of hosts whose number is unknown.
+        master: Address of rank 0's host.
+        extra: The MPI library's variables. The launcher's environment overrides them.
+    """
     exports, variables, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
     if "PYTHONFAULTHANDLER" not in environ:  # so that a fatal signal shows the line of the script
         variables["PYTHONFAULTHANDLER"] = "1"
@@ -256,6 +258,10 @@ def _variables(
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
         threads = max(1, min((host.cores or cores) // len(host.ranks) for host in hosts))
         variables["OMP_NUM_THREADS"] = str(threads)
+    extra = dict(extra)
+    if not all(host.local for host in hosts) and (names := same_interfaces(hosts)):
+        extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
+    variables |= {name: value for name, value in extra.items() if name not in environ}
     return exports, variables, threads
 
 

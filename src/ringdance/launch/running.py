@@ -59,9 +59,8 @@ class RunningJob:
         timeout = self._spec.heartbeat_timeout
         self._agents = Agents(local, prepared.remotes, self._selector, handlers, timeout)
         self._ranks = RankTable(prepared, screen, self._agents)
-        self._mpiexec = Mpiexec(
-            self._plan, place, self._agents, screen.of(1), self._on_mpiexec_exit, self._on_daemon_exit
-        )
+        exits = self._on_mpiexec_exit, self._on_daemon_exit
+        self._mpiexec = Mpiexec(self._plan, place, self._agents, screen.of(1), *exits)
         self._stage = Stage(self._spec.start_timeout)
         self._shutdown = Shutdown(self._spec.grace)
         self._outside: list[Cause] = []  # failures outside the ranks
@@ -83,8 +82,7 @@ class RunningJob:
     # --- the loop ------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        running = self._stage.state is State.RUNNING
-        due = min(self._stage.deadline, self._ranks.due(running))
+        due = min(self._stage.deadline, self._ranks.due(self._stage.state is State.RUNNING))
         again = self._agents.check(self._stage.state not in WELL and not self._shutdown.signal)
         timeout = min(max(0.0, due - time.monotonic()), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):

@@ -53,25 +53,18 @@ class Wait(Enum):
 _S, _E = State, Event
 _FAILURES = (_E.FAILURE, _E.MPIEXEC_EXITED, _E.RANK_FAILED, _E.RANK_KILLED)
 _ENDS = (_E.OVER, _E.OVER_LATE, _E.COMPLETE)
+_FAIL, _END = dict.fromkeys(_FAILURES, _S.FAILED), dict.fromkeys(_ENDS, _S.ENDED)
 
 TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     _S.PREPARING: {_E.READY: _S.STARTING, _E.FAILURE: _S.FAILED, _E.STOP: _S.STOPPING},
-    _S.STARTING: {
-        _E.STARTED: _S.RUNNING, _E.STOP: _S.STOPPING,
-        **dict.fromkeys(_FAILURES, _S.FAILED), **dict.fromkeys(_ENDS, _S.ENDED),
-    },
-    _S.RUNNING: {
-        _E.STOP: _S.STOPPING, **dict.fromkeys(_FAILURES, _S.FAILED), **dict.fromkeys(_ENDS, _S.ENDED),
-    },
-    _S.FAILED: {
-        _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.STOPPING,
-        **dict.fromkeys(_FAILURES, _S.FAILED), **dict.fromkeys(_ENDS, _S.ENDED),
-    },
+    _S.STARTING: {_E.STARTED: _S.RUNNING, **_FAIL, **_END, _E.STOP: _S.STOPPING},
+    _S.RUNNING: {**_FAIL, **_END, _E.STOP: _S.STOPPING},
+    _S.FAILED: {**_FAIL, **_END, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.STOPPING},
     _S.ENDED: {
-        _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE, **dict.fromkeys((*_FAILURES, *_ENDS), _S.ENDED),
+        **dict.fromkeys(_FAILURES, _S.ENDED), **_END, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE,
     },
     _S.STOPPING: {
-        _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE, **dict.fromkeys(_ENDS, _S.STOPPING),
+        **dict.fromkeys(_ENDS, _S.STOPPING), _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE,
     },
     _S.CLEANING_REMOTE: {_E.CLEAN: _S.CLEANING_LOCAL, _E.TIMEOUT: _S.CLEANING_LOCAL},
     _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE},
@@ -83,7 +76,7 @@ An event that does not change the state may still move its deadline forward (``S
 """
 
 LIMITS = {_S.RUNNING: math.inf, _S.CLEANING_REMOTE: 3.0, _S.CLEANING_LOCAL: 6.0}
-"""Seconds until the deadline of a new state. In other states events set it."""
+"""Seconds until the deadline of a new state. In other states events set it (``SECONDS``)."""
 
 SECONDS: Mapping[Event, float] = {
     _E.FAILURE: 0.1,
