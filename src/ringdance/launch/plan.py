@@ -121,16 +121,11 @@ class Plan:
         """Describe what would be started, in readable form. ``own`` is the launcher's environment."""
         rows = [("host", "slots", "ranks", "cores", "devices", "network")]
         for host in self.hosts:
-            rows.append(
-                (
-                    host.name + (" (here)" if host.local and self.multi_host else ""),
-                    str(host.slots),
-                    spans(host.ranks),
-                    "?" if host.cores is None else str(host.cores),
-                    devices_text(host.devices),
-                    ",".join(host.interfaces) or "-",
-                )
-            )
+            name = host.name + (" (here)" if host.local and self.multi_host else "")
+            cores = "?" if host.cores is None else str(host.cores)
+            network = ",".join(host.interfaces) or "-"
+            devices = devices_text(host.devices)
+            rows.append((name, str(host.slots), spans(host.ranks), cores, devices, network))
         threads = "your OMP_NUM_THREADS" if self.threads is None else str(self.threads)
         lines = [f"ranks:       {self.ranks}", f"hosts:       from {self.source}"]
         lines += ["             " + line for line in table(rows)]
@@ -258,9 +253,8 @@ def _variables(
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
         threads = max(1, min((host.cores or cores) // len(host.ranks) for host in hosts))
         variables["OMP_NUM_THREADS"] = str(threads)
-    extra = dict(extra)
     if not all(host.local for host in hosts) and (names := same_interfaces(hosts)):
-        extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
+        extra = {**extra, **dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), ",".join(names))}
     variables |= {name: value for name, value in extra.items() if name not in environ}
     return exports, variables, threads
 
