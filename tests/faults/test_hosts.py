@@ -273,8 +273,7 @@ def test_a_start_that_takes_too_long_names_hosts_and_ranks(
 def copied_package(directory: Path, version: str) -> Path:
     """Copy what an agent runs, with another version."""
     package = Path(here_hosts.__file__).parents[2] / "src" / "ringdance"
-    shutil.copytree(package / "launch", directory / "ringdance" / "launch")
-    shutil.copy(package / "limits.py", directory / "ringdance")
+    shutil.copytree(package / "host", directory / "ringdance" / "host")
     (directory / "ringdance" / "__init__.py").write_text(f'__version__ = "{version}"\n')
     return directory / "ringdance"
 

@@ -1,4 +1,4 @@
-"""The exit code of this program, which Python does not pass to ``atexit`` functions.
+"""The exit code of this program, which Python does not pass to ``atexit`` functions, and the mark of causes.
 
 Standard library only: host/site/sitecustomize.py loads this file by its path.
 """
@@ -12,6 +12,9 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+CAUSE_MARK = "::ringdance-cause::"
+"""Begins a line on stderr with which a rank tells the launcher why it fails, as JSON (launch/cause.py)."""
 
 _taken: list[Any] = []
 _told: list[Callable[[], None]] = []

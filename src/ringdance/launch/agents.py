@@ -6,7 +6,8 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from ringdance.host.messages import watch
 from ringdance.launch.cause import signal_name
@@ -39,44 +40,39 @@ class RankLink:
         return self.remote.frames.send({"to": self.number, "message": message})
 
 
-class Listener(Protocol):
-    """Receives the agents' reports for a job. The job's own loop makes all calls."""
+@dataclass(frozen=True)
+class Handlers:
+    """Functions that handle the agents' reports for a job. The job's own loop makes all calls.
 
-    def on_ready(self) -> None:
-        """Called when every agent is ready or has reported a problem."""
+    Attributes:
+        on_ready: Called when every agent is ready or has reported a problem.
+        on_note: Called with a detail for --verbose.
+        on_output: Called with output of mpiexec or one of its daemons.
+        on_file: Called with a name, data, and True if they are the last: part of a file that a rank has left
+            in the job's directory on its host.
+        on_rank_message: Called with a wrapper's report.
+        on_rank_output: Called with output on stdout (0) or stderr (1) of the rank behind the link. Empty data
+            mean that the rank has closed it.
+        on_rank_closed: Called when a wrapper's connection has ended.
+        on_host_failed: Called with a host and a message when the host is lost (True), or when a program of
+            the job there that is not a rank was killed (False).
+        on_silence: Called with a host and a text when it has been silent for a while, or answers again.
+        on_clean: Called when the agent on this host (True), or every agent on other hosts (False), has
+            cleaned up or is lost.
+        on_local_lost: Called with the reason when the agent on this host has exited.
+    """
 
-    def on_note(self, text: str) -> None:
-        """Called with a detail for --verbose."""
-
-    def on_progress(self) -> None:
-        """Called when an agent has sent something."""
-
-    def on_output(self, data: bytes) -> None:
-        """Called when mpiexec or one of its daemons has written output."""
-
-    def on_file(self, name: str, data: bytes, last: bool) -> None:
-        """Called with part of a file that a rank has left in the job's directory on its host."""
-
-    def on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
-        """Called when a wrapper has reported."""
-
-    def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
-        """Called when a rank writes to stdout (0) or stderr (1). Empty data mean that it has closed it."""
-
-    def on_rank_closed(self, link: RankLink) -> None:
-        """Called when a wrapper's connection has ended."""
-
-    def on_host_failed(self, host: str, message: str, lost: bool) -> None:
-        """Called when a host is lost, or a program of the job there that is not a rank was killed."""
-
-    def on_silence(self, host: str, text: str) -> None:
-        """Called when a host has been silent for a while, and when it answers again."""
-
-    def on_clean(self, local: bool) -> None:
-        """Called when the agent on this host, or every agent on other hosts, has cleaned up or is lost."""
-
-    def on_local_lost(self, why: str) -> None:
-        """Called when the agent on this host has exited."""
+    on_ready: Callable[[], None]
+    on_note: Callable[[str], None]
+    on_output: Callable[[bytes], None]
+    on_file: Callable[[str, bytes, bool], None]
+    on_rank_message: Callable[[RankLink, dict[str, Any]], None]
+    on_rank_output: Callable[[RankLink, int, bytes], None]
+    on_rank_closed: Callable[[RankLink], None]
+    on_host_failed: Callable[[str, str, bool], None]
+    on_silence: Callable[[str, str], None]
+    on_clean: Callable[[bool], None]
+    on_local_lost: Callable[[str], None]
 
 
 class Agents:
@@ -86,25 +82,24 @@ class Agents:
         local: This host's agent. This object takes ownership.
         remotes: The other hosts' agents. This object takes ownership.
         selector: The job's event loop.
-        listener: Receives their reports.
+        handlers: Handle their reports.
         heartbeat_timeout: Seconds without a message after which another host counts as lost.
+
+    Attributes:
+        heard: Time (``time.monotonic()``) of the last message from any agent.
     """
 
     def __init__(
-        self,
-        local: Remote,
-        remotes: Sequence[Remote],
-        selector: selectors.BaseSelector,
-        listener: Listener,
+        self, local: Remote, remotes: Sequence[Remote], selector: selectors.BaseSelector, handlers: Handlers,
         heartbeat_timeout: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._local = local
         self._remotes = list(remotes)
         self._all = {agent.host: agent for agent in (*self._remotes, self._local)}
-        self._selector, self._listener, self._heartbeat_timeout = selector, listener, heartbeat_timeout
+        self._selector, self._handlers, self._heartbeat_timeout = selector, handlers, heartbeat_timeout
         self._links: dict[tuple[str, int], RankLink] = {}
         self._programs: list[OnExit] = []
-        self._checked, self._check_at = time.monotonic(), 0.0
+        self._checked, self._check_at, self.heard = time.monotonic(), 0.0, 0.0
         for agent in self._all.values():
             fd = agent.frames.read_fd
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
@@ -186,7 +181,7 @@ class Agents:
             if agent.there and not agent.frames.send({"clean": True, "failed": failed}):
                 agent.lost = True
         if self.remotes_gone:
-            self._listener.on_clean(local=False)
+            self._handlers.on_clean(False)
 
     def clean_local(self, failed: bool) -> None:
         """End the job on this host. ``on_clean()`` or ``on_local_lost()`` follows."""
@@ -236,7 +231,7 @@ class Agents:
         late = [agent for agent in silent if now - agent.heard > limit]
         if late and len(there) > 1 and all(now - agent.heard > limit - 2 * _PING_S for agent in there):
             why = f"no heartbeat from any other host for {limit:g} s: this host's own network may be down"
-            self._listener.on_host_failed(self._local.host, why, lost=False)
+            self._handlers.on_host_failed(self._local.host, why, False)
             late = there
         for agent in late:
             self._lose(agent, f"no heartbeat for {limit:g} s (host or network down)")
@@ -244,7 +239,7 @@ class Agents:
             if agent.there and not agent.silent:
                 agent.silent = True
                 text = f"no heartbeat for {shown:g} s. After {timeout:g} s (--host-timeout) it counts as lost"
-                self._listener.on_silence(agent.host, text)
+                self._handlers.on_silence(agent.host, text)
         for agent in self._all.values():
             if agent.frames.unsent:
                 self._send_on(agent)
@@ -269,11 +264,11 @@ class Agents:
         self._send_on(agent)
         code = agent.kill()
         if agent.local:
-            self._listener.on_local_lost(f"exit code {code}: {why}")
+            self._handlers.on_local_lost(f"exit code {code}: {why}")
             return
-        self._listener.on_host_failed(agent.host, why, lost=True)
+        self._handlers.on_host_failed(agent.host, why, True)
         for link in [link for link in self._links.values() if link.remote is agent]:
-            self._listener.on_rank_closed(link)
+            self._handlers.on_rank_closed(link)
 
     # --- reports -------------------------------------------------------------------------------
 
@@ -286,9 +281,8 @@ class Agents:
         now = time.monotonic()
         if agent.silent:
             agent.silent = False
-            self._listener.on_silence(agent.host, f"it answers again, after {now - agent.heard:.0f} s")
-        agent.heard = now
-        self._listener.on_progress()
+            self._handlers.on_silence(agent.host, f"it answers again, after {now - agent.heard:.0f} s")
+        self.heard = agent.heard = now
         for message, payload in messages:
             self._take(agent, message, payload)
         if not alive and agent.there:
@@ -298,38 +292,38 @@ class Agents:
             watch(self._selector, agent.frames.read_fd, 0, None)
 
     def _take(self, agent: Remote, message: dict[str, Any], payload: bytes) -> None:
-        listener, host = self._listener, agent.host
+        handlers, host = self._handlers, agent.host
         if "from" in message:
             self._from_rank(agent, message, payload)
         elif "ready" in message:
             agent.ready, agent.problem, agent.port = True, message["problem"], message["port"]
             if self.ready:
-                listener.on_ready()
+                handlers.on_ready()
         elif "output" in message:
-            listener.on_output(payload)
+            handlers.on_output(payload)
         elif "note" in message:
-            listener.on_note(message["note"])
+            handlers.on_note(message["note"])
         elif "exited" in message:
             when = agent.time_here(message["time"])
             self._programs[message["exited"]](message["pid"], message["code"], when)
         elif "died" in message:
             name = signal_name(message["signal"])
             why = f"{message['name']} (pid {message['died']}), which is not a rank, was killed by {name}"
-            listener.on_host_failed(host, why, lost=False)
+            handlers.on_host_failed(host, why, False)
         elif "file" in message:
-            listener.on_file(message["file"], payload, message["last"])
+            handlers.on_file(message["file"], payload, message["last"])
         elif "cleaned" in message:
             agent.clean = True
             if agent.local or self.remotes_gone:
-                listener.on_clean(agent.local)
+                handlers.on_clean(agent.local)
 
     def _from_rank(self, remote: Remote, message: dict[str, Any], payload: bytes) -> None:
         number = message["from"]
         link = self._links.setdefault((remote.host, number), RankLink(remote, number))
         if "message" in message:
-            self._listener.on_rank_message(link, message["message"])
+            self._handlers.on_rank_message(link, message["message"])
         elif "stream" in message:
-            self._listener.on_rank_output(link, message["stream"], payload)
+            self._handlers.on_rank_output(link, message["stream"], payload)
         else:
             del self._links[remote.host, number]
-            self._listener.on_rank_closed(link)
+            self._handlers.on_rank_closed(link)

@@ -11,8 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-MARK = b"::ringdance-cause::"
-"""Marks the line on stderr in which a failing rank reports why, as JSON. See ``parse_mark()``."""
+from ringdance.host.exit_code import CAUSE_MARK
+
+MARK = CAUSE_MARK.encode()
+"""Begins a line that ``parse_mark()`` reads."""
 
 OUTCOME_FILE = "ringdance-outcome.json"
 """File in the output directory of a job that has ended. See ``write_outcome()``."""

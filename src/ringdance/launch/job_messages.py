@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ringdance.host.agent import paths
@@ -14,37 +15,45 @@ from ringdance.launch.mpi.options import session_environment
 from ringdance.launch.plan import Plan
 
 
-def local_environment(plan: Plan, job: str, directory: str) -> dict[str, str]:
-    """Return the environment of mpiexec and the ranks on this host.
+@dataclass(frozen=True)
+class Place:
+    """A job's ID and directory.
 
-    Args:
-        plan: The job's plan.
-        job: Its ID.
-        directory: Its directory here.
+    Attributes:
+        id: The ID.
+        bases: Candidates for the directory's parent, best first.
+        directory: The directory on this host.
     """
+
+    id: str
+    bases: Sequence[str]
+    directory: str
+
+
+def local_environment(plan: Plan, place: Place) -> dict[str, str]:
+    """Return the environment of mpiexec and the ranks on this host."""
     own = plan.environ(os.environ)
-    session = session_environment(plan.mpi.family, directory, SHARED if host_shared(job) else "")
+    session = session_environment(plan.mpi.family, place.directory, SHARED if host_shared(place.id) else "")
     here = plan.chdir if os.path.isdir(plan.chdir) else os.getcwd()
     wrapper = paths.variables(os.path.abspath(here)) if plan.paths_differ else {}
     # Open MPI does not start without HOME.
-    return {"HOME": machine.in_home("~"), **own, **session, **wrapper, linux.MARKER: job}
+    return {"HOME": machine.in_home("~"), **own, **session, **wrapper, linux.MARKER: place.id}
 
 
 def job_messages(
-    plan: Plan, job: str, bases: Sequence[str], needed: Sequence[str], output_directory: str
+    plan: Plan, place: Place, needed: Sequence[str], output_directory: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the message for this host, whose environment is already set, and for the other hosts.
 
     Args:
         plan: The job's plan.
-        job: Its ID.
-        bases: Candidates for the parent of its directory, best first.
+        place: Its ID and directory.
         needed: Files that other hosts must have.
         output_directory: Receives files from other hosts at the end. "" for none.
     """
-    common: dict[str, Any] = {"job": job, "bases": bases, "environ": {}, "needed": [], "launcher": None}
+    common: dict[str, Any] = {"job": place.id, "bases": place.bases, "environ": {}, "needed": []}
     # Hydra's daemons change to mpiexec's directory, which may not exist elsewhere. Ranks change to their own.
-    local = {**common, "cwd": "/" if plan.paths_differ else os.getcwd()}
+    local = {**common, "launcher": None, "cwd": "/" if plan.paths_differ else os.getcwd()}
     session = session_environment(plan.mpi.family, OWN_DIRECTORY, SHARED)
     forwarded = plan.forwarded(os.environ)
     if output_directory and forwarded.get(METRICS_DIR) == os.path.abspath(output_directory):

@@ -32,29 +32,14 @@ from ringdance.launch.spec import JobSpec
 from ringdance.settings.names import STARTED_BY
 
 _OF_A_RANK = (
-    "OMPI_COMM_WORLD_",
-    "OMPI_UNIVERSE_",
-    "PMIX_",
-    "PMI_",
-    "PRTE_LAUNCHED",
-    "MPI_LOCAL",
-    "HYDI_",
-    STARTED_BY,
-)
+    "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", STARTED_BY,
+)  # fmt: skip
 # Variables that schedulers set for mpiexec. The plan replaces them.
 _OF_A_SCHEDULER = (
-    "OMPI_MCA_orte_default_hostfile",
-    "OMPI_MCA_orte_set_default_slots",
-    "OMPI_MCA_plm_rsh_a",
-    "PRTE_MCA_prte_default_hostfile",
-    "I_MPI_HYDRA_HOST_FILE",
-    "I_MPI_HYDRA_BOOTSTRAP",
-    "I_MPI_PERHOST",
-    "HYDRA_HOST_FILE",
-    "HYDRA_BOOTSTRAP",
-    "HYDRA_LAUNCHER",
-    "HYDRA_RMK",
-)
+    "OMPI_MCA_orte_default_hostfile", "OMPI_MCA_orte_set_default_slots", "OMPI_MCA_plm_rsh_a",
+    "PRTE_MCA_prte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "I_MPI_HYDRA_BOOTSTRAP", "I_MPI_PERHOST",
+    "HYDRA_HOST_FILE", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER", "HYDRA_RMK",
+)  # fmt: skip
 _SITE = os.path.join(package_directory(), "host", "site")
 
 
@@ -110,6 +95,11 @@ class Plan:
         """Return the host that mpiexec knows by this name."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
+    def named(self, name: str) -> str:
+        """Return a host's name with its ranks, for messages."""
+        ranks = next((host.ranks for host in self.hosts if host.name == name), None)
+        return f"host {name} (ranks {spans(ranks)})" if ranks else name
+
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
         """Return the whole command line. The defaults are placeholders for values of a running job."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
@@ -131,16 +121,11 @@ class Plan:
         """Describe what would be started, in readable form. ``own`` is the launcher's environment."""
         rows = [("host", "slots", "ranks", "cores", "devices", "network")]
         for host in self.hosts:
-            rows.append(
-                (
-                    host.name + (" (here)" if host.local and self.multi_host else ""),
-                    str(host.slots),
-                    spans(host.ranks),
-                    "?" if host.cores is None else str(host.cores),
-                    devices_text(host.devices),
-                    ",".join(host.interfaces) or "-",
-                )
-            )
+            name = host.name + (" (here)" if host.local and self.multi_host else "")
+            cores = "?" if host.cores is None else str(host.cores)
+            network = ",".join(host.interfaces) or "-"
+            devices = devices_text(host.devices)
+            rows.append((name, str(host.slots), spans(host.ranks), cores, devices, network))
         threads = "your OMP_NUM_THREADS" if self.threads is None else str(self.threads)
         lines = [f"ranks:       {self.ranks}", f"hosts:       from {self.source}"]
         lines += ["             " + line for line in table(rows)]
@@ -175,15 +160,10 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def build_plan(
-    spec: JobSpec,
-    *,
-    mpi: Mpi,
-    cores: int,
-    environ: Mapping[str, str],
-    facts: Mapping[str, HostFacts] = MappingProxyType({}),
-    local: Collection[str] = LOCAL_NAMES,
+    spec: JobSpec, *, mpi: Mpi, cores: int, environ: Mapping[str, str],
+    facts: Mapping[str, HostFacts] = MappingProxyType({}), local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Decide everything about a job from its arguments alone.
 
     Args:
@@ -210,10 +190,7 @@ def build_plan(
         mpi, placed, root, spec.binding, spec.mpi_args, networks, infiniband, bool(notes)
     )
     options, extra = mpiexec_options(request)
-    if multi_host and (names := same_interfaces(placed)):
-        extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
-    exports, variables, threads = _variables(spec, environ, placed, cores, master)
-    variables |= {name: value for name, value in extra.items() if name not in environ}
+    exports, variables, threads = _variables(spec, environ, placed, cores, master, extra)
     return Plan(
         ranks=sum(len(host.ranks) for host in placed),
         hosts=placed,
@@ -253,9 +230,19 @@ def _place(
 
 
 def _variables(
-    spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str
-) -> tuple[dict[str, str], dict[str, str], int | None]:
-    """Return the user's variables for all ranks, ours, and a rank's threads unless the user sets them."""
+    spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str,
+    extra: Mapping[str, str],
+) -> tuple[dict[str, str], dict[str, str], int | None]:  # fmt: skip
+    """Return the user's variables for all ranks, ours, and a rank's threads unless the user sets them.
+
+    Args:
+        spec: The job.
+        environ: The launcher's environment.
+        hosts: The hosts with their ranks.
+        cores: Cores of this host, and of hosts whose number is unknown.
+        master: Address of rank 0's host.
+        extra: The MPI library's variables. The launcher's environment overrides them.
+    """
     exports, variables, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
     if "PYTHONFAULTHANDLER" not in environ:  # so that a fatal signal shows the line of the script
         variables["PYTHONFAULTHANDLER"] = "1"
@@ -266,6 +253,9 @@ def _variables(
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
         threads = max(1, min((host.cores or cores) // len(host.ranks) for host in hosts))
         variables["OMP_NUM_THREADS"] = str(threads)
+    if not all(host.local for host in hosts) and (names := same_interfaces(hosts)):
+        extra = {**extra, **dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), ",".join(names))}
+    variables |= {name: value for name, value in extra.items() if name not in environ}
     return exports, variables, threads
 
 

@@ -98,6 +98,22 @@ def prepare(
     remotes = connect(others, spec.shell, spec.start_timeout, log) if others and spec.check else []
     facts = dict.fromkeys(local, facts_from(machine.facts()))
     facts |= {remote.host: remote.facts for remote in remotes}
+    planned = replace(spec, exports=_exports(spec, rank_0_here=hosts[0][0] in local))
+    try:
+        plan = build_plan(
+            planned, mpi=mpi, cores=usable_cores(), environ=os.environ, facts=facts, local=local,
+            root=os.getuid() == 0,
+        )  # fmt: skip
+    except BaseException:
+        close_all(remotes)
+        raise
+    used = {host.name for host in plan.hosts}  # not all hosts, if there are more slots than ranks
+    close_all(remote for remote in remotes if remote.host not in used)
+    return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])
+
+
+def _exports(spec: JobSpec, rank_0_here: bool) -> dict[str, str]:
+    """Return the variables for all ranks: the user's, and where ranks write what belongs to the output."""
     exports = dict(spec.exports)
     if spec.output_directory:  # a failing rank's records and metrics over time are also output
         for name in (_RECORDS, METRICS_DIR):
@@ -106,20 +122,5 @@ def prepare(
     if spec.timeline:  # rank 0's host writes it, and the agent there sends it if that is another host
         ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
         there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
-        exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if hosts[0][0] in local else there
-    try:
-        plan = build_plan(
-            replace(spec, exports=exports),
-            mpi=mpi,
-            cores=usable_cores(),
-            environ=os.environ,
-            facts=facts,
-            local=local,
-            root=os.getuid() == 0,
-        )
-    except BaseException:
-        close_all(remotes)
-        raise
-    used = {host.name for host in plan.hosts}  # not all hosts, if there are more slots than ranks
-    close_all(remote for remote in remotes if remote.host not in used)
-    return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])
+        exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if rank_0_here else there
+    return exports

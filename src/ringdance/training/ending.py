@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringdance")
 
-# Begins a line on stderr in which a failing rank gives the launcher the reason. JSON follows.
-CAUSE_MARK = "::ringdance-cause::"
 # Seconds for the other ranks to see the message and raise their own error, before this process exits
 # and the MPI launcher kills them.
 _GRACE = 0.5
@@ -168,7 +166,7 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
     cause = {"rank": who.rank, "host": who.host, "pid": who.pid, "time": time.time()}
     line = json.dumps(cause | {"kind": kind, "message": message, "traceback": trace})
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{CAUSE_MARK} {line}\n")
+        sys.stderr.write(f"{exit_code.CAUSE_MARK} {line}\n")
         sys.stderr.flush()
 
 

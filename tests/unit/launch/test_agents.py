@@ -20,15 +20,12 @@ from ringdance.launch.remote.connect import Remote, folded, start_local
 
 
 class Reports:
-    """A listener that records its notifications."""
+    """Handlers that record their calls."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def on_ready(self) -> None:
-        pass
-
-    def on_progress(self) -> None:
         pass
 
     def on_silence(self, host: str, text: str) -> None:

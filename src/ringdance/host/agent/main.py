@@ -1,7 +1,7 @@
 """The agent: supervise one host of a job, either the launcher's own or one reached over ssh or srun.
 
 It creates the job's directories, starts mpiexec or whatever mpiexec wants started here, and passes on what
-the ranks report and write (ranks.py). It ends every process of the job and removes its files when the
+the ranks report and write (wrappers.py). It ends every process of the job and removes its files when the
 launcher asks for it, when the connection is closed, or when the launcher has been silent for too long. If the
 agent is killed, a process that it has forked takes over (``Cleanup.fork_backup()``). Standard library only.
 
@@ -43,7 +43,7 @@ from ..system.cleanup import Cleanup, make_directories
 from . import paths
 from .heartbeat import Heartbeats
 from .programs import Programs
-from .ranks import Ranks
+from .wrappers import Wrappers
 
 _FULL = 4 << 20  # above this many bytes unsent to the launcher, the ranks' output stays in its pipes
 _FULL_LOCAL = 1 << 18
@@ -69,7 +69,7 @@ class _Agent:
         self._selector = selectors.DefaultSelector()
         self._local = bool(local)
         self._heartbeats = Heartbeats(*local[1:])
-        self._ranks = Ranks(self._launcher, self._selector, self._on_pid, local[0] if local else -1)
+        self._wrappers = Wrappers(self._launcher, self._selector, self._on_pid, local[0] if local else -1)
         self._programs = Programs(self._launcher, self._selector)
         self._directory = ""
         self._cleanup: Cleanup | None = None
@@ -120,7 +120,7 @@ class _Agent:
         full = unsent > (_FULL_LOCAL if self._local else _FULL)
         if full != self._full:
             self._full = full
-            self._ranks.hold(full)
+            self._wrappers.hold(full)
 
     # --- from the launcher ---------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class _Agent:
         if "ping" in message:
             self._launcher.send({"pong": message["ping"]})
         elif "to" in message:
-            self._ranks.send(message["to"], message["message"])
+            self._wrappers.send(message["to"], message["message"])
         elif "spawn" in message:
             self._spawn(message)
         elif "put" in message:
@@ -181,7 +181,7 @@ class _Agent:
         try:
             make_directories(directories, message["job"])
             self._cleanup.fork_backup()
-            self._ranks.listen(os.path.join(self._directory, "s"))
+            self._wrappers.listen(os.path.join(self._directory, "s"))
         except OSError as error:
             return f"the job's directory {self._directory} cannot be created: {error.strerror}. {_SET}"
         self._port_lock, self._port = free_port()
@@ -194,7 +194,7 @@ class _Agent:
         if launcher:
             settings = paths.translated(settings, launcher) | paths.variables(cwd, launcher)
         environ = {**os.environ, **settings, linux.MARKER: message["job"]}
-        self._ranks.environ = {name: environ[name] for name in environ if not _SHELL_NAME.fullmatch(name)}
+        self._wrappers.environ = {name: environ[name] for name in environ if not _SHELL_NAME.fullmatch(name)}
         self._programs.prepare(environ, cwd, launcher)
         return ""
 
@@ -226,7 +226,7 @@ class _Agent:
         """End the job here: leave nothing of it behind, and send everything that its ranks have written."""
         results = self._results(wanted and not failed)
         clean = self._cleanup.run(failed) if self._cleanup else True
-        self._ranks.read_rest()
+        self._wrappers.read_rest()
         self._programs.read_rest()
         self._over = True  # from now on, messages only show that the launcher is alive
         for name, file in results:

@@ -54,17 +54,21 @@ def _has_joined_otherwise() -> bool:
     )
 
 
-def _tell_of_training_alone() -> None:
-    """Tell the launcher that this rank has used a framework without ``init()`` or anything similar."""
+def _tell_of_training_alone(mark: str) -> None:
+    """Tell the launcher that this rank has used a framework without ``init()`` or anything similar.
+
+    Args:
+        mark: ``exit_code.CAUSE_MARK``.
+    """
     used = [name for name in _FRAMEWORKS if name in sys.modules]
     number = int(os.environ["RINGDANCE_RANK"])
     joined = os.path.exists(f"{os.environ['RINGDANCE_JOB_DIRECTORY']}/joined.{number}")  # by session.init
     first = os.getpgrp() == os.getpid()  # otherwise a shell started it, which may still start one that joins
     reads = stat.S_ISFIFO(os.fstat(2).st_mode)  # the launcher reads this process's stderr
     if used and first and reads and not joined and not _has_joined_otherwise():
-        mark = {"rank": number, "kind": "alone", "message": used[0]}
-        line = json.dumps({**mark, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
-        os.write(2, f"::ringdance-cause:: {line}\n".encode())
+        cause = {"rank": number, "kind": "alone", "message": used[0]}
+        line = json.dumps({**cause, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
+        os.write(2, f"{mark} {line}\n".encode())
 
 
 def _exit_code_module() -> types.ModuleType:
@@ -89,7 +93,7 @@ def _watch() -> None:
         mpi = sys.modules.get("mpi4py.MPI")
         try:
             if os.getpid() == pid and not failed:
-                _tell_of_training_alone()
+                _tell_of_training_alone(codes.CAUSE_MARK)
         except Exception:  # the script may have changed its modules in any way
             pass
         code = 1 if failed else codes.exit_code()

@@ -1,39 +1,66 @@
-"""Collect the return values of ``ringdance.run`` from the ranks: one file each in the job's directory."""
+"""Collect what ranks leave in the job's directory on their hosts: results of ``ringdance.run``, output."""
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ringdance.errors import LaunchError
-from ringdance.launch.output.stream import Sink
+from ringdance.host.directories import OUTPUT, TIMELINE
+from ringdance.launch.output.stream import remove_left
 
 _OPEN = 200  # maximum number of open files
 
 
-class CollectedFile:
-    """Writes a file that arrives from another host in chunks.
+class OutputDirectory:
+    """The directory of ``--output-filename``, and what other hosts send for it. See ``_locked()``.
 
     Args:
-        path: Path of the file, which is overwritten.
-        err: Receives a line about any problem.
+        path: Path of the directory, which is created. Files of an earlier job are removed. "" for none.
+        timeline: Path of the timeline that another host may send.
+        show: Shows a line about any problem.
+
+    Raises:
+        LaunchError: The directory cannot be created, or another job holds the lock.
     """
 
-    def __init__(self, path: str, err: Sink) -> None:
-        self._path, self._err, self._mode = path, err, "wb"
-
-    def take(self, data: bytes) -> None:
-        """Append a chunk."""
+    def __init__(self, path: str, timeline: str, show: Callable[[str], None]) -> None:
+        self.path, self._timeline, self._show = path, timeline, show
+        self._begun: set[str] = set()
+        self._lock = -1
         try:
-            os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
-            with open(self._path, self._mode) as file:
+            if path:
+                os.makedirs(path, exist_ok=True)
+                self._lock = _locked(path)
+                remove_left(Path(path))
+        except OSError as error:
+            raise LaunchError(f"--output-filename {path}: {error.strerror}") from None
+
+    def take(self, name: str, data: bytes) -> bool:
+        """Append part of another host's file. Returns False if the file does not belong here."""
+        timeline = name.startswith(TIMELINE)
+        if not timeline and not name.startswith(f"{OUTPUT}/"):
+            return False
+        path = self._timeline if timeline else self.path + name[len(OUTPUT) :]
+        mode = "ab" if name in self._begun else "wb"
+        self._begun.add(name)
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            with open(path, mode) as file:
                 file.write(data)
         except OSError as error:
-            self._err(f"ringdance: {self._path}: {error.strerror}\n".encode())
-        self._mode = "ab"
+            self._show(f"{path}: {error.strerror}")
+        return True
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
 
 
 class Results:
@@ -91,3 +118,23 @@ class Results:
         """Close the files."""
         for file in self._files.values():
             file.close()
+
+
+def _locked(directory: str) -> int:
+    """Open and lock an output directory, so that no other job writes to it if the file system has locks.
+
+    Returns:
+        The descriptor, which holds the lock.
+
+    Raises:
+        LaunchError: Another job holds the lock.
+    """
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        raise LaunchError(f"--output-filename {directory}: another job is writing its output there") from None
+    except OSError:  # a file system without locks
+        pass
+    return opened

@@ -39,6 +39,10 @@ class Screen:
         show = self._draw if self._terminals[stream] else self._join
         return lambda data: show(stream, rank, data)
 
+    def show(self, text: str) -> None:
+        """Show a line of the launcher on stderr."""
+        self.of(1)(f"ringdance: {text}\n".encode())
+
     def _join(self, stream: int, rank: int, data: bytes) -> None:
         others = self._begun.pop(stream, rank) != rank
         if not data.endswith(b"\n"):

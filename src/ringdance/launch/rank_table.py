@@ -183,8 +183,7 @@ class RankTable:
 
     def own_failure_reported(self) -> bool:
         """Return True if a running rank has reported a failure of its own."""
-        running = [rank for rank in self._ranks.values() if rank.pid and not rank.ended]
-        marks = [mark for rank in running for mark in rank.streams[1].marks]
+        marks = [mark for number in self.running for mark in self._ranks[number].streams[1].marks]
         return any(not mark.follows and mark.kind != "alone" for mark in marks)
 
     def local_pids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""This host's ranks as the agent sees them: reports of their wrappers (rank.py), and their output.
+"""The wrappers of this host's ranks (rank.py) as the agent sees them: their reports, and the ranks' output.
 
 Standard library only.
 """
@@ -22,7 +22,7 @@ class _Connection:
         self.streams: dict[int, int] = {}  # descriptor -> 0 (stdout) or 1
 
 
-class Ranks:
+class Wrappers:
     """Accepts connections of wrappers, and passes messages between them and the launcher.
 
     Args:

@@ -16,7 +16,7 @@ from ringdance.launch.agents import RankLink
 from ringdance.launch.cause import Cause, Ended
 from ringdance.launch.hosts import Host, assign_ranks, rank_numbers
 from ringdance.launch.output.stream import WITH_RANK, Stream
-from ringdance.launch.ranks import Rank, RankTable
+from ringdance.launch.rank_table import Rank, RankTable
 from ringdance.launch.remote.connect import Remote
 
 

@@ -1,0 +1,339 @@
+"""A running job: one event loop over its agents and signals, with explicit states."""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ringdance.errors import LaunchError
+from ringdance.host.system.signals import PASSED_ON, STOPPING, Signals
+from ringdance.launch.agents import Agents, Handlers, RankLink
+from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
+from ringdance.launch.hosts import Host, spans
+from ringdance.launch.job_messages import Place, job_messages
+from ringdance.launch.mpiexec import Mpiexec
+from ringdance.launch.output.results import OutputDirectory, Results
+from ringdance.launch.output.screen import Screen
+from ringdance.launch.prepare import PreparedJob
+from ringdance.launch.rank_table import Rank, RankTable
+from ringdance.launch.remote.connect import Remote, folded, together
+from ringdance.launch.shutdown import Shutdown
+from ringdance.launch.states import CLEANING, ENDING, LIMITS, WELL, Event, Stage, State, Wait
+
+
+class RunningJob:
+    """Leads a job through its states (states.py), from the agents' preparation to their cleanup.
+
+    Args:
+        prepared: What to start, and the agents on other hosts, which end with the job.
+        place: The job's ID and directory.
+        local: The agent on this host, which ends with the job.
+        screen: Destination of the ranks' output.
+        signals: The launcher's signals.
+        output: Receives files from other hosts.
+        results: Receives the ranks' results if all complete. None if not needed.
+    """
+
+    def __init__(
+        self, prepared: PreparedJob, place: Place, local: Remote, screen: Screen, signals: Signals,
+        output: OutputDirectory, results: Results | None,
+    ) -> None:  # fmt: skip
+        self._prepared, self._plan, self._spec = prepared, prepared.plan, prepared.spec
+        self._place, self._screen = place, screen
+        self._signals, self._output, self._results = signals, output, results
+        self._selector = selectors.DefaultSelector()
+        if signals.wakes:
+            self._selector.register(signals.wakes, selectors.EVENT_READ, self._on_signals)
+        handlers = Handlers(
+            on_ready=self._on_ready, on_note=self._note, on_output=self._on_output, on_file=self._on_file,
+            on_rank_message=self._on_rank_message, on_rank_closed=self._on_rank_closed,
+            on_rank_output=lambda link, which, data: self._ranks.write(link, which, data),
+            on_host_failed=self._on_host_failed, on_silence=self._on_silence,
+            on_clean=self._on_clean, on_local_lost=self._on_local_lost,
+        )  # fmt: skip
+        timeout = self._spec.heartbeat_timeout
+        self._agents = Agents(local, prepared.remotes, self._selector, handlers, timeout)
+        self._ranks = RankTable(prepared, screen, self._agents)
+        exits = self._on_mpiexec_exit, self._on_daemon_exit
+        self._mpiexec = Mpiexec(self._plan, place, self._agents, screen.of(1), *exits)
+        self._stage = Stage(self._spec.start_timeout)
+        self._shutdown = Shutdown(self._spec.grace)
+        self._outside: list[Cause] = []  # failures outside the ranks
+
+    def run(self, files: Mapping[str, bytes]) -> Verdict | int:
+        """Run to the end. ``files`` are for the job's directory on every host. See ``Job.run()``."""
+        messages = job_messages(self._plan, self._place, self._prepared.needed, self._spec.output_directory)
+        self._agents.begin(*messages, files)
+        while self._stage.state is not State.DONE:
+            self._step()
+        return self._result()
+
+    def close(self) -> list[int]:
+        """Close all connections. Returns the process IDs of this host's ranks."""
+        self._agents.close()
+        self._selector.close()
+        return self._ranks.local_pids()
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        due = min(self._stage.deadline, self._ranks.due(self._stage.state is State.RUNNING))
+        again = self._agents.check(self._stage.state not in WELL and not self._shutdown.signal)
+        timeout = min(max(0.0, due - time.monotonic()), math.inf if again is None else again)
+        for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
+            # An earlier event of this round may have closed it.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+        self._ranks.show_due(self._stage.state is State.RUNNING)
+        if self._stage.deadline <= time.monotonic() and not self._stage.extend(self._seconds_to_wait):
+            self._expire()
+
+    def _handle(self, event: Event, at_most: float = math.inf) -> None:
+        """Follow the table of states (``Stage.follow()``), and do what a new state needs."""
+        if not self._stage.follow(event, at_most):
+            return
+        state = self._stage.state
+        self._mpiexec.output.quiet = state in ENDING
+        if state is State.STOPPING:
+            self._ranks.send(self._shutdown.sigterm())
+            if self._ranks.idle:
+                self._stage.deadline = time.monotonic()
+        elif state is State.CLEANING_REMOTE:  # before this host, to which they report
+            self._agents.clean_remotes(not self._ranks.completed)
+        elif state is State.CLEANING_LOCAL:
+            self._agents.give_up_remotes()
+            if self._results and self._results_wanted:
+                self._results.keep(self._place.directory)
+            self._agents.clean_local(not self._ranks.completed)
+
+    def _expire(self) -> None:
+        """Act on the end of the state's time, which nothing extends."""
+        if self._stage.state in (State.PREPARING, State.STARTING):
+            text = f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
+            text += f"{self._spec.start_timeout:g} s (--start-timeout)"
+            self._fail("\n  ".join([text, *folded(self._ranks.not_started())]))
+        elif self._stage.state is State.CLEANING_LOCAL:
+            self._agents.kill_local()
+        else:
+            number = self._shutdown.signal
+            if self._stage.state is State.STOPPING and number and (late := self._ranks.running):
+                seconds = f"{time.monotonic() - self._shutdown.came:.1f} s after {signal_name(number)}"
+                self._screen.show(f"ranks {spans(late)} had not exited {seconds}: killed")
+            self._handle(Event.TIMEOUT)
+
+    def _seconds_to_wait(self, reason: Wait) -> float:
+        """Return for how many seconds the job has this reason to extend its deadline, 0 if it has not."""
+        if reason is Wait.GRACE:
+            return self._grace_left()
+        if reason is Wait.REPORTS:
+            return LIMITS[self._stage.state] + self._agents.heard - time.monotonic()
+        if reason is Wait.OWN_FAILURE:
+            return math.inf if self._ranks.own_failure_reported() else 0.0
+        if self._ranks.completed or self._outside or self._shutdown.signal or not self._plan.multi_host:
+            return 0.0
+        if reason is Wait.SILENT_HOST:
+            return math.inf if self._agents.pending else 0.0
+        verdict, _ = self._ranks.judge((), None)
+        return math.inf if verdict and verdict.follows else 0.0
+
+    def _grace_left(self) -> float:
+        """Return how many seconds ranks have to exit after a signal, and tell the user."""
+        left = self._shutdown.kill_at - time.monotonic()
+        if left <= 0 or self._ranks.idle:
+            return 0.0
+        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # in the background
+        name = signal_name(self._shutdown.signal)
+        self._screen.show(f"{name}: the ranks have {limit} to exit. Ctrl-C (SIGINT) ends them now")
+        return left
+
+    def _on_signals(self) -> None:
+        for number in self._signals.take():
+            if number in PASSED_ON:
+                self._ranks.send({"signal": number})
+            else:
+                self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        """End the job after a signal to the launcher."""
+        # A signal sent to all processes may reach the launcher a little later than the ranks that it ended.
+        caused = not self._outside and self._ranks.signals_ended_failed
+        if not self._shutdown.signal and self._stage.state is State.FAILED and caused:
+            self._stage.deadline = math.inf
+        self._shutdown.add(number, self._stage.deadline, caused)
+        self._handle(Event.STOP, max(0.0, self._shutdown.kill_at - time.monotonic()))
+
+    # --- ranks ---------------------------------------------------------------------------------
+
+    def _on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
+        rank = self._ranks.of(link)
+        if "rsh" in message:
+            if not self._mpiexec.start_daemon(link, message["rsh"], message["command"]):
+                host = f"{message['rsh']}, which is not a host of this job"
+                self._fail(f"mpiexec wants to start something on {host}")
+        elif "rank" in message:
+            wrong = self._ranks.add(link, message)
+            if wrong:
+                self._fail(f"{self._plan.mpi.mpiexec} {wrong}")
+        elif rank and "pid" in message:
+            self._ranks.on_start(rank, message["pid"])
+            link.remote.time_here(message["time"])
+            self._note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
+            # It was about to start when the other ranks received SIGTERM.
+            if self._stage.state is State.STOPPING:
+                link.send(self._shutdown.sigterm())
+            if self._ranks.started:
+                self._handle(Event.STARTED)
+        elif rank and "stopped" in message:
+            who = f"rank {rank.rank} on {rank.host} (pid {rank.pid})"
+            hint = f"the other ranks wait for it. Run `kill -CONT {rank.pid}` there to continue it"
+            self._screen.show(f"{who} was stopped by {signal_name(message['stopped'])}: {hint}")
+        elif rank and "ended" in message:
+            when = link.remote.time_here(message["time"])
+            self._on_rank_exit(rank, message["ended"], when, message["by_mpiexec"], message["why"])
+
+    def _on_rank_closed(self, link: RankLink) -> None:
+        rank = self._ranks.of(link)
+        if rank and not rank.ended:
+            self._on_rank_exit(rank, None, time.time())
+
+    def _on_rank_exit(
+        self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False, why: str = ""
+    ) -> None:
+        by_launcher = self._stage.state in ENDING
+        ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec, why=why)
+        self._ranks.on_end(rank, ended)
+        self._note(f"rank {rank.rank} ended: {code}")
+        if ended.failed:
+            killed = code is None or (code < 0 and -code not in STOPPING)
+            self._handle(Event.RANK_KILLED if killed else Event.RANK_FAILED)
+        if self._ranks.over or (self._stage.state is State.STOPPING and self._ranks.idle):
+            self._ranks.send({"over": True})
+            late = self._ranks.failed or by_launcher or self._mpiexec.code is not None
+            self._handle(Event.OVER_LATE if late else Event.OVER)
+
+    # --- mpiexec and hosts ---------------------------------------------------------------------
+
+    def _on_ready(self) -> None:
+        """Start mpiexec once all agents are ready, unless any has reported a problem."""
+        if self._agents.problems:
+            raise LaunchError(together(self._agents.problems))
+        if self._stage.state is State.PREPARING:
+            self._mpiexec.start()
+            self._handle(Event.READY)
+
+    def _on_output(self, data: bytes) -> None:
+        """Take output of mpiexec or one of its daemons."""
+        self._mpiexec.output.feed(data)
+        if self._spec.verbose:
+            self._screen.of(1)(data)
+
+    def _on_mpiexec_exit(self, pid: int, code: int) -> None:
+        self._note(f"mpiexec (pid {pid}) ended: {code}")
+        starting = self._stage.state is State.STARTING and not self._outside and not self._ranks.connected
+        if starting and code > 0 and self._mpiexec.retry():
+            self._screen.show("mpiexec could not start its daemons; retrying once")
+            return
+        if code < 0 and self._stage.state not in ENDING:
+            name = signal_name(-code)
+            self._fail(f"mpiexec (pid {pid}) was killed by {name} (signal {-code})", 128 - code)
+        self._handle(Event.COMPLETE if self._ranks.over else Event.MPIEXEC_EXITED)
+
+    def _on_daemon_exit(self, host: Host, code: int, when: float) -> None:
+        # Open MPI's daemon exits only after its ranks, or because of an earlier failure.
+        running = self._ranks.connected and not self._ranks.completed and self._stage.state not in ENDING
+        if code and running and self._plan.mpi.family == "openmpi":
+            before = self._ranks.ended_by_mpiexec(host.ranks)  # by this daemon
+            why = f"mpiexec's daemon (prted) exited with code {code} while ranks were running. Was it killed?"
+            self._fail(f"{self._plan.named(host.name)}: {why}", 1, "daemon", min([when, *before]))
+
+    def _on_host_failed(self, host: str, message: str, lost: bool) -> None:
+        """Handle the loss of a host, or the death of a program of the job there that is not a rank."""
+        self._ranks.lost_hosts |= {host} if lost else set()
+        self._note(f"host {host}: {message}")
+        text = f"{self._plan.named(host)}: {message}"
+        if self._stage.state in CLEANING:
+            if lost and self._results_wanted:
+                self._fail(f"{text}, before all results of its ranks had arrived")
+            if lost and self._agents.remotes_gone:
+                self._on_clean(local=False)
+        elif self._stage.state is not State.STOPPING or lost:
+            self._fail(text)
+
+    def _on_silence(self, host: str, text: str) -> None:
+        self._screen.show(f"{self._plan.named(host)}: {text}")
+
+    def _note(self, text: str) -> None:
+        """Show a detail if the user asked for --verbose."""
+        if self._spec.verbose:
+            self._screen.show(text)
+
+    def _fail(self, message: str, code: int = 1, kind: str = "launcher", when: float = 0.0) -> None:
+        """Record a failure outside the ranks."""
+        at = when or time.time()
+        self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
+        self._handle(Event.FAILURE)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def _on_clean(self, local: bool) -> None:
+        """Continue once the agent on this host, or every agent on other hosts, has cleaned up or is lost."""
+        if local or self._stage.state is State.CLEANING_REMOTE:
+            self._handle(Event.CLEAN)
+
+    def _on_local_lost(self, why: str) -> None:
+        if self._stage.state not in CLEANING:
+            self._fail(f"the job's agent on this host was killed ({why})", 128 + signal.SIGKILL)
+        self._agents.give_up_remotes()
+        self._handle(Event.LOST)
+
+    def _on_file(self, name: str, data: bytes, last: bool) -> None:
+        """Take part of a file that a rank has left in the job's directory on its host; ``last`` ends it."""
+        if self._output.take(name, data) or not self._results or not self._results_wanted:
+            return
+        try:
+            self._results.take(self._place.directory, name, data, last)
+        except LaunchError as error:
+            self._fail(str(error))
+
+    @property
+    def _results_wanted(self) -> bool:
+        well = self._ranks.completed and not self._outside and not self._shutdown.signal
+        return well and self._results is not None
+
+    def _result(self) -> Verdict | int:
+        """Show the remaining output, then judge. All processes have exited."""
+        self._ranks.end_streams()
+        self._screen.freeze()
+        banner, code = self._mpiexec.output, self._mpiexec.code
+        banner.end()
+        verdict, completed = self._ranks.judge(self._outside, code)
+        number, incomplete = self._shutdown.signal, completed < self._plan.ranks
+        if verdict is None and incomplete and not (number and self._shutdown.caused_failures):
+            output = b"".join(banner.unshown).decode(errors="replace").strip()
+            self._fail(
+                f"mpiexec exited with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
+                "that they had exited" + (f". Its output:\n{output}" if output else ""),
+                abs(code or 1),
+            )
+            verdict, _ = self._ranks.judge(self._outside, code)
+        self._ranks.show_held(verdict)
+        unfinished = self._results is not None and not self._results.kept
+        if number and (verdict or incomplete or unfinished) and self._shutdown.caused_failures:
+            for cause in self._outside:
+                self._screen.show(cause.message)
+            self._screen.show(self._shutdown.sentence())
+            return 128 + number
+        if len(self._ranks.alone) == self._plan.ranks > 1:
+            framework = next(iter(self._ranks.alone.values()))
+            self._screen.show(
+                f"no rank called hvd.init(): {self._plan.ranks} programs used {framework} without "
+                "exchanging anything through Ringdance. That is fine if they divide the work by RANK or "
+                "communicate in another way. To train one model together, import one of ringdance.torch, "
+                ".tensorflow, .keras and .jax as hvd (see README.md)"
+            )
+        return verdict or 0
