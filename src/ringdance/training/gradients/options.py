@@ -42,32 +42,6 @@ def check_passes(passes: int) -> None:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
 
 
-def parts_of(
-    indices: Sequence[int], nbytes: Callable[[int], int], on_device: bool = False
-) -> list[list[int]]:
-    """Cut parameters into parts of an eighth of the total, 1 to 32 MiB, the last first, as in backward.
-
-    Args:
-        indices: Indices of the parameters, in their order.
-        nbytes: Returns the size of a parameter in bytes.
-        on_device: If True, cut as DistributedDataParallel does: 1 MiB, to start early, then 25 MiB.
-    """
-    first = later = min(max(sum(map(nbytes, indices)) // 8, 1 << 20), 32 << 20)
-    if on_device:
-        first, later = 1 << 20, 25 << 20
-    limit = first
-    parts: list[list[int]] = []
-    filled = limit
-    for index in reversed(indices):
-        if filled >= limit:
-            limit = later if parts else first
-            parts.append([])
-            filled = 0
-        parts[-1].append(index)
-        filled += nbytes(index)
-    return [part[::-1] for part in parts]
-
-
 class UseOrder:
     """Numbers objects that would have the same name, in the order of their first use since ``init()``."""
 
