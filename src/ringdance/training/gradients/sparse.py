@@ -131,7 +131,7 @@ class SparseExchange:
         name: Key that matches the calls of the ranks. ``None`` matches by order.
         average: If True, sums are divided by the number of ranks.
         set_id: Process set.
-        pattern: The gradients that the step has, see ``options.pattern_of``.
+        pattern: The gradients that the step has, see ``lists.pattern_of``.
 
     Attributes:
         routes: "rows" or "dense" for each table, after ``wait()``.
