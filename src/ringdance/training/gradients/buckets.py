@@ -6,7 +6,7 @@ Parameter order decides on the buckets and their order, never timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringdance.core import labels
@@ -79,9 +79,6 @@ class Buckets:
     whole: Call
     names: Sequence[str]
     groups: Sequence[tuple[int, ...]]
-    all: list[Bucket] = field(init=False)
-    of: list[Bucket] = field(init=False)
-    expected: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.expected = set(range(len(self.names)))
@@ -97,14 +94,14 @@ class Buckets:
 
         Thread: exchanging.
         """
-        grouped = {index for group in self.groups for index in group}
-        rest = [index for index in range(len(self.names)) if index not in grouped]
+        rest = sorted(set(range(len(self.names))).difference(*self.groups))
+        parts: list[Sequence[int]] = [*self.groups]
         if overlap:
-            parts = parts_of(rest, self.source.nbytes, self.source.on_device)
-        else:
-            parts = [rest] if rest else []
-        self.all = []
-        for number, part in enumerate([*self.groups, *parts]):
+            parts += parts_of(rest, self.source.nbytes, self.source.on_device)
+        elif rest:
+            parts.append(rest)
+        self.all: list[Bucket] = []
+        for number, part in enumerate(parts):
             expected = tuple(index for index in part if index in self.expected)
             self.all.append(Bucket(f"{self.whole.name}.{number}", tuple(part), expected))
             self._note(self.all[-1].name, part)

@@ -43,25 +43,27 @@ class DirectBuckets:
     def launch(self, rest: bool = False) -> None:
         """Launch the next complete buckets in order, or all remaining ones if ``rest``.
 
-        Thread: autograd, or exchanging for the rest.
+        Thread: autograd, or exchanging for the rest. Raises the engine's error if the engine has closed.
         """
         buckets = self._buckets.all
+        if self._buckets.engine.closed:
+            raise self._buckets.engine.end.error()
         while self._launched < len(buckets):
             bucket = buckets[self._launched]
             if bucket.lacking and not rest:
                 return
             self._launched += 1
-            if bucket.expected and self.deviation is not Deviation.FAILED:
+            if bucket.expected and self.deviation is not Deviation.MISSING:
                 # If launch() raises or refuses, this rank is one call behind the others.
-                before, self.deviation = self.deviation, Deviation.FAILED
+                before, self.deviation = self.deviation, Deviation.MISSING
                 bucket.work = self._source.launch(self._buckets.call(bucket.name), bucket.expected)
                 if bucket.work is not None:
                     self.deviation = before
 
     def spoil(self) -> None:
         """Note that the launched buckets hold gradients of another pass. Thread: script."""
-        if self._launched and self.deviation is Deviation.NONE:
-            self.deviation = Deviation.OTHER
+        if self._launched:
+            self.deviation = max(self.deviation, Deviation.OTHER)
 
     def restart(self) -> None:
         """Start with the first bucket again, after an exchange. Thread: exchanging."""

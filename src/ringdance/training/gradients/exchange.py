@@ -41,7 +41,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -108,22 +107,22 @@ class Mode(Enum):
     DIRECT = auto()  # A rank has joined, deviates or has failed to launch: MASKED. See Note [Direct buckets].
 
 
-@dataclass
 class State:
-    """Progress since the last step or ``zero_grad``."""
+    """Progress since the last step or ``zero_grad``, for ``count`` gradients."""
 
-    passes: int = 0
-    exchanged_at: int = -1  # Value of ``passes`` at the last exchange, or -1 before the first.
-    computed: bytearray = field(default_factory=bytearray)  # Gradients computed since the last exchange.
-    reduced: bytearray = field(default_factory=bytearray)  # Gradients reduced in this step.
+    def __init__(self, count: int) -> None:
+        self.passes = 0
+        self.exchanged_at = -1  # Value of ``passes`` at the last exchange, or -1 before the first.
+        self.computed = bytearray(count)  # Gradients computed since the last exchange.
+        self.reduced = bytearray(count)  # Gradients reduced in this step.
 
 
 class GradientExchange:
     """Reduces one optimizer's gradients. All members of the set create theirs in the same order.
 
-    Threads: *autograd* is the thread that runs the hooks of a backward pass. *script* is the thread that
-    uses the optimizer, between passes. *exchanging* is the one of them that exchanges. Calls must not
-    overlap: there is no lock.
+    Threads: *autograd* runs the hooks of a backward pass. *script* uses the optimizer between passes.
+    *exchanging* is the one of them that exchanges; it calls the methods whose names begin with ``_``, unless
+    they say otherwise. Calls must not overlap: there is no lock.
 
     Args:
         source: Access to the gradients.
@@ -156,7 +155,7 @@ class GradientExchange:
         self.early = early
         self.wants_overlap = overlap and early
         self.idle = True
-        self.state = State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
+        self.state = State(len(names))
         self._scales = scales_of(operation, predivide)
         self._groups = groups
         self._overlap_changed = False
@@ -165,7 +164,7 @@ class GradientExchange:
         self._join(session.engine())
 
     def _join(self, engine: Engine) -> None:
-        """Join a job and forget what was agreed on in earlier steps. Thread: script or autograd."""
+        """Join a job and forget what was agreed on in earlier steps. Thread: any."""
         self.engine = engine
         bind([self.process_set])
         self.set_id = set_id(self.process_set)
@@ -177,7 +176,7 @@ class GradientExchange:
         on_join(engine, self.start_again)
 
     def _forget(self) -> None:
-        """Forget what was agreed on in earlier steps. Thread: script or autograd."""
+        """Forget what was agreed on in earlier steps. Thread: any."""
         self.source.close_direct()
         self.step = 0
         self.mode = Mode.MASKED
@@ -192,20 +191,14 @@ class GradientExchange:
         self._direct = DirectBuckets(self.source, self.buckets)
 
     def _rejoin(self) -> bool:
-        """Join the new job after ``shutdown()`` and ``init()``. Returns True if there is one.
-
-        Thread: script or autograd.
-        """
+        """Join the new job after ``shutdown()`` and ``init()``. Returns True if there is one. Thread: any."""
         if not self.engine.closed or self.engine is session.engine():
             return False
         self._join(session.engine())
         return True
 
     def start_again(self) -> None:
-        """Forget agreements after ``join()``: a joined rank has missed agreements of the other ranks.
-
-        Thread: the one that has called ``join()``.
-        """
+        """Forget agreements after ``join()``: a joined rank has missed some of them. Thread: script."""
         self._forget()
         self.reset()
 
@@ -213,7 +206,6 @@ class GradientExchange:
         """Add the gradients that the source has gained. All ranks of the set call this, between equal steps.
 
         The exchange keeps its name, so that the next one fails on all ranks if a rank has not called this.
-
         Thread: script.
 
         Args:
@@ -239,22 +231,18 @@ class GradientExchange:
             self._overlap_changed = True
 
     def reset(self) -> None:
-        """Forget what was computed and reduced. Called by ``zero_grad`` and after an error.
-
-        Thread: script, or the exchanging one after an error.
-        """
+        """Forget what was computed and reduced: by ``zero_grad`` and after an error. Thread: any."""
         state = self.state
         if not state.passes and state.exchanged_at < 0 and 1 not in state.computed:
             return
-        count = len(self.names)
-        self.state = State(computed=bytearray(count), reduced=bytearray(count))
+        self.state = State(len(self.names))
         self._direct.spoil()
         self.buckets.restart(wait=self.mode is not Mode.DIRECT)
 
     def on_gradient(self, index: int) -> None:
         """Note a computed gradient. With overlap, send its bucket once the bucket is complete.
 
-        Thread: autograd. The exchanging one for gradients that were set by hand.
+        Thread: autograd, or exchanging for gradients that were set by hand.
 
         Raises:
             AssertionError: The gradient was already reduced in this step and the operation is not Average,
@@ -288,22 +276,15 @@ class GradientExchange:
         if self.passes > 1:  # Later passes add to gradients that have been complete since the first.
             return
         if self.mode is Mode.DIRECT:
-            self._launch()
+            if not self._rejoin():
+                self._direct.launch()
         elif not bucket.lacking and bucket.work is None and not self._rejoin():
             buckets.send_early(bucket, self.state.computed)
-
-    def _launch(self, rest: bool = False) -> None:
-        """Launch complete buckets, or all remaining ones if ``rest``. Thread: autograd or exchanging."""
-        if self._rejoin():
-            return
-        if self.engine.closed:
-            raise self.engine.end.error()
-        self._direct.launch(rest)
 
     def on_backward_end(self, began_in: int | None = None) -> None:
         """Count a backward pass that computed some of the gradients. Exchange after every ``passes``-th.
 
-        Thread: autograd. It exchanges.
+        Thread: autograd, which exchanges.
 
         Args:
             began_in: The step in which the pass began, if it can be an earlier one (``step()`` was called in
@@ -315,10 +296,7 @@ class GradientExchange:
             self._exchange()
 
     def finish_exchange(self) -> None:
-        """Exchange before the gradients are used, unless done already: see Note [Exchange of gradients].
-
-        Thread: script. It exchanges.
-        """
+        """Exchange before the gradients are used, unless done already. Thread: script, which exchanges."""
         computed = self.state.computed
         if not self.finished or 1 in computed or self.source.unreduced(computed):
             if self.operation is ReduceOp.AVERAGE:
@@ -333,10 +311,7 @@ class GradientExchange:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was computed and reduced. Later changes to gradients count for the next exchange.
-
-        Thread: script.
-        """
+        """Forget what was reduced: later changes count for the next exchange. Thread: script."""
         if self.operation is not ReduceOp.AVERAGE:
             self.source.settle()
         self.reset()
@@ -347,7 +322,7 @@ class GradientExchange:
         return self.state.exchanged_at == self.state.passes
 
     def _exchange(self) -> None:
-        """Exchange all gradients, and write the results back. Thread: exchanging, as in all that follows."""
+        """Exchange all gradients, and write the results back. Thread: exchanging."""
         self._rejoin()
         for index in self.source.unreduced(self.state.computed):
             self.on_gradient(index)
@@ -369,7 +344,7 @@ class GradientExchange:
             weights.compare(self.engine, call, sample)
 
     def _exchange_fast(self) -> bool:
-        """Exchange the expected gradients without a mask. Returns False, then MASKED, if a rank refuses."""
+        """Exchange the expected gradients without a mask. Returns False if a rank refuses."""
         if self._overlap_changed:
             self._fast_path.refuse()
         elif self._fast_path.exchange(self.state.computed, self.step):
@@ -387,15 +362,14 @@ class GradientExchange:
         self._overlap_changed = False
         kinds = self.source.kinds(self.state.computed)
         if self.mode is Mode.DIRECT:
-            self._launch(rest=True)
+            self._direct.launch(rest=True)
         else:
             self.buckets.restore_kinds(kinds)
-        mask, deviation = self._mask, self._direct.deviation
-        if deviation is Deviation.NONE and kinds != self._fast_path.expected_kinds:
-            deviation = Deviation.OTHER
+        mask = self._mask
+        deviation = Deviation.NONE if kinds == self._fast_path.expected_kinds else Deviation.OTHER
         mask.submit(
-            kinds, step=self.step, wants_overlap=self.wants_overlap, deviation=deviation,
-            on_device=self.source.on_device,
+            kinds, self.step, overlap=self.wants_overlap, on_device=self.source.on_device,
+            deviation=max(deviation, self._direct.deviation),
         )
         # Unless the operation is Average, a gradient left from an earlier exchange must not count again.
         average = self.operation is ReduceOp.AVERAGE
@@ -403,9 +377,8 @@ class GradientExchange:
         if self.mode is not Mode.DIRECT:
             self.buckets.send_complete(kinds, zeros)
         mask.wait()
-        failed = mask.any_joined or mask.deviation is Deviation.FAILED
-        if self.mode is Mode.DIRECT and (failed or mask.deviation):
-            self._continue_masked(abort=failed)
+        if self.mode is Mode.DIRECT and mask.deviation:
+            self._continue_masked(abort=mask.deviation is Deviation.MISSING)
         self._trained.update([index for index, kind in enumerate(mask.kinds) if kind])
         self.buckets.reduce(mask.kinds, zeros)
         self._exchanged(mask.kinds)
@@ -417,21 +390,17 @@ class GradientExchange:
 
     def _choose_mode(self) -> None:
         """Choose the mode of the next exchange, after one by the mask."""
-        mask, on_device = self._mask, self.source.on_device
+        mask, path, on_device = self._mask, self._fast_path, self.source.on_device
         possible = self.overlap if on_device else len(self.buckets.all) == 1 and not self.overlap
-        ready = self._fast_path.update(
-            mask.kinds, alike=not mask.deviation and not mask.any_joined,
-            possible=possible and self.operation is ReduceOp.AVERAGE,
-        )
-        if not ready:
+        possible = possible and self.operation is ReduceOp.AVERAGE
+        if not path.update(mask.kinds, alike=not mask.deviation, possible=possible):
             self.mode = Mode.MASKED
         elif not on_device:
             self.mode = Mode.FAST
-        elif self.mode is not Mode.DIRECT:
-            if self.source.open_direct(self.engine, self.set_id, self.name):
-                self.mode = Mode.DIRECT
-            else:
-                self._fast_path.back_off()
+        elif self.mode is Mode.DIRECT or self.source.open_direct(self.engine, self.set_id, self.name):
+            self.mode = Mode.DIRECT
+        else:
+            path.back_off()
 
     def _continue_masked(self, abort: bool = False) -> None:
         """Exchange by the mask for longer than the last time. ``abort``: see ``DirectBuckets.leave``."""
@@ -453,10 +422,7 @@ class GradientExchange:
         self.buckets.restart()
 
     def close(self) -> None:
-        """Free the device's resources: the optimizer is gone, or another has taken its parameters.
-
-        Thread: script, or one that collects garbage.
-        """
+        """Free the device's resources: the optimizer is gone. Thread: script, or one that frees memory."""
         _exchanges.discard(self)
         self.source.close_direct()
 

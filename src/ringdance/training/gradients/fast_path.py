@@ -83,16 +83,14 @@ class FastPath:
         views = self._views(computed)
         if views is None:
             self.refuse()
-        else:
-            tag = self._tag(views[0].dtype, step)
-            sent = (*views, tag)
-            work = self._call.submit(self._engine, sent, sent)
-            try:
-                work.wait()
-            except MismatchError:
-                views = None  # The exchange by the mask finds a real mismatch again.
-        if views is None:
             return False
+        tag = self._tag(views[0].dtype, step)
+        sent = (*views, tag)
+        work = self._call.submit(self._engine, sent, sent)
+        try:
+            work.wait()
+        except MismatchError:
+            return False  # The exchange by the mask finds a real mismatch again.
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
             raise DifferentStepsError(f"the ranks are in {steps} (modulo {_TAGS})")

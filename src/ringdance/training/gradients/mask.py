@@ -46,7 +46,8 @@ class Deviation(IntEnum):
 
     NONE = 0
     OTHER = 1  # It has other gradients, or has launched buckets with gradients of another pass.
-    FAILED = 2  # It has launched fewer buckets than the others: see Note [Direct buckets].
+    # Its launches are missing, because it has joined or a launch has failed: see Note [Direct buckets].
+    MISSING = 2
 
 
 def digest_of(text: str, size: int = 4) -> bytes:
@@ -67,8 +68,7 @@ class StepMask:
     Attributes:
         kinds: Kinds of the gradients that any rank has computed. Like all attributes, set by ``wait``.
         all_want_overlap: True if all ranks want to exchange during backward.
-        deviation: Largest deviation of a rank.
-        any_joined: True if a rank has joined. Known only if the gradients are on a device.
+        deviation: Largest deviation of a rank. Joined ranks count only if the gradients are on a device.
     """
 
     def __init__(self, engine: Engine, call: Call, names: Sequence[str]) -> None:
@@ -79,12 +79,10 @@ class StepMask:
         self._digest = digest + bytes(255 - byte for byte in digest)
         labels.note(f"allreduce.{call.name}.mask", call.name or "", "list of the gradients", names)
 
-    def submit(
-        self, kinds: bytearray, *, step: int, wants_overlap: bool, deviation: Deviation, on_device: bool
-    ) -> None:
+    def submit(self, kinds: bytearray, step: int, overlap: bool, on_device: bool, deviation: int) -> None:
         """Send this rank's mask."""
         members = self._engine.members(self._call.set_id) if on_device else ()
-        fixed = bytes((step + 1, STEPS - step, not wants_overlap, deviation))
+        fixed = bytes((step + 1, STEPS - step, not overlap, deviation))
         present = bytes(rank == self._engine.rank for rank in members)
         self._bytes = kinds + fixed + present + self._digest
         array = np.frombuffer(self._bytes, np.uint8)
@@ -116,5 +114,5 @@ class StepMask:
             raise DifferentStepsError(f"the ranks are in {steps} (modulo {STEPS})")
         self.kinds = bytes(self._bytes[:count])
         self.all_want_overlap = not separate
-        self.deviation = Deviation(deviation)
-        self.any_joined = 0 in self._bytes[count + _FIXED : -len(self._digest)]
+        any_joined = 0 in self._bytes[count + _FIXED : -len(self._digest)]
+        self.deviation = Deviation.MISSING if any_joined else Deviation(deviation)

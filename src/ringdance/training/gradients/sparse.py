@@ -165,11 +165,9 @@ class SparseExchange:
         """Return the first call that an exchange makes."""
         return Call(Collective.ALLREDUCE, name, set_id=set_id, grouped=True, pattern=pattern)
 
-    def _call(
-        self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM, grouped: bool = False
-    ) -> Call:
+    def _call(self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM) -> Call:
         name = None if self.name is None else f"{self.name}.{what}"
-        return Call(kind, name, operation, set_id=self.set_id, grouped=grouped)
+        return Call(kind, name, operation, set_id=self.set_id, grouped=True)
 
     def _check(self) -> None:
         for name, part in zip(self.names, self.parts, strict=True):
@@ -225,8 +223,7 @@ class SparseExchange:
         if not parts:
             return []
         views = [view for part in parts for view in (part.keys, np.ascontiguousarray(part.values))]
-        call = self._call(Collective.ALLGATHER, "rows", grouped=True)
-        gathered = call.submit(self.engine, tuple(views)).wait()
+        gathered = self._call(Collective.ALLGATHER, "rows").submit(self.engine, tuple(views)).wait()
         divisor = self.size if self.average else 1
         return [
             Rows(*merge(gathered[2 * index], gathered[2 * index + 1], divisor), part.table)
@@ -236,26 +233,23 @@ class SparseExchange:
     def _summed(self, parts: Sequence[Rows]) -> list[Rows]:
         if not parts:
             return []
-        tables, used = [], []
-        for part in parts:
-            tables.append(np.zeros((part.table, *part.values.shape[1:]), part.values.dtype))
-            used.append(np.zeros(part.table, np.uint8))
-            tables[-1][part.keys] = part.values
-            used[-1][part.keys] = 1
+        tables = [np.zeros((part.table, *part.values.shape[1:]), part.values.dtype) for part in parts]
+        used = [np.zeros(part.table, np.uint8) for part in parts]
+        for part, table, mask in zip(parts, tables, used, strict=True):
+            table[part.keys] = part.values
+            mask[part.keys] = 1
         operation = ReduceOp.AVERAGE if self.average else ReduceOp.SUM
         works = [
-            self._call(Collective.ALLREDUCE, what, how, grouped=True).submit(
-                self.engine, tuple(views), tuple(views)
-            )
+            self._call(Collective.ALLREDUCE, what, how).submit(self.engine, tuple(views), tuple(views))
             for what, views, how in (("dense", tables, operation), ("used", used, ReduceOp.MAX))
         ]
         for work in works:
             work.wait()
-        results = []
-        for table, mask in zip(tables, used, strict=True):
-            keys = np.flatnonzero(mask)
-            results.append(Rows(keys, table if len(keys) == len(table) else table[keys], len(table)))
-        return results
+        keys = [np.flatnonzero(mask) for mask in used]
+        return [
+            Rows(rows, table if len(rows) == len(table) else table[rows], len(table))
+            for rows, table in zip(keys, tables, strict=True)
+        ]
 
 
 def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
