@@ -1,6 +1,13 @@
 """Divide the gradients of an exchange into buckets, and reduce them.
 
-Parameter order decides on the buckets and their order, never timing.
+Note [Buckets]
+Overlap: if all ranks have spare cores (agreed through the mask), buckets are exchanged during backward.
+Otherwise everything is sent in one request at its end. Parameter order decides on the buckets and their
+order, never timing.
+
+Early buckets: a rank with exactly the *expected* gradients (the last outcome) sends them with the mask to
+save a round trip. This is safe. If a rank sent a bucket, the union of the masks contains it, so every rank
+sends it. If the union does not contain it, no rank sent it.
 """
 
 from __future__ import annotations
@@ -133,7 +140,7 @@ class Buckets:
         kinds = self.source.kinds(computed, bucket.expected)
         if min(kinds, default=DENSE) >= AS_DENSE:
             bucket.kinds = bytes(kinds)
-            bucket.work = self._send(bucket, bucket.expected, wake=True)
+            bucket.work = self._send(bucket, bucket.expected, zeros=b"", wake=True)
 
     def restore_kinds(self, kinds: bytearray) -> None:
         """Set the kinds that gradients had before their buckets were sent. Thread: exchanging."""
@@ -145,7 +152,7 @@ class Buckets:
     def send_complete(self, kinds: bytearray, zeros: bytes) -> None:
         """Send buckets of which this rank has exactly the expected gradients, all of them dense.
 
-        Thread: exchanging.
+        See Note [Buckets]. Thread: exchanging.
 
         Args:
             kinds: Kinds of this rank's gradients.
@@ -197,9 +204,7 @@ class Buckets:
             average=self.whole.operation is ReduceOp.AVERAGE, set_id=self.whole.set_id,
         )
 
-    def _send(
-        self, bucket: Bucket, indices: tuple[int, ...], zeros: bytes = b"", wake: bool = False
-    ) -> Work:
+    def _send(self, bucket: Bucket, indices: tuple[int, ...], zeros: bytes, wake: bool = False) -> Work:
         name = bucket.name
         if len(indices) != len(bucket.members):
             name = f"{name}.{digest_of(repr(indices)).hex()}"

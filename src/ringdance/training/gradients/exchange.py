@@ -12,10 +12,8 @@ What: each rank sends a mask of the gradients it computed. A gradient that any r
 ranks, with zeros where it is missing. One that no rank has is left alone, so the optimizer skips it as it
 does in one process.
 
-Early buckets: a rank with exactly the *expected* gradients (the last outcome) sends them with the mask to
-save a round trip. This is safe. If a rank sent a bucket, the union of the masks contains it, so every rank
-sends it. If the union does not contain it, no rank sent it. If all ranks compute the same gradients each
-time, they stop sending masks: see ``Mode`` and ``fast_path``.
+How: in buckets (Note [Buckets]). If all ranks compute the same gradients each time, they stop sending masks:
+see ``Mode`` and ``fast_path``.
 
 Checks: in a step, all ranks end the same number of passes that touch this optimizer's parameters, or none.
 The mask carries the step number and a digest of the parameter names (Note [Mask]). If either differs, all
@@ -30,10 +28,6 @@ the gradients of the pass, or before it is used. All ranks set such gradients be
 Values changed in place cannot be told from clipping, unless the step had no backward pass. With Average, all
 gradients count in an exchange before they are used: averaging equal gradients changes nothing, and the ranks
 stay on their fast path.
-
-Overlap: if all ranks have spare cores (agreed through the mask), buckets are exchanged during backward.
-Otherwise everything is sent in one request at its end. Parameter order decides on the buckets and their
-order, never timing.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp
@@ -58,9 +52,6 @@ from ringdance.training.gradients.options import check_passes, scales_of
 from ringdance.training.gradients.source import GradientSource
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
 from ringdance.training.tuning.tunables import Tunable, tunables
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
 
 # Number of exchanges with the same parameter names and ranks. Makes the names of exchanges unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
@@ -161,11 +152,11 @@ class GradientExchange:
         self._overlap_changed = False
         _exchanges.add(self)
         self._digest = digest_of("\0".join(names)).hex()  # Does not change when names are added: see extend.
-        self._join(session.engine())
+        self._join()
 
-    def _join(self, engine: Engine) -> None:
-        """Join a job and forget what was agreed on in earlier steps. Thread: any."""
-        self.engine = engine
+    def _join(self) -> None:
+        """Join the running job and forget what was agreed on in earlier steps. Thread: any."""
+        engine = self.engine = session.engine()
         bind([self.process_set])
         self.set_id = set_id(self.process_set)
         counter = _seen.setdefault(engine, Counter())
@@ -194,7 +185,7 @@ class GradientExchange:
         """Join the new job after ``shutdown()`` and ``init()``. Returns True if there is one. Thread: any."""
         if not self.engine.closed or self.engine is session.engine():
             return False
-        self._join(session.engine())
+        self._join()
         return True
 
     def start_again(self) -> None:
@@ -207,9 +198,6 @@ class GradientExchange:
 
         The exchange keeps its name, so that the next one fails on all ranks if a rank has not called this.
         Thread: script.
-
-        Args:
-            names: Names of the added parameters, as in ``__init__``.
         """
         if any(bucket.work is not None for bucket in self.buckets.all):
             self.abandon()
@@ -240,9 +228,7 @@ class GradientExchange:
         self.buckets.restart(wait=self.mode is not Mode.DIRECT)
 
     def on_gradient(self, index: int) -> None:
-        """Note a computed gradient. With overlap, send its bucket once the bucket is complete.
-
-        Thread: autograd, or exchanging for gradients that were set by hand.
+        """Note a computed gradient. With overlap, send its bucket once it is complete. Thread: autograd.
 
         Raises:
             AssertionError: The gradient was already reduced in this step and the operation is not Average,
@@ -273,16 +259,16 @@ class GradientExchange:
         buckets = self.buckets
         bucket = buckets.of[index]
         bucket.lacking += -1 if index in buckets.expected else 1
-        if self.passes > 1:  # Later passes add to gradients that have been complete since the first.
+        # With several passes, later ones add to gradients that have been complete since the first.
+        if bucket.lacking or self.passes > 1 or self._rejoin():
             return
         if self.mode is Mode.DIRECT:
-            if not self._rejoin():
-                self._direct.launch()
-        elif not bucket.lacking and bucket.work is None and not self._rejoin():
+            self._direct.launch()
+        elif bucket.work is None:
             buckets.send_early(bucket, self.state.computed)
 
     def on_backward_end(self, began_in: int | None = None) -> None:
-        """Count a backward pass that computed some of the gradients. Exchange after every ``passes``-th.
+        """Count a backward pass with some of the gradients. Exchange after every ``passes``-th.
 
         Thread: autograd, which exchanges.
 
@@ -332,7 +318,12 @@ class GradientExchange:
                 self._exchange_by_mask()
         except DifferentStepsError as error:
             self.abandon()
-            raise self._different_steps(str(error)) from None
+            raise MismatchError(
+                f"Gradients of different steps were exchanged together: rank {self.engine.rank} is in step "
+                f"{self.step}, {error}. Some made more backward passes than others before optimizer.step(). "
+                "Make the same number on all ranks (a pass may skip parameters), replace gradients after a "
+                "pass on all ranks or none, or set reduce_in_backward=False, which exchanges once, in step()."
+            ) from None
         except BaseException:
             self.abandon()
             raise
@@ -354,11 +345,7 @@ class GradientExchange:
         return False
 
     def _exchange_by_mask(self) -> None:
-        """Agree on the gradients by a mask, then reduce them.
-
-        Raises:
-            MismatchError: Ranks are in different steps or have different parameters.
-        """
+        """Agree on the gradients by a mask, then reduce them. Raises as ``StepMask.wait`` does."""
         self._overlap_changed = False
         kinds = self.source.kinds(self.state.computed)
         if self.mode is Mode.DIRECT:
@@ -372,8 +359,7 @@ class GradientExchange:
             deviation=max(deviation, self._direct.deviation),
         )
         # Unless the operation is Average, a gradient left from an earlier exchange must not count again.
-        average = self.operation is ReduceOp.AVERAGE
-        zeros = b"" if average else bytes(0 if kind else 1 for kind in kinds)
+        zeros = b"" if self.operation is ReduceOp.AVERAGE else bytes(not kind for kind in kinds)
         if self.mode is not Mode.DIRECT:
             self.buckets.send_complete(kinds, zeros)
         mask.wait()
@@ -432,11 +418,3 @@ class GradientExchange:
             self._continue_masked(abort=True)
         self.buckets.abandon()
         self.reset()
-
-    def _different_steps(self, others: str) -> MismatchError:
-        return MismatchError(
-            f"Gradients of different steps were exchanged together: rank {self.engine.rank} is in step "
-            f"{self.step}, {others}. Some made more backward passes than others before optimizer.step(). "
-            "Make the same number on all ranks (a pass may skip parameters), replace gradients after a "
-            "pass on all ranks or none, or set reduce_in_backward=False, which exchanges once, in step()."
-        )

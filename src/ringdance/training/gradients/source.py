@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from ringdance.core.request import Work
 from ringdance.training.gradients.sparse import Rows
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
-    from ringdance.training.collectives import Call
-
-Array = np.ndarray[Any, Any]
+    from ringdance.training.collectives import Array, Call
 
 # Kinds in the mask: 0 no gradient; d sparse with d sparse dimensions; AS_DENSE + d the same, but reduced as a
 # dense gradient and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient that

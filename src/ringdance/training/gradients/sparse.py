@@ -22,7 +22,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -30,12 +30,10 @@ import numpy as np
 from ringdance.core import labels
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
-from ringdance.training.collectives import Call
+from ringdance.training.collectives import Array, Call
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
-
-Array = np.ndarray[Any, Any]
 
 _log = logging.getLogger("ringdance")
 
@@ -272,9 +270,9 @@ def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
         return alone
     columns = list(zip(inputs[::3], inputs[1::3], inputs[2::3], strict=True))
     parts = [Rows(keys.astype(np.int64, copy=False), values, int(table)) for values, keys, table in columns]
-    average = call.operation is ReduceOp.AVERAGE
     exchange = SparseExchange(
-        engine, parts, call.tables, name=call.name, average=average, set_id=call.set_id, pattern=call.pattern
+        engine, parts, call.tables, name=call.name, average=call.operation is ReduceOp.AVERAGE,
+        set_id=call.set_id, pattern=call.pattern,
     )
 
     def finish(work: Work, _: float | None) -> None:

@@ -20,12 +20,11 @@ from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
 from ringdance.training import session
-from ringdance.training.collectives import Call, on_join
+from ringdance.training.collectives import Array, Call, on_join
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-Array = np.ndarray[Any, Any]
 _Key = tuple[tuple[int, ...], str]
 
 _log = logging.getLogger("ringdance")
