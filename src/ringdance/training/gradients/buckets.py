@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ringdance.core import labels
+from ringdance.core.engine import Engine
 from ringdance.core.request import ReduceOp, Work
 from ringdance.training.collectives import Call, prepared
 from ringdance.training.gradients.mask import digest_of
 from ringdance.training.gradients.source import AS_DENSE, DENSE, GradientSource
 from ringdance.training.gradients.sparse import SparseExchange
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
 
 
 @dataclass

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
+from ringdance.core.engine import Engine
 from ringdance.host.limits import shared_cores
 from ringdance.training import session
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
 
 
 def share_of_cores() -> int:

@@ -316,17 +316,16 @@ class GradientExchange:
         try:
             if self.mode is not Mode.FAST or not self._exchange_fast():
                 self._exchange_by_mask()
-        except DifferentStepsError as error:
+        except BaseException as error:
             self.abandon()
+            if not isinstance(error, DifferentStepsError):
+                raise
             raise MismatchError(
                 f"Gradients of different steps were exchanged together: rank {self.engine.rank} is in step "
                 f"{self.step}, {error}. Some made more backward passes than others before optimizer.step(). "
                 "Make the same number on all ranks (a pass may skip parameters), replace gradients after a "
                 "pass on all ranks or none, or set reduce_in_backward=False, which exchanges once, in step()."
             ) from None
-        except BaseException:
-            self.abandon()
-            raise
         # Parameters that are never reduced, such as frozen ones, may differ between ranks.
         if weights.due(self.engine, self.set_id, self.name, 2, anew=len(self._trained) > known):
             chosen = sorted(self._trained)

@@ -8,17 +8,15 @@ and all exchange by the mask. Each time that happens, they wait longer before th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ringdance.core.engine import Engine
 from ringdance.errors import MismatchError
 from ringdance.training.collectives import Array, Call
 from ringdance.training.gradients.mask import DifferentStepsError
 from ringdance.training.gradients.source import AS_DENSE, GradientSource
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
 
 # Step numbers are compared modulo _TAGS. A tag has one element per number: 1 for the rank's step, 0 for the
 # others. The average is above zero for each step that some rank is in, in any floating dtype and for any

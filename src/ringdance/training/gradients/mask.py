@@ -19,17 +19,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ringdance.core import labels
+from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import MismatchError
 from ringdance.training.collectives import Call
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
 
 # Steps are counted modulo STEPS, so that both step numbers fit into a byte. STEPS is a multiple of the fast
 # path's number of tags, so that neighboring steps also have different tags when the count wraps.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from ringdance.core.engine import Engine
 from ringdance.core.request import Work
+from ringdance.training.collectives import Array, Call
 from ringdance.training.gradients.sparse import Rows
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
-    from ringdance.training.collectives import Array, Call
 
 # Kinds in the mask: 0 no gradient; d sparse with d sparse dimensions; AS_DENSE + d the same, but reduced as a
 # dense gradient and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient that

@@ -22,18 +22,15 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 
 from ringdance.core import labels
+from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
 from ringdance.training.collectives import Array, Call
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
 
 _log = logging.getLogger("ringdance")
 
