@@ -12,7 +12,7 @@ import pytest
 from script_jobs import ROOT, check_shown_script, output_of
 
 import ringdance.jax as hvd
-from ringdance.training.gradients.options import share_of_cores
+from ringdance.training.gradients.cores import share_of_cores
 
 hvd.init()
 

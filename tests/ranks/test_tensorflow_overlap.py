@@ -52,7 +52,7 @@ def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pyt
         return hvd.DistributedGradientTape(tape).gradient(loss, [first, last])
 
     if overlap == "auto":  # as on a machine with spare cores
-        monkeypatch.setattr("ringdance.training.gradients.options.shared_cores", lambda pids: 64)
+        monkeypatch.setattr("ringdance.training.gradients.cores.shared_cores", lambda pids: 64)
     with other_settings({"RINGDANCE_OVERLAP": overlap}), tf.Graph().as_default():
         first, last = (tf.compat.v1.placeholder(tf.float32, (300_000,)) for _ in range(2))  # two buckets
         gradients = step(first, last)

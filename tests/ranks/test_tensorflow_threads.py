@@ -13,7 +13,7 @@ from ringdance.host.limits import usable_cores
 from ringdance.tensorflow import threads
 from ringdance.tensorflow.graph import kernels
 from ringdance.tensorflow.threads import computing_threads
-from ringdance.training.gradients.options import share_of_cores
+from ringdance.training.gradients.cores import share_of_cores
 
 hvd.init()
 

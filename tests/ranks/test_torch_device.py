@@ -12,6 +12,7 @@ from other_settings import other_settings
 import ringdance.torch as hvd
 from ringdance.errors import MismatchError
 from ringdance.training import session
+from ringdance.training.gradients.exchange import Mode
 
 BY_HOST = {"RINGDANCE_GPU_OPERATIONS": "mpi"}  # for GPU tensors, if benchmarks/gpu_check.py runs this
 BY_GLOO = {"RINGDANCE_CPU_OPERATIONS": "gloo", "RINGDANCE_OVERLAP": "on"}
@@ -40,7 +41,7 @@ def train(body: Callable[[Net, Any, int], None], **options: Any) -> tuple[list[t
     direct = []
     for step in range(STEPS):
         body(net, optimizer, step)
-        direct.append(optimizer._exchange.direct)
+        direct.append(optimizer._exchange.mode is Mode.DIRECT)
     return [parameter.detach().clone() for parameter in net.parameters()], direct
 
 
@@ -102,7 +103,7 @@ def joining(net: Net, optimizer: Any, step: int) -> None:
 
 def failing(net: Net, optimizer: Any, step: int) -> None:
     """In one step, rank 0 lacks the memory to launch its second bucket, and repeats the pass."""
-    source = optimizer._exchange.source if optimizer._exchange.direct else None
+    source = optimizer._exchange.source if optimizer._exchange.mode is Mode.DIRECT else None
     if step == 9 and hvd.rank() == 0 and source is not None:
         launch, calls = source.launch, []
 
@@ -177,7 +178,7 @@ def in_direct_mode() -> tuple[Net, Any]:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
     for step in range(8):
         plain(net, optimizer, step)
-    assert optimizer._exchange.direct
+    assert optimizer._exchange.mode is Mode.DIRECT
     return net, optimizer
 
 
@@ -188,7 +189,7 @@ def test_the_same_optimizer_in_a_job_that_starts_again() -> None:
         hvd.init()
         for step in range(8):
             plain(net, optimizer, step)
-        assert optimizer._exchange.direct
+        assert optimizer._exchange.mode is Mode.DIRECT
         total = sum(float(parameter.detach().sum()) for parameter in net.parameters())
         assert hvd.allgather_object(total) == [total] * hvd.size()
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch_nets import Net, assert_equal_weights, assert_same_on_all_ranks, joined_loss, loss_of, sgd
 
 import ringdance.torch as hvd
+from ringdance.training.gradients.exchange import Mode
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -157,13 +158,12 @@ def test_other_gradients_after_many_usual_steps(which: str) -> None:
     """In steps with a new gradient, all ranks leave the fast path that works without a mask."""
     net, reference = Net(), Net()
     optimizer, plain = hvd.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
-    fast_path = optimizer._exchange._fast_path
     other = {"one rank": lambda rank, step: rank == 0, "all ranks": lambda rank, step: True,
              "turns": lambda rank, step: step % SIZE == rank}[which]  # fmt: skip
     went = []
     for step in range(40):
         uses = lambda rank, step=step: step % 10 in (7, 9) and other(rank, step)  # noqa: E731
-        went.append(fast_path.open)
+        went.append(optimizer._exchange.mode is Mode.FAST)
         optimizer.zero_grad()
         loss_of(net, step, RANK, uses(RANK)).backward()
         optimizer.step()
@@ -186,7 +186,7 @@ def test_different_steps_raise_on_the_short_way() -> None:
         optimizer.zero_grad()
         loss_of(net, step, RANK).backward()
         optimizer.step()
-    assert optimizer._exchange._fast_path.open
+    assert optimizer._exchange.mode is Mode.FAST
     loss_of(net, 20, RANK).backward()
     if RANK == 0:
         optimizer.step()

@@ -15,7 +15,7 @@ from ringdance.jax.operations import compare_weights, grouped_allreduce, reduce_
 from ringdance.training import session
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
-from ringdance.training.gradients.options import pattern_of
+from ringdance.training.gradients.lists import pattern_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
 _ADVICE = "params, state = hvd.broadcast_parameters((params, state), root_rank=0)"

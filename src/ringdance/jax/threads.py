@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ringdance.training import session
-from ringdance.training.gradients.options import share_of_cores
+from ringdance.training.gradients.cores import share_of_cores
 
 # XLA reads both. The second is the older one.
 _VARIABLES = ("PJRT_NPROC", "NPROC")

@@ -12,7 +12,8 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import Compression, forms, keras, ops, variables_of
 from ringdance.training import session
-from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
+from ringdance.training.gradients.lists import UseOrder, pattern_of, reduce_shared
+from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 OPTIONS_FILE = "ringdance.json"  # Among the assets in a .keras file.

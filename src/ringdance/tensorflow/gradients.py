@@ -40,14 +40,9 @@ from ringdance.training import session
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
 from ringdance.training.gradients import weights
-from ringdance.training.gradients.options import (
-    UseOrder,
-    check_groups,
-    parts_of,
-    pattern_of,
-    reduce_shared,
-    scales_of,
-)
+from ringdance.training.gradients.buckets import parts_of
+from ringdance.training.gradients.lists import UseOrder, pattern_of, reduce_shared
+from ringdance.training.gradients.options import check_groups, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 Tensor = Any

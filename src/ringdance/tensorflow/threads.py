@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ringdance.host.limits import usable_cores
 from ringdance.training import session
-from ringdance.training.gradients.options import share_of_cores
+from ringdance.training.gradients.cores import share_of_cores
 
 
 def _chosen() -> int:

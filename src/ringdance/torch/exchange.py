@@ -20,7 +20,7 @@ from ringdance.torch.memory import Array, Compression, array_of, block_of, check
 from ringdance.training import handles, session
 from ringdance.training.checks import UnsupportedOperationError, know_dtypes
 from ringdance.training.collectives import Call, Keep
-from ringdance.training.gradients.options import own_cores
+from ringdance.training.gradients.cores import own_cores
 from ringdance.training.tuning.tunables import Tunable, tunables
 
 if TYPE_CHECKING:

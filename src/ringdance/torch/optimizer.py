@@ -39,8 +39,9 @@ from ringdance.torch.wrapped import (
 from ringdance.training import session
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
+from ringdance.training.gradients.cores import wants_overlap
 from ringdance.training.gradients.exchange import GradientExchange
-from ringdance.training.gradients.options import check_groups, check_passes, scales_of, wants_overlap
+from ringdance.training.gradients.options import check_groups, check_passes, scales_of
 from ringdance.training.process_sets import ProcessSet, bind, bound_id, global_process_set, takes_part
 
 Closure = Callable[[], Any]

@@ -30,7 +30,7 @@ from ringdance.core.transfers import Transfer
 from ringdance.torch import _private
 from ringdance.torch.memory import Array
 from ringdance.training import session
-from ringdance.training.gradients.options import wants_overlap
+from ringdance.training.gradients.cores import wants_overlap
 
 Finish = Callable[[list[Array]], None]
 

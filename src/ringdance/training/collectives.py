@@ -49,7 +49,7 @@ class Call:
         equal_splits: True for an alltoall without splits.
         tables: Names of the tables whose rows are reduced. See ``training.gradients.sparse.submit``.
         step_mark: For the last exchange of a step, who marks the step as complete. See ``completed``.
-        pattern: For a reduction of gradients, the pattern from ``options.pattern_of``.
+        pattern: For a reduction of gradients, the pattern from ``lists.pattern_of``.
         weights: For a comparison of weights, the texts from ``training.gradients.weights.call_of``.
     """
 

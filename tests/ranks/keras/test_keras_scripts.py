@@ -13,7 +13,7 @@ from sampled import drawn
 from script_jobs import ROOT, SCRIPTS, check_shown_script, output_of
 
 import ringdance.keras as hvd
-from ringdance.training.gradients.options import share_of_cores
+from ringdance.training.gradients.cores import share_of_cores
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -15,11 +15,11 @@ from sampled import sampled
 
 from ringdance.core.engine import Engine
 from ringdance.core.exchange.arithmetic import Reduction, reduction, two_stages
-from ringdance.core.request import ReduceOp
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
 from ringdance.settings import Settings
-from ringdance.training.collectives import join
-from ringdance.training.gradients.exchange import STEPS, GradientExchange
+from ringdance.training.collectives import Call, join
+from ringdance.training.gradients.exchange import STEPS, GradientExchange, Mode
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.source import DENSE
 from ringdance.training.process_sets import add_process_set
@@ -122,18 +122,21 @@ def averages(dtype: str, size: int) -> list[Average]:
     return ways
 
 
+def fast_path_of(dtype: str) -> FastPath:
+    return FastPath(None, Gradients(dtype), Call(Collective.ALLREDUCE, ""))  # type: ignore[arg-type]
+
+
 def tag_of(dtype: str, step: int) -> Array:
-    return FastPath(None, 0, Gradients(dtype), "", (1.0, 1.0))._tag(dtype_of(dtype), step)  # type: ignore[arg-type]
+    return fast_path_of(dtype)._tag(dtype_of(dtype), step)
 
 
 def outcome(dtype: str, step: int, others: list[Array], average: Average) -> bool:
     """Return True if a rank in this step detects that others are in a different step."""
-    path = FastPath(None, 0, Gradients(dtype), "", (1.0, 1.0))  # type: ignore[arg-type]
+    path = fast_path_of(dtype)
     path.update(bytes([DENSE]), True, True)
     path._call = Job(others, average)  # type: ignore[assignment]
     path.update(bytes([DENSE]), True, True)
-    path.update(bytes([DENSE]), True, True)
-    assert path.open
+    assert path.update(bytes([DENSE]), True, True)
     try:
         assert path.exchange(bytearray([1]), step)
     except DifferentStepsError:
@@ -175,7 +178,7 @@ def test_different_steps_raise_on_all_ranks(case: tuple[str, str | None]) -> Non
             exchange.on_gradient(0)
             exchange.on_backward_end()
             exchange.on_step_end()
-        assert exchange._fast_path.open
+        assert exchange.mode is Mode.FAST
         if engine.rank != size - 2:
             exchange.on_step_end()
         exchange.on_gradient(0)
@@ -223,7 +226,7 @@ def test_ranks_choose_overlap_between_different_steps(seed: int) -> None:
             exchange.on_backward_end()
             assert source.view.tolist() == [1.0] * 3
             exchange.on_step_end()
-            states.append((exchange.overlap, path.open, path._in_a_row, path._backoff))
+            states.append((exchange.overlap, exchange.mode is Mode.FAST, path._in_a_row, path._backoff))
         return states
 
     first, *others = job(3, program, Settings(deadlock_time=3.0))

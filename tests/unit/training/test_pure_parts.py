@@ -10,7 +10,8 @@ from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
 from ringdance.training import checks, handles
-from ringdance.training.gradients.options import check_groups, scales_of, share_of_cores
+from ringdance.training.gradients.cores import share_of_cores
+from ringdance.training.gradients.options import check_groups, scales_of
 
 
 def test_groups_by_number_are_nearly_equal_and_in_order() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError
-from ringdance.training.gradients.options import UseOrder
+from ringdance.training.gradients.lists import UseOrder
 from ringdance.training.loaders.binding import arrays
 
 

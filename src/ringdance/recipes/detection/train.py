@@ -53,7 +53,7 @@ from ringdance.errors import ArgumentError
 from ringdance.recipes import torch_state
 from ringdance.recipes.options import Options, amount, count, number
 from ringdance.recipes.training import TRAINED_ON, Position, Training
-from ringdance.training.gradients.options import own_cores
+from ringdance.training.gradients.cores import own_cores
 from ringdance.training.schedules import Schedule
 
 try:

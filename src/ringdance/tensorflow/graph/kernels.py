@@ -29,7 +29,7 @@ from ringdance.tensorflow.threads import computing_threads
 from ringdance.training import basics, collectives, session
 from ringdance.training.collectives import Call
 from ringdance.training.gradients import weights
-from ringdance.training.gradients.options import wants_overlap
+from ringdance.training.gradients.cores import wants_overlap
 from ringdance.training.gradients.sparse import submit
 
 Array = np.ndarray[Any, Any]

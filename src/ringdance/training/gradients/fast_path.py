@@ -8,19 +8,15 @@ and all exchange by the mask. Each time that happens, they wait longer before th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ringdance.core.request import Collective, ReduceOp
+from ringdance.core.engine import Engine
 from ringdance.errors import MismatchError
-from ringdance.training.collectives import Call
-from ringdance.training.gradients.source import GradientSource
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
-
-Array = np.ndarray[Any, Any]
+from ringdance.training.collectives import Array, Call
+from ringdance.training.gradients.mask import DifferentStepsError
+from ringdance.training.gradients.source import AS_DENSE, GradientSource
 
 # Step numbers are compared modulo _TAGS. A tag has one element per number: 1 for the rank's step, 0 for the
 # others. The average is above zero for each step that some rank is in, in any floating dtype and for any
@@ -29,54 +25,50 @@ _TAGS = 8
 _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 
 
-class DifferentStepsError(Exception):
-    """Gradients of different steps were reduced together."""
-
-
 class FastPath:
-    """The state of the fast path. ``open`` and ``expected_kinds`` are equal on all ranks.
+    """Exchanges the expected gradients without a mask, and decides when all ranks do that.
+
+    ``update`` returns the same on all ranks, and ``expected_kinds`` is equal on all ranks.
+
+    Thread: exchanging. Before new parameters, script.
 
     Args:
         engine: Engine of this rank.
-        set_id: Process set.
         source: Access to the gradients.
-        name: Name of the exchange.
-        scales: Factors before and after the sum of the average.
+        call: Call with the name of the exchange, its process set, operation and scales.
 
     Attributes:
         expected_kinds: Kinds of gradients agreed on last time. Empty if one was sparse.
-        open: True if the next exchange takes the fast path.
     """
 
-    def __init__(
-        self, engine: Engine, set_id: int, source: GradientSource, name: str, scales: tuple[float, float]
-    ) -> None:
+    def __init__(self, engine: Engine, source: GradientSource, call: Call) -> None:
         self.expected_kinds = b""
-        self.open = False
-        self._engine, self._source = engine, source
-        self._call = Call(
-            Collective.ALLREDUCE, f"{name}.expected", ReduceOp.AVERAGE, *scales, set_id, grouped=True
-        )
+        self._engine = engine
+        self._source = source
+        self._call = call.but(name=f"{call.name}.expected")
         self._indices: tuple[int, ...] = ()
         self._computed = b""
         self._tags: dict[np.dtype[Any], list[Array]] = {}  # One tag per step, then the buffer that is sent.
         self._in_a_row = 0
         self._backoff = _FIRST_BACKOFF
 
-    def update(self, union: bytes, alike: bool, possible: bool) -> None:
-        """Record the outcome of an exchange by the mask.
+    def update(self, union: bytes, alike: bool, possible: bool) -> bool:
+        """Record the outcome of an exchange by the mask. Returns True if the next one needs no mask.
 
         Args:
-            union: Kinds of gradients that all ranks agreed on. Empty if there were sparse gradients.
+            union: Kinds of gradients that all ranks agreed on.
             alike: True if each rank had exactly the expected gradients.
             possible: True if this kind of exchange has a fast path.
         """
+        if any(0 < kind < AS_DENSE for kind in union):
+            union = b""
         self._in_a_row = self._in_a_row + 1 if alike and union == self.expected_kinds else 0
         self.expected_kinds = union
-        self.open = possible and any(union) and self._in_a_row >= self._backoff
-        if self.open:
+        ready = possible and any(union) and self._in_a_row >= self._backoff
+        if ready:
             self._indices = tuple(index for index, kind in enumerate(union) if kind)
             self._computed = bytes(1 if kind else 0 for kind in union)
+        return ready
 
     def exchange(self, computed: bytearray, step: int) -> bool:
         """Average the expected gradients. Returns False, with nothing changed, if some rank has others.
@@ -86,44 +78,35 @@ class FastPath:
         """
         views = self._views(computed)
         if views is None:
-            self._refuse()
-        else:
-            tag = self._tag(views[0].dtype, step)
-            sent = (*views, tag)
-            work = self._call.submit(self._engine, sent, sent)
-            try:
-                work.wait()
-            except MismatchError:
-                views = None  # The exchange by the mask finds a real mismatch again.
-        if views is None:
-            self.close()
+            self.refuse()
             return False
+        tag = self._tag(views[0].dtype, step)
+        sent = (*views, tag)
+        work = self._call.submit(self._engine, sent, sent)
+        try:
+            work.wait()
+        except MismatchError:
+            return False  # The exchange by the mask finds a real mismatch again.
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
             raise DifferentStepsError(f"the ranks are in {steps} (modulo {_TAGS})")
         self._source.write_back(self._indices, self.expected_kinds)
         return True
 
-    def close(self) -> None:
+    def refuse(self) -> None:
+        """Make the exchange without a mask fail on the ranks that try it."""
+        message = "it computed different gradients than before. All ranks exchange masks now."
+        self._call.refuse(self._engine, message)
+
+    def back_off(self) -> None:
         """Exchange by the mask for longer than the last time."""
-        self.open = False
         self._in_a_row = 0
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
-    def pause(self) -> None:
-        """Exchange by the mask this time: refuse ranks on the fast path, so that it closes on all ranks."""
-        if self.open:
-            self._refuse()
-            self.close()
-
     def restart(self) -> None:
         """Forget the results of earlier exchanges. All ranks call this in the same exchange."""
-        self._in_a_row, self._backoff = 0, _FIRST_BACKOFF
-
-    def leave(self) -> None:
-        """Leave the fast path. Requests of ranks that still take it fail."""
-        if self.open:
-            self._refuse()
+        self._in_a_row = 0
+        self._backoff = _FIRST_BACKOFF
 
     def _views(self, computed: bytearray) -> tuple[Array, ...] | None:
         """Return views of the expected gradients, or None if this rank has others."""
@@ -141,7 +124,3 @@ class FastPath:
         tags = self._tags[dtype]
         tags[-1][:] = tags[step % _TAGS]
         return tags[-1]
-
-    def _refuse(self) -> None:
-        message = "it computed different gradients than before. All ranks exchange masks now."
-        self._call.refuse(self._engine, message)

@@ -2,118 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.host.limits import shared_cores
-from ringdance.training import session
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
-
-
-def share_of_cores() -> int:
-    """Return the number of threads for this rank: ``OMP_NUM_THREADS``, or its share of the cores."""
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(threads) if threads.isdigit() and int(threads) else max(1, own_cores())
-
-
-def own_cores() -> int:
-    """Return this rank's share of the usable cores, which may be 0. Before ``init()``, return all of them."""
-    return shared_cores(session.engine().local_pids if session.is_initialized() else ())
-
-
-def wants_overlap(engine: Engine, threads: int) -> bool:
-    """Return True if this rank, computing with ``threads`` threads, should exchange while it computes."""
-    wanted = engine.settings.overlap
-    return wanted == "on" or (wanted == "auto" and shared_cores(engine.local_pids) > threads)
 
 
 def check_passes(passes: int) -> None:
     """Raise ArgumentError for a wrong ``backward_passes_per_step``."""
     if passes <= 0:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
-
-
-def parts_of(
-    indices: Sequence[int], nbytes: Callable[[int], int], on_device: bool = False
-) -> list[list[int]]:
-    """Cut parameters into parts of an eighth of the total, 1 to 32 MiB, the last first, as in backward.
-
-    Args:
-        indices: Indices of the parameters, in their order.
-        nbytes: Returns the size of a parameter in bytes.
-        on_device: If True, cut as DistributedDataParallel does: 1 MiB, to start early, then 25 MiB.
-    """
-    first = later = min(max(sum(map(nbytes, indices)) // 8, 1 << 20), 32 << 20)
-    if on_device:
-        first, later = 1 << 20, 25 << 20
-    limit = first
-    parts: list[list[int]] = []
-    filled = limit
-    for index in reversed(indices):
-        if filled >= limit:
-            limit = later if parts else first
-            parts.append([])
-            filled = 0
-        parts[-1].append(index)
-        filled += nbytes(index)
-    return [part[::-1] for part in parts]
-
-
-class UseOrder:
-    """Numbers objects that would have the same name, in the order of their first use since ``init()``."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[threading.Thread]]]] = {}
-        self._lock = threading.Lock()
-        session.at_init(self._known.clear)  # A rank that failed may have numbered more objects than others.
-
-    def number(self, key: Any, owner: Any) -> int:
-        """Return the number of ``owner`` among the owners with this key, from 0. Keeps a weak reference.
-
-        Raises:
-            ArgumentError: Threads that run in parallel use several owners, so the order may differ by rank.
-        """
-        thread = threading.current_thread()
-        with self._lock:
-            known = self._known.setdefault(key, [])
-            for number, (user, *_) in enumerate(known):
-                if user() is owner:
-                    return number
-            if any(user() is not None and _uncertain(thread, first, there) for user, first, there in known):
-                raise ArgumentError(
-                    f"Two threads reduce the gradients of equal models ({key}), possibly in another order on "
-                    "other ranks. Pass a unique name= to each DistributedOptimizer or tape."
-                )
-            known.append((weakref.ref(owner), thread, set(threading.enumerate())))
-            return len(known) - 1
-
-
-def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[threading.Thread]) -> bool:
-    """Return True if ``thread`` may be first on other ranks. ``there``: threads alive at ``user``'s use."""
-    # A thread that was started later comes second on all ranks. So does the main thread after joining others.
-    return user is not thread in there and (user.is_alive() or thread is not threading.main_thread())
-
-
-def pattern_of(kinds: Sequence[str]) -> str:
-    """Return the gradients that a step has, as text that the ranks compare, or "" if all are dense.
-
-    Args:
-        kinds: "dense", "rows" or "none" for each variable.
-    """
-    by_kind = {kind: [at for at, value in enumerate(kinds) if value == kind] for kind in ("none", "rows")}
-    return "; ".join(
-        f"{kind} for variable {', '.join(map(str, numbers))} (of {len(kinds)})"
-        for kind, numbers in by_kind.items() if numbers
-    )
 
 
 def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
@@ -123,37 +24,6 @@ def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
     if operation is not ReduceOp.AVERAGE:
         raise ArgumentError("gradient_predivide_factor needs op=Average.")
     return 1.0 / predivide, predivide
-
-
-def reduce_shared(
-    reduce: Callable[[list[Any], list[Any]], list[Any]], gradients: Sequence[Any], variables: Sequence[Any],
-    is_local: Callable[[Any], bool], local_factor: float, factor: float = 1.0,
-) -> list[Any]:
-    """Reduce gradients. Gradients of local variables stay this rank's own.
-
-    Args:
-        reduce: Reduces a list of gradients, called with their variables.
-        gradients: Tensors, ``tf.IndexedSlices`` or ``None``.
-        variables: One variable for each gradient.
-        is_local: Returns True for a local variable.
-        local_factor: Factor for gradients of local variables.
-        factor: Factor for reduced gradients.
-    """
-    local = [is_local(variable) for variable in variables]
-    shared = [index for index, here in enumerate(local) if not here]
-    reduced = iter(reduce([gradients[index] for index in shared], [variables[index] for index in shared]))
-    return [
-        _times(gradient, local_factor) if here else _times(next(reduced), factor)
-        for gradient, here in zip(gradients, local, strict=True)
-    ]
-
-
-def _times(gradient: Any, factor: float) -> Any:
-    if gradient is None or factor == 1.0:
-        return gradient
-    if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):  # tf.IndexedSlices
-        return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
 
 
 def check_groups(

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import numpy as np
-
+from ringdance.core.engine import Engine
 from ringdance.core.request import Work
+from ringdance.training.collectives import Array, Call
 from ringdance.training.gradients.sparse import Rows
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
-    from ringdance.training.collectives import Call
-
-Array = np.ndarray[Any, Any]
 
 # Kinds in the mask: 0 no gradient; d sparse with d sparse dimensions; AS_DENSE + d the same, but reduced as a
 # dense gradient and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient that
@@ -96,26 +89,3 @@ class GradientSource(Protocol):
 
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
         """Return parameter names for messages, and a sample of the parameters: see ``weights``."""
-
-
-@dataclass
-class Bucket:
-    """Gradients that are sent in one request."""
-
-    name: str
-    members: tuple[int, ...]
-    expected: tuple[int, ...]  # Agreed: the gradients that were reduced last time.
-    missing: int = 0  # Expected gradients that are not computed yet.
-    unexpected: int = 0  # Gradients that are computed but not expected.
-    work: Work | None = None
-    kinds: bytes = b""  # Kinds of ``expected`` if sent during the pass: sending makes sparse gradients dense.
-
-
-@dataclass
-class State:
-    """Progress since the last step or ``zero_grad``."""
-
-    passes: int = 0
-    exchanged_at: int = -1  # Value of ``passes`` at the last exchange, or -1 before the first.
-    computed: bytearray = field(default_factory=bytearray)  # Gradients computed since the last exchange.
-    reduced: bytearray = field(default_factory=bytearray)  # Gradients reduced in this step.

@@ -22,20 +22,15 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from ringdance.core import labels
+from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
-from ringdance.training.collectives import Call
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
-
-Array = np.ndarray[Any, Any]
+from ringdance.training.collectives import Array, Call
 
 _log = logging.getLogger("ringdance")
 
@@ -131,7 +126,7 @@ class SparseExchange:
         name: Key that matches the calls of the ranks. ``None`` matches by order.
         average: If True, sums are divided by the number of ranks.
         set_id: Process set.
-        pattern: The gradients that the step has, see ``options.pattern_of``.
+        pattern: The gradients that the step has, see ``lists.pattern_of``.
 
     Attributes:
         routes: "rows" or "dense" for each table, after ``wait()``.
@@ -165,11 +160,9 @@ class SparseExchange:
         """Return the first call that an exchange makes."""
         return Call(Collective.ALLREDUCE, name, set_id=set_id, grouped=True, pattern=pattern)
 
-    def _call(
-        self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM, grouped: bool = False
-    ) -> Call:
+    def _call(self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM) -> Call:
         name = None if self.name is None else f"{self.name}.{what}"
-        return Call(kind, name, operation, set_id=self.set_id, grouped=grouped)
+        return Call(kind, name, operation, set_id=self.set_id, grouped=True)
 
     def _check(self) -> None:
         for name, part in zip(self.names, self.parts, strict=True):
@@ -225,8 +218,7 @@ class SparseExchange:
         if not parts:
             return []
         views = [view for part in parts for view in (part.keys, np.ascontiguousarray(part.values))]
-        call = self._call(Collective.ALLGATHER, "rows", grouped=True)
-        gathered = call.submit(self.engine, tuple(views)).wait()
+        gathered = self._call(Collective.ALLGATHER, "rows").submit(self.engine, tuple(views)).wait()
         divisor = self.size if self.average else 1
         return [
             Rows(*merge(gathered[2 * index], gathered[2 * index + 1], divisor), part.table)
@@ -236,26 +228,23 @@ class SparseExchange:
     def _summed(self, parts: Sequence[Rows]) -> list[Rows]:
         if not parts:
             return []
-        tables, used = [], []
-        for part in parts:
-            tables.append(np.zeros((part.table, *part.values.shape[1:]), part.values.dtype))
-            used.append(np.zeros(part.table, np.uint8))
-            tables[-1][part.keys] = part.values
-            used[-1][part.keys] = 1
+        tables = [np.zeros((part.table, *part.values.shape[1:]), part.values.dtype) for part in parts]
+        used = [np.zeros(part.table, np.uint8) for part in parts]
+        for part, table, mask in zip(parts, tables, used, strict=True):
+            table[part.keys] = part.values
+            mask[part.keys] = 1
         operation = ReduceOp.AVERAGE if self.average else ReduceOp.SUM
         works = [
-            self._call(Collective.ALLREDUCE, what, how, grouped=True).submit(
-                self.engine, tuple(views), tuple(views)
-            )
+            self._call(Collective.ALLREDUCE, what, how).submit(self.engine, tuple(views), tuple(views))
             for what, views, how in (("dense", tables, operation), ("used", used, ReduceOp.MAX))
         ]
         for work in works:
             work.wait()
-        results = []
-        for table, mask in zip(tables, used, strict=True):
-            keys = np.flatnonzero(mask)
-            results.append(Rows(keys, table if len(keys) == len(table) else table[keys], len(table)))
-        return results
+        keys = [np.flatnonzero(mask) for mask in used]
+        return [
+            Rows(rows, table if len(rows) == len(table) else table[rows], len(table))
+            for rows, table in zip(keys, tables, strict=True)
+        ]
 
 
 def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
@@ -278,9 +267,9 @@ def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
         return alone
     columns = list(zip(inputs[::3], inputs[1::3], inputs[2::3], strict=True))
     parts = [Rows(keys.astype(np.int64, copy=False), values, int(table)) for values, keys, table in columns]
-    average = call.operation is ReduceOp.AVERAGE
     exchange = SparseExchange(
-        engine, parts, call.tables, name=call.name, average=average, set_id=call.set_id, pattern=call.pattern
+        engine, parts, call.tables, name=call.name, average=call.operation is ReduceOp.AVERAGE,
+        set_id=call.set_id, pattern=call.pattern,
     )
 
     def finish(work: Work, _: float | None) -> None:

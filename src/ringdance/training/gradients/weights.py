@@ -12,20 +12,17 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ringdance.core import labels
+from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
 from ringdance.training import session
-from ringdance.training.collectives import Call, on_join
+from ringdance.training.collectives import Array, Call, on_join
 
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
-
-Array = np.ndarray[Any, Any]
 _Key = tuple[tuple[int, ...], str]
 
 _log = logging.getLogger("ringdance")

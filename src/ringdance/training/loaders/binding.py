@@ -10,7 +10,7 @@ import numpy as np
 from ringdance.data.loader import Batch, ImageBatches, Loader, Synthetic, SyntheticLoader, Transform, piece_of
 from ringdance.data.tables import Table, TableLoader
 from ringdance.errors import ArgumentError
-from ringdance.training.gradients.options import own_cores
+from ringdance.training.gradients.cores import own_cores
 from ringdance.training.loaders.input_check import watch_input
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan

@@ -18,7 +18,7 @@ from ringdance.core.monitor.core_use import CoreUse
 from ringdance.core.monitor.sampler import ProcessUse
 from ringdance.errors import ArgumentError
 from ringdance.training import session
-from ringdance.training.gradients.options import own_cores
+from ringdance.training.gradients.cores import own_cores
 from ringdance.training.objects import allgather_json
 
 __all__ = ["watch_input"]

@@ -1,0 +1,115 @@
+"""The mask: a few bytes by which the ranks agree on the gradients of a step.
+
+Note [Mask]
+One ``MAX`` over the bytes of all ranks. A rank that has joined contributes zeros. From the first byte, for
+n gradients and, if they are on a device, m ranks in the process set::
+
+    n bytes   kind of each gradient that this rank computed, 0 without it (see ``source.AS_DENSE``)
+    1 byte    step + 1: the maximum shows the latest step
+    1 byte    STEPS - step: the maximum shows the earliest step. Neither byte is zero
+    1 byte    1 if this rank does not want to overlap
+    1 byte    this rank's ``Deviation``
+    m bytes   1 in this rank's own place: a zero that remains shows a rank that has joined
+    4 bytes   digest of the parameter names and its complement. If digests differ, the maximum of the
+              digests or of their complements differs from this rank's
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from ringdance.core import labels
+from ringdance.core.engine import Engine
+from ringdance.core.request import Collective, ReduceOp, Work
+from ringdance.errors import MismatchError
+from ringdance.training.collectives import Call
+
+# Steps are counted modulo STEPS, so that both step numbers fit into a byte. STEPS is a multiple of the fast
+# path's number of tags, so that neighboring steps also have different tags when the count wraps.
+STEPS = 248
+_FIXED = 4  # Bytes between the kinds and the ranks.
+
+
+class DifferentStepsError(Exception):
+    """Gradients of different steps were exchanged together."""
+
+
+class Deviation(IntEnum):
+    """How a rank deviates from what all ranks expect. The largest value of all ranks counts."""
+
+    NONE = 0
+    OTHER = 1  # It has other gradients, or has launched buckets with gradients of another pass.
+    # Its launches are missing, because it has joined or a launch has failed: see Note [Direct buckets].
+    MISSING = 2
+
+
+def digest_of(text: str, size: int = 4) -> bytes:
+    """Return a digest of ``size`` bytes, equal on all ranks."""
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
+
+
+class StepMask:
+    """The mask of the current step. Only this class knows its bytes: see Note [Mask].
+
+    Thread: the one that exchanges.
+
+    Args:
+        engine: Engine of this rank.
+        call: Call with the name of the exchange and its process set.
+        names: Parameter names.
+
+    Attributes:
+        kinds: Kinds of the gradients that any rank has computed. Like all attributes, set by ``wait``.
+        all_want_overlap: True if all ranks want to exchange during backward.
+        deviation: Largest deviation of a rank. Joined ranks count only if the gradients are on a device.
+    """
+
+    def __init__(self, engine: Engine, call: Call, names: Sequence[str]) -> None:
+        self._engine = engine
+        self._names = names
+        self._call = Call(Collective.ALLREDUCE, f"{call.name}.mask", ReduceOp.MAX, set_id=call.set_id)
+        digest = digest_of("\0".join(names), 2)
+        self._digest = digest + bytes(255 - byte for byte in digest)
+        labels.note(f"allreduce.{call.name}.mask", call.name or "", "list of the gradients", names)
+
+    def submit(self, kinds: bytearray, step: int, overlap: bool, on_device: bool, deviation: int) -> None:
+        """Send this rank's mask."""
+        members = self._engine.members(self._call.set_id) if on_device else ()
+        fixed = bytes((step + 1, STEPS - step, not overlap, deviation))
+        present = bytes(rank == self._engine.rank for rank in members)
+        self._bytes = kinds + fixed + present + self._digest
+        array = np.frombuffer(self._bytes, np.uint8)
+        self._work: Work = self._call.submit(self._engine, (array,), (array,))
+
+    def wait(self) -> None:
+        """Wait for the masks of all ranks.
+
+        Raises:
+            MismatchError: The ranks have different parameters.
+            DifferentStepsError: The ranks are in different steps.
+        """
+        error: MismatchError | None = None
+        try:
+            self._work.wait()
+        except MismatchError as mismatch:
+            error = mismatch
+        if error is not None or not self._bytes.endswith(self._digest):
+            raise MismatchError(
+                f"The ranks' optimizers have different parameters: rank {self._engine.rank} "
+                f"({self._engine.hosts[self._engine.rank]}) has {len(self._names)}, and the last is "
+                f"{self._names[-1]!r}. Call add_param_group() on all ranks of the process set, with the same "
+                f"parameters, between the same two steps. {error or ''}".rstrip()
+            ) from error
+        count = len(self._names)
+        latest, before_earliest, separate, deviation = self._bytes[count : count + _FIXED]
+        if latest - 1 != STEPS - before_earliest:
+            steps = f"{STEPS - before_earliest} to {latest - 1}"
+            raise DifferentStepsError(f"the ranks are in {steps} (modulo {STEPS})")
+        self.kinds = bytes(self._bytes[:count])
+        self.all_want_overlap = not separate
+        any_joined = 0 in self._bytes[count + _FIXED : -len(self._digest)]
+        self.deviation = Deviation.MISSING if any_joined else Deviation(deviation)
