@@ -96,7 +96,7 @@ class Engine:
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.context = Context(self.recorder)
         self.callers = Callers()
-        self.sets = ProcessSets(transport, settings, self.context, self.callers, self._lock, self.recorder)
+        self.sets = ProcessSets(transport, settings, self.context, self.callers, self._lock)
         self.on_monitor: Callable[[Note], None] = lambda note: None
         self.on_check: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] | None = None

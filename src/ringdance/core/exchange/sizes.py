@@ -92,18 +92,10 @@ def sizes_for(
         block = _block(chunk, blocks)
         wire = _wire(len(host_sizes), block) // block * block
     sizes = Sizes(
-        small=small_bytes,
-        chunk=chunk,
-        flat_chunk=flat_chunk,
-        wire=wire,
-        chunks_per_wire=1,
-        blocks=blocks,
-        min_chunk=min_chunk,
-        max_chunk=max_chunk,
-        max_flat_chunk=max_flat_chunk,
-        first_wire=wire,
+        small=small_bytes, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=1, blocks=blocks,
+        min_chunk=min_chunk, max_chunk=max_chunk, max_flat_chunk=max_flat_chunk, first_wire=wire,
         first_flat_chunk=flat_chunk,
-    )
+    )  # fmt: skip
     return sizes.changed(chunk, wire)
 
 
