@@ -17,7 +17,7 @@ Note [Ends]
                         fail_by and fail_lost;                      communicators stay; the transport keeps
                         Engine.shutdown, after its timeout;         the buffers of posted operations
                         Engine.leave, after an uncaught exception;
-                        Engine.thread_failed, on the engine thread
+                        ProgressEngine, if its own thread fails
     fail_by             a step or a check of the peers that raised  ``fail``: a rank is lost, or EngineError
     fail_lost           a check of the peers; fail_by               ``fail`` with RankLostError
     disown              a child of the rank, forked or started      collectives raise in the child; nothing
@@ -195,8 +195,11 @@ class EngineEnd:
         )
         self.fail(error, departed=who)
 
-    def fail_by(self, error: Exception) -> None:
+    def fail_by(self, error: BaseException) -> None:
         """Fail because of an error, which may mean that a rank has died."""
+        if isinstance(error, CollectiveError):
+            self.fail(error)
+            return
         lost = self._transport.lost(error)
         if lost is None:
             self.fail(EngineError.of(self._identity, error))
@@ -205,6 +208,11 @@ class EngineEnd:
         if not self.closed:
             who = ", ".join(str(self._transport.identities[rank]) for rank in lost)
             self.fail_lost(who or "A rank")
+
+    def abandon(self, work: Work) -> None:
+        """Fail a Work that an interrupt has removed from all collections. The engine has ended."""
+        if not work.done():
+            work.finish(error=None if work is self._stop_work else self.error())
 
     def error(self) -> CollectiveError:
         """Return the error for anything submitted or waited for after the end."""
