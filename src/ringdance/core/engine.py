@@ -27,13 +27,7 @@ from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.ring import Ring
 from ringdance.core.stepping import Stepper
 from ringdance.core.transport.base import Transport
-from ringdance.errors import (
-    ArgumentError,
-    ProcessSetRemovedError,
-    RankLostError,
-    ShutDownError,
-    StallError,
-)
+from ringdance.errors import ArgumentError, ProcessSetRemovedError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
 
 _REFUSED = (-2,)

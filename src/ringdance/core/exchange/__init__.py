@@ -42,10 +42,8 @@ def exchange_for(
     if fixed_order:
         small_bytes = -1  # no batch is small
     hierarchy = None if transport.one_host else transport.hierarchy()
-    if hierarchy is not None:
-        sizes = sizes_for(
-            transport.size, chunk_bytes, small_bytes, hierarchy.buffer_bytes, hierarchy.host_sizes
-        )
-        return HierarchicalExchange(transport, hierarchy, sizes, context)
-    sizes = sizes_for(transport.size, chunk_bytes, small_bytes, largest_chunk)
-    return MpiExchange(transport, sizes, context)
+    members = transport.size
+    if hierarchy is None:
+        return MpiExchange(transport, sizes_for(members, chunk_bytes, small_bytes, largest_chunk), context)
+    sizes = sizes_for(members, chunk_bytes, small_bytes, hierarchy.buffer_bytes, hierarchy.host_sizes)
+    return HierarchicalExchange(transport, hierarchy, sizes, context)

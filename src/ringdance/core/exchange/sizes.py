@@ -51,14 +51,13 @@ class Sizes:
 
     def changed(self, chunk: int, wire: int) -> Sizes:
         """Return the sizes for another ``chunk`` and ``wire``, within their bounds."""
-        chunk = _clamp(chunk, self.min_chunk, self.max_chunk)
+        chunk = min(max(chunk, self.min_chunk), self.max_chunk)
         per_wire = min(wire, self.max_wire) // _block(chunk, self.blocks) if self.blocks else 1
         flat_chunk = self.first_flat_chunk
         if wire != self.first_wire:
             wire = flat_chunk = _flat_chunk(wire, self.small, self.max_flat_chunk)
-        return replace(
-            self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=max(1, per_wire)
-        )
+        per_wire = max(1, per_wire)
+        return replace(self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=per_wire)
 
     def row(self, rows: int) -> int:
         """Return the bytes of each of ``rows`` that move in a round, a multiple of any dtype's size.
@@ -88,7 +87,7 @@ def sizes_for(
     if host_sizes:
         # The same on all hosts, regardless of how many members each has.
         blocks, min_chunk, max_chunk = min(host_sizes), MIN_BLOCK_BYTES * max(host_sizes), largest_chunk
-        chunk = _clamp(chunk_bytes, min_chunk, max_chunk)
+        chunk = min(max(chunk_bytes, min_chunk), max_chunk)
         block = _block(chunk, blocks)
         wire = _wire(len(host_sizes), block) // block * block
     sizes = Sizes(
@@ -110,8 +109,4 @@ def _block(chunk: int, blocks: int) -> int:
 
 
 def _flat_chunk(wanted: int, small: int, highest: int) -> int:
-    return _clamp(wanted, max(_LINE, small), highest) // _LINE * _LINE
-
-
-def _clamp(wanted: int, lowest: int, highest: int) -> int:
-    return min(max(wanted, lowest), highest)
+    return min(max(wanted, small, _LINE), highest) // _LINE * _LINE

@@ -7,6 +7,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,23 +295,20 @@ class ProcessSets:
         """
         if not self._transport.several_threads:
             return call()
-        outcome: list[Any] = []
+        outcome = Future[Any]()
 
         def run() -> None:
             try:
-                outcome.append((call(), None))
+                outcome.set_result(call())
             except BaseException as error:
-                outcome.append((None, error))
+                outcome.set_exception(error)
 
         thread = threading.Thread(target=run, name="ringdance set-up", daemon=True)
         thread.start()
-        while not outcome:
+        while not outcome.done():
             yield
         thread.join()
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result
+        return outcome.result()
 
     def change_alone(self, description: Description) -> int:
         """Add or remove a set in a job with one process. Returns its id."""

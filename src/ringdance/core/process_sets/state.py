@@ -86,14 +86,8 @@ class ProcessSetState:
     """
 
     def __init__(
-        self,
-        set_id: int,
-        transport: Transport,
-        exchange: Exchange,
-        settings: Settings,
-        callers: Callers,
-        lock: AbstractContextManager[Any],
-        change: Callable[[AgreedRequest], Steps] | None,
+        self, set_id: int, transport: Transport, exchange: Exchange, settings: Settings, callers: Callers,
+        lock: AbstractContextManager[Any], change: Callable[[AgreedRequest], Steps] | None,
     ) -> None:
         self.set_id, self.transport, self.exchange = set_id, transport, exchange
         self._context, self._recorder = exchange.context, exchange.context.recorder
@@ -149,13 +143,11 @@ class ProcessSetState:
 
     def values(self) -> EngineValues:
         """Return the current values."""
+        exchange = self.exchange
         return EngineValues(
-            fusion_threshold=self._executor.threshold,
-            cycle_time=self._cycle * 1e3,
-            chunk_bytes=self.exchange.chunk_bytes,
-            wire_bytes=self.exchange.wire_bytes,
-            flat=bool(self.exchange.flat),
-        )
+            fusion_threshold=self._executor.threshold, cycle_time=self._cycle * 1e3,
+            chunk_bytes=exchange.chunk_bytes, wire_bytes=exchange.wire_bytes, flat=bool(exchange.flat),
+        )  # fmt: skip
 
     @property
     def largest(self) -> tuple[int, int, int]:

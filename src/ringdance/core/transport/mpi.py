@@ -16,13 +16,7 @@ import numpy as np
 from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
 from ringdance.core.transport.eventcount import process_state
 from ringdance.core.transport.library import library_version
-from ringdance.core.transport.mpi_requests import (
-    Incoming,
-    MpiPending,
-    MpiTransfer,
-    forget_incoming,
-    match_incoming,
-)
+from ringdance.core.transport.mpi_requests import Incoming, MpiPending, MpiTransfer
 from ringdance.core.transport.window import Window, window_size
 from ringdance.errors import ArgumentError, RankLostError
 
@@ -200,7 +194,7 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
-                match_incoming()  # a sender may wait for this while this rank waits for something else
+                Incoming.match_all()  # a sender may wait for this while this rank waits for something else
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
@@ -250,7 +244,7 @@ class MpiTransport(Transport):
             self.window = self.event_count = None
             self._memory.Free()
         self.messages()
-        forget_incoming(self._notes)
+        Incoming.forget(self._notes)
         for comm in (self._node, self._notes, self._comm):
             comm.Free()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,10 +64,13 @@ class Incoming:
         tag: Tag of the message.
     """
 
+    _unmatched: ClassVar[list[Incoming]] = []  # in the order of the calls, by which MPI matches messages
+    _matching = threading.Lock()
+
     def __init__(self, mpi: Any, comm: Any, buffer: Array, source: int, tag: int) -> None:
         self.comm, self._mpi, self._buffer = comm, mpi, buffer
         self._source, self._tag, self._request, self._error = source, tag, None, ""
-        _unmatched.append(self)
+        self._unmatched.append(self)
 
     def match(self) -> None:
         """Post the first receive that matches a message with this one's source and tag, if one has arrived.
@@ -78,11 +81,11 @@ class Incoming:
         if self.comm.Iprobe(source=self._source, tag=self._tag, status=status):
             sender, anyone = status.Get_source(), self._mpi.ANY_SOURCE
             first = next(
-                recv for recv in _unmatched
+                recv for recv in self._unmatched
                 if recv.comm is self.comm and recv._tag == self._tag and recv._source in (sender, anyone)
             )  # fmt: skip
             first._post(sender)
-            _unmatched.remove(first)
+            self._unmatched.remove(first)
 
     def _post(self, sender: int) -> None:
         status = self._mpi.Status()
@@ -94,31 +97,29 @@ class Incoming:
         self._request = message.Irecv([self._buffer, self._mpi.BYTE])
 
     def Test(self, status: Any) -> bool:
-        match_incoming()
+        Incoming.match_all()
         if self._request is None or not self._request.Test(status):
             return False
         if self._error:
             raise RuntimeError(self._error)
         return True
 
+    @classmethod
+    def match_all(cls) -> None:
+        """Post the receives whose messages have arrived, for all communicators.
 
-_unmatched: list[Incoming] = []  # in the order of the calls, by which MPI matches messages
-_matching = threading.Lock()
+        Threads: any. If another thread does so now, this one does nothing.
+        """
+        if cls._unmatched and cls._matching.acquire(blocking=False):
+            try:
+                for incoming in list(cls._unmatched):
+                    if incoming in cls._unmatched:  # not posted in this pass
+                        incoming.match()
+            finally:
+                cls._matching.release()
 
-
-def match_incoming() -> None:
-    """Post the receives whose messages have arrived, for all communicators, unless another thread does so."""
-    if _unmatched and _matching.acquire(blocking=False):
-        try:
-            for incoming in list(_unmatched):
-                if incoming in _unmatched:  # not posted in this pass
-                    incoming.match()
-        finally:
-            _matching.release()
-
-
-def forget_incoming(comm: Any) -> None:
-    """Drop the receives of a communicator that is about to be freed."""
-    with _matching:
-        for incoming in [incoming for incoming in _unmatched if incoming.comm is comm]:
-            _unmatched.remove(incoming)
+    @classmethod
+    def forget(cls, comm: Any) -> None:
+        """Drop the receives of a communicator that is about to be freed."""
+        with cls._matching:
+            cls._unmatched[:] = [incoming for incoming in cls._unmatched if incoming.comm is not comm]
