@@ -102,9 +102,8 @@ class Engine:
         peers = self._peers = Peers(transport, settings, self.sets, self.callers, self.recorder, handlers)
         self.end = EngineEnd(transport, self.sets, peers, self.recorder, self.summary, self._stop_work)
         self._stepper = Stepper(
-            self.sets, self.context, self.callers, self.recorder, peers, self.end,
-            on_check=lambda: self.on_check(), report=self.report,
-        )  # fmt: skip
+            self.sets, self.context, self.callers, peers, self.end, lambda: self.on_check(), self.report
+        )
         self._progress_engine: ProgressEngine | None = None
         if self.size > 1:
             self._progress_engine = ProgressEngine(self._stepper, settings.spin_microseconds * 1e-6)

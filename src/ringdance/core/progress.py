@@ -132,7 +132,7 @@ class ProgressEngine:
                     time.sleep(1e-3)
             elif not work.complete:  # another thread's step may have completed it
                 backoff = self._sleep(now, backoff)
-        recorder, waited = self._stepper.recorder, time.monotonic() - began
+        recorder, waited = self._stepper.context.recorder, time.monotonic() - began
         recorder.waited += waited
         if recorder.detail:
             recorder.wait(work, waited)

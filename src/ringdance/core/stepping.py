@@ -10,10 +10,9 @@ from ringdance.core.ends import EngineEnd
 from ringdance.core.exchange import Context
 from ringdance.core.peers import Peers
 from ringdance.core.process_sets.registry import ProcessSets
-from ringdance.core.recorder import Recorder
 
 
-@dataclass
+@dataclass(eq=False)
 class Stepper:
     """Advances the process sets of one engine.
 
@@ -23,7 +22,6 @@ class Stepper:
         sets: The process sets.
         context: Counters of the engine's exchanges.
         callers: What threads wait for.
-        recorder: The flight recorder.
         peers: The other ranks.
         end: Whether and how the engine has ended.
         on_check: Called in each check of the peers.
@@ -33,7 +31,6 @@ class Stepper:
     sets: ProcessSets
     context: Context
     callers: Callers
-    recorder: Recorder
     peers: Peers
     end: EngineEnd
     on_check: Callable[[], None]
@@ -66,7 +63,7 @@ class Stepper:
         try:
             peers.read_notes()
             self.sets.check_left(peers.post)
-            self.recorder.publish()
+            self.context.recorder.publish()
             self.on_check()
             for state in self.sets.states():
                 for device in state.exchange.devices.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -57,19 +57,19 @@ class HierarchicalExchange(MpiExchange):
         together = 1 if whole else sizes.chunks_per_wire
         groups = [range(len(plan))[at : at + together] for at in range(0, len(plan), together)]
 
-        def load(number: int, buffer: Array) -> Steps:
+        def parts(number: int, buffer: Array) -> Iterator[tuple[int, Array]]:
             at = 0
             for chunk in groups[number]:
-                total = buffer[at : at + lengths[chunk]]
-                yield from inside.reduce_in_host(plan[chunk], owned[chunk], inputs, in_host, total)
+                yield chunk, buffer[at : at + lengths[chunk]]
                 at += lengths[chunk]
 
+        def load(number: int, buffer: Array) -> Steps:
+            for chunk, total in parts(number, buffer):
+                yield from inside.reduce_in_host(plan[chunk], owned[chunk], inputs, in_host, total)
+
         def unload(number: int, buffer: Array) -> Steps:
-            at = 0
-            for chunk in groups[number]:
-                total = buffer[at : at + lengths[chunk]]
+            for chunk, total in parts(number, buffer):
                 yield from inside.gather_in_host(plan[chunk], owned[chunk], total, outputs, across)
-                at += lengths[chunk]
 
         wires = [sum(lengths[chunk] for chunk in group) for group in groups]
         yield from self._across.run(wires, across, load, unload)

@@ -21,6 +21,7 @@ _FEW = 16  # up to this many members send the blocks of a chunk to each other
 # A second round in flight keeps the network busy while one is packed and unpacked.
 _ROUNDS = 2
 
+_Handle = Callable[[int, Array], Steps]
 # A round in flight, and the function that unpacks it.
 _Posted = tuple[Pending, Callable[[], None] | None]
 
@@ -131,13 +132,7 @@ class ChunkPipeline:
         self._context = context
         self._ring = [_ChunkInFlight(transport, small_bytes, context, chunk_bytes) for _ in range(_IN_FLIGHT)]
 
-    def run(
-        self,
-        lengths: Sequence[int],
-        how: Reduction,
-        load: Callable[[int, Array], Steps],
-        unload: Callable[[int, Array], Steps],
-    ) -> Steps:
+    def run(self, lengths: Sequence[int], how: Reduction, load: _Handle, unload: _Handle) -> Steps:
         """Reduce chunks.
 
         Args:

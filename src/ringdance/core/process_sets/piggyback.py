@@ -20,7 +20,7 @@ from ringdance.core.request import Collective, Description, ReduceOp
 from ringdance.core.transport.window import PIGGYBACK_BYTES, Window
 
 
-@dataclass
+@dataclass(eq=False)
 class Piggybacking:
     """Piggybacks data on one process set's vectors, on a host.
 
@@ -58,13 +58,8 @@ class Piggybacking:
             for row in self.window.piggybacks
         ]
         label = self.recorder.label(label_of(name))
-        return Piggyback(
-            bit=1 << slot,
-            field=self.layout.piggyback(slot),
-            reduction=how,
-            buffers=buffers,
-            record=BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes),
-        )
+        record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
+        return Piggyback(1 << slot, self.layout.piggyback(slot), how, buffers, record)
 
     def load(self, ready: int) -> int:
         """Copy the first ready request's data next to the vector if they fit. Returns the vector's field.

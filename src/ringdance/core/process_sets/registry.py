@@ -86,11 +86,7 @@ class ProcessSets:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        settings: Settings,
-        context: Context,
-        callers: Callers,
+        self, transport: Transport, settings: Settings, context: Context, callers: Callers,
         lock: contextlib.AbstractContextManager[Any],
     ) -> None:
         self.registered: dict[int, RegisteredSet] = {}

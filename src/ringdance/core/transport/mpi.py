@@ -30,12 +30,7 @@ class MpiTransport(Transport):
     """One MPI communicator, which this object owns."""
 
     def __init__(
-        self,
-        mpi: Any,
-        comm: Any,
-        ranks: Sequence[int],
-        window_bytes: int,
-        vector_bytes: int,
+        self, mpi: Any, comm: Any, ranks: Sequence[int], window_bytes: int, vector_bytes: int,
         parent: MpiTransport | None = None,
     ) -> None:
         self._mpi = mpi
