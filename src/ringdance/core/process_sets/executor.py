@@ -116,21 +116,24 @@ class Executor:
             plain = plain and not d.detail and not d.device
             if not plain or entry.mismatched or len(set(d.dtypes)) != 1:
                 return None
-        plan = []
-        for positions in plan_batches([entry.description for entry in entries], self.threshold):
-            fused = [entries[i] for i in positions]
-            d = fused[0].description
-            how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
-            names = tuple(entry.name for entry in fused)
-            nbytes = sum(description_bytes(entry.description) for entry in fused)
-            label = self.recorder.label(tuple(map(label_of, names)))
-            record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
-            bits = sum(1 << self.pending.cache.slots[name] for name in names)
-            plan.append(Batch(bits, fused, names, how, record))
+        groups = plan_batches([entry.description for entry in entries], self.threshold)
+        plan = [self.batch_of([entries[i] for i in positions]) for positions in groups]
         sizes = [batch.record.nbytes for batch in plan]
         requests, in_round, in_batch = self.largest
         self.largest = max(requests, len(entries)), max(in_round, sum(sizes)), max(in_batch, *sizes, 0)
         return plan
+
+    def batch_of(self, entries: list[CacheEntry]) -> Batch:
+        """Return the batch of these cached all-reduces, which have the same dtype and operation."""
+        d = entries[0].description
+        how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
+        names = tuple(entry.name for entry in entries)
+        nbytes = sum(description_bytes(entry.description) for entry in entries)
+        labels = tuple(map(label_of, names))
+        label = self.recorder.label(labels if len(labels) > 1 else labels[0])
+        record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
+        bits = sum(1 << self.pending.cache.slots[name] for name in names)
+        return Batch(bits, entries, names, how, record)
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
         """Execute the first ``count`` unnamed requests. If 0, the first one is a mismatch."""

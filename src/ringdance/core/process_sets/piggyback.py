@@ -5,18 +5,12 @@ If all members choose the same cache entry, that takes one synchronization inste
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from ringdance.core.exchange import aligned_empty
-from ringdance.core.exchange.arithmetic import reduction
-from ringdance.core.labels import label_of
 from ringdance.core.process_sets.agreement import PIGGYBACK_ENTRIES, CacheEntry, Piggyback, VectorLayout
-from ringdance.core.process_sets.batch import description_bytes
-from ringdance.core.process_sets.pending import PendingRequests
-from ringdance.core.recorder import BatchRecord, Recorder
-from ringdance.core.request import Collective, Description, ReduceOp
+from ringdance.core.process_sets.executor import Executor
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.core.transport.window import PIGGYBACK_BYTES, Window
 
 
@@ -27,51 +21,45 @@ class Piggybacking:
     Thread: the one stepping the engine.
 
     Attributes:
-        set_id: Number of the set.
+        executor: The set's executor.
         window: The members' shared memory.
         layout: Layout of the vectors.
-        pending: The requests in flight.
-        lock: Guards ``pending``.
-        recorder: Receives a record of each all-reduce.
     """
 
-    set_id: int
+    executor: Executor
     window: Window
     layout: VectorLayout
-    pending: PendingRequests
-    lock: AbstractContextManager[Any]
-    recorder: Recorder
     _loaded: CacheEntry | None = None
 
-    def plan(self, slot: int, name: str, d: Description) -> Piggyback | None:
-        """Return how a cached request's data are piggybacked, or None if they do not fit."""
+    def plan(self, slot: int, entry: CacheEntry) -> Piggyback | None:
+        """Return how the data of the entry in a slot are piggybacked, or None if they are not."""
+        d = entry.description
         if d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail or d.device:
             return None
-        nbytes = description_bytes(d)
-        if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES or slot >= PIGGYBACK_ENTRIES:
+        if len(d.shapes) != 1 or slot >= PIGGYBACK_ENTRIES:
             return None
-        how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.window.members)
-        if how.pairs:
+        batch = self.executor.batch_of([entry])
+        how, nbytes = batch.reduction, batch.record.nbytes
+        if how.pairs or nbytes > PIGGYBACK_BYTES:
             return None
         buffers = [
             [memory[:nbytes].view(how.dtype).reshape(d.shapes[0]) for memory in row]
             for row in self.window.piggybacks
         ]
-        label = self.recorder.label(label_of(name))
-        record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
-        return Piggyback(1 << slot, self.layout.piggyback(slot), how, buffers, record)
+        return Piggyback(batch.bits, self.layout.piggyback(slot), how, buffers, batch.record)
 
     def load(self, ready: int) -> int:
         """Copy the first ready request's data next to the vector if they fit. Returns the vector's field.
 
-        Lock: the caller holds ``lock``.
+        Lock: the caller holds the executor's.
         """
-        entry = self._loaded = self.pending.cache.entries[(ready & -ready).bit_length() - 1]
+        pending = self.executor.pending
+        entry = self._loaded = pending.cache.entries[(ready & -ready).bit_length() - 1]
         if entry is None or (piggyback := entry.piggyback) is None:
             return 0
         window = self.window
         piggyback.reduction.prepare(
-            self.pending.named[entry.name].request.inputs[0],
+            pending.named[entry.name].request.inputs[0],
             piggyback.buffers[window.vector_parity ^ 1][window.index],
         )
         return piggyback.field
@@ -81,11 +69,12 @@ class Piggybacking:
 
         ``agreed``: The AND of the vectors. If a member loaded nothing, its piggyback field is 0.
         """
-        entry, pending = self._loaded, self.pending
+        entry, executor = self._loaded, self.executor
         if entry is None or (piggyback := entry.piggyback) is None:
             return 0
         if agreed & piggyback.field != piggyback.field:
             return 0
+        pending = executor.pending
         work, how = pending.named[entry.name], piggyback.reduction
         buffers, outputs = piggyback.buffers[self.window.vector_parity], work.request.outputs
         target = aligned_empty(buffers[0].shape, how.dtype) if outputs is None else outputs[0]
@@ -93,9 +82,9 @@ class Piggybacking:
         if how.late:
             how.deliver(target, target)
         entry.used = round_number
-        with self.lock:
+        with executor.lock:
             pending.ready &= ~piggyback.bit
             del pending.named[entry.name]
-        self.recorder.small_batch(piggyback.record, round_number)
+        executor.recorder.small_batch(piggyback.record, round_number)
         work.finish([target])
         return piggyback.bit

@@ -113,9 +113,7 @@ class ProcessSetState:
         self._window = window = transport.window if transport.one_host else None
         self._piggybacking: Piggybacking | None = None
         if window is not None:
-            self._piggybacking = Piggybacking(
-                set_id, window, self._layout, self.pending, lock, self._recorder
-            )
+            self._piggybacking = Piggybacking(self._executor, window, self._layout)
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
 
@@ -358,7 +356,7 @@ class ProcessSetState:
                 entry = CacheEntry(name, description, self.rounds, mismatched)
                 slot = pending.cache.install(entry)
                 if self._piggybacking is not None and not mismatched:
-                    entry.piggyback = self._piggybacking.plan(slot, name, description)
+                    entry.piggyback = self._piggybacking.plan(slot, entry)
                 if agreed >> 2 * number & 2:
                     installed.append((slot, entry))
             self._executor.plans.clear()
