@@ -61,13 +61,8 @@ class Engine:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        settings: Settings,
-        *,
-        threaded: bool = True,
-        report: Callable[[str], None] | None = None,
-        ring: Ring | None = None,
+        self, transport: Transport, settings: Settings, *, threaded: bool = True,
+        report: Callable[[str], None] | None = None, ring: Ring | None = None,
     ) -> None:
         self.settings, self.transport = settings, transport
         self.rank, self.size = transport.rank, transport.size
@@ -327,10 +322,7 @@ class Engine:
         self._exclusively(fail, end=True)
 
     def shutdown(
-        self,
-        reason: str = "has called shutdown()",
-        timeout: float = 30.0,
-        departing: bool = False,
+        self, reason: str = "has called shutdown()", timeout: float = 30.0, departing: bool = False
     ) -> bool:
         """Stop on all ranks. Pending operations fail everywhere with ShutDownError.
 

@@ -265,13 +265,9 @@ class Recorder:
         if not (named or self._directory):
             return None
         content = {
-            "rank": who.rank,
-            "host": who.host,
-            "pid": who.pid,
-            "reason": reason,
-            "pending": pending,
-            "records": self._records(),
-        }
+            "rank": who.rank, "host": who.host, "pid": who.pid,
+            "reason": reason, "pending": pending, "records": self._records(),
+        }  # fmt: skip
         return self.save("flight", who, json.dumps(content, default=str, indent=1))
 
     def save(self, kind: str, who: Identity, text: str) -> str | None:

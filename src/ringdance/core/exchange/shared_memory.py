@@ -214,13 +214,8 @@ class SharedMemoryExchange(Exchange):
                 ufunc(first[at:end], inputs[tensor][start:stop], out=second[at:end])
 
     def _reduce_block(
-        self,
-        block: Sequence[Segment],
-        buffers: Sequence[Array],
-        inputs: Sequence[Array],
-        how: Reduction,
-        out: Array | None = None,
-        first: int = 0,
+        self, block: Sequence[Segment], buffers: Sequence[Array], inputs: Sequence[Array], how: Reduction,
+        out: Array | None = None, first: int = 0,
     ) -> None:
         """Reduce this rank's own block in rank order, without copying its own tensors.
 
