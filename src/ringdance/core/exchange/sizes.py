@@ -22,7 +22,7 @@ class Sizes:
 
     Attributes:
         small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative if none is.
-        chunk: Chunk within hosts. 0 if there is no such stage.
+        chunk: Chunk within hosts. 0 without that stage.
         flat_chunk: Chunk of a flat all-reduce.
         wire: Bytes that cross between hosts together: chunks' blocks, or a flat chunk.
         chunks_per_wire: Number of chunks whose blocks cross together.
