@@ -17,7 +17,7 @@ Note [Ends]
                         fail_by and fail_lost;                      communicators stay; the transport keeps
                         Engine.shutdown, after its timeout;         the buffers of posted operations
                         Engine.leave, after an uncaught exception;
-                        Engine.thread_failed, on the engine thread
+                        ProgressEngine, if its own thread fails
     fail_by             a step or a check of the peers that raised  ``fail``: a rank is lost, or EngineError
     fail_lost           a check of the peers; fail_by               ``fail`` with RankLostError
     disown              a child of the rank, forked or started      collectives raise in the child; nothing
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass, field
 
 from ringdance.core.peers import Note, Peers
 from ringdance.core.process_sets.registry import ProcessSets
@@ -52,18 +53,17 @@ _FIGURES_S = 1.0  # all ranks send their figures at the same time
 _REASON_S = 0.2  # the note with the reason can arrive after the round that stops
 
 
+@dataclass(eq=False)
 class EngineEnd:
     """Whether and how an engine has ended. See Note [Ends].
 
-    Args:
+    Attributes:
         transport: Connects all ranks.
         sets: The process sets.
         peers: The other ranks.
         recorder: Writes the flight record.
         summary: Receives the figures of all ranks.
         stop_work: Done when the engine has stopped.
-
-    Attributes:
         closed: True if nothing can be submitted any more.
         broken: Error with which the engine failed, or None.
         failed_here: True if this rank detected the failure.
@@ -73,26 +73,23 @@ class EngineEnd:
         departed: A rank whose program has exited, so that this job cannot be restarted, or "".
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        sets: ProcessSets,
-        peers: Peers,
-        recorder: Recorder,
-        summary: RunSummary,
-        stop_work: Work,
-    ) -> None:
-        self.closed = False
-        self.broken: CollectiveError | None = None
-        self.failed_here = False
-        self.stopped_first = False
-        self.unclean = False
-        self.incomplete: list[str] = []
-        self.departed = ""
-        self._transport, self._sets, self._peers = transport, sets, peers
-        self._identity = transport.identities[transport.rank]
-        self._recorder, self._summary, self._stop_work = recorder, summary, stop_work
-        self._reason = ""
+    transport: Transport
+    sets: ProcessSets
+    peers: Peers
+    recorder: Recorder
+    summary: RunSummary
+    stop_work: Work
+    closed: bool = False
+    broken: CollectiveError | None = None
+    failed_here: bool = False
+    stopped_first: bool = False
+    unclean: bool = False
+    incomplete: list[str] = field(default_factory=list)
+    departed: str = ""
+    _reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._identity = self.transport.identities[self.transport.rank]
 
     def ask_to_stop(self, reason: str, departing: bool) -> None:
         """Stop on all ranks. See ``Engine.shutdown``."""
@@ -100,56 +97,56 @@ class EngineEnd:
             return
         self.stopped_first = not self._reason
         departed = str(self._identity) if departing else ""
-        self._peers.post_all({"kind": "stop", "reason": reason, "departed": departed})
+        self.peers.post_all({"kind": "stop", "reason": reason, "departed": departed})
         self.stop(f"{self._identity} {reason}")
 
     def on_stop(self, rank: int, note: Note) -> None:
         """Handle a peer's note "stop"."""
         self.departed = self.departed or note["departed"]
-        self.stop(f"{self._transport.identities[rank]} {note['reason']}")
+        self.stop(f"{self.transport.identities[rank]} {note['reason']}")
 
     def stop(self, reason: str) -> None:
         """Make all sets agree to stop."""
         self._reason = self._reason or reason
-        for state in self._sets.states():
+        for state in self.sets.states():
             state.stopping = True
 
     def close(self) -> None:
         """Free everything after all sets have agreed to stop."""
         self.closed = True
-        self._peers.read_notes()  # a short job: the note may say where the monitor of rank 0's host listens
+        self.peers.read_notes()  # a short job: the note may say where the monitor of rank 0's host listens
         self._exchange_figures()
         limit = time.monotonic() + _REASON_S
         while not self._reason and time.monotonic() < limit:
-            self._peers.read_notes()
+            self.peers.read_notes()
             time.sleep(1e-3)
         self._reason = self._reason or "Another rank has shut down"
-        made = f"Rank {self._identity.rank} has made {self._recorder.steps_text()}."
+        made = f"Rank {self._identity.rank} has made {self.recorder.steps_text()}."
         advice = f" {made} {UNEVEN_STEPS}" if self.departed else ""
         error = ShutDownError(f"{self._reason} while this operation was pending.{advice}")
-        registered = sorted(self._sets.registered.copy().items(), reverse=True)
+        registered = sorted(self.sets.registered.copy().items(), reverse=True)
         states = [known.state for _, known in registered if known.state is not None]
         for state in states:
             self.unclean |= not state.no_waiter
             self.incomplete += [w.name for w in state.pending.in_flight() if w.refusal is None]
-            self._sets.fail_pending(state, error)
-        self._sets.event_count = None
+            self.sets.fail_pending(state, error)
+        self.sets.event_count = None
         try:
             for state in states:
                 state.close()
         finally:
-            self._stop_work.finish()
+            self.stop_work.finish()
 
     def _exchange_figures(self) -> None:
         """Send this rank's figures for the summary to rank 0, which waits briefly for all ranks' figures."""
-        summary, limit = self._summary, time.monotonic() + _FIGURES_S
-        self._recorder.publish()
+        summary, limit = self.summary, time.monotonic() + _FIGURES_S
+        self.recorder.publish()
         if self._identity.rank:
             if summary.wanted(0.5):  # rank 0's clock decides
-                self._peers.post(0, {"kind": "figures", "figures": summary.figures()})
+                self.peers.post(0, {"kind": "figures", "figures": summary.figures()})
             return
         while summary.wanted() and not summary.complete and time.monotonic() < limit:
-            self._peers.read_notes()
+            self.peers.read_notes()
             time.sleep(1e-3)
 
     def fail(self, error: CollectiveError, *, departed: str = "", notify: bool = True) -> None:
@@ -164,23 +161,23 @@ class EngineEnd:
             return
         self.broken, self.closed, self.failed_here = error, True, notify
         self.departed = self.departed or departed
-        states = self._sets.states()
+        states = self.sets.states()
         pending = [work.name for state in states for work in state.pending.in_flight()]
         message = str(error)
         if notify:
             kind = type(error).__name__
             note = {"kind": "failed", "message": message, "departed": self.departed, "error": kind}
-            self._peers.post_all(note)
+            self.peers.post_all(note)
         # The rank that detected the failure shows this error, unless the failure is its own exception.
         named = notify and departed != str(self._identity)
-        path = self._recorder.dump(self._identity, message, pending, named)
+        path = self.recorder.dump(self._identity, message, pending, named)
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         for state in states:
             for device in state.exchange.devices.values():
                 device.close(False)
-            self._sets.fail_pending(state, error)
-        self._stop_work.finish(error=None)
+            self.sets.fail_pending(state, error)
+        self.stop_work.finish(error=None)
 
     def on_failed(self, rank: int, note: Note) -> None:
         """Handle a peer's note "failed"."""
@@ -195,16 +192,24 @@ class EngineEnd:
         )
         self.fail(error, departed=who)
 
-    def fail_by(self, error: Exception) -> None:
+    def fail_by(self, error: BaseException) -> None:
         """Fail because of an error, which may mean that a rank has died."""
-        lost = self._transport.lost(error)
+        if isinstance(error, CollectiveError):
+            self.fail(error)
+            return
+        lost = self.transport.lost(error)
         if lost is None:
             self.fail(EngineError.of(self._identity, error))
             return
-        self._peers.read_notes()  # an earlier note of the lost rank says more
+        self.peers.read_notes()  # an earlier note of the lost rank says more
         if not self.closed:
-            who = ", ".join(str(self._transport.identities[rank]) for rank in lost)
+            who = ", ".join(str(self.transport.identities[rank]) for rank in lost)
             self.fail_lost(who or "A rank")
+
+    def abandon(self, work: Work) -> None:
+        """Fail a Work that an interrupt has removed from all collections. The engine has ended."""
+        if not work.done():
+            work.finish(error=None if work is self.stop_work else self.error())
 
     def error(self) -> CollectiveError:
         """Return the error for anything submitted or waited for after the end."""

@@ -25,16 +25,9 @@ from ringdance.core.recorder import Profiler, Recorder
 from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.ring import Ring
+from ringdance.core.stepping import Stepper
 from ringdance.core.transport.base import Transport
-from ringdance.errors import (
-    ArgumentError,
-    CollectiveError,
-    EngineError,
-    ProcessSetRemovedError,
-    RankLostError,
-    ShutDownError,
-    StallError,
-)
+from ringdance.errors import ArgumentError, ProcessSetRemovedError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
 
 _REFUSED = (-2,)
@@ -68,13 +61,8 @@ class Engine:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        settings: Settings,
-        *,
-        threaded: bool = True,
-        report: Callable[[str], None] | None = None,
-        ring: Ring | None = None,
+        self, transport: Transport, settings: Settings, *, threaded: bool = True,
+        report: Callable[[str], None] | None = None, ring: Ring | None = None,
     ) -> None:
         self.settings, self.transport = settings, transport
         self.rank, self.size = transport.rank, transport.size
@@ -88,15 +76,15 @@ class Engine:
         self.recorder = Recorder(settings.flight_recorder_dir, ring)
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
         self.profilers: list[Profiler] = []
-        self.joins = 0  # number of times that all ranks have joined
         self.report = report or (lambda text: None)
+        self.joins = 0  # number of times that all ranks have joined
         self.end: EngineEnd
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
         self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread holds it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.context = Context(self.recorder)
         self.callers = Callers()
-        self.sets = ProcessSets(transport, settings, self.context, self.callers, self._lock, self.recorder)
+        self.sets = ProcessSets(transport, settings, self.context, self.callers, self._lock)
         self.on_monitor: Callable[[Note], None] = lambda note: None
         self.on_check: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] | None = None
@@ -108,9 +96,12 @@ class Engine:
         }
         peers = self._peers = Peers(transport, settings, self.sets, self.callers, self.recorder, handlers)
         self.end = EngineEnd(transport, self.sets, peers, self.recorder, self.summary, self._stop_work)
+        self._stepper = Stepper(
+            self.sets, self.context, self.callers, peers, self.end, lambda: self.on_check(), self.report
+        )
         self._progress_engine: ProgressEngine | None = None
         if self.size > 1:
-            self._progress_engine = ProgressEngine(self, settings.spin_microseconds * 1e-6)
+            self._progress_engine = ProgressEngine(self._stepper, settings.spin_microseconds * 1e-6)
             if threaded:
                 self._progress_engine.start_thread(f"ringdance engine {self.rank}")
 
@@ -282,67 +273,6 @@ class Engine:
             raise
         return int(self.submit(request, wake=False).wait())
 
-    # -- called by the progress engine ---------------------------------------------------------
-
-    def step(self) -> bool:
-        """Advance all process sets without blocking. Returns True if any made progress."""
-        if self.end.closed:
-            return False
-        sets, context = self.sets, self.context
-        before = context.achieved
-        try:
-            for machine in sets.machines:
-                if next(machine[1], self) is self:
-                    sets.machines = tuple(m for m in sets.machines if m is not machine)
-                    context.achieved += 1
-            if not sets.machines:
-                self.end.close()
-        except CollectiveError as error:
-            self.end.fail(error)
-        except Exception as error:
-            self.end.fail_by(error)
-        except BaseException as error:
-            self.end.fail(EngineError.of(self.identity, error))
-            raise
-        return context.achieved != before
-
-    def check_peers(self) -> None:
-        """Read notes, detect lost peers and check for stalls."""
-        if self.end.closed:
-            return
-        try:
-            self._peers.read_notes()
-            self.sets.check_left(self._peers.post)
-            self.recorder.publish()
-            self.on_check()
-            for state in self.sets.states():
-                for device in state.exchange.devices.values():
-                    device.check()
-            if not self.end.closed and (lost := self._peers.lost()):
-                self._peers.read_notes()  # an earlier note of the lost rank says more
-                if not self.end.closed:
-                    self.end.fail_lost(lost)
-            if self.end.closed:
-                return
-            warning, error = self._peers.stall()
-            if error is not None:
-                self.end.fail(error(warning))
-            elif warning:
-                self.report(warning)
-        except CollectiveError as error:
-            self.end.fail(error)
-        except Exception as error:
-            self.end.fail_by(error)
-
-    def abandon(self, work: Work) -> None:
-        """Fail a Work that an interrupt has removed from all collections. The engine has ended."""
-        if not work.done():
-            work.finish(error=None if work is self._stop_work else self.end.error())
-
-    def thread_failed(self, error: BaseException) -> None:
-        """Fail because the engine thread has exited and would no longer start asynchronous work."""
-        self._exclusively(self.end.fail, EngineError.of(self.identity, error), end=True)
-
     # -- from any thread -----------------------------------------------------------------------
 
     def _exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> bool:
@@ -392,10 +322,7 @@ class Engine:
         self._exclusively(fail, end=True)
 
     def shutdown(
-        self,
-        reason: str = "has called shutdown()",
-        timeout: float = 30.0,
-        departing: bool = False,
+        self, reason: str = "has called shutdown()", timeout: float = 30.0, departing: bool = False
     ) -> bool:
         """Stop on all ranks. Pending operations fail everywhere with ShutDownError.
 
@@ -423,7 +350,7 @@ class Engine:
         return self.end.broken is None and self._stop_work.done()
 
     def disown(self, origin: str = "was forked from") -> None:
-        """Refuse collectives in a child of a rank, answer rank and size, leave the rank's records alone."""
+        """Refuse collectives in a child of a rank, answer rank and size, do not touch the rank's records."""
         self.recorder = self.recorder.private()
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:

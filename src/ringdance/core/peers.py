@@ -36,13 +36,8 @@ class Peers:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        settings: Settings,
-        sets: ProcessSets,
-        callers: Callers,
-        recorder: Recorder,
-        handlers: Mapping[str, Callable[[int, Note], None]],
+        self, transport: Transport, settings: Settings, sets: ProcessSets, callers: Callers,
+        recorder: Recorder, handlers: Mapping[str, Callable[[int, Note], None]],
     ) -> None:
         self._transport, self._sets, self._recorder = transport, sets, recorder
         self._identity = transport.identities[transport.rank]

@@ -21,13 +21,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from ringdance.core.callers import Callers
-from ringdance.core.exchange import Context
-from ringdance.core.process_sets.registry import ProcessSets
-from ringdance.core.recorder import Recorder
 from ringdance.core.request import Work
+from ringdance.core.stepping import Stepper
 from ringdance.core.transport.eventcount import yield_core
 
 _CHECK_EVERY = 0.1  # seconds between checks of the peers
@@ -39,32 +36,7 @@ _FIRST_BACKOFF = 5e-5
 _STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps take microseconds
 
 
-class Stepped(Protocol):
-    """What a progress engine steps: an engine."""
-
-    callers: Callers
-    sets: ProcessSets
-    context: Context
-    recorder: Recorder
-
-    @property
-    def closed(self) -> bool:
-        """True if the engine has ended."""
-
-    def step(self) -> bool:
-        """Do what can be done without blocking. Returns True if anything made progress."""
-
-    def check_peers(self) -> None:
-        """Read notes, detect lost peers and check for stalls."""
-
-    def abandon(self, work: Work) -> None:
-        """Fail a Work that is not in any collection any more. The engine is closed."""
-
-    def thread_failed(self, error: BaseException) -> None:
-        """Handle an error that ended the engine thread, which is not in a step."""
-
-
-def _alone(taken: dict[int, object], call: Callable[..., Any], *arguments: Any) -> Any:
+def _unless_taken(taken: dict[int, object], call: Callable[..., Any], *arguments: Any) -> Any:
     """Make the call unless another thread is doing so. Returns the result or None. See Note [Interrupts]."""
     me = object()
     try:
@@ -84,12 +56,12 @@ class ProgressEngine:
         asleep: True while the engine thread rests and has to be woken.
 
     Args:
-        engine: The engine to step.
+        stepper: Makes the steps.
         spin_seconds: Seconds to poll before sleeping.
     """
 
-    def __init__(self, engine: Stepped, spin_seconds: float) -> None:
-        self._engine = engine
+    def __init__(self, stepper: Stepper, spin_seconds: float) -> None:
+        self._stepper = stepper
         self._spin = spin_seconds
         self._stepping: dict[int, object] = {}
         self._leading: dict[int, object] = {}
@@ -134,12 +106,12 @@ class ProgressEngine:
 
     def caller_left(self) -> None:
         """Hand over to another caller, or to the engine thread, because a caller has left."""
-        if waiting := self._engine.callers.waiting:
+        if waiting := self._stepper.callers.waiting:
             for work in list(waiting.values()):
                 if not work.complete:
                     work.waiter().set()
                     return
-        if self.asleep and self._engine.sets.next_due() is not None:
+        if self.asleep and self._stepper.sets.next_due() is not None:
             self.wake()
 
     def _lead(self, work: Work, began: float, deadline: float | None) -> None:
@@ -155,12 +127,12 @@ class ProgressEngine:
                 raise _timeout(work)
             if now < spin_until:
                 yield_core()
-            elif self._engine.closed:  # a Work that is not done by now never will be
-                if _alone(self._stepping, self._engine.abandon, work) is None:
+            elif self._stepper.end.closed:  # a Work that is not done by now never will be
+                if _unless_taken(self._stepping, self._stepper.end.abandon, work) is None:
                     time.sleep(1e-3)
             elif not work.complete:  # another thread's step may have completed it
                 backoff = self._sleep(now, backoff)
-        recorder, waited = self._engine.recorder, time.monotonic() - began
+        recorder, waited = self._stepper.context.recorder, time.monotonic() - began
         recorder.waited += waited
         if recorder.detail:
             recorder.wait(work, waited)
@@ -179,8 +151,8 @@ class ProgressEngine:
 
     def _try_step(self) -> bool:
         me, stepping = object(), self._stepping
-        try:  # like _alone, but without its call: waiting threads do this all the time
-            if stepping.setdefault(0, me) is not me or not self._engine.step():
+        try:  # like _unless_taken, but without its call: waiting threads do this all the time
+            if stepping.setdefault(0, me) is not me or not self._stepper.step():
                 return False
         finally:
             try:
@@ -197,9 +169,9 @@ class ProgressEngine:
         """Sleep until something may have changed. Returns the next backoff."""
         if now - self._checked > _CHECK_EVERY:
             self.check_peers(now)
-        limit = self._engine.sets.backoff_until() - now
-        event = self._engine.sets.event_count
-        if event is None and self._engine.context.in_transit:
+        limit = self._stepper.sets.backoff_until() - now
+        event = self._stepper.sets.event_count
+        if event is None and self._stepper.context.in_transit:
             time.sleep(_TRANSIT_SLEEP)
             return backoff
         if event is None:
@@ -215,7 +187,7 @@ class ProgressEngine:
     def check_peers(self, now: float) -> None:
         """Check the peers unless another thread is in a step."""
         self._checked = now
-        _alone(self._stepping, self._engine.check_peers)
+        _unless_taken(self._stepping, self._stepper.check_peers)
 
     def exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> bool:
         """Make a call while no other thread is in a step. The calling thread must not be in a step.
@@ -233,10 +205,10 @@ class ProgressEngine:
             call(*arguments)
 
         limit = time.monotonic() + _STEP_LIMIT
-        _alone(self._stepping, run)
+        _unless_taken(self._stepping, run)
         while not done and time.monotonic() < limit:
             time.sleep(1e-4)
-            _alone(self._stepping, run)
+            _unless_taken(self._stepping, run)
         if end and not done:
             run()
         return bool(done)
@@ -247,12 +219,13 @@ class ProgressEngine:
         try:
             self._run()
         except BaseException as error:
-            self._engine.thread_failed(error)
+            # Otherwise nothing would start asynchronous work any more.
+            self.exclusively(self._stepper.end.fail_by, error, end=True)
 
     def _run(self) -> None:
         spin_until = 0.0
         backoff = _FIRST_BACKOFF
-        while not self._engine.closed:
+        while not self._stepper.end.closed:
             now = time.monotonic()
             if self._seconds_to_work(now) > 0:
                 self._rest()
@@ -268,7 +241,7 @@ class ProgressEngine:
 
     def _seconds_to_work(self, now: float) -> float:
         """Return how long the engine thread has nothing to do, at most ``_IDLE``. Callers drive."""
-        due = None if self._engine.callers.waiting else self._engine.sets.next_due()
+        due = None if self._stepper.callers.waiting else self._stepper.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
 
     def _rest(self) -> None:
@@ -279,7 +252,7 @@ class ProgressEngine:
         self.asleep = False
         self._wake.clear()
         now = time.monotonic()
-        if not self._engine.callers.waiting and now - self._checked >= 0.9 * _CHECK_EVERY:
+        if not self._stepper.callers.waiting and now - self._checked >= 0.9 * _CHECK_EVERY:
             self.check_peers(now)
 
     def join(self) -> None:

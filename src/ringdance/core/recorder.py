@@ -11,6 +11,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
@@ -44,7 +45,8 @@ class Profiler(NamedTuple):
 _COUNTERS = struct.Struct("<4q").pack_into  # BATCHES, TENSORS, BYTES, WAITED
 
 
-class BatchRecord(NamedTuple):
+@dataclass(slots=True)
+class BatchRecord:
     """The fields that all records of a batch share."""
 
     set_id: int
@@ -136,11 +138,11 @@ class Recorder:
                 self._write(*self._small.popleft())
 
     def _write(self, what: BatchRecord, round_number: int, now: int, duration: int) -> None:
-        set_id, collective, label, nbytes = what
         number = next(self.ring.numbers)
         RECORD.pack_into(  # like Ring.add, but faster, because this runs for each batch
-            self.ring.slots, (number & MASK) * 40, now, label, _BATCH, set_id & 0xFFFF, round_number & _U32,
-            duration & _U32, collective, nbytes & _U32, nbytes >> 32 & _U32, number & _U32,
+            self.ring.slots, (number & MASK) * 40, now, what.label, _BATCH, what.set_id & 0xFFFF,
+            round_number & _U32, duration & _U32, what.collective, what.nbytes & _U32,
+            what.nbytes >> 32 & _U32, number & _U32,
         )  # fmt: skip
         self.words[_WRITTEN] = number + 1
 
@@ -263,13 +265,9 @@ class Recorder:
         if not (named or self._directory):
             return None
         content = {
-            "rank": who.rank,
-            "host": who.host,
-            "pid": who.pid,
-            "reason": reason,
-            "pending": pending,
-            "records": self._records(),
-        }
+            "rank": who.rank, "host": who.host, "pid": who.pid,
+            "reason": reason, "pending": pending, "records": self._records(),
+        }  # fmt: skip
         return self.save("flight", who, json.dumps(content, default=str, indent=1))
 
     def save(self, kind: str, who: Identity, text: str) -> str | None:

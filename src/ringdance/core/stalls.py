@@ -126,7 +126,7 @@ class StallWatch:
             "kind": "status",
             "pending": [(number, work.name) for number, work in works],
             "labels": labels.labels_of(work.name for _, work in works),
-            "due": [s.set_id for s in sets if s.takes_part()] + [number for number, _ in messages],
+            "due": [s.set_id for s in sets if s.next_due() is not None] + [number for number, _ in messages],
             "waiting": bool(messages) or any(self._callers.waits_in(s.set_id) for s in sets),
             "joined": any(s.pending.join is not None for s in sets),
             "threads": thread_locations({work.thread for _, work in works}),

@@ -75,14 +75,14 @@ def test_an_idle_engine_takes_no_steps(settings: Settings, monkeypatch: pytest.M
         hvd.barrier()
         time.sleep(0.05)
         steps = 0
-        step = engine.step
+        step = engine._stepper.step
 
         def counted() -> bool:
             nonlocal steps
             steps += 1
             return step()
 
-        monkeypatch.setattr(engine, "step", counted)
+        monkeypatch.setattr(engine._stepper, "step", counted)
         time.sleep(0.5)
         counted_steps = steps
         hvd.barrier()

@@ -19,6 +19,7 @@ from ringdance.core import progress
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.request import Collective, ReduceOp, Work
+from ringdance.core.stepping import Stepper
 from ringdance.errors import EngineError
 from ringdance.settings import Settings
 from ringdance.training.collectives import Call, barrier
@@ -179,7 +180,7 @@ def interrupt(call: Callable[[], Any], codes: dict[CodeType, set[int]], at: int)
 
 def test_an_interrupt_anywhere_leaves_nothing_taken() -> None:
     functions = (
-        progress._alone, progress.ProgressEngine.wait, progress.ProgressEngine._lead,
+        progress._unless_taken, progress.ProgressEngine.wait, progress.ProgressEngine._lead,
         progress.ProgressEngine._try_step, progress.ProgressEngine.check_peers, Engine._wait,
     )  # fmt: skip
     codes = {function.__code__: set(after_looks(function.__code__)) for function in functions}
@@ -228,18 +229,18 @@ def test_without_threads_mpi_is_called_on_this_one(monkeypatch: pytest.MonkeyPat
 def test_notes_are_read_during_a_long_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step makes progress, so no thread sleeps, but inquiries must be answered anyway."""
     checked: list[int] = []
-    check = Engine.check_peers
+    check = Stepper.check_peers
 
-    def counting(engine: Engine) -> None:
-        checked.append(engine.rank)
-        check(engine)
+    def counting(stepper: Stepper) -> None:
+        checked.append(stepper.sets.find(0).state.transport.rank)
+        check(stepper)
 
-    monkeypatch.setattr(Engine, "check_peers", counting)
+    monkeypatch.setattr(Stepper, "check_peers", counting)
     monkeypatch.setattr(progress, "_CHECK_EVERY", 0.0)
 
     def program(engine: Engine) -> None:
-        step = engine.step
-        monkeypatch.setattr(engine, "step", lambda: bool(step()) or True)
+        step = engine._stepper.step
+        monkeypatch.setattr(engine._stepper, "step", lambda: bool(step()) or True)
         start(engine, "A").wait()
 
     job(2, program, threaded=False)

@@ -10,6 +10,7 @@ from ringdance.core.exchange.base import Context, Exchange, Steps, aligned_empty
 from ringdance.core.exchange.hierarchical import HierarchicalExchange
 from ringdance.core.exchange.mpi import MpiExchange
 from ringdance.core.exchange.shared_memory import SharedMemoryExchange
+from ringdance.core.exchange.sizes import sizes_for
 from ringdance.core.transport.base import Transport
 
 _MAX_CHUNK = 64 << 20  # bytes: keeps the size of a reduction far below the limit of MPI's counts, 2^31
@@ -19,7 +20,7 @@ __all__ = ["Context", "Exchange", "Steps", "aligned_empty", "exchange_for"]
 
 def exchange_for(
     transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, fixed_order: bool = False,
-    room: int = 0,
+    largest_chunk: int = 0,
 ) -> Exchange:
     """Return the exchange for a communicator. May be collective, so all members must call it.
 
@@ -31,7 +32,7 @@ def exchange_for(
         fixed_order: If True, reduce every element in the same order (within a host by rank, then host by
             host). Otherwise small batches, and batches of many members, are reduced in MPI's order, which may
             depend on the batch.
-        room: Largest chunk that ``set_chunks`` may be asked for, in bytes.
+        largest_chunk: Largest chunk that ``set_chunks`` may be asked for, in bytes.
     """
     chunk_bytes, small_bytes = min(chunk_bytes, _MAX_CHUNK), min(small_bytes, _MAX_CHUNK)
     if transport.window is not None and transport.one_host:
@@ -41,6 +42,8 @@ def exchange_for(
     if fixed_order:
         small_bytes = -1  # no batch is small
     hierarchy = None if transport.one_host else transport.hierarchy()
-    if hierarchy is not None:
-        return HierarchicalExchange(transport, hierarchy, chunk_bytes, small_bytes, context)
-    return MpiExchange(transport, chunk_bytes, small_bytes, context, room)
+    members = transport.size
+    if hierarchy is None:
+        return MpiExchange(transport, sizes_for(members, chunk_bytes, small_bytes, largest_chunk), context)
+    sizes = sizes_for(members, chunk_bytes, small_bytes, hierarchy.buffer_bytes, hierarchy.host_sizes)
+    return HierarchicalExchange(transport, hierarchy, sizes, context)

@@ -11,26 +11,19 @@ import numpy as np
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Context, Exchange, Steps, as_bytes, copy_range
 from ringdance.core.exchange.chunks import chunks, even_rows
+from ringdance.core.exchange.sizes import Sizes
 from ringdance.core.transport.base import Pending, Transport
 
 _IN_FLIGHT = 4  # chunks: enough to overlap packing, the network and unpacking
 _AHEAD = 2  # of them are sent before the first is reduced, to keep the network busy
 _POLLS = 8  # consecutive tests for completion: the library moves data in each
 _FEW = 16  # up to this many members send the blocks of a chunk to each other
-_MESSAGE = 16 << 10  # minimum bytes of a block: shorter messages take more CPU time than network time
-_MAX_WIRE = 16 << 20  # maximum bytes that cross together
-# Data that are not reduced move in rounds, far below the limit of MPI's counts, 2^31 bytes. From 4 MiB on,
-# the size hardly matters. A second round in flight keeps the network busy while one is packed and unpacked.
-_ROUND_BYTES = 16 << 20
+# A second round in flight keeps the network busy while one is packed and unpacked.
 _ROUNDS = 2
 
+_Handle = Callable[[int, Array], Steps]
 # A round in flight, and the function that unpacks it.
 _Posted = tuple[Pending, Callable[[], None] | None]
-
-
-def wire_bytes(members: int, chunk_bytes: int) -> int:
-    """Return how many bytes cross together between ``members``, so that blocks are not short messages."""
-    return max(chunk_bytes, min(_MESSAGE * members, _MAX_WIRE))
 
 
 def sends_to_few(members: int) -> bool:
@@ -139,13 +132,7 @@ class ChunkPipeline:
         self._context = context
         self._ring = [_ChunkInFlight(transport, small_bytes, context, chunk_bytes) for _ in range(_IN_FLIGHT)]
 
-    def run(
-        self,
-        lengths: Sequence[int],
-        how: Reduction,
-        load: Callable[[int, Array], Steps],
-        unload: Callable[[int, Array], Steps],
-    ) -> Steps:
+    def run(self, lengths: Sequence[int], how: Reduction, load: _Handle, unload: _Handle) -> Steps:
         """Reduce chunks.
 
         Args:
@@ -186,34 +173,25 @@ class MpiExchange(Exchange):
 
     Args:
         transport: Connects all members.
-        chunk_bytes, small_bytes, context, room: Arguments of ``exchange_for``.
+        sizes: Bytes that move at a time.
+        context: Counts progress.
     """
 
-    def __init__(
-        self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, room: int = 0
-    ) -> None:
+    def __init__(self, transport: Transport, sizes: Sizes, context: Context) -> None:
         super().__init__(transport.rank, transport.size, context)
         self._transport = transport
-        self._least = max(64, small_bytes)
-        wire = wire_bytes(transport.size, max(self._least, chunk_bytes))
-        self._most = max(wire, room)
-        self._set_wire(wire)
-        self._round = min(_ROUND_BYTES, 32 * self._chunk)
-        self._pipeline = ChunkPipeline(transport, self._most, small_bytes, context)
+        self.most_chunk_bytes = sizes.max_chunk
+        self._set_sizes(sizes)
+        self._pipeline = ChunkPipeline(transport, sizes.max_flat_chunk, sizes.small, context)
 
     def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
-        self._set_wire(wire_bytes)
+        self._set_sizes(self._sizes.changed(chunk_bytes, wire_bytes))
 
-    def _set_wire(self, wire: int) -> None:
-        self._chunk = min(max(self._least, wire), self._most) // 64 * 64  # whole elements of any dtype
-        self.wire_bytes = self._chunk
-
-    def _room(self, parts: int) -> int:
-        """Return the bytes of one of ``parts`` in a round, a multiple of any dtype's size."""
-        return max(64, self._round // max(1, parts) // 64 * 64)
+    def _set_sizes(self, sizes: Sizes) -> None:
+        self._sizes, self.chunk_bytes, self.wire_bytes = sizes, sizes.chunk, sizes.wire
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        plan = chunks(tuple([view.size for view in inputs]), self._chunk // how.dtype.itemsize, 1)
+        plan = chunks(tuple([view.size for view in inputs]), self._sizes.flat_chunk // how.dtype.itemsize, 1)
 
         def load(number: int, buffer: Array) -> Steps:
             for tensor, start, stop, at, end in plan[number][0]:
@@ -227,21 +205,21 @@ class MpiExchange(Exchange):
 
         yield from self._pipeline.run([part[-1].end for (part,) in plan], how, load, unload)
 
-    def _rounds(self, length: int, room: int, post: Callable[[int, _Memory], _Posted]) -> Steps:
+    def _rounds(self, length: int, row: int, post: Callable[[int, _Memory], _Posted]) -> Steps:
         """Move rows in rounds, some of them in flight at the same time.
 
         Args:
             length: Bytes or elements of the longest row, equal on all members.
-            room: Bytes or elements (as in ``length``) of each row that a round moves.
+            row: Bytes or elements (as in ``length``) of each row that a round moves.
             post: Starts the round at an offset. Its memory is reused after completion.
         """
-        if length <= room:  # one round: most calls
+        if length <= row:  # one round: most calls
             if length:
                 yield from self._complete(post(0, _Memory()))
             return
         memory = [_Memory() for _ in range(_ROUNDS)]
         posted: deque[_Posted] = deque()
-        for number, start in enumerate(range(0, length, room)):
+        for number, start in enumerate(range(0, length, row)):
             if len(posted) == _ROUNDS:
                 yield from self._complete(posted.popleft())
             posted.append(post(start, memory[number % _ROUNDS]))
@@ -261,10 +239,10 @@ class MpiExchange(Exchange):
         own, transport = self.rank, self._transport
         send_bounds = self.bounds(sends)
         receive_bounds = [self.bounds(views or ()) for views in receives]
-        room = self._room(len(lengths) - lengths.count(0))
+        row_bytes = self._sizes.row(len(lengths) - lengths.count(0))
 
         def post(start: int, memory: _Memory) -> _Posted:
-            counts = [max(0, min(room, length - start)) for length in lengths]
+            counts = [max(0, min(row_bytes, length - start)) for length in lengths]
             stop = start + counts[own]
             if stop <= start:
                 ours = memory.take("send", 0)
@@ -294,15 +272,15 @@ class MpiExchange(Exchange):
                     copy_range(views, receive_bounds[rank], start, start + count, row, outward=True)
                 at += count
 
-        yield from self._rounds(max(lengths), room, post)
+        yield from self._rounds(max(lengths), row_bytes, post)
 
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
         own, size, transport = self.rank, self.size, self._transport
         yield from self.copy(sends[own], receives[own])
-        room = self._room(size)
+        row_bytes = self._sizes.row(size)
 
         def parts(views: Sequence[Array], start: int) -> list[Array]:
-            return [view[start : start + room * (rank != own)] for rank, view in enumerate(views)]
+            return [view[start : start + row_bytes * (rank != own)] for rank, view in enumerate(views)]
 
         def post(start: int, memory: _Memory) -> _Posted:
             outgoing, incoming = parts(sends, start), parts(receives, start)
@@ -319,15 +297,15 @@ class MpiExchange(Exchange):
 
             return transport.alltoall(send, send_counts, receive, receive_counts), complete
 
-        yield from self._rounds(longest, room, post)
+        yield from self._rounds(longest, row_bytes, post)
 
     def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
         own, size, item, transport = self.rank, self.size, how.dtype.itemsize, self._transport
         firsts = list(accumulate(rows, initial=0))
-        room = self._room(size) // item
+        row_length = self._sizes.row(size) // item
 
         def post(start: int, memory: _Memory) -> _Posted:
-            counts = [max(0, min(room, row - start)) for row in rows]
+            counts = [max(0, min(row_length, row - start)) for row in rows]
             send = memory.take("send", sum(counts) * item).view(how.dtype)
             at = 0
             for first, count in zip(firsts, counts, strict=False):
@@ -345,7 +323,7 @@ class MpiExchange(Exchange):
             receive_bytes = [count * item] * size
             return transport.alltoall(as_bytes(send), send_bytes, as_bytes(parts), receive_bytes), complete
 
-        yield from self._rounds(max(rows), room, post)
+        yield from self._rounds(max(rows), row_length, post)
 
 
 class _Memory:

@@ -19,9 +19,9 @@ import numpy as np
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Context, Exchange, Steps, copy_range
 from ringdance.core.exchange.chunks import Segment, chunks
+from ringdance.core.exchange.sizes import MIN_BLOCK_BYTES
 from ringdance.core.transport.window import Window
 
-MIN_BLOCK_BYTES = 256  # minimum of a chunk for each member: 16 elements of any dtype
 # Maximum of an all-reduce's chunk for each member. Two members are 7% faster with chunks of 384 KiB than with
 # 768 KiB, which do not fit the L2 cache. From four members on, fewer synchronization points win.
 _MAX_BLOCK_BYTES = 192 << 10
@@ -214,13 +214,8 @@ class SharedMemoryExchange(Exchange):
                 ufunc(first[at:end], inputs[tensor][start:stop], out=second[at:end])
 
     def _reduce_block(
-        self,
-        block: Sequence[Segment],
-        buffers: Sequence[Array],
-        inputs: Sequence[Array],
-        how: Reduction,
-        out: Array | None = None,
-        first: int = 0,
+        self, block: Sequence[Segment], buffers: Sequence[Array], inputs: Sequence[Array], how: Reduction,
+        out: Array | None = None, first: int = 0,
     ) -> None:
         """Reduce this rank's own block in rank order, without copying its own tensors.
 
@@ -243,46 +238,46 @@ class SharedMemoryExchange(Exchange):
     def stream(
         self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]
     ) -> Steps:
-        room = self._chunk
+        step = self._chunk
         send_bounds = self.bounds(sends)
         receive_bounds = [self.bounds(views or ()) for views in receives]
-        for start in range(0, max(lengths), room):
+        for start in range(0, max(lengths), step):
             buffers = self._buffers(_BYTE)
-            stop = min(start + room, lengths[self.rank])
+            stop = min(start + step, lengths[self.rank])
             if start < stop:
                 copy_range(sends, send_bounds, start, stop, buffers[self._window.index], outward=False)
             yield from self._synchronize()
             for rank, views in enumerate(receives):
-                stop = min(start + room, lengths[rank])
+                stop = min(start + step, lengths[rank])
                 if views is not None and rank != self.rank and start < stop:
                     copy_range(views, receive_bounds[rank], start, stop, buffers[rank], outward=True)
 
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
-        room = self._chunk // self.size // 64 * 64
+        row_bytes = self._chunk // self.size // 64 * 64
         own = self.rank
         yield from self.copy(sends[own], receives[own])
-        for start in range(0, longest, room):
+        for start in range(0, longest, row_bytes):
             buffers = self._buffers(_BYTE)
             for rank, view in enumerate(sends):
-                part = view[start : start + room]
+                part = view[start : start + row_bytes]
                 if rank != own:
-                    buffers[own][rank * room : rank * room + part.size] = part
+                    buffers[own][rank * row_bytes : rank * row_bytes + part.size] = part
             yield from self._synchronize()
             for rank, view in enumerate(receives):
-                part = view[start : start + room]
+                part = view[start : start + row_bytes]
                 if rank != own:
-                    part[...] = buffers[rank][own * room : own * room + part.size]
+                    part[...] = buffers[rank][own * row_bytes : own * row_bytes + part.size]
 
     def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
-        room = self._chunk // how.dtype.itemsize // self.size // 16 * 16
+        row_length = self._chunk // how.dtype.itemsize // self.size // 16 * 16
         bounds = list(accumulate(rows, initial=0))
-        for start in range(0, max(rows), room):
+        for start in range(0, max(rows), row_length):
             blocks = []
             for rank, (first, last) in enumerate(pairwise(bounds)):
-                low, high = first + start, min(first + start + room, last)
-                segment = Segment(0, low, high, rank * room, rank * room + high - low)
+                low, high = first + start, min(first + start + row_length, last)
+                segment = Segment(0, low, high, rank * row_length, rank * row_length + high - low)
                 blocks.append([segment] if low < high else [])
-            part = output[start : start + room]
+            part = output[start : start + row_length]
             yield from self.reduce_in_host(blocks, blocks[self.rank], [source], how, part)
             if how.late:
                 how.deliver(part, part)

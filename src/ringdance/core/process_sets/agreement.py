@@ -32,9 +32,6 @@ from ringdance.core.request import Description
 CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
 UNNAMED = 8  # unnamed requests that a round can match
 PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the number of an entry
-# For data that fit into the vectors' part of the window: the vector's field, the reduction, each member's
-# buffer there for both parities, and the record.
-Piggyback = tuple[int, Reduction, list[list[np.ndarray[Any, Any]]], BatchRecord]
 _M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
 _DIGESTS = 32 * UNNAMED
@@ -94,13 +91,32 @@ class VectorLayout:
 
 
 @dataclass(slots=True)
+class Piggyback:
+    """How the data of a cache entry travel with the vectors, in their part of the window.
+
+    Attributes:
+        bit: The entry's ready bit.
+        field: The vector's field that names the entry.
+        reduction: How the data are reduced.
+        buffers: Each member's buffer, by parity.
+        record: Record of the all-reduce.
+    """
+
+    bit: int
+    field: int
+    reduction: Reduction
+    buffers: list[list[np.ndarray[Any, Any]]]
+    record: BatchRecord
+
+
+@dataclass(slots=True)
 class CacheEntry:
     """A cached request: one bit in the vectors.
 
     Attributes:
         used: Round in which it was last executed.
         mismatched: True if members submitted different requests. The bit then means "submitted something".
-        piggyback: Its ``Piggyback``, or None if its data are too large.
+        piggyback: How its data are piggybacked, or None if they are too large.
     """
 
     name: str

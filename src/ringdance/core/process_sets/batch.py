@@ -17,7 +17,7 @@ def description_bytes(description: Description) -> int:
 
 
 def _batch_key(description: Description) -> tuple[Any, ...] | None:
-    """Return what requests must share to be executed together, or None if this one runs alone."""
+    """Return what requests must share to be executed together, or None if this one has its own batch."""
     if len(set(description.dtypes)) != 1 or description.detail:
         return None
     if description.kind == Collective.ALLREDUCE and description.operation != ReduceOp.ADASUM:

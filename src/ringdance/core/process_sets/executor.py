@@ -27,7 +27,25 @@ from ringdance.errors import MismatchError, StallError
 
 _MAX_PLANS = 256
 _CHANGES = (Collective.ADD_SET, Collective.REMOVE_SET, Collective.TUNE)
-Plan = list[tuple[int, list[CacheEntry], tuple[str, ...], Reduction, BatchRecord]]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Cache entries whose all-reduces are executed together.
+
+    Attributes:
+        bits: Ready bits of the entries.
+        entries: The entries.
+        names: Their names.
+        reduction: How their data are reduced.
+        record: Record of the batch.
+    """
+
+    bits: int
+    entries: list[CacheEntry]
+    names: tuple[str, ...]
+    reduction: Reduction
+    record: BatchRecord
 
 
 @dataclass(kw_only=True)
@@ -43,7 +61,8 @@ class Executor:
         lock: Guards ``pending``.
         recorder: Receives a record of each batch.
         change: Executes an agreed ADD_SET, REMOVE_SET or TUNE. None unless this is the set of all ranks.
-        plans: Batches by the ready bits of a round. Must be cleared whenever the response cache changes.
+        plans: Batches by the ready bits of a round, None unless all are plain all-reduces. Must be cleared
+            whenever the response cache changes.
         largest: Maximums over all planned rounds of all-reduces: requests, bytes, bytes of a batch.
     """
 
@@ -55,7 +74,7 @@ class Executor:
     lock: AbstractContextManager[Any]
     recorder: Recorder
     change: Callable[[AgreedRequest], Steps] | None = None
-    plans: dict[int, Plan | None] = field(default_factory=dict)
+    plans: dict[int, list[Batch] | None] = field(default_factory=dict)
     largest: tuple[int, int, int] = (0, 0, 0)
 
     def run_ready(self, ready: int, round_number: int) -> Steps:
@@ -72,21 +91,22 @@ class Executor:
             yield from self.run_slots(set_bits(ready), round_number)
             return
         named = pending.named
-        for bits, entries, names, how, record in plan:
+        for batch in plan:
             began = time.monotonic_ns()
-            works = [named[name] for name in names]
-            for entry in entries:
+            works = [named[name] for name in batch.names]
+            for entry in batch.entries:
                 entry.used = round_number
-            outputs = yield from allreduce_flat(self.exchange, [work.request for work in works], how)
-            self.recorder.batch(record, round_number, began, len(names))
+            requests = [work.request for work in works]
+            outputs = yield from allreduce_flat(self.exchange, requests, batch.reduction)
+            self.recorder.batch(batch.record, round_number, began, len(works))
             with self.lock:
-                pending.ready &= ~bits
-                for name in names:
+                pending.ready &= ~batch.bits
+                for name in batch.names:
                     del named[name]
             for work, output in zip(works, outputs, strict=True):
                 work.finish(output)
 
-    def _plan(self, slots: list[int]) -> Plan | None:
+    def _plan(self, slots: list[int]) -> list[Batch] | None:
         """Return batches of these entries, or None unless all are plain all-reduces of one dtype each."""
         cached = self.pending.cache.entries
         entries = [entry for slot in slots if (entry := cached[slot]) is not None]
@@ -96,21 +116,24 @@ class Executor:
             plain = plain and not d.detail and not d.device
             if not plain or entry.mismatched or len(set(d.dtypes)) != 1:
                 return None
-        plan = []
-        for positions in plan_batches([entry.description for entry in entries], self.threshold):
-            batch = [entries[i] for i in positions]
-            d = batch[0].description
-            how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
-            names = tuple(entry.name for entry in batch)
-            nbytes = sum(description_bytes(entry.description) for entry in batch)
-            label = self.recorder.label(tuple(map(label_of, names)))
-            record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
-            bits = sum(1 << self.pending.cache.slots[name] for name in names)
-            plan.append((bits, batch, names, how, record))
-        sizes = [record.nbytes for *_, record in plan]
+        groups = plan_batches([entry.description for entry in entries], self.threshold)
+        plan = [self.batch_of([entries[i] for i in positions]) for positions in groups]
+        sizes = [batch.record.nbytes for batch in plan]
         requests, in_round, in_batch = self.largest
         self.largest = max(requests, len(entries)), max(in_round, sum(sizes)), max(in_batch, *sizes, 0)
         return plan
+
+    def batch_of(self, entries: list[CacheEntry]) -> Batch:
+        """Return the batch of these cached all-reduces, which have the same dtype and operation."""
+        d = entries[0].description
+        how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
+        names = tuple(entry.name for entry in entries)
+        nbytes = sum(description_bytes(entry.description) for entry in entries)
+        labels = tuple(map(label_of, names))
+        label = self.recorder.label(labels if len(labels) > 1 else labels[0])
+        record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
+        bits = sum(1 << self.pending.cache.slots[name] for name in names)
+        return Batch(bits, entries, names, how, record)
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
         """Execute the first ``count`` unnamed requests. If 0, the first one is a mismatch."""
@@ -150,8 +173,8 @@ class Executor:
             self.plans.clear()
 
     def _run(self, items: list[AgreedRequest], round_number: int) -> Steps:
-        alone = len(items) == 1
-        plan = [[0]] if alone else plan_batches([item.description for item in items], self.threshold)
+        lone = len(items) == 1
+        plan = [[0]] if lone else plan_batches([item.description for item in items], self.threshold)
         for positions in plan:
             batch = [items[i] for i in positions]
             began = time.monotonic_ns()

@@ -7,6 +7,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,7 @@ from ringdance.core.callers import Callers
 from ringdance.core.collectives import AgreedRequest
 from ringdance.core.exchange import Context, Steps, exchange_for
 from ringdance.core.process_sets.agreement import VectorLayout
-from ringdance.core.process_sets.executor import Executor
-from ringdance.core.process_sets.pending import PendingRequests
 from ringdance.core.process_sets.state import EngineValues, ProcessSetState
-from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective, Description
 from ringdance.core.transport.base import Transport
 from ringdance.core.transport.eventcount import EventCount
@@ -63,7 +61,6 @@ class ProcessSets:
         context: State shared by all sets.
         callers: The engine's callers.
         lock: Guards what submitting threads change.
-        recorder: Receives a record of each batch.
 
     Attributes:
         registered: All sets by id.
@@ -89,13 +86,8 @@ class ProcessSets:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        settings: Settings,
-        context: Context,
-        callers: Callers,
+        self, transport: Transport, settings: Settings, context: Context, callers: Callers,
         lock: contextlib.AbstractContextManager[Any],
-        recorder: Recorder,
     ) -> None:
         self.registered: dict[int, RegisteredSet] = {}
         self.machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
@@ -106,7 +98,6 @@ class ProcessSets:
         self._context, self._callers = context, callers
         context.on_thread = self._on_thread
         self._lock = lock
-        self._recorder = recorder
         self.register(0, tuple(range(transport.size)), transport)
         self._find_event_count()
 
@@ -129,7 +120,7 @@ class ProcessSets:
         """Return when the engine thread has something to do (monotonic), or None if never."""
         soonest: float | None = None
         for state, _ in self.machines:
-            due = 0.0 if state.in_round or state.stopping else state.next_due()
+            due = state.next_due()
             if due is not None and (soonest is None or due < soonest):
                 soonest = due
         return soonest
@@ -170,22 +161,13 @@ class ProcessSets:
         state = None
         if transport is not None and len(ranks) > 1:
             s = self._settings
-            room = buffer_bytes(s, tuned=set_id == 0)
+            largest = buffer_bytes(s, tuned=set_id == 0)
             exchange = exchange_for(
-                transport, s.chunk_bytes, s.small_bytes, self._context, s.deterministic, room
+                transport, s.chunk_bytes, s.small_bytes, self._context, s.deterministic, largest
             )
             exchange.set_id = set_id
-            executor = Executor(
-                set_id=set_id,
-                transport=transport,
-                exchange=exchange,
-                pending=PendingRequests(s.cache_capacity),
-                threshold=s.fusion_threshold,
-                lock=self._lock,
-                recorder=self._recorder,
-                change=self._change if set_id == 0 else None,
-            )
-            state = ProcessSetState(executor, self._callers, s.cycle_time * 1e-3)
+            change = self._change if set_id == 0 else None
+            state = ProcessSetState(set_id, transport, exchange, s, self._callers, self._lock, change)
             steps = state.steps() if set_id < FIRST_GROUP else self._steps_of_group(set_id, state)
             self.machines = (*self.machines, (state, steps))
         alone = len(ranks) == 1 and self._transport.rank in ranks
@@ -309,23 +291,20 @@ class ProcessSets:
         """
         if not self._transport.several_threads:
             return call()
-        outcome: list[Any] = []
+        outcome = Future[Any]()
 
         def run() -> None:
             try:
-                outcome.append((call(), None))
+                outcome.set_result(call())
             except BaseException as error:
-                outcome.append((None, error))
+                outcome.set_exception(error)
 
         thread = threading.Thread(target=run, name="ringdance set-up", daemon=True)
         thread.start()
-        while not outcome:
+        while not outcome.done():
             yield
         thread.join()
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result
+        return outcome.result()
 
     def change_alone(self, description: Description) -> int:
         """Add or remove a set in a job with one process. Returns its id."""

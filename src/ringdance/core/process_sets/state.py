@@ -9,33 +9,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringdance.core.callers import Callers
-from ringdance.core.exchange import Steps, aligned_empty
-from ringdance.core.exchange.arithmetic import Reduction, reduction
-from ringdance.core.labels import label_of
+from ringdance.core.collectives import AgreedRequest
+from ringdance.core.exchange import Exchange, Steps
 from ringdance.core.process_sets.agreement import (
     CONTINUE,
     HAS_UNNAMED,
     NO_WAITER,
-    PIGGYBACK_ENTRIES,
     UNNAMED,
     CacheEntry,
-    Piggyback,
     VectorLayout,
     set_bits,
 )
-from ringdance.core.process_sets.batch import description_bytes
 from ringdance.core.process_sets.encoding import decode_misses, encode_misses
 from ringdance.core.process_sets.executor import Executor
-from ringdance.core.recorder import BatchRecord
-from ringdance.core.request import Collective, Description, ReduceOp, Work
+from ringdance.core.process_sets.pending import PendingRequests
+from ringdance.core.process_sets.piggyback import Piggybacking
 from ringdance.core.ring import Kind
-from ringdance.core.transport.window import PIGGYBACK_BYTES, Window
+from ringdance.core.transport.base import Transport
+from ringdance.core.transport.window import Window
+from ringdance.settings import Settings
 
 _MISSES_AT_ONCE = 256
 _MAX_BACKOFF = 0.010
@@ -64,12 +63,16 @@ class ProcessSetState:
     """The members' agreement, as seen from one member.
 
     Args:
-        executor: Executes what is agreed. Holds the set's number, transport, exchange and pending requests.
+        set_id: Number of the set. 0 for all ranks.
+        transport: The members' communicator. Closed with the set.
+        exchange: Moves the members' data.
+        settings: The engine's settings.
         callers: What threads wait for, in all sets.
-        cycle_seconds: Seconds that an asynchronous request may wait for others.
+        lock: Guards what submitting threads change.
+        change: See ``Executor``.
 
     Attributes:
-        pending: The requests in flight.
+        pending: The requests in flight. Lock: ``lock``.
         members: Global ranks of the members.
         rounds: Number of rounds so far.
         in_round: True during a round. The other members then rely on this rank's vector.
@@ -82,13 +85,20 @@ class ProcessSetState:
         why: Reason why a rank has left the group, if it did not destroy the group.
     """
 
-    def __init__(self, executor: Executor, callers: Callers, cycle_seconds: float) -> None:
-        self._executor, self._callers = executor, callers
-        self._cycle = cycle_seconds
-        self._lock, self._recorder = executor.lock, executor.recorder
-        self.set_id, self.pending = executor.set_id, executor.pending
-        self.transport, self.exchange = transport, exchange = executor.transport, executor.exchange
+    def __init__(
+        self, set_id: int, transport: Transport, exchange: Exchange, settings: Settings, callers: Callers,
+        lock: AbstractContextManager[Any], change: Callable[[AgreedRequest], Steps] | None,
+    ) -> None:
+        self.set_id, self.transport, self.exchange = set_id, transport, exchange
+        self._context, self._recorder = exchange.context, exchange.context.recorder
+        self._callers, self._lock = callers, lock
+        self._cycle = settings.cycle_time * 1e-3
         self.members = transport.members
+        self.pending = PendingRequests(settings.cache_capacity)
+        self._executor = Executor(
+            set_id=set_id, transport=transport, exchange=exchange, pending=self.pending, lock=lock,
+            threshold=settings.fusion_threshold, recorder=self._recorder, change=change,
+        )  # fmt: skip
         self.rounds = 0
         self.in_round = False
         self.urgent = False
@@ -98,13 +108,12 @@ class ProcessSetState:
         self.leaving = False
         self.left: dict[int, float] = {}
         self.why = ""
-        self._context = exchange.context
         self._layout = VectorLayout(transport.size)
         self._last_joined = -1
-        self._window = transport.window if transport.one_host else None
-        self._piggyback: (
-            tuple[int, int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]], BatchRecord] | None
-        ) = None
+        self._window = window = transport.window if transport.one_host else None
+        self._piggybacking: Piggybacking | None = None
+        if window is not None:
+            self._piggybacking = Piggybacking(self._executor, window, self._layout)
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
 
@@ -132,8 +141,11 @@ class ProcessSetState:
 
     def values(self) -> EngineValues:
         """Return the current values."""
-        exchange, chunks = self.exchange, (self.exchange.chunk_bytes, self.exchange.wire_bytes)
-        return EngineValues(self._executor.threshold, self._cycle * 1e3, *chunks, bool(exchange.flat))
+        exchange = self.exchange
+        return EngineValues(
+            fusion_threshold=self._executor.threshold, cycle_time=self._cycle * 1e3,
+            chunk_bytes=exchange.chunk_bytes, wire_bytes=exchange.wire_bytes, flat=bool(exchange.flat),
+        )  # fmt: skip
 
     @property
     def largest(self) -> tuple[int, int, int]:
@@ -150,39 +162,39 @@ class ProcessSetState:
         if exchange.flat is not None:
             exchange.flat = values.flat
 
+    def _wanted_at(self) -> float | None:
+        """Return the time (monotonic) from which this rank wants a round, or None without another event.
+
+        0.0: now. Threads: any.
+        """
+        pending = self.pending
+        if not (pending.named or pending.unnamed or pending.join is not None):  # has_work(), twice as fast
+            return None
+        if self._callers.waiting or self.urgent:
+            return 0.0
+        since = pending.eager_since  # read once: another thread's step may reset it
+        return None if since is None else eager_due(since, pending.eager_last, self._cycle)
+
     def due(self) -> bool:
-        """Return True if this rank should enter a round now."""
+        """Return True if this rank should enter a round now. Thread: the one stepping the engine."""
         if self.stopping:
             return True
-        pending = self.pending
-        if not (pending.named or pending.unnamed or pending.join is not None):
-            self.urgent = False
-            return False
-        since = pending.eager_since
-        if not (self._callers.waiting or self.urgent) and (
-            since is None or time.monotonic() < eager_due(since, pending.eager_last, self._cycle)
-        ):
+        wanted, pending = self._wanted_at(), self.pending
+        if wanted is None or (wanted and time.monotonic() < wanted):
             return False
         if pending.backoff and time.monotonic() < pending.not_before:
             return self._window is not None and self._window.peer_ahead()
         return True
 
-    def takes_part(self) -> bool:
-        """Return True if this rank enters rounds now, or will within a cycle time."""
-        pending_here = self._callers.waiting or self.urgent or self.pending.eager_since is not None
-        return self.in_round or bool(pending_here)
-
     def next_due(self) -> float | None:
-        """Return the time (monotonic) at which a round becomes due without further events, or None."""
-        pending = self.pending
-        if not (pending.named or pending.unnamed or pending.join is not None):  # has_work(), twice as fast
-            return None
-        if self._callers.waiting or self.urgent:
-            return pending.not_before
-        since = pending.eager_since  # read once: another thread's step may reset it
-        if since is None:
-            return None
-        return max(eager_due(since, pending.eager_last, self._cycle), pending.not_before)
+        """Return the time (monotonic) at which a round continues or becomes due, or None. Threads: any.
+
+        None means that only another event can make it due: a submission, or a thread that starts to wait.
+        """
+        if self.in_round or self.stopping:
+            return 0.0
+        wanted = self._wanted_at()
+        return None if wanted is None else max(wanted, self.pending.not_before)
 
     def steps(self) -> Steps:
         """Run until all members have agreed to stop."""
@@ -194,6 +206,8 @@ class ProcessSetState:
             self.in_round = True
             achieved = yield from self._round()
             self.in_round = False
+            if self.urgent and not (pending.named or pending.unnamed or pending.join is not None):
+                self.urgent = False
             if pending.held or pending.eager_since is not None:
                 with self._lock:
                     if pending.held:
@@ -220,12 +234,11 @@ class ProcessSetState:
             if not work.complete and work.request.set_id == self.set_id:
                 vector = layout.waiting
                 break
-        self._piggyback = None
         if not (pending.unnamed or pending.misses or self.stopping or pending.join is not None):  # fast path
             ready = pending.ready
             vector ^= ready << layout.ready_at | HAS_UNNAMED
-            if ready and self._window is not None:
-                vector |= self._load_piggyback(self._window, ready)
+            if ready and self._piggybacking is not None:
+                vector |= self._piggybacking.load(ready)
             return vector
         rank = self.transport.rank
         if self.stopping:
@@ -247,62 +260,6 @@ class ProcessSetState:
         if pending.misses:
             vector ^= 1 << (layout.misses_at + rank)
         return vector | pending.ready << layout.ready_at
-
-    def _load_piggyback(self, window: Window, ready: int) -> int:
-        """Piggyback the first ready request's data on the vector if they fit. Returns the vector's field.
-
-        If all members choose the same entry, the round is also its exchange: one synchronization, not two.
-        """
-        pending = self.pending
-        slot = (ready & -ready).bit_length() - 1
-        entry = pending.cache.entries[slot]
-        if entry is None or entry.piggyback is None:
-            return 0
-        field, how, buffers, record = entry.piggyback
-        parts = buffers[window.vector_parity ^ 1]
-        work = pending.named[entry.name]
-        how.prepare(work.request.inputs[0], parts[window.index])
-        self._piggyback = (field, slot, entry, work, how, parts, record)
-        return field
-
-    def _complete_piggyback(self) -> int:
-        """Reduce the piggybacked data. Returns the entry's bit."""
-        assert self._piggyback is not None
-        _, slot, entry, work, how, parts, record = self._piggyback
-        outputs = work.request.outputs
-        target = aligned_empty(parts[0].shape, how.dtype) if outputs is None else outputs[0]
-        how.combine(parts, target)
-        if how.late:
-            how.deliver(target, target)
-        entry.used = self.rounds
-        pending = self.pending
-        with self._lock:
-            pending.ready &= ~(1 << slot)
-            del pending.named[entry.name]
-        self._recorder.small_batch(record, self.rounds)
-        work.finish([target])
-        return 1 << slot
-
-    def _piggyback_of(self, slot: int, name: str, d: Description) -> Piggyback | None:
-        """Return how a cached request's data are piggybacked, or None if they do not fit."""
-        window = self._window
-        if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM:
-            return None
-        if d.detail or d.device:
-            return None
-        nbytes = description_bytes(d)
-        if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES or slot >= PIGGYBACK_ENTRIES:
-            return None
-        how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
-        if how.pairs:
-            return None
-        shape = d.shapes[0]
-        buffers = [
-            [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks
-        ]
-        label = self._recorder.label(label_of(name))
-        record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
-        return self._layout.piggyback(slot), how, buffers, record
 
     def _agree(self, vector: int, width: int) -> Steps:
         """AND ``vector`` (``width`` bytes) over all members."""
@@ -347,8 +304,8 @@ class ProcessSetState:
         ready = agreed >> layout.ready_at
         if agreed & layout.plain_mask == layout.plain and not pending.joined:  # fast path: only cache hits
             achieved = ready != 0
-            if self._piggyback is not None and agreed & self._piggyback[0] == self._piggyback[0]:
-                ready ^= self._complete_piggyback()
+            if ready and self._piggybacking is not None:
+                ready ^= self._piggybacking.complete(agreed, self.rounds)
             if ready:
                 yield from self._executor.run_ready(ready, self.rounds)
             return achieved
@@ -398,7 +355,8 @@ class ProcessSetState:
                 mismatched = not agreed >> 2 * number & 1
                 entry = CacheEntry(name, description, self.rounds, mismatched)
                 slot = pending.cache.install(entry)
-                entry.piggyback = None if mismatched else self._piggyback_of(slot, name, description)
+                if self._piggybacking is not None and not mismatched:
+                    entry.piggyback = self._piggybacking.plan(slot, entry)
                 if agreed >> 2 * number & 2:
                     installed.append((slot, entry))
             self._executor.plans.clear()

@@ -15,7 +15,7 @@ from ringdance.errors import UNEVEN_STEPS
 _MOST_NAMES = 6
 _MOST_THREADS = 3
 # Work that a single rank often does, by the names of its functions or by what its thread does.
-_ALONE = re.compile(r"eval|valid|checkpoint|save|export|predict|score", re.IGNORECASE)
+_ONE_RANK_WORK = re.compile(r"eval|valid|checkpoint|save|export|predict|score", re.IGNORECASE)
 _IN_FILE = ("pending", "waiting", "joined", "after", "threads")
 
 
@@ -121,15 +121,15 @@ def stall_message(stall: Stall) -> str:
     if stall.missing:
         if stall.culprits == [stall.rank]:
             parts.append(f"Only rank {stall.rank} has submitted {quoted(stall.name)}.")
-        alone = _alone(stall, own)
+        advice = _divide_advice(stall, own)
         calls = "All ranks must make the same calls."
         pair = "Each message needs a send and a receive with the same size and tag."
-        parts.append(alone or (calls if what == "submitted" else pair))
+        parts.append(advice or (calls if what == "submitted" else pair))
         # Ranks that have run out of batches can call join(), which helps with reductions over all ranks. A
         # rank that does not wait for anything may be computing, sleeping or loading.
         status = {stall.rank: stall.status, **stall.answers}
         behind = [rank for rank in stall.missing if status[rank]["waiting"] and not status[rank]["joined"]]
-        if not alone and stall.set_id == 0 and "allreduce." in stall.name and behind:
+        if not advice and stall.set_id == 0 and "allreduce." in stall.name and behind:
             made = [f"rank {rank} has made {status[rank]['after']}" for rank in (stall.rank, *behind)]
             parts.append(f"So far {', '.join(made)}. {UNEVEN_STEPS}")
     elif stall.unstarted:
@@ -168,7 +168,7 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
     return f"{doing}; {_locations(status, own)}"
 
 
-def _alone(stall: Stall, own: set[str]) -> str:
+def _divide_advice(stall: Stall, own: set[str]) -> str:
     """Return advice about work that one rank does while the others wait, or "" if this is not such a case."""
     rank, *more = stall.missing
     status = stall.answers[rank]
@@ -177,7 +177,7 @@ def _alone(stall: Stall, own: set[str]) -> str:
     thread = status["threads"][0]
     functions = [frame.rpartition(" in ")[2] for frame in thread["frames"] if frame not in own]
     for text in (*functions, thread.get("doing", "")):
-        if _ALONE.search(text):
+        if _ONE_RANK_WORK.search(text):
             return (
                 f"The others wait while rank {rank} alone does this ({text}). Divide it among all ranks, or "
                 "do it in the background, as hvd.Checkpoints writes files. If the others should wait, use "

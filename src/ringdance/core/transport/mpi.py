@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
 from ringdance.core.transport.eventcount import process_state
 from ringdance.core.transport.library import library_version
+from ringdance.core.transport.mpi_requests import Incoming, MpiPending, MpiTransfer
 from ringdance.core.transport.window import Window, window_size
 from ringdance.errors import ArgumentError, RankLostError
 
@@ -26,121 +26,11 @@ _MOST_BYTES = (1 << 31) - 1  # maximum size of a message between two ranks: the 
 _FIRST_TAG = 2  # for messages between two ranks; the engine's notes have tag 1
 
 
-class _MpiPending:
-    __slots__ = ("_keep", "_request")
-
-    def __init__(self, request: Any, *keep: Any) -> None:
-        self._request = request
-        self._keep = keep
-        _in_flight.add(self)
-
-    def test(self) -> bool:
-        if self._request.Test():
-            _in_flight.discard(self)
-            return True
-        return False
-
-
-class _MpiTransfer(_MpiPending):
-    """A message between two ranks. ``status`` is an object for MPI's results."""
-
-    __slots__ = ("_status", "source")
-
-    def __init__(self, request: Any, status: Any, buffer: Array) -> None:
-        super().__init__(request, buffer)
-        self._status, self.source = status, -1
-
-    def test(self) -> bool:
-        if self in _in_flight and self._request.Test(self._status):
-            self.source = self._status.Get_source()
-            _in_flight.discard(self)
-        return self not in _in_flight
-
-
-class _Incoming:
-    """A receive that is posted once its message has arrived, and its size is known.
-
-    Between two processes of a host, Open MPI copies all of a message before it raises an error, even into the
-    memory behind a buffer that is too small.
-
-    Args:
-        transport: The receiver's transport.
-        buffer: Memory for the message.
-        source: A rank, or ``MPI.ANY_SOURCE``.
-        tag: Tag of the message.
-    """
-
-    def __init__(self, transport: MpiTransport, buffer: Array, source: int, tag: int) -> None:
-        self.comm, self._mpi, self._buffer = transport._notes, transport._mpi, buffer
-        self._source, self._tag, self._request, self._error = source, tag, None, ""
-        _unmatched.append(self)
-
-    def match(self) -> None:
-        """Post the first receive that matches a message with this one's source and tag, if one has arrived.
-
-        Lock: the caller holds ``_matching``. A message that arrives now may match an earlier receive.
-        """
-        status = self._mpi.Status()
-        if self.comm.Iprobe(source=self._source, tag=self._tag, status=status):
-            sender, anyone = status.Get_source(), self._mpi.ANY_SOURCE
-            first = next(
-                recv for recv in _unmatched
-                if recv.comm is self.comm and recv._tag == self._tag and recv._source in (sender, anyone)
-            )  # fmt: skip
-            first._post(sender)
-            _unmatched.remove(first)
-
-    def _post(self, sender: int) -> None:
-        status = self._mpi.Status()
-        message = self.comm.Improbe(source=sender, tag=self._tag, status=status)
-        sent, room = status.Get_count(self._mpi.BYTE), self._buffer.size
-        if sent > room:
-            self._error = f"rank {sender} has sent {sent} bytes, but the buffer has only {room}"
-            self._buffer = np.empty(sent, np.uint8)
-        self._request = message.Irecv([self._buffer, self._mpi.BYTE])
-
-    def Test(self, status: Any) -> bool:
-        _match_incoming()
-        if self._request is None or not self._request.Test(status):
-            return False
-        if self._error:
-            raise RuntimeError(self._error)
-        return True
-
-
-_unmatched: list[_Incoming] = []  # in the order of the calls, by which MPI matches messages
-_matching = threading.Lock()
-
-
-def _match_incoming() -> None:
-    """Post the receives whose messages have arrived, for all communicators, unless another thread does so."""
-    if _unmatched and _matching.acquire(blocking=False):
-        try:
-            for incoming in list(_unmatched):
-                if incoming in _unmatched:  # not posted in this pass
-                    incoming.match()
-        finally:
-            _matching.release()
-
-
-_in_flight: set[_MpiPending] = set()
-"""Posted and incomplete operations, with their buffers, of all engines of this process.
-
-MPI cannot take a collective back. It may write to the buffers even after the engine that posted it has failed
-and nothing else refers to them.
-"""
-
-
 class MpiTransport(Transport):
     """One MPI communicator, which this object owns."""
 
     def __init__(
-        self,
-        mpi: Any,
-        comm: Any,
-        ranks: Sequence[int],
-        window_bytes: int,
-        vector_bytes: int,
+        self, mpi: Any, comm: Any, ranks: Sequence[int], window_bytes: int, vector_bytes: int,
         parent: MpiTransport | None = None,
     ) -> None:
         self._mpi = mpi
@@ -205,11 +95,11 @@ class MpiTransport(Transport):
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
         op = self._operation(operation)
         if receive is None:
-            return _MpiPending(self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=op), buffer)
-        return _MpiPending(self._comm.Iallreduce(buffer, receive, op=op), buffer, receive)
+            return MpiPending(self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=op), buffer)
+        return MpiPending(self._comm.Iallreduce(buffer, receive, op=op), buffer, receive)
 
     def broadcast(self, buffer: Array, root: int) -> Pending:
-        return _MpiPending(self._comm.Ibcast([buffer, self._mpi.BYTE], root=root), buffer)
+        return MpiPending(self._comm.Ibcast([buffer, self._mpi.BYTE], root=root), buffer)
 
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
         byte = self._mpi.BYTE
@@ -219,7 +109,7 @@ class MpiTransport(Transport):
             request = self._comm.Ialltoallv([send, same, byte], [receive, (list(counts), None), byte])
         else:
             request = self._comm.Iallgatherv([send, byte], [receive, (list(counts), None), byte])
-        return _MpiPending(request, send, receive)
+        return MpiPending(request, send, receive)
 
     def alltoall(
         self, send: Array, send_counts: Sequence[int], receive: Array, receive_counts: Sequence[int]
@@ -228,7 +118,7 @@ class MpiTransport(Transport):
         request = self._comm.Ialltoallv(
             [send, (list(send_counts), None), byte], [receive, (list(receive_counts), None), byte]
         )
-        return _MpiPending(request, send, receive)
+        return MpiPending(request, send, receive)
 
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
         mpi = self._mpi
@@ -251,12 +141,13 @@ class MpiTransport(Transport):
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
         _check_length(buffer)
         request = self._notes.Isend([buffer, self._mpi.BYTE], dest=rank, tag=tag + _FIRST_TAG)
-        return _MpiTransfer(request, self._mpi.Status(), buffer)
+        return MpiTransfer(request, self._mpi.Status(), buffer)
 
     def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
         _check_length(buffer)
         source = self._mpi.ANY_SOURCE if rank is None else rank
-        return _MpiTransfer(_Incoming(self, buffer, source, tag + _FIRST_TAG), self._mpi.Status(), buffer)
+        incoming = Incoming(self._mpi, self._notes, buffer, source, tag + _FIRST_TAG)
+        return MpiTransfer(incoming, self._mpi.Status(), buffer)
 
     def hierarchy(self) -> Hierarchy | None:
         with lost_in_start(self._comm):
@@ -298,7 +189,7 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
-                _match_incoming()  # a sender may wait for this while this rank waits for something else
+                Incoming.match_all()  # a sender may wait for this while this rank waits for something else
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
@@ -348,9 +239,7 @@ class MpiTransport(Transport):
             self.window = self.event_count = None
             self._memory.Free()
         self.messages()
-        with _matching:
-            for recv in [recv for recv in _unmatched if recv.comm is self._notes]:
-                _unmatched.remove(recv)
+        Incoming.forget(self._notes)
         for comm in (self._node, self._notes, self._comm):
             comm.Free()
 

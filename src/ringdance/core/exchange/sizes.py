@@ -1,0 +1,112 @@
+"""How many bytes move at a time between hosts. Pure functions, equal on all members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+MIN_BLOCK_BYTES = 256  # minimum of a chunk for each member of a host: 16 elements of any dtype
+_MESSAGE = 16 << 10  # minimum bytes of a block: shorter messages take more CPU time than network time
+_MAX_WIRE = 16 << 20  # maximum bytes that cross together
+# Far below the limit of MPI's counts, 2^31 bytes. From 4 MiB on, the size hardly matters.
+_MAX_ROUND = 16 << 20
+_LINE = 64  # bytes: whole elements of any dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of an exchange between hosts, in bytes unless the name says otherwise.
+
+    An all-reduce has a stage within hosts, or is *flat*: its chunks are reduced over all members at once.
+    ``sizes_for`` makes this.
+
+    Attributes:
+        small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative if none is.
+        chunk: Chunk within hosts. 0 without that stage.
+        flat_chunk: Chunk of a flat all-reduce.
+        wire: Bytes that cross between hosts together: chunks' blocks, or a flat chunk.
+        chunks_per_wire: Number of chunks whose blocks cross together.
+        blocks: Number of a chunk's blocks: one for each member of the smallest host. 0 without that stage.
+        min_chunk, max_chunk: Bounds of ``chunk``.
+        max_flat_chunk: Upper bound of ``flat_chunk``, for which memory is allocated.
+        first_wire, first_flat_chunk: The values that ``sizes_for`` chose. They belong together.
+    """
+
+    small: int
+    chunk: int
+    flat_chunk: int
+    wire: int
+    chunks_per_wire: int
+    blocks: int
+    min_chunk: int
+    max_chunk: int
+    max_flat_chunk: int
+    first_wire: int
+    first_flat_chunk: int
+
+    @property
+    def max_wire(self) -> int:
+        """Upper bound of the chunks' blocks that cross together, for which memory is allocated."""
+        return max(self.max_flat_chunk, self.first_wire)
+
+    def changed(self, chunk: int, wire: int) -> Sizes:
+        """Return the sizes for another ``chunk`` and ``wire``, within their bounds."""
+        chunk = min(max(chunk, self.min_chunk), self.max_chunk)
+        per_wire = min(wire, self.max_wire) // _block(chunk, self.blocks) if self.blocks else 1
+        flat_chunk = self.first_flat_chunk
+        if wire != self.first_wire:
+            wire = flat_chunk = _flat_chunk(wire, self.small, self.max_flat_chunk)
+        per_wire = max(1, per_wire)
+        return replace(self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=per_wire)
+
+    def row(self, rows: int) -> int:
+        """Return the bytes of each of ``rows`` that move in a round, a multiple of any dtype's size.
+
+        This is for data that are not reduced, and for reducescatter.
+        """
+        return max(_LINE, min(_MAX_ROUND, 32 * self.first_flat_chunk) // max(1, rows) // _LINE * _LINE)
+
+
+def sizes_for(
+    members: int, chunk_bytes: int, small_bytes: int, largest_chunk: int = 0, host_sizes: Sequence[int] = ()
+) -> Sizes:
+    """Choose the sizes of an exchange.
+
+    Args:
+        members: Number of members.
+        chunk_bytes: Size of the largest chunk that is reduced at a time.
+        small_bytes: See ``Sizes.small``.
+        largest_chunk: Largest chunk that may be asked for later. With a stage within hosts, the size of each
+            member's buffer.
+        host_sizes: Number of members on each host, if there is a stage within hosts.
+    """
+    flat_wire = _wire(members, max(_LINE, small_bytes, chunk_bytes))
+    max_flat_chunk = max(flat_wire, largest_chunk)
+    flat_chunk = wire = _flat_chunk(flat_wire, small_bytes, max_flat_chunk)
+    chunk = blocks = min_chunk = max_chunk = 0
+    if host_sizes:
+        # The same on all hosts, regardless of how many members each has.
+        blocks, min_chunk, max_chunk = min(host_sizes), MIN_BLOCK_BYTES * max(host_sizes), largest_chunk
+        chunk = min(max(chunk_bytes, min_chunk), max_chunk)
+        block = _block(chunk, blocks)
+        wire = _wire(len(host_sizes), block) // block * block
+    sizes = Sizes(
+        small=small_bytes, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=1, blocks=blocks,
+        min_chunk=min_chunk, max_chunk=max_chunk, max_flat_chunk=max_flat_chunk, first_wire=wire,
+        first_flat_chunk=flat_chunk,
+    )  # fmt: skip
+    return sizes.changed(chunk, wire)
+
+
+def _wire(members: int, chunk_bytes: int) -> int:
+    """Return how many bytes cross together between ``members``, so that blocks are not short messages."""
+    return max(chunk_bytes, min(_MESSAGE * members, _MAX_WIRE))
+
+
+def _block(chunk: int, blocks: int) -> int:
+    """Return the maximum bytes of one of a chunk's blocks."""
+    return chunk // blocks + MIN_BLOCK_BYTES
+
+
+def _flat_chunk(wanted: int, small: int, highest: int) -> int:
+    return min(max(wanted, small, _LINE), highest) // _LINE * _LINE
