@@ -82,7 +82,8 @@ def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
     path = script(
         tmp_path,
         "import sys, threading, numpy as np, ringdance.numpy as hvd\n"
-        "from ringdance.training import session\nhvd.init()\ndef wait(): hvd.allreduce(np.ones(2), name='a')\n"
+        "from ringdance.training import session\nhvd.init()\n"
+        "def wait(): hvd.allreduce(np.ones(2), name='a')\n"
         "if hvd.rank() == 0:\n    threading.Thread(target=wait).start()\n"
         "    while not session.engine().callers.waiting: pass\n    sys.exit(3)\n"
         "hvd.allreduce(np.ones(2), name='b')\n",

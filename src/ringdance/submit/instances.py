@@ -72,16 +72,15 @@ def instance(name: str) -> Instance:
 @cache
 def instances() -> dict[str, Instance]:
     """Return the kinds of machines that the package describes."""
-    rows = parsed(_FILE).items()
-    return {name: _instance(name, fields, str(_FILE)) for name, fields in rows if name != "gpus"}
+    tables = parsed(_FILE)
+    return {name: _instance(name, tables[name], str(_FILE)) for name in tables if name != "gpus"}
 
 
 def gpus_of(kind: str) -> int | None:
     """Return the GPUs of an EC2 instance type; None if not known or if it has other accelerators."""
     if kind in instances():
         return instances()[kind].gpus
-    other_types: dict[str, int] = parsed(_FILE)["gpus"]
-    return other_types.get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)
+    return parsed(_FILE)["gpus"].get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)
 
 
 def parsed(path: Path) -> dict[str, Any]:

@@ -196,10 +196,8 @@ def table(speeds: Mapping[str, Speed]) -> str:
     for part, title in PARTS.items():
         one = speeds[part]
         cores = f"{one.cores:.1f} of {one.usable:.1f}"
-        lines.append(
-            f"{title:14}{one.samples_per_second:>14,.1f}{one.noise:>6.1%}"
-            f"{cores:>18}{one.host_busy:>12.0%}"
-        )
+        rate = f"{one.samples_per_second:,.1f}"
+        lines.append(f"{title:14}{rate:>14}{one.noise:>6.1%}{cores:>18}{one.host_busy:>12.0%}")
     return "\n".join(lines)
 
 

@@ -57,8 +57,7 @@ class Model:
 @cache
 def models() -> dict[str, Model]:
     """Return the models that are known without a measurement."""
-    rows = parsed(_FILE)["models"]
-    return {name: Model(name, **row) for name, row in rows.items()}
+    return {name: Model(name, **row) for name, row in parsed(_FILE)["models"].items()}
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,9 @@ class Curve:
 @cache
 def curves() -> dict[str, Curve]:
     """Return the convergence curves by model."""
-    rows = parsed(_FILE)["curves"]
     return {
         name: Curve(name, row["target"], row["what"], tuple(map(tuple, row["points"])))
-        for name, row in rows.items()
+        for name, row in parsed(_FILE)["curves"].items()
     }
 
 
