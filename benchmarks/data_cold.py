@@ -1,10 +1,10 @@
-"""Images per second and reads per second from a cold page cache: each image by itself, by pieces, webdataset.
+"""Images per second and reads per image from a cold page cache: single images, pieces, webdataset.
 
-Needs Linux and root: the photographs are copied, each so often that there are --images, into TFRecords and
-tars on a file system of its own in a loop device, whose reads are counted by the kernel, and limited if
---reads-per-second says so (control group "blkio", version 1). The page cache is emptied before each epoch.
-Images are decoded to 64 x 64, so that reading decides. A read of up to 256 KiB counts as one, as cloud
-volumes count.
+Needs Linux and root. The photographs are copied, repeatedly until there are --images, into TFRecords and tars
+on a separate file system in a loop device. The kernel counts the device's reads, and limits them if
+--reads-per-second is set (control group "blkio", version 1). The page cache is emptied before each epoch.
+Images are decoded to 64 x 64, so that reading dominates. A read of up to 256 KiB counts as one, as for cloud
+volumes.
 
 example: python benchmarks/data_cold.py /data/photographs --reads-per-second 3000 --json result.json
 """
@@ -34,7 +34,10 @@ GROUP = Path("/sys/fs/cgroup/blkio/ringdance-benchmark")
 
 @contextmanager
 def file_system(size: int, limit: int | None) -> Iterator[tuple[Path, str]]:
-    """Yield an empty file system and its device; this process and its children may read so often."""
+    """Yield an empty file system and its device.
+
+    ``limit`` is the number of reads per second for this process and its children.
+    """
     with tempfile.TemporaryDirectory() as directory:
         image, place = Path(directory) / "image", Path(directory) / "mounted"
         place.mkdir()
@@ -45,7 +48,7 @@ def file_system(size: int, limit: int | None) -> Iterator[tuple[Path, str]]:
         device = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
         name = Path(device).name
         try:
-            # As volumes in clouds: reads of at most 256 KiB, and the usual readahead.
+            # Like cloud volumes: reads of at most 256 KiB, and the usual readahead.
             (Path("/sys/block") / name / "queue/max_sectors_kb").write_text("256")
             (Path("/sys/block") / name / "queue/read_ahead_kb").write_text("128")
             subprocess.run(["mount", device, place], check=True)
@@ -65,7 +68,7 @@ def file_system(size: int, limit: int | None) -> Iterator[tuple[Path, str]]:
 
 
 def reads(name: str) -> tuple[int, int]:
-    """Return reads of a device, and the bytes read."""
+    """Return a device's number of reads, and the bytes read."""
     fields = (Path("/sys/block") / name / "stat").read_text().split()
     return int(fields[0]), int(fields[2]) * 512
 
@@ -107,7 +110,7 @@ CONTESTANTS = {
 
 
 def prepare(photographs: Path, made: Path, images: int) -> None:
-    """Write so many images as TFRecords and as tars."""
+    """Write ``images`` images as TFRecords and as tars."""
     from ringdance.data import write
 
     files = directories(photographs)
@@ -124,24 +127,24 @@ def main() -> int:
     )
     parser.add_argument("photographs", type=Path, help="a directory with one directory for each class")
     parser.add_argument("--images", type=int, default=20_000, help="default: 20,000")
-    parser.add_argument("--reads-per-second", type=int, metavar="N", help="of the device; default: no limit")
-    parser.add_argument("--rounds", type=int, default=3, help="of all contestants in turn (default: 3)")
+    parser.add_argument("--reads-per-second", type=int, metavar="N", help="device limit; default: none")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all contestants (default: 3)")
     parser.add_argument("--json", type=Path, help="write numbers and machine to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
+    options = parser.parse_args()
+    if options.one:
         began, count = time.perf_counter(), 0
-        for batch in CONTESTANTS[given.one](given.photographs):
+        for batch in CONTESTANTS[options.one](options.photographs):
             count += len(batch[0] if isinstance(batch, tuple) else batch.labels)
         print("images", count, time.perf_counter() - began, flush=True)
-        os._exit(0)  # not waiting for anyone's workers
-    names = [one for one in CONTESTANTS if one != "webdataset" or importlib.util.find_spec("webdataset")]
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
-    size = sum(file.stat().st_size for file, _ in directories(given.photographs))
-    size = size // len(directories(given.photographs)) * given.images
-    with file_system(3 * size + (256 << 20), given.reads_per_second) as (made, device):
-        prepare(given.photographs, made, given.images)
-        for _ in range(given.rounds):
+        os._exit(0)  # do not wait for worker processes
+    names = [key for key in CONTESTANTS if key != "webdataset" or importlib.util.find_spec("webdataset")]
+    rates: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    size = sum(file.stat().st_size for file, _ in directories(options.photographs))
+    size = size // len(directories(options.photographs)) * options.images
+    with file_system(3 * size + (256 << 20), options.reads_per_second) as (made, device):
+        prepare(options.photographs, made, options.images)
+        for _ in range(options.rounds):
             for name in names:
                 os.sync()
                 Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -149,20 +152,20 @@ def main() -> int:
                 command = [sys.executable, __file__, str(made), "--one", name]
                 words = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
                 count, seconds = int(words[-2]), float(words[-1])
-                assert count == given.images, (name, count)
+                assert count == options.images, (name, count)
                 operations, amount = (b - a for a, b in zip(before, reads(device), strict=True))
-                found[name].append((count / seconds, operations / count, amount / size))
-    limit = f"{given.reads_per_second:,} reads/s" if given.reads_per_second else "no limit"
-    print(f"{given.images:,} photographs, {size / 1e9:.2f} GB, {limit}, cold page cache; medians")
+                rates[name].append((count / seconds, operations / count, amount / size))
+    limit = f"{options.reads_per_second:,} reads/s" if options.reads_per_second else "no limit"
+    print(f"{options.images:,} photographs, {size / 1e9:.2f} GB, {limit}, cold page cache; medians")
     print(f"{'':24} images/s   each round                reads/image  bytes read / size")
-    for name, rows in found.items():
+    for name, rows in rates.items():
         middle = [sorted(row[n] for row in rows)[len(rows) // 2] for n in range(3)]
         rounds = " ".join(f"{row[0]:.0f}" for row in rows)
         print(f"{name:24} {middle[0]:8.0f}   {rounds:25} {middle[1]:11.3f}  {middle[2]:17.3f}")
-    if given.json:
-        about = {"machine": about_machine(), "limit": given.reads_per_second, "images": given.images}
-        about |= {"images/s, reads/image, share of bytes": found}
-        given.json.write_text(json.dumps(about, indent=1) + "\n")
+    if options.json:
+        about = {"machine": about_machine(), "limit": options.reads_per_second, "images": options.images}
+        about |= {"images/s, reads/image, share of bytes": rates}
+        options.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0
 
 

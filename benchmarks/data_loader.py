@@ -1,15 +1,14 @@
-"""Images per second of loaders alone: decode, random crop to 224 x 224, flip, batches of 64 on the CPU.
+"""Images per second of loaders only: decode, random crop to 224 x 224, flip, batches of 64 on the CPU.
 
-The same photographs for all: class directories, and TFRecords and tars made of these.
-Each contestant runs in a process of its own, in turn, with each number of workers or threads; its best
-counts. CPU time tells more where others use the machine too. Contestants (those whose package is missing are
-left out and named):
+All contestants read the same photographs: class directories, or TFRecords and tars made from them. Each runs
+in a separate process, in turn, with each number of workers or threads, and its best result counts. If others
+use the machine too, CPU time is more reliable. Contestants whose package is missing are skipped and named:
 
   ringdance      hvd's loader on TFRecords and on tars
   torch          DataLoader and ImageFolder: Pillow, torchvision's RandomResizedCrop written out
-  tf.data        decode_and_crop_jpeg and resize, as TensorFlow's ImageNet scripts; "antialiased" resizes
-                 as the others do
-  grain          MapDataset with threads; "ours" with the decoder of ringdance in place of Pillow
+  tf.data        decode_and_crop_jpeg and resize, as in TensorFlow's ImageNet scripts; "antialiased" resizes
+                 like the others
+  grain          MapDataset with threads; "ours" with ringdance's decoder instead of Pillow
   datasets       imagefolder with set_transform, in torch's DataLoader
   webdataset     the same tars in torch's DataLoader
 
@@ -43,7 +42,7 @@ SIZE, BATCH = 224, 64
 
 
 def plain(data: bytes) -> np.ndarray[Any, Any]:
-    """Decode, crop and flip as torchvision's transforms on Pillow do."""
+    """Decode, crop and flip like torchvision's transforms with Pillow."""
     from PIL import Image
 
     from ringdance.data.boxes import random_box
@@ -64,12 +63,12 @@ def collate(rows: list[Any]) -> tuple[Any, Any]:
 
 def directories(directory: Path) -> list[tuple[Path, int]]:
     """List the files of class directories, as ImageFolder does."""
-    classes = sorted(one for one in directory.iterdir() if one.is_dir())
-    return [(file, label) for label, one in enumerate(classes) for file in sorted(one.iterdir())]
+    classes = sorted(entry for entry in directory.iterdir() if entry.is_dir())
+    return [(file, label) for label, entry in enumerate(classes) for file in sorted(entry.iterdir())]
 
 
 class ImageFolder:
-    """torchvision's data set of class directories, with the transforms of a training."""
+    """torchvision's data set of class directories, with transforms for training."""
 
     def __init__(self, directory: Path) -> None:
         self.files = directories(directory)
@@ -167,8 +166,8 @@ def datasets(made: Path, workers: int) -> Iterator[Any]:
     data = data.cast_column("image", Image(decode=False))
 
     def transform(rows: Any) -> Any:
-        read = [one["bytes"] or Path(one["path"]).read_bytes() for one in rows["image"]]
-        return {"image": [plain(one) for one in read], "label": rows["label"]}
+        read = [image["bytes"] or Path(image["path"]).read_bytes() for image in rows["image"]]
+        return {"image": [plain(data) for data in read], "label": rows["label"]}
 
     data.set_transform(transform)
     return torch_loader(_Rows(data), workers, shuffle=True)
@@ -206,15 +205,15 @@ CONTESTANTS: dict[str, tuple[Callable[[Path, int], Iterator[Any]], str, tuple[in
     "datasets": (datasets, "datasets", (1, 2, 3)),
     "webdataset": (webdataset, "webdataset", (1, 2, 3)),
 }  # fmt: skip
-"""Name: its batches, given the directory and the workers; the package it needs; workers to try."""
+"""By name: function from directory and workers to batches; required package; numbers of workers to try."""
 
 # ---------------------------------------------------------------- measuring
 
 
 def measure(name: str, made: Path, workers: int, seconds: float) -> tuple[float, float]:
-    """Return images/s after the first batches, and the CPU time of an image in ms, with all processes'."""
+    """Return images/s after the first batches, and the CPU time per image in ms, in all processes."""
     batches = CONTESTANTS[name][0](made, workers)
-    for _ in range(4):  # what was prepared ahead while it started
+    for _ in range(4):  # skip batches that were prepared during the start
         next(batches)
     images, start, used = 0, time.perf_counter(), cpu_seconds()
     while time.perf_counter() - start < seconds or not images:
@@ -224,11 +223,11 @@ def measure(name: str, made: Path, workers: int, seconds: float) -> tuple[float,
 
 def cpu_seconds() -> float:
     me = psutil.Process()
-    return sum(sum(one.cpu_times()[:2]) for one in [me, *me.children(recursive=True)])
+    return sum(sum(process.cpu_times()[:2]) for process in [me, *me.children(recursive=True)])
 
 
 def in_process(name: str, made: Path, workers: int, seconds: float) -> list[float] | None:
-    """Return what `measure` does for a contestant in a process of its own, None if it fails."""
+    """Call ``measure`` for a contestant in a separate process. Returns None if that fails."""
     command = [sys.executable, __file__, str(made), "--one", name, str(workers), "--seconds", str(seconds)]
     environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "HF_DATASETS_OFFLINE": "1"}
     try:
@@ -268,44 +267,44 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("photographs", type=Path, help="a directory with one directory for each class")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement (default: 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="of all contestants in turn (default: 2)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time per measurement (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of all contestants (default: 2)")
     parser.add_argument("--only", nargs="+", default=list(CONTESTANTS), help="names of contestants")
-    parser.add_argument("--workers", type=int, nargs="+", help="numbers to try, for all contestants")
+    parser.add_argument("--workers", type=int, nargs="+", help="numbers of workers to try for all")
     parser.add_argument("--json", type=Path, help="write numbers and machine to this file")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        name, workers = given.one
-        print("images/s", *measure(name, given.photographs, int(workers), given.seconds), flush=True)
-        os._exit(0)  # not waiting for anyone's workers
-    missing = {CONTESTANTS[name][1] for name in given.only}
+    options = parser.parse_args()
+    if options.one:
+        name, workers = options.one
+        print("images/s", *measure(name, options.photographs, int(workers), options.seconds), flush=True)
+        os._exit(0)  # do not wait for worker processes
+    missing = {CONTESTANTS[name][1] for name in options.only}
     missing = {package for package in missing if importlib.util.find_spec(package) is None}
-    names = [name for name in given.only if CONTESTANTS[name][1] not in missing]
+    names = [name for name in options.only if CONTESTANTS[name][1] not in missing]
     with tempfile.TemporaryDirectory() as directory:
-        count = prepare(given.photographs, Path(directory), 2000)
-        found: dict[str, dict[int, list[list[float]]]] = {name: {} for name in names}
-        for _ in range(given.rounds):
+        count = prepare(options.photographs, Path(directory), 2000)
+        rates: dict[str, dict[int, list[list[float]]]] = {name: {} for name in names}
+        for _ in range(options.rounds):
             for name in names:
-                for workers in given.workers or CONTESTANTS[name][2]:
-                    result = in_process(name, Path(directory), workers, given.seconds)
+                for workers in options.workers or CONTESTANTS[name][2]:
+                    result = in_process(name, Path(directory), workers, options.seconds)
                     if result is not None:
-                        found[name].setdefault(workers, []).append(result)
+                        rates[name].setdefault(workers, []).append(result)
     best = {
         name: max((statistics.mean(one[0] for one in results), workers) for workers, results in runs.items())
-        for name, runs in found.items() if runs
+        for name, runs in rates.items() if runs
     }  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     print(f"{count} photographs, {cores} cores, batches of {BATCH}; missing: {', '.join(missing) or 'none'}")
     print(f"{'':22} images/s   each round       workers  of ringdance  CPU ms/image")
     first = next(iter(best.values()))[0]
     for name, (speed, workers) in best.items():
-        rounds = " ".join(f"{one[0]:.0f}" for one in found[name][workers])
-        cpu = min(one[1] for one in found[name][workers])
+        rounds = " ".join(f"{one[0]:.0f}" for one in rates[name][workers])
+        cpu = min(one[1] for one in rates[name][workers])
         print(f"{name:22} {speed:8.0f}   {rounds:15}  {workers:7}  {speed / first:12.2f}  {cpu:12.2f}")
-    if given.json:
-        about = {"machine": about_machine(), "images": count, "images/s, CPU ms/image": found}
-        given.json.write_text(json.dumps(about, indent=1) + "\n")
+    if options.json:
+        about = {"machine": about_machine(), "images": count, "images/s, CPU ms/image": rates}
+        options.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0
 
 

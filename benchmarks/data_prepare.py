@@ -1,23 +1,23 @@
-"""`ringdance data prepare` beside scripts that people write for the same.
+"""Compare `ringdance data prepare` with typical scripts for the same task.
 
-What: ``--images`` JPEGs are made once, by crops of the photographs in ``--photographs`` encoded again, in
-class directories under ``--cache``. Then, one after another, each in a process of its own that ends with
-``fsync``:
+What: ``--images`` JPEGs are created once in class directories under ``--cache``, by cropping and re-encoding
+the photographs in ``--photographs``. Then the contestants run one after another, each in a separate process
+that ends with ``fsync``:
 
-- ours, TFRecords and tars, with ``--np`` processes; each image is decoded to find damage;
+- ours, TFRecords and tars, with ``--np`` processes; each image is decoded to detect damage;
 - plain script: one process, Pillow decodes each image, ``tarfile`` writes;
-- TensorFlow: ``tf.data`` reads and decodes for the image's size in parallel, ``TFRecordWriter`` writes, as
-  TensorFlow's own ImageNet script does;
-- webdataset: one process, ``ShardWriter`` copies the bytes without looking at the images;
-- the bounds: all files read, two checksums, one file written; and the same with our check of each image.
-  One process each.
+- TensorFlow: ``tf.data`` reads and decodes in parallel to get the image's size, ``TFRecordWriter`` writes, as
+  in TensorFlow's own ImageNet script;
+- webdataset: one process, ``ShardWriter`` copies the bytes without decoding;
+- the bounds: read all files, compute two checksums, write one file; and the same with our check of each
+  image. One process each.
 
-At the end ours is started again, killed with SIGKILL when half of the files are there, and resumed by the
-same command: all files must have the bytes of the first run.
+At the end, ours starts again, is killed with SIGKILL when half of the files exist, and resumes with the same
+command. All files must have the same bytes as in the first run.
 
-How to read: "x plain" is the rate relative to the plain script. Files that were just made are in the page
-cache: nothing waits for a disk's reading. CPU is that of all processes, starting included; it says more than
-the rate on machines with other work.
+How to read: "x plain" is the rate relative to the plain script. The new files are in the page cache, so
+nothing waits for the disk. CPU includes all processes and their start. On a machine with other work, it is
+more reliable than the rate.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def main() -> None:
         f"ours, {form}": prepare(source, arguments, form) for form in ("tfrecord", "webdataset")
     }  # fmt: skip
     seconds, cpu = {}, {}
-    for name, line in {**ours, **{one: peer(one, arguments) for one in PEERS}}.items():
+    for name, line in {**ours, **{key: peer(key, arguments) for key in PEERS}}.items():
         remove(arguments.cache / "out")
         began, before = time.perf_counter(), _cpu_of_children()
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         if done.returncode:
-            print(f"{name}: left out: {done.stderr.strip().splitlines()[-1]}")
+            print(f"{name}: skipped: {done.stderr.strip().splitlines()[-1]}")
             continue
         seconds[name], cpu[name] = time.perf_counter() - began, _cpu_of_children() - before
         print(f"{name}: {seconds[name]:.1f} s", flush=True)
@@ -78,8 +78,8 @@ def main() -> None:
     ]  # fmt: skip
     print(format_table(columns, rows))
     if arguments.json:
-        found = {"images": len(names), "bytes": size, "images_per_s": rates, "cpu_s": cpu}
-        arguments.json.write_text(json.dumps(found))
+        record = {"images": len(names), "bytes": size, "images_per_s": rates, "cpu_s": cpu}
+        arguments.json.write_text(json.dumps(record))
     print(resumed(arguments, ours["ours, tfrecord"]))
 
 
@@ -90,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     photographs = HERE.parents[2] / "shared/data/imagenet-sample"
     add("--photographs", type=Path, default=photographs, metavar="DIR", help="class directories of JPEGs")
     cache = HERE.parents[1] / "build/data_prepare"
-    add("--cache", type=Path, default=cache, metavar="DIR", help="for all files")
+    add("--cache", type=Path, default=cache, metavar="DIR", help="directory for all files")
     add("--images", type=int, default=20_000, metavar="N", help="number of JPEGs (20000)")
-    add("--np", type=int, default=2, metavar="N", help="processes of ours (2)")
-    add("--json", type=Path, metavar="FILE", help="write the rates there")
+    add("--np", type=int, default=2, metavar="N", help="processes for ours (2)")
+    add("--json", type=Path, metavar="FILE", help="write the rates to FILE")
     add("--one", help=argparse.SUPPRESS)
     return made
 
@@ -104,13 +104,13 @@ def _cpu_of_children() -> float:
 
 
 def make(photographs: Path, cache: Path, count: int, processes: int) -> Path:
-    """Make the JPEGs, unless they are there; return their directory."""
+    """Create the JPEGs unless they exist, and return their directory."""
     source = cache / f"src-{count}"
     (cache / "current").unlink(missing_ok=True)
     if not (source / "complete").exists():
         paths = sorted(path for path in photographs.rglob("*") if path.is_file())
         if not paths:
-            raise SystemExit(f"--photographs {photographs}: no files there")
+            raise SystemExit(f"--photographs {photographs} has no files")
         for number in range(CLASSES):
             (source / f"n{number:08}").mkdir(parents=True, exist_ok=True)
         with Pool(processes) as pool:
@@ -131,9 +131,9 @@ def _crop(path: Path, number: int, source: Path) -> None:
 
 
 def images(cache: Path) -> list[str]:
-    """All JPEGs, in an order like that of our shards: shuffled."""
-    found = sorted(str(path) for path in (cache / "current").glob("n*/*.JPEG"))
-    return [found[number] for number in np.random.RandomState(1).permutation(len(found))]
+    """Return all JPEGs in shuffled order, as in our shards."""
+    names = sorted(str(path) for path in (cache / "current").glob("n*/*.JPEG"))
+    return [names[number] for number in np.random.RandomState(1).permutation(len(names))]
 
 
 def remove(directory: Path) -> None:
@@ -153,7 +153,7 @@ def peer(name: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def resumed(arguments: argparse.Namespace, line: Sequence[str]) -> str:
-    """Kill ours when half of the files are there, resume it, and compare all bytes with an unbroken run."""
+    """Kill ours when half of the files exist, resume it, and compare all bytes with an uninterrupted run."""
     out = arguments.cache / "out"
     remove(out)
     subprocess.run(line, capture_output=True, check=True)
@@ -164,13 +164,13 @@ def resumed(arguments: argparse.Namespace, line: Sequence[str]) -> str:
         time.sleep(0.01)
     job.send_signal(signal.SIGKILL)
     job.wait()
-    time.sleep(2)  # its processes end by themselves
+    time.sleep(2)  # its processes exit on their own
     there = len(list(out.glob("train-*")))
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     again = {path.name: google_crc32c.value(path.read_bytes()) for path in out.glob("train*")}
-    said = next(one for one in done.stderr.splitlines() if one.startswith("Resuming"))
+    said = next(line for line in done.stderr.splitlines() if line.startswith("Resuming"))
     if again != whole:
-        raise SystemExit("the bytes after SIGKILL and resumption differ")
+        raise SystemExit("the files differ after SIGKILL and resuming")
     return f"killed with SIGKILL at {there} of 32 files; {said}; {len(whole)} files have the same bytes"
 
 

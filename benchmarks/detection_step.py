@@ -1,15 +1,16 @@
-"""Images each second of the detection recipe, beside torchvision's reference with DistributedDataParallel.
+"""Images per second of the detection recipe, compared with torchvision's reference with DDP.
 
-What: steps of Mask R-CNN, on ResNet-50 with a feature pyramid (44 M parameters, 178 MB of gradients, frozen
-normalization, SGD), by the recipe, and by the loop that torchvision's reference has: the model in
-DistributedDataParallel over gloo, the losses averaged over the ranks for the log, one step. Synthetic
-images, the same for both, with ten objects each; random regions are drawn from the same seeds. Before they
-are measured both do the same steps, and their weights must agree.
+What: training steps of Mask R-CNN on ResNet-50 with a feature pyramid (44 M parameters, 178 MB of gradients,
+frozen normalization, SGD), with the recipe and with the loop of torchvision's reference: the model in
+DistributedDataParallel over gloo, the losses averaged over the ranks for the log, one step. Both use the same
+synthetic images with ten objects each, and draw random regions from the same seeds. Before measuring, both
+run the same steps, and their weights must agree.
 
-Why: the reference is what users have otherwise. "x DDP" is the speed as a multiple of its: larger is better.
+Why: the reference is the alternative that users have. "x DDP" is the speed as a multiple of the reference's
+speed. Larger is better.
 
-How to read: steps alternate; a step's time is that of the slowest rank. Computation dominates on CPUs, so
-that a ratio of 1 says that nothing is lost.
+How to read: steps alternate. A step's time is the slowest rank's time. Computation dominates on CPUs, so a
+ratio of 1 means that nothing is lost.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def images(size: int, batch: int, rank: int) -> Any:
 
 
 def contestants(job: Any, size: int, batch: int) -> dict[str, tuple[Any, Callable[[], None]]]:
-    """Return for each its model, from the same weights everywhere, and a step."""
+    """Return each contestant's model, with the same initial weights, and its step."""
     import torch
     import torch.distributed as dist
 
@@ -63,9 +64,9 @@ def contestants(job: Any, size: int, batch: int) -> dict[str, tuple[Any, Callabl
     import train
 
     preset = replace(train.PRESETS["torchvision"], image_size=size, longest=2 * size, batch_size=batch)
-    given = Namespace(model="maskrcnn", norm="frozen", backbone_weights=None, threads=1)
+    options = Namespace(model="maskrcnn", norm="frozen", backbone_weights=None, threads=1)
     torch.manual_seed(0)
-    ours = train.Model(given, preset, CLASSES, torch.device("cpu"), None)
+    ours = train.Model(options, preset, CLASSES, torch.device("cpu"), None)
     train.hvd.broadcast_parameters(ours.model.state_dict(), root_rank=0)
     theirs = train.detector("maskrcnn", preset, CLASSES, "frozen", None)
     theirs.load_state_dict(ours.model.state_dict())
@@ -83,8 +84,8 @@ def contestants(job: Any, size: int, batch: int) -> dict[str, tuple[Any, Callabl
 
     def reference() -> None:
         seed(DDP)
-        pictures = [one.float() / 255 for one in data.images]
-        losses = wrapped(pictures, [{**one} for one in data.labels])
+        pictures = [image.float() / 255 for image in data.images]
+        losses = wrapped(pictures, [{**target} for target in data.labels])
         total = sum(losses.values())
         with torch.no_grad():
             shown = torch.stack([losses[name] for name in sorted(losses)])
@@ -97,10 +98,10 @@ def contestants(job: Any, size: int, batch: int) -> dict[str, tuple[Any, Callabl
 
 
 def check(job: Any, found: dict[str, tuple[Any, Callable[[], None]]]) -> float:
-    """Do two steps with each; return how far the weights are apart, as a share of how far they moved.
+    """Run two steps with each. Returns the weights' difference as a share of their change.
 
     Raises:
-        RuntimeError: that is more than ``TOLERANCE``.
+        RuntimeError: The share is more than ``TOLERANCE``.
     """
     from torch.nn.utils import parameters_to_vector
 
@@ -113,7 +114,7 @@ def check(job: Any, found: dict[str, tuple[Any, Callable[[], None]]]) -> float:
     apart = float((ours - theirs).abs().max() / (theirs - before).abs().max())
     worst = max(job.gather([apart]))[0]
     if worst > TOLERANCE:
-        raise RuntimeError(f"weights differ by {worst:.2g} of their change; at most {TOLERANCE} is expected")
+        raise RuntimeError(f"weights differ by {worst:.2g} of their change. At most {TOLERANCE} is expected")
     return worst
 
 
@@ -121,7 +122,7 @@ def main() -> None:
     """Parse the arguments, start ranks, measure."""
     options = parser(__doc__, "detection_step.py", seconds=60)
     options.add_argument("--image-size", type=int, default=128, metavar="PIXELS", help="default: 128")
-    options.add_argument("--batch", type=int, default=2, metavar="N", help="images of a rank; default: 2")
+    options.add_argument("--batch", type=int, default=2, metavar="N", help="images per rank; default: 2")
     arguments = options.parse_args()
     ensure_ranks(arguments)
 
@@ -129,9 +130,9 @@ def main() -> None:
         job.gloo()
         report = Report("detection steps", job)
         report.opening()
-        found = contestants(job, arguments.image_size, arguments.batch)
-        apart = check(job, found)
-        turns = {name: timed(step) for name, (_, step) in found.items()}
+        pair = contestants(job, arguments.image_size, arguments.batch)
+        apart = check(job, pair)
+        turns = {name: timed(step) for name, (_, step) in pair.items()}
         summaries = report.add("Mask R-CNN", "s/step", alternate(job, turns, arguments.seconds))
         rows = []
         for name, one in summaries.items():

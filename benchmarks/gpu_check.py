@@ -1,16 +1,16 @@
-"""Everything that only a GPU can show, in one call: tests, ResNet-50 beside DDP, overlap, a killed rank.
+"""All checks that need a GPU, in one command: tests, ResNet-50 and DDP, overlap, a killed rank.
 
-What, in this order, each part by itself (``--parts``), on two ranks that share a GPU where there is only
-one (NCCL 2.30 or newer, ``NCCL_MULTI_RANK_GPU_ENABLE=1``):
+What: the following parts in this order (``--parts`` selects), on two ranks. If there is only one GPU, they
+share it (NCCL 2.30 or newer, ``NCCL_MULTI_RANK_GPU_ENABLE=1``).
 
-- ``tests``: the rank tests of collectives, gradients and the device's path, with tensors on the GPU;
-- ``alone``: ResNet-50 in bfloat16 on one rank, plain torch beside ``DistributedOptimizer``: at least 0.99;
-- ``ddp``: the same on two ranks, torch's DDP over NCCL beside ``DistributedOptimizer``: at least 1;
-- ``overlap``: of a profile, which share of the communicator's time lies beside computation;
-- ``kill``: a rank is killed in the middle of a step: the other one ends with an error, and in which time.
+- ``tests``: rank tests for collectives, gradients and the device path, with tensors on the GPU.
+- ``alone``: ResNet-50 in bfloat16 on one rank, plain torch and ``DistributedOptimizer``: at least 0.99.
+- ``ddp``: the same on two ranks, torch's DDP over NCCL and ``DistributedOptimizer``: at least 1.
+- ``overlap``: the share of the communicator's time that overlaps computation, from a profile.
+- ``kill``: a rank is killed in the middle of a step. The other must fail with an error; the time is measured.
 
-How to read: a table with a line for each part, and ``--json FILE``. Exit code 1 if one has failed.
-``--device cpu --width 8 --image 32`` runs all of it on CPUs with gloo, which shows that the script works.
+How to read: a table with a row for each part, and ``--json FILE``. The exit code is 1 if a part failed.
+``--device cpu --width 8 --image 32`` runs everything on CPUs with gloo, to test the script.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from common import format_table, launch_environment
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("collectives", "gradients", "device")
 PARTS = ("tests", "alone", "ddp", "overlap", "kill")
-BLOCKS, STEPS, WARM_UP = 10, 10, 12  # the first steps choose kernels, and agree on the buckets
+BLOCKS, STEPS, WARM_UP = 10, 10, 12  # the first steps choose kernels and agree on the buckets
 
 
 def main() -> int:
-    """Run the parts, each in processes of its own, and print what they found."""
+    """Run the parts, each in separate processes, and print their results."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--batch", type=int, default=64, help="images of a rank (default 64)")
+    parser.add_argument("--batch", type=int, default=64, help="images per rank (default 64)")
     parser.add_argument("--image", type=int, default=224, help="side of an image (default 224)")
     parser.add_argument("--width", type=int, default=64, help="width of the net (default 64: ResNet-50)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--rank-part", choices=PARTS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank_part:
-        RANKS[given.rank_part](given)
+    options = parser.parse_args()
+    if options.rank_part:
+        RANKS[options.rank_part](options)
         return 0
-    found = {part: run_part(part, given) for part in given.parts}
-    rows = [[part, "yes" if one["passed"] else "NO", one["text"]] for part, one in found.items()]
+    results = {part: run_part(part, options) for part in options.parts}
+    rows = [[part, "yes" if one["passed"] else "NO", one["text"]] for part, one in results.items()]
     print(format_table(("part", "passed", "figures"), rows))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0 if all(one["passed"] for one in found.values()) else 1
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if all(one["passed"] for one in results.values()) else 1
 
 
 def run_part(part: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Start the ranks of a part; return whether it passed, and its figures."""
+    """Start the ranks of a part. Returns whether it passed, and its results."""
     ranks = 1 if part == "alone" else 2
     command = [sys.executable, "-m", "ringdance", "run", "--no-prefix", "-np", str(ranks), sys.executable]
     if part == "tests":
@@ -107,7 +107,7 @@ def tell(passed: bool, text: str, **figures: Any) -> None:
 
 
 def set_up(given: argparse.Namespace) -> Any:
-    """Join the job; return this rank's device."""
+    """Join the job and return this rank's device."""
     import torch
 
     import ringdance.torch as hvd
@@ -121,7 +121,7 @@ def set_up(given: argparse.Namespace) -> Any:
 
 
 def stepper(given: argparse.Namespace, device: Any, how: str) -> Callable[[], None]:
-    """Return a function that makes a training step: "plain", "ddp" or "ringdance"."""
+    """Return a function that runs a training step. ``how`` is "plain", "ddp" or "ringdance"."""
     import torch
 
     import ringdance.torch as hvd
@@ -150,7 +150,7 @@ def stepper(given: argparse.Namespace, device: Any, how: str) -> Callable[[], No
 
 
 def synchronize(device: Any) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     import torch
 
     if device.type == "cuda":
@@ -158,7 +158,7 @@ def synchronize(device: Any) -> None:
 
 
 def compare(given: argparse.Namespace, peer: str, least: float) -> None:
-    """Alternate blocks of steps of a peer and of ours; tell the ratio of the medians."""
+    """Alternate blocks of steps of a peer and of ours, and print the ratio of the medians."""
     import ringdance.torch as hvd
 
     device = set_up(given)
@@ -178,14 +178,14 @@ def compare(given: argparse.Namespace, peer: str, least: float) -> None:
                 step()
             synchronize(device)
             times[how].append((time.perf_counter() - begun) / STEPS)
-    medians = {how: statistics.median(hvd.allgather_object(found)[0]) for how, found in times.items()}
+    medians = {how: statistics.median(hvd.allgather_object(own)[0]) for how, own in times.items()}
     speed = medians[peer] / medians["ringdance"]
     text = ", ".join(f"{how} {given.batch / one:.1f} images/s a rank" for how, one in medians.items())
     tell(speed >= least, f"{text}: {speed:.3f} of {peer} (at least {least:g})", seconds=medians, ratio=speed)
 
 
 def join_torch(device: Any) -> None:
-    """Make torch.distributed's group, for DDP."""
+    """Create torch.distributed's group for DDP."""
     import torch.distributed as dist
 
     import ringdance.torch as hvd
@@ -197,16 +197,16 @@ def join_torch(device: Any) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
+    """Return a port on which nothing listens."""
     import socket
 
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def overlap(given: argparse.Namespace) -> None:
-    """Profile some steps; tell which share of the communicator's kernels ran beside others."""
+    """Profile some steps. Prints the share of the communicator's kernel time that overlaps other kernels."""
     import torch
 
     device = set_up(given)
@@ -219,12 +219,12 @@ def overlap(given: argparse.Namespace) -> None:
         for _ in range(STEPS):
             step()
         synchronize(device)
-    kernels = [one for one in profile.events() if "CUDA" in str(one.device_type)]
-    ours = [one.time_range for one in kernels if "nccl" in one.name.lower()]
-    rest = [one.time_range for one in kernels if "nccl" not in one.name.lower()]
-    others = sorted((one.start, one.end) for one in rest)
-    total = sum(one.end - one.start for one in ours)
-    beside = sum(covered(one.start, one.end, others) for one in ours)
+    kernels = [kernel for kernel in profile.events() if "CUDA" in str(kernel.device_type)]
+    ours = [kernel.time_range for kernel in kernels if "nccl" in kernel.name.lower()]
+    rest = [kernel.time_range for kernel in kernels if "nccl" not in kernel.name.lower()]
+    others = sorted((kernel.start, kernel.end) for kernel in rest)
+    total = sum(kernel.end - kernel.start for kernel in ours)
+    beside = sum(covered(kernel.start, kernel.end, others) for kernel in ours)
     share = beside / total if total else 0.0
     if device.type == "cpu":
         tell(True, "a profile of the CPU has no kernels of a communicator")
@@ -234,7 +234,7 @@ def overlap(given: argparse.Namespace) -> None:
 
 
 def covered(start: float, end: float, spans: list[tuple[float, float]]) -> float:
-    """Return how much of a span others cover; they are sorted by their start."""
+    """Return how much of a span is covered by ``spans``, which are sorted by their start."""
     total, at = 0.0, start
     for first, last in spans:
         if last > at and first < end:
@@ -244,7 +244,7 @@ def covered(start: float, end: float, spans: list[tuple[float, float]]) -> float
 
 
 def kill(given: argparse.Namespace) -> None:
-    """Train; rank 1 is killed in the middle of a step, and rank 0 is to end in an error."""
+    """Train. Rank 1 is killed in the middle of a step, and rank 0 must fail with an error."""
     import ringdance.torch as hvd
 
     device = set_up(given)

@@ -1,14 +1,14 @@
-"""`ringdance hosts copy` of a file to one host and to three, at 1 Gbit/s.
+"""Copy a file with `ringdance hosts copy` to one host and to three, at 1 Gbit/s.
 
-What: this script makes four hosts out of network namespaces on this machine (it needs root, ``ip``, ``tc``
-and ``sshd``; see tests/hosts/hosts.py), their links limited to ``--rate``. From the first a file is copied by
-plain ssh to the second, by `ringdance hosts copy` to the second, and to all three others.
+What: this script creates four hosts from network namespaces on this machine (it needs root, ``ip``, ``tc``
+and ``sshd``; see tests/hosts/hosts.py), with links limited to ``--rate``. A file is copied from the first
+host to the second with plain ssh, to the second with `ringdance hosts copy`, and to all three others.
 
-Why: hosts that pass on what they get need the sender's link only once, however many they are.
+Why: if hosts pass data on, the data use the sender's link only once, no matter how many hosts there are.
 
-How to read: "x one" is the time as a multiple of our copy to one host, "x wire" as a multiple of the bound:
-the file's bytes at that rate, without any headers. Starting Python and ssh is part of each time, and all
-hosts share this machine's cores.
+How to read: "x one" is the time as a multiple of our copy to one host. "x wire" is the time as a multiple of
+the bound: the file's bytes at the link's rate without any headers. Each time includes starting Python and
+ssh, and all hosts share this machine's cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     from hosts import Hosts, why_not
 
     if why_not():
-        raise SystemExit(f"hosts_copy.py: no hosts can be made: {why_not()}")
+        raise SystemExit(f"hosts_copy.py: cannot create hosts: {why_not()}")
     size = int(arguments.megabytes * 1e6)
     with tempfile.TemporaryDirectory(prefix="rdh-") as directory:
         source = Path(directory) / "file"
@@ -59,15 +59,15 @@ def main() -> None:
     print(f"{size / 1e6:g} MB at {arguments.rate} Mbit/s; the wire's bound is {wire:.2f} s")
     print(format_table(("", "time", "x one", "x wire"), rows))
     if arguments.json:
-        found = {"size": size, "rate_mbit": arguments.rate, "seconds": times, "wire_s": wire}
-        arguments.json.write_text(json.dumps(found, indent=2))
+        results = {"size": size, "rate_mbit": arguments.rate, "seconds": times, "wire_s": wire}
+        arguments.json.write_text(json.dumps(results, indent=2))
 
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--megabytes", type=float, default=1000.0, metavar="N", help="size of the file (1000)")
-    made.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="of the links, in Mbit/s (1000)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the times there")
+    made.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="link speed in Mbit/s (1000)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the times to FILE")
     return made
 
 

@@ -1,15 +1,15 @@
-"""CPU that an idle engine uses, and that a rank uses which waits for a late one.
+"""CPU use of an idle engine, and of a rank that waits for a late one.
 
-What: percent of one core for each rank, all threads of the process together (the process's CPU clock).
-Idle: after init and a few operations the ranks sleep for ``--seconds``. Waiting: all ranks but the last
-enter a blocking 4-byte all-reduce, the last one sleeps ``--late`` seconds before. Raw mpi4py, gloo and each
-module get a job of their own, one after another: engines within one process could not be told apart.
+What: percent of one core for each rank, including all threads of the process (the process's CPU clock).
+Idle: after init and a few operations, the ranks sleep for ``--seconds``. Waiting: all ranks except the last
+enter a blocking 4-byte all-reduce, and the last one first sleeps for ``--late`` seconds. Raw mpi4py, gloo and
+each module run in separate jobs, one after another, because engines in one process cannot be told apart.
 
-Why: an engine that polls takes cores from the computation, on a laptop and on a fully used node alike.
+Why: an engine that polls takes cores from the computation, both on a laptop and on a fully used node.
 
-How to read: smaller is better; the process without any engine uses nothing. "switches/s" are voluntary
-context switches while idle, that is how often the process woke up. Started by hand under mpiexec, the
-script measures the first module only.
+How to read: smaller is better. A process without an engine uses nothing. "switches/s" are voluntary context
+switches while idle, which shows how often the process woke up. If you start it yourself under mpiexec, the
+script measures only the first module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ JOB_LIMIT_SECONDS = 300
 
 
 def cpu_share(body: Callable[[], object]) -> tuple[float, float]:
-    """Run ``body``; return percent of a core used by this process meanwhile, and switches a second."""
+    """Run ``body``. Returns this process's CPU use in percent of a core, and its switches per second."""
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     cpu, wall = time.process_time(), time.perf_counter()
     body()
@@ -72,12 +72,12 @@ def contestant_call(job: Any, name: str) -> Callable[[], object]:
 
 
 def measure(job: Any, name: str, seconds: float, late: float) -> list[tuple[float, float, list[float]]]:
-    """Return idle percent, switches a second and percents while waiting (the last rank: none) by rank."""
+    """Return idle percent, switches per second and percents while waiting (last rank: none), by rank."""
     call = contestant_call(job, name)
     for _ in range(WARM_CALLS):
         call()
     job.barrier()
-    time.sleep(0.5)  # what the operations left behind is not idleness
+    time.sleep(0.5)  # let the effects of the operations fade, so that only idleness is measured
     idle, switches = cpu_share(lambda: time.sleep(seconds))
     waits: list[float] = []
     for _ in range(LATE_REPEATS if job.size > 1 else 0):
@@ -87,12 +87,12 @@ def measure(job: Any, name: str, seconds: float, late: float) -> list[tuple[floa
             call()
         else:
             waits.append(cpu_share(call)[0])
-    found: list[tuple[float, float, list[float]]] = job.comm.allgather((idle, switches, waits))
-    return found
+    results: list[tuple[float, float, list[float]]] = job.comm.allgather((idle, switches, waits))
+    return results
 
 
 def report_rows(report: Report, name: str, found: list[tuple[float, float, list[float]]]) -> list[list[str]]:
-    """Keep the numbers and return the table's lines, one a rank."""
+    """Store the numbers and return the table's rows, one per rank."""
     rows = []
     for rank, (idle, switches, waits) in enumerate(found):
         report.add(f"idle, rank {rank}", "% of a core", {name: [idle]})
@@ -118,10 +118,10 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def run_jobs(arguments: argparse.Namespace) -> None:
-    """Start one job for each contestant and show their numbers together.
+    """Start a job for each contestant and print all results together.
 
     Raises:
-        SystemExit: a job failed; its exit code.
+        SystemExit: A job failed. Has its exit code.
     """
     parts = []
     with tempfile.TemporaryDirectory() as directory:
@@ -145,7 +145,7 @@ def run_jobs(arguments: argparse.Namespace) -> None:
 
 
 def together(results: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the table's lines of one job from its JSON results."""
+    """Return the table's rows for one job from its JSON results."""
     rows: dict[str, list[str]] = {}
     for result in results:
         rank = result["group"].rsplit(" ", 1)[1]
@@ -160,9 +160,9 @@ def together(results: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Parse the arguments; start the jobs, or measure in a rank."""
+    """Parse the arguments, then start the jobs or measure in a rank."""
     options = parser(__doc__, "idle.py", seconds=10)
-    options.add_argument("--late", type=float, default=2, help="seconds that the last rank comes late")
+    options.add_argument("--late", type=float, default=2, help="seconds by which the last rank is late")
     options.add_argument("--contestant", help="measure only this one: mpi4py, gloo or a module (in a rank)")
     arguments = options.parse_args()
     if arguments.module == [DEFAULT_MODULE] and arguments.contestant not in (None, MPI, GLOO):

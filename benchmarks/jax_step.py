@@ -1,17 +1,17 @@
-"""What the exchange adds to a training step of JAX: a compiled step with ``ringdance.jax``.
+"""The time that the exchange adds to a JAX training step: a compiled step with ``ringdance.jax``.
 
-What: parameters, a loss of which the gradient of each is the parameter, and plain gradient descent, in one
-``jit`` that works in place (donated parameters). The identity step leaves the gradients as they are, but has
-them all in memory before it applies the first, as a real model has; the others average them over the ranks:
-by ringdance, and by JAX's own collectives over gloo (``pmean`` in ``shard_map`` over the devices of all
-processes). Beside it the same list is averaged from NumPy, in one call, in place. The lists: 160 gradients
-of 1 KB, and the 161 gradients of ResNet-50 (25.6 M float32, 102 MB).
+What: parameters, a loss whose gradient with respect to each parameter is proportional to it, and plain
+gradient descent, in one ``jit`` that works in place (donated parameters). The identity step leaves the
+gradients unchanged, but like a real model it has them all in memory before it applies the first. The other
+steps average them over the ranks: with ringdance, and with JAX's own collectives over gloo (``pmean`` in
+``shard_map`` over the devices of all processes). The same list is also averaged from NumPy in place in one
+call. The lists: 160 gradients of 1 KB, and the 161 gradients of ResNet-50 (25.6 M float32, 102 MB).
 
-Why: a compiled program adds the cost of handing its arrays to us, for each array and each byte.
+Why: a compiled program adds the cost of handing over its arrays, per array and per byte.
 
-How to read: contestants alternate; times are those of the slowest rank. "added" is the step with exchange
-minus the identity step; "/ NumPy" is that divided by the exchange from NumPy, "/ gloo" divided by what the
-step with JAX's own collectives adds: smaller is better.
+How to read: contestants alternate. Times are the slowest rank's. "added" is the step with exchange minus the
+identity step. "/ NumPy" is "added" divided by the exchange from NumPy, "/ gloo" is "added" divided by the
+time that the step with JAX's own collectives adds. Smaller is better.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Average = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def connect(job: Any) -> None:
-    """Let JAX see the devices of all ranks. It has to be called before JAX computes anything."""
+    """Let JAX see the devices of all ranks. Call this before JAX computes anything."""
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -66,7 +66,7 @@ def _step(average: Average) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def _as_they_are(gradients: Sequence[Any]) -> Any:
-    """Return the gradients by a loop that never runs: XLA cannot know, so it has them all in memory."""
+    """Return the gradients from a loop that never runs. XLA cannot know this and keeps them in memory."""
     import jax
 
     small = gradients[1].reshape(-1)[0]
@@ -96,7 +96,7 @@ def _mesh() -> Any:
 
 
 def _over_ranks(function: Callable[[Sequence[Any]], list[Any]]) -> Any:
-    """Return the function for arrays whose first dimension lies over the ranks, one row on each."""
+    """Return the function for arrays whose first dimension is distributed over the ranks, one row each."""
     import jax
 
     rows = jax.sharding.PartitionSpec("ranks")
@@ -108,7 +108,7 @@ def _over_ranks(function: Callable[[Sequence[Any]], list[Any]]) -> Any:
 
 
 def _laid_over_ranks(rows: Sequence[Any]) -> list[Any]:
-    """Return arrays of which this rank holds the given row."""
+    """Return distributed arrays in which ``rows`` are this rank's rows."""
     import jax
 
     mesh = _mesh()
@@ -120,7 +120,7 @@ def _laid_over_ranks(rows: Sequence[Any]) -> list[Any]:
 
 
 def _repeated(step: Any, parameters: list[Any]) -> Callable[[], None]:
-    """Return a call that does one step with what the last one left, and waits for it."""
+    """Return a call that runs a step on the result of the previous one, and waits for it."""
     import jax
 
     state = [parameters]
@@ -139,7 +139,7 @@ def _ones(shapes: Shapes, value: float = 1.0) -> list[Any]:
 
 
 def steps(shapes: Shapes, peer: bool = True) -> dict[str, Callable[[], object]]:
-    """Return one call for each contestant."""
+    """Return a call for each contestant."""
     import jax
 
     def compiled(function: Any) -> Any:
@@ -156,20 +156,20 @@ def steps(shapes: Shapes, peer: bool = True) -> dict[str, Callable[[], object]]:
 
 
 def check(job: Any, peer: bool) -> None:
-    """Look once whether the exchanges average.
+    """Check once that the exchanges average.
 
     Raises:
-        RuntimeError: one does not.
+        RuntimeError: An exchange does not average.
     """
     import jax
 
-    mine = _ones([(1000,)], float(job.rank))
-    found = {EXCHANGE: jax.jit(_by_ringdance)(mine)[0]}
+    own = _ones([(1000,)], float(job.rank))
+    results = {EXCHANGE: jax.jit(_by_ringdance)(own)[0]}
     if peer:
-        # Adding the row makes the result one of rows, too.
+        # Adding the row makes the result consist of rows, too.
         average = jax.jit(_over_ranks(lambda rows: [_by_gloo(rows)[0] + 0 * rows[0]]))
-        found[GLOO] = average(_laid_over_ranks(mine))[0].addressable_data(0)
-    for name, result in found.items():
+        results[GLOO] = average(_laid_over_ranks(own))[0].addressable_data(0)
+    for name, result in results.items():
         if np.unique(np.asarray(result)).tolist() != [(job.size - 1) / 2]:
             raise RuntimeError(f"{name}: gradients are not averaged")
 

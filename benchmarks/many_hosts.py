@@ -1,14 +1,14 @@
-"""A command on many hosts: time, and memory of the launcher and of the agents.
+"""Run a command on many hosts: time, and memory of the launcher and the agents.
 
-What: this script puts a program named ssh first in PATH that starts the agent of each "host" on this machine,
-under another name (it needs ``unshare``). A command then runs on all of them, as ``ringdance explain -H``
-runs one, with the soft limit of open files at ``--files``.
+What: this script puts a program named ssh first in PATH. The program starts the agent of each "host" on this
+machine under another host name (it needs ``unshare``). A command then runs on all hosts, as with ``ringdance
+explain -H``, with a soft limit of ``--files`` open files.
 
-Why: what a launcher needs for each host decides how many it can have.
+Why: the launcher's needs per host determine how many hosts it can manage.
 
-How to read: the time is from start to end, with all agents on this machine's cores; "agent" is the memory
-of an agent and its backup on their own (PSS: what processes share is divided among them); "launcher" is its
-growth for each host. A real ssh client comes on top: 8 MiB, of which it shares all but 1.5 MiB with others.
+How to read: the time is from start to end, with all agents on this machine's cores. "agent" is the memory of
+an agent and its backup (PSS, which divides shared memory among the processes). "launcher" is its growth per
+host. A real ssh client needs another 8 MiB, of which it shares all but 1.5 MiB with others.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def main() -> None:
 
 
 def measure(hosts: int, files: int, environ: dict[str, str]) -> dict[str, float]:
-    """Run a command on so many hosts twice: for the time, and for memory (bytes) while it waits."""
-    # Addresses for benchmarks (RFC 2544): no name server is asked.
+    """Run a command on ``hosts`` hosts twice: for the time, and for memory (bytes) while it waits."""
+    # Addresses reserved for benchmarks (RFC 2544) need no name server.
     names = ",".join(f"198.18.{number // 250}.{number % 250 + 1}" for number in range(hosts))
     line = ["sh", "-c", f'ulimit -Sn {files}; exec "$@"', "sh", sys.executable, "-c", RUN, names]
     began = time.monotonic()
@@ -87,14 +87,14 @@ def measure(hosts: int, files: int, environ: dict[str, str]) -> dict[str, float]
 
 
 def _agents() -> list[int]:
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if AGENT in path.read_bytes() and b"unshare" not in path.read_bytes():
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def _pss(pid: int) -> int:
@@ -107,9 +107,9 @@ def _pss(pid: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--hosts", type=int, default=500, metavar="N", help="how many (500)")
+    made.add_argument("--hosts", type=int, default=500, metavar="N", help="number of hosts (500)")
     made.add_argument("--files", type=int, default=1024, metavar="N", help="soft limit of open files (1024)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     return made
 
 

@@ -1,6 +1,6 @@
-"""The job of a benchmark (modules, MPI, gloo, shared window) and what the modules are compared with.
+"""The job of a benchmark (modules, MPI, gloo, shared window) and the contestants to compare modules with.
 
-Everything here imports frameworks: only ranks load it.
+Everything here imports frameworks, so only ranks load it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Job:
     """The ranks of this run and the modules that are measured in it.
 
     Attributes:
-        comm: a communicator of the benchmark's own.
-        modules: each measured module by name, initialised.
-        about: what goes into the report's head.
+        comm: Communicator that only the benchmark uses.
+        modules: Measured modules by name, initialized.
+        about: Facts for the head of the report.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
-        # Before MPI: a module may want to start MPI itself, with settings of its own.
+        # Import modules before MPI: a module may initialize MPI itself with its own settings.
         self.modules: dict[str, Any] = {name: importlib.import_module(name) for name in names}
         for module in self.modules.values():
             module.init()
@@ -60,7 +60,7 @@ class Job:
             if module.size() != self.size:
                 raise RuntimeError(
                     f"{name}.size() is {module.size()} but MPI started {self.size} ranks: "
-                    "the module does not see this launcher"
+                    "the module does not recognize this launcher"
                 )
         local = self.host.Get_size()
         torch.set_num_threads(threads or max(1, cores() // local))
@@ -69,7 +69,7 @@ class Job:
         self.about: dict[str, Any] = {
             **about_machine(), "ranks": self.size, "hosts": leaders, "threads": torch.get_num_threads(),
             "torch": torch.__version__, "numpy": np.__version__, "mpi": library,
-            "modules": {name: str(getattr(found, "__version__", "")) for name, found in self.modules.items()},
+            "modules": {name: str(getattr(one, "__version__", "")) for name, one in self.modules.items()},
         }  # fmt: skip
         self._windows: list[Any] = []
         self._gloo = False
@@ -79,7 +79,7 @@ class Job:
         self.comm.Barrier()
 
     def agreed(self, verdict: bool) -> bool:
-        """Return rank 0's verdict on all ranks."""
+        """Return rank 0's ``verdict`` on all ranks."""
         return bool(self.comm.bcast(verdict))
 
     def gather(self, samples: Sequence[float]) -> list[list[float]]:
@@ -87,14 +87,14 @@ class Job:
         return [list(part) for part in self.comm.allgather(list(samples))]
 
     def gloo(self) -> None:
-        """Make torch.distributed's default group over gloo; rank 0 serves the TCP store."""
+        """Create torch.distributed's default group with gloo. Rank 0 serves the TCP store."""
         if self._gloo:
             return
         host = "127.0.0.1"
         if self.about["hosts"] > 1:
             host = self.comm.bcast(self.mpi.Get_processor_name())
         elif sys.platform == "linux":
-            # Otherwise gloo asks for the address of the host's name, which may have none.
+            # Otherwise gloo looks up the host's name, which may not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = None
         if self.rank == 0:
@@ -106,16 +106,16 @@ class Job:
         self._gloo = True
 
     def window(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return this rank's ``nbytes`` of a new shared-memory window of its host, touched."""
+        """Return this rank's ``nbytes`` in a new shared-memory window of its host, already written to."""
         window = self.mpi.Win.Allocate_shared(nbytes, 1, comm=self.host)  # type: ignore[arg-type]
         self._windows.append(window)
         memory, _ = window.Shared_query(self.host.Get_rank())
-        mine = np.frombuffer(memory, dtype=np.uint8)
-        mine[:] = 0
-        return mine
+        part = np.frombuffer(memory, dtype=np.uint8)
+        part[:] = 0
+        return part
 
     def close(self) -> None:
-        """Free what the benchmark made, then shut the modules down."""
+        """Free the benchmark's resources, then shut down the modules."""
         self.barrier()
         if self._gloo:
             dist.destroy_process_group()
@@ -138,11 +138,11 @@ def _finalize() -> None:
 
 
 def cut_stream(sizes: Sequence[int], limit: int) -> list[list[Span]]:
-    """Cut a list of tensors, seen as one stream, into buffers of ``limit`` elements.
+    """Cut a list of tensors into buffers of ``limit`` elements, as if they were one stream.
 
     Args:
-        sizes: elements of each tensor.
-        limit: elements of a buffer; all are full but the last.
+        sizes: Number of elements in each tensor.
+        limit: Number of elements per buffer. All buffers except the last are full.
     """
     buffers: list[list[Span]] = [[]]
     free = limit
@@ -160,9 +160,9 @@ def cut_stream(sizes: Sequence[int], limit: int) -> list[list[Span]]:
 
 
 def cut_chunks(sizes: Sequence[int], limit: int) -> list[list[Span]]:
-    """Cut large tensors into chunks of at most ``limit`` elements; pack small neighbours together.
+    """Cut large tensors into chunks of at most ``limit`` elements, and pack small adjacent tensors together.
 
-    A result of one span can be reduced where it lies, one of several must be packed.
+    A chunk with a single span can be reduced in place. A chunk with several spans must be packed.
     """
     chunks: list[list[Span]] = []
     packed: list[Span] = []
@@ -187,7 +187,7 @@ def _elements(spans: Sequence[Span]) -> int:
 
 
 def module_burst(module: Any, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> Callable[[], None]:
-    """Submit all tensors under their names at once, in place, averaged, then wait for all."""
+    """Return a burst: average all tensors in place, submitted together by name, then wait for all."""
     pairs = list(zip(tensors, names, strict=True))
 
     def run() -> None:
@@ -199,7 +199,7 @@ def module_burst(module: Any, tensors: Sequence[torch.Tensor], names: Sequence[s
 
 
 def mpi_packed(job: Job, arrays: Sequence[Floats], limit: int) -> Callable[[], None]:
-    """Pack the tensors into buffers of ``limit`` bytes, one raw Allreduce each, copy out averaged."""
+    """Return a burst: pack tensors into buffers of ``limit`` bytes, Allreduce each, copy out averages."""
     buffer = np.zeros(limit // FLOAT_BYTES, np.float32)
     plan = []
     for spans in cut_stream([array.size for array in arrays], buffer.size):
@@ -212,7 +212,7 @@ def mpi_packed(job: Job, arrays: Sequence[Floats], limit: int) -> Callable[[], N
 
 
 def mpi_chunks(job: Job, arrays: Sequence[Floats], limit: int) -> Callable[[], None]:
-    """Reduce chunks of at most ``limit`` bytes in place, only small tensors packed, averaged."""
+    """Return a burst: average chunks of at most ``limit`` bytes in place, and pack only small tensors."""
     buffer = np.zeros(limit // FLOAT_BYTES, np.float32)
     plan: list[tuple[list[tuple[Floats, Floats]], Floats]] = []
     for spans in cut_chunks([array.size for array in arrays], buffer.size):
@@ -239,7 +239,7 @@ def _mpi_runner(
             for tensor, place in pairs:
                 place[...] = tensor
             comm.Allreduce(in_place, whole)
-            # The division costs no pass of its own where there is a copy.
+            # If data are copied out anyway, the division needs no extra pass.
             for tensor, place in pairs:
                 np.multiply(place, scale, out=tensor)
             if not pairs:
@@ -249,7 +249,7 @@ def _mpi_runner(
 
 
 def gloo_buckets(job: Job, tensors: Sequence[torch.Tensor], limit: int) -> Callable[[], None]:
-    """Do what DDP does with its gradients: averaged buckets of ``limit`` bytes, all in flight at once."""
+    """Return a burst like DDP's: average buckets of ``limit`` bytes, all in flight at the same time."""
     plan = []
     for spans in cut_stream([tensor.numel() for tensor in tensors], limit // FLOAT_BYTES):
         bucket = torch.zeros(_elements(spans))
@@ -275,10 +275,10 @@ def gloo_buckets(job: Job, tensors: Sequence[torch.Tensor], limit: int) -> Calla
 
 
 def copy_through_window(job: Job, arrays: Sequence[Floats], chunk: int = 256 * KB) -> Callable[[], None]:
-    """Copy all tensors into the shared window and back in chunks of ``chunk`` bytes, without a sum.
+    """Return a burst that copies all tensors into the shared window and back, without a sum.
 
-    All ranks do it at once: the bound that the machine's memory sets for exchanging through shared
-    memory. Ranks do not wait for each other in it.
+    It copies in chunks of ``chunk`` bytes on all ranks at the same time. This is the bound that the machine's
+    memory sets for exchanges through shared memory. Ranks do not wait for each other.
     """
     window = job.window(chunk).view(np.float32)
     pairs = [

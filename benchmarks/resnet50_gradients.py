@@ -1,19 +1,19 @@
 """The 161 gradients of ResNet-50 (25.6 M float32, 102 MB), submitted in one burst and averaged.
 
-What: the module gets all gradients at once by ``allreduce_async_`` with names and op=Average, in the
-order of backward, then waits for all with ``synchronize``. Beside it, on the same memory, in the same job:
-raw mpi4py packing into 64 MB buffers, one ``Allreduce`` each, copied out; the same with 4 MB buffers;
+What: the module gets all gradients at once through ``allreduce_async_`` with names and op=Average, in the
+order of backward, then waits for all with ``synchronize``. Peers on the same memory in the same job: raw
+mpi4py that packs into 64 MB buffers, calls ``Allreduce`` for each and copies out; the same with 4 MB buffers;
 chunks of 0.5 MB reduced in place; gloo as DDP uses it (25 MB buckets, all in flight); and the copy bound.
-All of them average, and are checked on values first.
+All except the bound average, and all results are checked first.
 
-Why: it is what one training step of a typical model exchanges, and 161 tensors of 256 B to 9.4 MB show
-both the cost of a tensor and the use of memory.
+Why: this is what one training step of a typical model exchanges. Its 161 tensors of 256 B to 9.4 MB show
+both the cost per tensor and the use of memory.
 
-The copy bound: all ranks at once copy all tensors through a shared-memory window and back in chunks,
+The copy bound: all ranks copy all tensors through a shared-memory window and back in chunks at the same time,
 without a sum and without waiting for each other. "of bound" is the bound divided by the time.
 
-How to read: contestants alternate; times are those of the slowest rank. "x 64 MB" is the time as a
-multiple of the packing into 64 MB buffers: smaller is better.
+How to read: contestants alternate. Times are the slowest rank's. "x 64 MB" is the time as a multiple of the
+time with packing into 64 MB buffers. Smaller is better.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACK_64, PACK_4, CHUNKS, GLOO, BOUND = (
 
 
 def contestants(job: Any, chunk: int, *, backward: bool) -> tuple[list[Any], dict[str, Callable[[], None]]]:
-    """Return the gradients (flat tensors, all touched) and one burst for each contestant."""
+    """Return the gradients (flat tensors, already written to) and one burst for each contestant."""
     import torch
     from peers import KB, MB, copy_through_window, gloo_buckets, module_burst, mpi_chunks, mpi_packed
 
@@ -50,10 +50,10 @@ def contestants(job: Any, chunk: int, *, backward: bool) -> tuple[list[Any], dic
 
 
 def check(job: Any, flat: list[Any], bursts: dict[str, Callable[[], None]]) -> None:
-    """Let every contestant average values that differ by rank and by tensor, and look at all of them.
+    """Let every contestant average values that differ between ranks and tensors, and check all results.
 
     Raises:
-        RuntimeError: names the contestant and the first wrong tensor.
+        RuntimeError: A tensor is wrong. The message names the contestant and the tensor.
     """
     for name, burst in bursts.items():
         factor = job.rank + 1.0 if name == BOUND else (job.size + 1) / 2
@@ -88,7 +88,7 @@ def show(report: Report, samples: dict[str, list[float]], nbytes: int) -> None:
 def main() -> None:
     """Parse the arguments, start ranks, measure."""
     options = parser(__doc__, "resnet50_gradients.py", seconds=10)
-    options.add_argument("--forward", action="store_true", help="submit in forward order, not backward's")
+    options.add_argument("--forward", action="store_true", help="submit in forward order, not in backward's")
     options.add_argument(
         "--chunk-kb", type=int, default=256, help="chunks of the copy bound in KB, 256 to 512 (default: 256)"
     )

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs the benchmarks that need neither data nor root nor a GPU, one after another, those of TensorFlow and JAX
-# where these are installed; their JSON goes into a directory.
+# Runs the benchmarks that do not need data, root or a GPU, one after another, and TensorFlow's and JAX's
+# steps if these are installed. Writes their JSON to a directory.
 #   benchmarks/run_all.sh [DIRECTORY [OPTIONS FOR ALL SCRIPTS]]
 # example: benchmarks/run_all.sh results --np 2 --seconds 5 --module ringdance.torch
 set -eu

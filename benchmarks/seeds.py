@@ -1,10 +1,10 @@
-"""Train a recipe with several seeds, and draw each one's loss and evaluations: are its defaults stable?
+"""Train a recipe with several seeds, and draw each seed's loss and evaluations: are the defaults stable?
 
     python benchmarks/seeds.py seeds.svg -- python job/train_torch.py clicks --epochs 6
 
-`--seed N` is added to the command, from 0 on. Its table of losses and its evaluations are read from what it
-prints. Writes a plot. Prints the first and the last loss of each seed,
-the best evaluation, and the most that one fell below the best before it.
+Appends `--seed N`, starting from 0, to the command, and reads the losses and evaluations from its output.
+Writes a plot. Prints each seed's first and last loss, its best evaluation, and the largest drop of an
+evaluation below an earlier best.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Points = list[tuple[float, float]]
 
 
 def trained(command: list[str]) -> tuple[Points, Points, str]:
-    """Run a training; return epochs and losses, epochs and evaluations, and what those are of."""
+    """Run a training. Returns epochs and losses, epochs and evaluations, and the evaluations' name."""
     losses, evaluations, name, epoch = Points(), Points(), "", 0.0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
@@ -39,7 +39,7 @@ def trained(command: list[str]) -> tuple[Points, Points, str]:
 
 
 def fall(evaluations: Points) -> float:
-    """Return the most that an evaluation is below the best before it."""
+    """Return the largest drop of an evaluation below an earlier best."""
     scores = [score for _, score in evaluations]
     return max((max(scores[:n]) - score for n, score in enumerate(scores) if n), default=0.0)
 
@@ -50,20 +50,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("plot", type=Path, metavar="FILE.svg")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="default: 5")
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
-    given = parser.parse_args()
-    given.plot.touch()  # before anything is trained for it
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="training command, after --")
+    options = parser.parse_args()
+    options.plot.touch()  # fail before training if the file cannot be written
     panels: dict[str, dict[str, Points]] = {}
     print("| seed | first loss | last loss | best evaluation | largest fall |", *["|---" * 5 + "|"], sep="\n")
-    for seed in range(given.seeds):
-        losses, evaluations, name = trained([*given.command, "--seed", str(seed)])
+    for seed in range(options.seeds):
+        losses, evaluations, name = trained([*options.command, "--seed", str(seed)])
         panels.setdefault("loss", {})[f"seed {seed}"] = losses
         if evaluations:
             panels.setdefault(name, {})[f"seed {seed}"] = evaluations
         best = max((score for _, score in evaluations), default=float("nan"))
         figures = losses[0][1], losses[-1][1], best, max(0.0, fall(evaluations))
         print(f"| {seed} |", *(f"{one:.4f} |" for one in figures), flush=True)
-    svg.write(given.plot, panels, ["epochs"] * len(panels), list(panels), from_zero=False)
+    svg.write(options.plot, panels, ["epochs"] * len(panels), list(panels), from_zero=False)
 
 
 if __name__ == "__main__":

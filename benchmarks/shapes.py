@@ -1,8 +1,8 @@
-"""The parameters of ResNet-50 (1,000 classes), written out, so that no model library is needed.
+"""The parameters of ResNet-50 (1,000 classes), written out so that no model library is needed.
 
-161 float32 tensors, 25,557,032 elements, 102.2 MB: the list of gradients that one training step of that
-model exchanges. Names and order are those of the model's definition (He et al., 2015, the variant with the
-stride in the 3x3 convolution), forward; the gradients of a backward pass come in the reverse order.
+161 float32 tensors, 25,557,032 elements, 102.2 MB: the gradients that one training step of the model
+exchanges. Names and order follow the model's definition (He et al., 2015, the variant with the stride in the
+3x3 convolution) in forward order. Gradients of a backward pass come in reverse order.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ RESNET50: tuple[tuple[str, tuple[int, ...]], ...] = (
 
 
 def resnet50(*, backward: bool = True) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name, shape) of the 161 parameters, in the order of backward or of forward."""
+    """Return each parameter's name and shape, in backward or forward order."""
     return list(reversed(RESNET50)) if backward else list(RESNET50)
 
 
 def elements(shapes: list[tuple[str, tuple[int, ...]]]) -> int:
-    """Return the number of elements of all shapes together."""
+    """Return the total number of elements of all shapes."""
     return sum(math.prod(shape) for _, shape in shapes)

@@ -1,15 +1,16 @@
-"""The exchange of gradients between hosts, measured beside what ``ringdance.tools.plan.simulator`` predicts.
+"""Measure the exchange of gradients between hosts, and compare it with ``ringdance.tools.plan.simulator``.
 
-What: this script makes hosts out of network namespaces on this machine (it needs root, ``ip`` and ``sshd``;
-see tests/hosts/hosts.py), their links limited to ``--rate``, and starts ``--slots`` ranks on each. They
-exchange lists of gradients, all ready at once, through the engine; each host counts what its link sends. The
-same lists are simulated, with the rate less TCP's headers, and with all hosts on this machine's cores.
+What: this script creates hosts from network namespaces on this machine (it needs root, ``ip`` and ``sshd``;
+see tests/hosts/hosts.py), with links limited to ``--rate``, and starts ``--slots`` ranks on each. They
+exchange lists of gradients, all ready at the same time, through the engine. Each host counts the bytes that
+its link sends. The same lists are simulated, at the rate without TCP's headers and with all hosts on this
+machine's cores.
 
-Why: a planner is worth what its predictions are.
+Why: a planner is only as good as its predictions.
 
-How to read: a sample is the time of the slowest rank. "of least" and "of median" are these times divided by
-the simulated one: 1 where the prediction is right. Bytes are those of the host that sends most; the measured
-ones have headers. A rank that waits for a core makes small lists slow: measure them on an idle machine.
+How to read: a sample is the slowest rank's time. "of least" and "of median" are these times divided by the
+simulated time: 1 if the prediction is right. Bytes are for the host that sends the most. Measured bytes
+include headers. A rank that waits for a core slows down small lists, so measure them on an idle machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shapes import resnet50
 HERE = Path(__file__).resolve()
 MARK = "samples: "
 WARM_CALLS = 3
-PAYLOAD = 1448 / 1514  # of an Ethernet frame of a TCP connection
+PAYLOAD = 1448 / 1514  # share of payload in an Ethernet frame with TCP
 LISTS = {
     "161 of ResNet-50": [4 * math.prod(shape) for _, shape in resnet50(backward=True)],
     "one of 16 MiB": [16 << 20],
@@ -39,13 +40,13 @@ LISTS = {
 
 
 def sent_bytes() -> int:
-    """Return what this host's links have sent."""
+    """Return the bytes that this host's links have sent."""
     lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
     return sum(int(words[9]) for words in lines if words[0] != "lo:")
 
 
 def rank(seconds: float) -> None:
-    """Measure in a rank; rank 0 prints milliseconds and bytes of a call as JSON, by list."""
+    """Measure in a rank. Rank 0 prints the milliseconds and bytes per call by list, as JSON."""
     import numpy as np
 
     import ringdance.numpy as rd
@@ -53,7 +54,7 @@ def rank(seconds: float) -> None:
     rd.init()
     from mpi4py import MPI
 
-    comm, found = MPI.COMM_WORLD.Dup(), {}
+    comm, results = MPI.COMM_WORLD.Dup(), {}
     for name, sizes in LISTS.items():
         arrays = [np.ones(nbytes // 4, np.float32) for nbytes in sizes]
         samples: list[float] = []
@@ -68,19 +69,19 @@ def rank(seconds: float) -> None:
                 samples.append(took)
                 sent += sent_bytes() - before
         most = comm.allreduce(sent / len(samples), MPI.MAX)
-        found[name] = {"ms": samples, "bytes": most}
+        results[name] = {"ms": samples, "bytes": most}
     if rd.rank() == 0:
-        print(MARK + json.dumps(found), flush=True)
+        print(MARK + json.dumps(results), flush=True)
     rd.shutdown()
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Make the hosts and run the job; return what rank 0 has printed."""
+    """Create the hosts and run the job. Returns the results that rank 0 printed."""
     sys.path.insert(0, str(HERE.parents[1] / "tests" / "hosts"))
     from hosts import Hosts, why_not
 
     if why_not():
-        raise SystemExit(f"simulated_exchange.py: no hosts can be made: {why_not()}")
+        raise SystemExit(f"simulated_exchange.py: cannot create hosts: {why_not()}")
     with tempfile.TemporaryDirectory(prefix="sim-") as directory:
         hosts = Hosts(Path(directory) / "net", arguments.hosts, rate=arguments.rate)
         try:
@@ -97,15 +98,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start everything, or be a rank of it."""
+    """Start the measurement, or run as one of its ranks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--hosts", type=int, default=3, help="how many (default 3)")
-    add("--rate", type=int, default=1000, help="of each host's link, Mbit/s (default 1000)")
+    add("--hosts", type=int, default=3, help="number of hosts (default 3)")
+    add("--rate", type=int, default=1000, help="speed of each host's link in Mbit/s (default 1000)")
     add("--slots", type=int, default=1, help="ranks on each host (default 1)")
-    add("--seconds", type=float, default=5.0, help="for each list (default 5)")
+    add("--seconds", type=float, default=5.0, help="time for each list (default 5)")
     add("--json", type=Path, metavar="FILE", help="write the numbers to FILE as well")
     arguments = parser.parse_args()
     if under_launcher():
@@ -114,7 +115,7 @@ def main() -> None:
     from ringdance.tools.plan.simulator import Machine, simulate
 
     ranks = arguments.hosts * arguments.slots
-    # All hosts are on this machine; what leaves one passes through its cores twice.
+    # All hosts are on this machine, so data sent from one host pass through the machine's cores twice.
     machine = Machine(
         bandwidth=arguments.rate * 1e6 / 8 * PAYLOAD, latency=50e-6, memory_bandwidth=4e9,
         stack_bandwidth=1.5e9, message_seconds=10e-6, chunk_seconds=20e-6,

@@ -1,17 +1,18 @@
-"""Gradients of some rows of a large table: time and memory, as rows and as a dense table.
+"""Gradients for some rows of a large table: time and memory, as rows and as a dense table.
 
-What: a table of ``--rows`` x ``--columns`` float32, of which each rank has touched ``--touched`` rows, drawn
-at random with repetitions. They are averaged over the ranks as a sparse gradient: from NumPy with the way
-chosen (auto) or forced, through ``ringdance.torch`` (``DistributedOptimizer``), through
-``ringdance.tensorflow`` (a ``tf.function`` with ``DistributedGradientTape``, if TensorFlow is installed), by
-raw mpi4py (two Allgatherv, merged by NumPy) and by gloo (``all_reduce`` of a sparse tensor). Beside them a
-dense table of that size: ``allreduce_``. All are checked on values.
+What: a table of ``--rows`` x ``--columns`` float32. Each rank has gradients for ``--touched`` rows, drawn at
+random with repetitions. They are averaged over the ranks as a sparse gradient: from NumPy, with the method
+chosen (auto) or forced; with ``ringdance.torch`` (``DistributedOptimizer``); with ``ringdance.tensorflow`` (a
+``tf.function`` with ``DistributedGradientTape``, if TensorFlow is installed); with raw mpi4py (two
+Allgatherv, merged by NumPy); and with gloo (``all_reduce`` of a sparse tensor). For comparison, a dense table
+of the same size: ``allreduce_``. All results are checked.
 
-Why: a dense exchange costs what the table costs, whatever was touched; rows should cost what they are.
+Why: the cost of a dense exchange depends on the size of the table, no matter how few rows have gradients. The
+cost of rows should depend only on their number.
 
-How to read: contestants alternate; times are those of the slowest rank. "peak" is the memory that a call
-needs beyond what was there before: the largest resident size seen while it runs (Linux), in one more call
-for each contestant, largest of the ranks. "/ rows" is that as a multiple of the bytes of all ranks' rows.
+How to read: contestants alternate. Times are the slowest rank's. "peak" is the extra memory that a call
+needs: the growth of the resident size while it runs (Linux), in a separate call for each contestant, on the
+rank with the largest. "/ rows" is the peak as a multiple of the bytes of all ranks' rows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HEADER = ("contestant", "median ms", "p10", "p90", "runs", "peak MB", "/ rows")
 
 
 def resident() -> int:
-    """Return the resident size of this process in bytes (proc_pid_statm(5)); 0 where it cannot be known."""
+    """Return this process's resident size in bytes (proc_pid_statm(5)), 0 if unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:
@@ -43,10 +44,10 @@ def resident() -> int:
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Return by how many bytes the resident size grew while a call ran, at most."""
+    """Return the largest growth of the resident size, in bytes, while a call runs."""
     gc.collect()
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not to hide what is needed now
+        ctypes.CDLL(None).malloc_trim(0)  # earlier freed memory must not hide what is needed now
     except AttributeError:
         pass
     before = largest = resident()
@@ -69,12 +70,12 @@ def peak_of(call: Callable[[], object]) -> int:
 
 
 class Case:
-    """One rank's rows, and what all ranks' rows come to.
+    """One rank's rows, and the expected average of all ranks' rows.
 
     Args:
-        job: the ranks.
-        rows, columns: of the table.
-        touched: rows that each rank has used.
+        job: Ranks of this run.
+        rows, columns: Size of the table.
+        touched: Number of rows for which each rank has gradients.
     """
 
     def __init__(self, job: Any, rows: int, columns: int, touched: int) -> None:
@@ -97,7 +98,7 @@ class Case:
 
 
 def by_route(case: Case, route: str) -> Callable[[], tuple[Any, Any]]:
-    """Average by ``training.gradients.sparse``, with the setting at ``route``."""
+    """Return a call that averages with ``training.gradients.sparse`` and the setting ``route``."""
     from dataclasses import replace
 
     from ringdance.training import session
@@ -118,7 +119,7 @@ def by_route(case: Case, route: str) -> Callable[[], tuple[Any, Any]]:
 
 
 def by_torch(case: Case) -> Callable[[], tuple[Any, Any]]:
-    """Average the gradient of an embedding in ``DistributedOptimizer``."""
+    """Return a call that averages the gradient of an embedding in ``DistributedOptimizer``."""
     import torch
 
     import ringdance.torch as hvd
@@ -140,7 +141,7 @@ def by_torch(case: Case) -> Callable[[], tuple[Any, Any]]:
 
 
 def by_tensorflow(case: Case) -> Callable[[], tuple[Any, Any]]:
-    """Average the gradient of ``tf.gather`` in a tf.function."""
+    """Return a call that averages the gradient of ``tf.gather`` in a tf.function."""
     import tensorflow as tf
 
     import ringdance.tensorflow as hvd
@@ -163,7 +164,7 @@ def by_tensorflow(case: Case) -> Callable[[], tuple[Any, Any]]:
 
 
 def by_mpi(case: Case) -> Callable[[], tuple[Any, Any]]:
-    """Gather keys and values by two Allgatherv, and merge them by NumPy."""
+    """Return a call that gathers keys and values with two Allgatherv and merges them with NumPy."""
     comm, size = case.job.comm, case.job.size
 
     def call() -> tuple[Any, Any]:
@@ -181,7 +182,7 @@ def by_mpi(case: Case) -> Callable[[], tuple[Any, Any]]:
 
 
 def by_gloo(case: Case) -> Callable[[], tuple[Any, Any]]:
-    """Sum a sparse tensor by torch.distributed, and divide."""
+    """Return a call that sums a sparse tensor with torch.distributed and divides."""
     import torch
     import torch.distributed as dist
 
@@ -199,7 +200,7 @@ def by_gloo(case: Case) -> Callable[[], tuple[Any, Any]]:
 
 
 def dense(case: Case) -> Callable[[], object]:
-    """Average a whole table in place; making it is part of the call, as for a dense gradient."""
+    """Return a call that creates a whole table, as for a dense gradient, and averages it in place."""
     import ringdance.numpy as hvd
 
     def call() -> object:
@@ -211,7 +212,7 @@ def dense(case: Case) -> Callable[[], object]:
 
 
 def contestants(case: Case) -> dict[str, Callable[[], object]]:
-    """Return one call for each contestant, all checked on values."""
+    """Return a call for each contestant, after checking its results."""
     made: dict[str, Callable[[], tuple[Any, Any]]] = {
         "sparse, auto": by_route(case, "auto"), "sparse, as rows": by_route(case, "rows"),
         "sparse, dense": by_route(case, "dense"), "ringdance.torch": by_torch(case),
@@ -229,12 +230,12 @@ def contestants(case: Case) -> dict[str, Callable[[], object]]:
 def main() -> None:
     """Parse the arguments, start ranks, measure."""
     options = parser(__doc__, "sparse_rows.py", seconds=20)
-    options.add_argument("--rows", type=int, default=10_000_000, help="of the table (10,000,000)")
-    options.add_argument("--columns", type=int, default=16, help="of the table (16)")
-    options.add_argument("--touched", type=int, default=5000, help="rows that each rank has touched (5,000)")
+    options.add_argument("--rows", type=int, default=10_000_000, help="rows of the table (10,000,000)")
+    options.add_argument("--columns", type=int, default=16, help="columns of the table (16)")
+    options.add_argument("--touched", type=int, default=5000, help="rows with gradients per rank (5,000)")
     arguments = options.parse_args()
     if min(arguments.rows, arguments.columns, arguments.touched) < 1:
-        options.error("--rows, --columns, --touched: at least 1")
+        options.error("--rows, --columns and --touched must be at least 1")
     ensure_ranks(arguments)
 
     def measure(job: Any) -> None:
@@ -252,9 +253,9 @@ def main() -> None:
         times = alternate(job, {name: timed(call) for name, call in calls.items()}, arguments.seconds)
         summaries = report.add("rows", "s", times)
         rows = []
-        for name, one in summaries.items():
+        for name, summary in summaries.items():
             peak = report.figure("peak bytes", name, peaks[name])
-            cells = [*map(milliseconds, (one.median, one.p10, one.p90)), str(one.count)]
+            cells = [*map(milliseconds, (summary.median, summary.p10, summary.p90)), str(summary.count)]
             rows.append([name, *cells, f"{peak / MB:.1f}", f"{peak / case.nbytes:.1f}"])
         report.table(HEADER, rows)
         report.write(arguments.json)

@@ -1,4 +1,4 @@
-"""What the benchmarks of a compiled step have in common: the lists of gradients, the run, the table."""
+"""Shared code of the benchmarks of compiled steps: lists of gradients, measuring, tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shapes import resnet50
 IDENTITY, EXCHANGE, NUMPY = "identity step", "step with exchange", "exchange from NumPy"
 RATE = 1e-7
 Shapes = list[tuple[int, ...]]
-#: Makes the contestants' calls for a list of shapes.
+#: Creates the contestants' calls for a list of shapes.
 Make = Callable[[Shapes], dict[str, Callable[[], object]]]
 
 
@@ -28,7 +28,7 @@ def lists() -> dict[str, Shapes]:
 
 
 def from_numpy(shapes: Shapes) -> Callable[[], object]:
-    """Return a call that averages such a list in one exchange, in place."""
+    """Return a call that averages such a list in place in one exchange."""
     import ringdance.numpy
 
     arrays = [np.ones(shape, np.float32) for shape in shapes]
@@ -36,38 +36,38 @@ def from_numpy(shapes: Shapes) -> Callable[[], object]:
 
 
 def add_options(options: ArgumentParser) -> None:
-    """Let the user leave out the framework's own collectives, and the long list."""
-    options.add_argument("--no-peer", action="store_true", help="without the framework's own collectives")
+    """Add options to skip the framework's own collectives and the long list."""
+    options.add_argument("--no-peer", action="store_true", help="skip the framework's own collectives")
     options.add_argument("--small", action="store_true", help="only the list of small gradients")
 
 
 def keep_memory() -> None:
-    """Let malloc, in the ranks that are started now, keep what is freed, for all contestants alike.
+    """Let malloc keep freed memory in the ranks that are started next, for all contestants.
 
-    By default each step gives a large model's gradients back to the system and takes as much again: 25,000
-    page faults, whose time varies more from step to step than what is measured here.
+    By default, each step returns the memory of a large model's gradients to the system and requests it again.
+    That is 25,000 page faults, whose time varies more between steps than the effect measured here.
     """
     for name, value in (("MMAP_MAX_", 0), ("TRIM_THRESHOLD_", 1 << 36), ("ARENA_MAX", 1)):
         os.environ.setdefault(f"MALLOC_{name}", str(value))
 
 
 def addresses(job: Any) -> list[str]:
-    """Return a free address of this machine for each rank, the same list on all."""
+    """Return a free address on this machine for each rank. All ranks get the same list."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        mine = f"127.0.0.1:{one.getsockname()[1]}"
-        found: list[str] = job.comm.allgather(mine)
-    return found
+        own = f"127.0.0.1:{one.getsockname()[1]}"
+        gathered: list[str] = job.comm.allgather(own)
+    return gathered
 
 
 def measure(report: Report, make: Make, peer: str, arguments: Namespace) -> None:
-    """Measure the lists, print a table of each and the ratios.
+    """Measure the lists. Print a table and the ratios for each.
 
     Args:
-        report: where it goes.
-        make: the contestants, among them the three above.
-        peer: name of the framework's own exchange, which may be among them.
-        arguments: of the command line.
+        report: Report for the results.
+        make: Function that creates the contestants. They include the three named above.
+        peer: Name of the framework's own exchange, which may be among the contestants.
+        arguments: Command-line arguments.
     """
     for title, shapes in list(lists().items())[: 1 if arguments.small else None]:
         calls = {name: timed(call) for name, call in make(shapes).items()}
@@ -79,8 +79,8 @@ def measure(report: Report, make: Make, peer: str, arguments: Namespace) -> None
 def _show(report: Report, title: str, samples: dict[str, list[float]], peer: str) -> None:
     summaries = report.add(title, "s", samples)
     rows = [
-        [name, *map(milliseconds, (one.median, one.p10, one.p90, one.least)), str(one.count)]
-        for name, one in summaries.items()
+        [name, *map(milliseconds, (times.median, times.p10, times.p90, times.least)), str(times.count)]
+        for name, times in summaries.items()
     ]
     report.table((title, "median ms", "p10", "p90", "min", "runs"), rows)
     base = summaries[IDENTITY].median

@@ -1,9 +1,9 @@
-"""Rows/s of each format of a table on one core, beside what people read these files with.
+"""Rows per second for each table format on one core, compared with common readers of these files.
 
-The rows are those of ``ringdance data generate criteo``: a label, 13 numbers, 26 categories. Every
-contestant gives batches of labels, ids and values from the same rows, in a process of its own on one core, in
-turn; those of CSV hash the categories too. sklearn wants rows with ascending ids: it gets such a file. Where
-other processes take time from the core, compare the CPU time.
+The rows come from ``ringdance data generate criteo``: a label, 13 numbers and 26 categories. Every contestant
+returns batches of labels, ids and values from the same rows. Each runs in a separate process on one core, in
+turn. Readers of CSV also hash the categories. sklearn needs rows with ascending ids and gets such a file. If
+other processes use the core, compare CPU times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ringdance(split: str) -> Callable[[Path], Batches]:
     def batches(made: Path) -> Batches:
         from ringdance.data import Table, TableLoader
 
-        if split in ("csv", "libsvm"):  # without an index: it is scanned first
+        if split in ("csv", "libsvm"):  # without an index: the file is scanned first
             table = Table.open(made / f"{split}.{split}", table_size=TABLE_SIZE)
         else:
             table = Table.open(made, split)
@@ -58,16 +58,16 @@ def tensorflow(parse: str) -> Callable[[Path], Batches]:
             return found["label"], found["ids"], found["values"]
 
         def columns(lines: Any) -> Any:
-            found = tf.io.decode_csv(lines, defaults)
+            decoded = tf.io.decode_csv(lines, defaults)
             hashed = [
                 13 + tf.strings.to_hash_bucket_fast(text + f"_{n}", TABLE_SIZE - 13)
-                for n, text in enumerate(found[14:])
+                for n, text in enumerate(decoded[14:])
             ]
-            numbers = tf.math.log1p(tf.maximum(tf.stack(found[1:14], 1), 0))
+            numbers = tf.math.log1p(tf.maximum(tf.stack(decoded[1:14], 1), 0))
             count = tf.shape(numbers)[0]
             own = tf.tile(tf.range(13, dtype=tf.int64)[None], (count, 1))
             ids, values = tf.stack(hashed, 1), tf.ones((count, 26))
-            return found[0], tf.concat([own, ids], 1), tf.concat([numbers, values], 1)
+            return decoded[0], tf.concat([own, ids], 1), tf.concat([numbers, values], 1)
 
         if parse == "csv":
             data = tf.data.TextLineDataset(str(made / "csv.csv")).repeat().batch(BATCH).map(columns)
@@ -85,17 +85,17 @@ def tensorflow(parse: str) -> Callable[[Path], Batches]:
 
 
 def sklearn(made: Path) -> Batches:
-    """Read slices of the file, as load_svmlight_file can; CSR to arrays of a row's fields."""
+    """Read slices of the file with load_svmlight_file. Converts CSR to arrays of each row's fields."""
     from sklearn.datasets import load_svmlight_file
 
     name = made / "sorted.libsvm"
     size, each = name.stat().st_size, 1 << 20
     while True:
         for offset in range(0, size, each):
-            found, labels = load_svmlight_file(
+            matrix, labels = load_svmlight_file(
                 str(name), n_features=TABLE_SIZE + FIELDS, offset=offset, length=each, zero_based=False
             )
-            yield labels.astype("f4"), found.indices.reshape(-1, FIELDS), found.data.astype("f4")
+            yield labels.astype("f4"), matrix.indices.reshape(-1, FIELDS), matrix.data.astype("f4")
 
 
 def pandas(made: Path) -> Batches:
@@ -104,19 +104,19 @@ def pandas(made: Path) -> Batches:
 
     texts = dict.fromkeys(range(14, 40), str)
     while True:
-        for found in pd.read_csv(made / "csv.csv", header=None, chunksize=16 * BATCH, dtype=texts):
-            values = np.ones((len(found), FIELDS), "f4")
-            values[:, :13] = np.log1p(np.maximum(found.iloc[:, 1:14].fillna(0).to_numpy("f4"), 0))
+        for frame in pd.read_csv(made / "csv.csv", header=None, chunksize=16 * BATCH, dtype=texts):
+            values = np.ones((len(frame), FIELDS), "f4")
+            values[:, :13] = np.log1p(np.maximum(frame.iloc[:, 1:14].fillna(0).to_numpy("f4"), 0))
             ids = np.empty(values.shape, np.int64)
             ids[:, :13] = np.arange(13)
             for n in texts:
-                hashed = pd.util.hash_array(found[n].fillna("").to_numpy(), hash_key=f"{n:016}")
+                hashed = pd.util.hash_array(frame[n].fillna("").to_numpy(), hash_key=f"{n:016}")
                 ids[:, n - 1] = 13 + hashed % (TABLE_SIZE - 13)
-            yield found[0].to_numpy("f4"), ids, values
+            yield frame[0].to_numpy("f4"), ids, values
 
 
 def torch(made: Path) -> Batches:
-    """Take one row after the other of the memory-mapped file, as most data sets for torch do."""
+    """Read the memory-mapped file row by row, as most data sets for torch do."""
     import numpy as np
     from torch.utils.data import DataLoader, Dataset
 
@@ -165,14 +165,14 @@ def prepare(made: Path, count: int) -> None:
             form: stack.enter_context(TableWriter(made / f"{form}.{end}", form, count, FIELDS))
             for form, end in ENDS.items()
         }
-        given = stack.enter_context(open(made / "libsvm.libsvm", "wb"))
+        libsvm = stack.enter_context(open(made / "libsvm.libsvm", "wb"))
         ascending = stack.enter_context(open(made / "sorted.libsvm", "wb"))
         lines = stack.enter_context(open(made / "csv.csv", "wb"))
         for some in planted(count):
             rows = some.rows(TABLE_SIZE)
             ids = np.sort(rows.ids, axis=1)
             ids[:, 1:] += np.cumsum(np.diff(ids, axis=1) == 0, axis=1)
-            given.write(libsvm_lines(rows))
+            libsvm.write(libsvm_lines(rows))
             ascending.write(libsvm_lines(rows._replace(ids=ids)))
             lines.write(criteo_lines(some))
             for file in files.values():
@@ -182,7 +182,7 @@ def prepare(made: Path, count: int) -> None:
 
 
 def measure(name: str, made: Path, seconds: float) -> tuple[float, float]:
-    """Return rows/s, and rows for each second of CPU time."""
+    """Return rows per second, and rows per second of CPU time."""
     batches = CONTESTANTS[name][0](made)
     for _ in range(8):
         next(batches)
@@ -193,7 +193,7 @@ def measure(name: str, made: Path, seconds: float) -> tuple[float, float]:
 
 
 def in_process(name: str, made: Path, seconds: float) -> list[float] | None:
-    """Return what `measure` does for a contestant in a process of its own, None if it fails."""
+    """Call ``measure`` for a contestant in a separate process. Returns None if that fails."""
     command = [sys.executable, __file__, "--one", name, str(made), "--seconds", str(seconds)]
     environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120 + 10 * seconds)
@@ -208,43 +208,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=200_000, help="of the table (default: 200000)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement (default: 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="of all contestants in turn (default: 2)")
+    parser.add_argument("--rows", type=int, default=200_000, help="rows of the table (default: 200000)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time per measurement (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of all contestants (default: 2)")
     parser.add_argument("--only", nargs="+", default=list(CONTESTANTS), help="names of contestants")
     parser.add_argument("--json", type=Path, help="write numbers and machine to this file")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
+    options = parser.parse_args()
+    if options.one:
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-        print("rows/s", *measure(given.one[0], Path(given.one[1]), given.seconds), flush=True)
+        print("rows/s", *measure(options.one[0], Path(options.one[1]), options.seconds), flush=True)
         os._exit(0)
-    missing = {CONTESTANTS[name][1] for name in given.only}
+    missing = {CONTESTANTS[name][1] for name in options.only}
     missing = {package for package in missing if importlib.util.find_spec(package) is None}
-    found: dict[str, list[list[float]]] = {}
+    runs: dict[str, list[list[float]]] = {}
     sizes = {}
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory)
-        prepare(made, given.rows)
-        names = [name for name in given.only if CONTESTANTS[name][1] not in missing]
-        for _ in range(given.rounds):
+        prepare(made, options.rows)
+        names = [name for name in options.only if CONTESTANTS[name][1] not in missing]
+        for _ in range(options.rounds):
             for name in names:
-                if (result := in_process(name, made, given.seconds)) is not None:
-                    found.setdefault(name, []).append(result)
-        sizes = {name: (made / CONTESTANTS[name][2]).stat().st_size / given.rows for name in found}
+                if (result := in_process(name, made, options.seconds)) is not None:
+                    runs.setdefault(name, []).append(result)
+        sizes = {name: (made / CONTESTANTS[name][2]).stat().st_size / options.rows for name in runs}
     best = {
         name: [statistics.median(column) for column in zip(*runs, strict=True)]
-        for name, runs in found.items()
+        for name, runs in runs.items()
     }
-    print(f"{given.rows} rows, batches of {BATCH}; not installed: {', '.join(sorted(missing)) or 'none'}")
+    print(f"{options.rows} rows, batches of {BATCH}; not installed: {', '.join(sorted(missing)) or 'none'}")
     print(format_table(
         ["", "bytes/row", "rows/s", "rows/CPU s", "MB/CPU s"],
         [[name, f"{sizes[name]:.0f}", f"{wall:,.0f}", f"{cpu:,.0f}", f"{cpu * sizes[name] / 1e6:,.0f}"]
          for name, (wall, cpu) in best.items()],
     ))  # fmt: skip
-    if given.json:
-        about = {"machine": about_machine(), "rows": given.rows, "rows/s, rows/CPU s": found, "bytes": sizes}
-        given.json.write_text(json.dumps(about, indent=1) + "\n")
+    if options.json:
+        about = {"machine": about_machine(), "rows": options.rows, "rows/s, rows/CPU s": runs, "bytes": sizes}
+        options.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""What each part of a pipeline of TFRecords of click logs is worth: rows/s, alone and with a training step.
+"""The gain from each part of an input pipeline for click logs: rows/s, alone and with a training step.
 
-tf.data from the plain pipeline of tutorials on, each line with one thing more: parsing whole batches instead
-of single records, files read in parallel, records kept in memory before they are shuffled, batches prepared
-ahead. Then Ringdance's loader of the same rows: one row at a time, many at once, ahead of the training, with
-two threads, and with files that need no parsing. The step is NumPy on one core for --step ms.
+First tf.data on TFRecords, from the plain pipeline of tutorials, adding one part in each line: parse whole
+batches instead of single records, read files in parallel, cache records in memory before shuffling, prefetch
+batches. Then Ringdance's loader on the same rows: one row at a time, many rows at once, ahead of training,
+with two threads, and with files that need no parsing. The training step is NumPy on one core for --step ms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the step's
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the training step
 
 import numpy as np
 import tensorflow as tf
@@ -38,7 +38,7 @@ FEATURES = {
 
 
 def pipeline(made: Path, *having: str) -> Iterator[Any]:
-    """Iterate over batches without end, by a tf.data pipeline that has these parts."""
+    """Iterate endlessly over batches from a tf.data pipeline with these parts."""
     names = tf.data.Dataset.list_files(str(made / "*.tfrecord"), seed=0)
     if "parallel reads" in having:
         data = names.interleave(
@@ -60,7 +60,7 @@ def pipeline(made: Path, *having: str) -> Iterator[Any]:
 
 
 def one_by_one(made: Path) -> Iterator[Any]:
-    """Parse row after row, as a loader does whose data set has one `__getitem__` for each row."""
+    """Parse row by row, like a loader whose data set returns one row per ``__getitem__``."""
     table = Table.open(made, "tfrecord")
     for start in itertools.cycle(range(0, len(table) - BATCH, BATCH)):
         rows = [table.read(np.array([number])) for number in range(start, start + BATCH)]
@@ -68,14 +68,14 @@ def one_by_one(made: Path) -> Iterator[Any]:
 
 
 def at_once(made: Path) -> Iterator[Any]:
-    """Parse batch after batch in the thread that trains."""
+    """Parse batch by batch in the training thread."""
     table = Table.open(made, "tfrecord")
     for start in itertools.cycle(range(0, len(table) - BATCH, BATCH)):
         yield table.read(np.arange(start, start + BATCH))
 
 
 def loader(made: Path, split: str, threads: int) -> Iterator[Any]:
-    """Iterate over shuffled batches without end, as training does."""
+    """Iterate endlessly over shuffled batches, as training does."""
     batches = TableLoader(Table.open(made, split), BATCH, threads=threads)
     for epoch in itertools.count():
         batches.set_epoch(epoch)
@@ -100,7 +100,7 @@ VARIANTS: dict[str, Callable[[Path], Iterator[Any]]] = {
 
 
 def prepare(made: Path, count: int) -> None:
-    """Write the rows to several files, in two formats."""
+    """Write the rows to several files in two formats."""
     rows = [some.rows(TABLE_SIZE) for some in planted(count)]
     whole = type(rows[0])(*(np.concatenate(parts) for parts in zip(*rows, strict=True)))
     bounds = [count * number // FILES for number in range(FILES + 1)]
@@ -115,7 +115,10 @@ def prepare(made: Path, count: int) -> None:
 
 
 def measure(batches: Iterator[Any], warm_up: int, seconds: float, step: float) -> tuple[float, float]:
-    """Return rows/s and the share of waiting for them, after an epoch: caches are full then."""
+    """Return rows/s and the share of time spent waiting for rows.
+
+    Measures after ``warm_up`` batches, usually an epoch, when caches are full.
+    """
     matrix = np.ones((256, 256), np.float32)
     for _ in range(warm_up):
         next(batches)
@@ -123,7 +126,7 @@ def measure(batches: Iterator[Any], warm_up: int, seconds: float, step: float) -
     while (begun := time.perf_counter()) - start < seconds:
         rows += len(next(batches)[0])
         waited += time.perf_counter() - begun
-        until = time.thread_time() + step  # of this thread: what others take from it does not count
+        until = time.thread_time() + step  # CPU time of this thread: interruptions by others do not count
         while time.thread_time() < until:
             matrix @ matrix
     return rows / (begun - start), waited / (begun - start)
@@ -133,13 +136,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=100_000, help="of the table (default: 100000)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement (default: 2)")
-    parser.add_argument("--step", type=float, default=4.0, help="ms of a training step (default: 4)")
-    parser.add_argument("--rounds", type=int, default=2, help="of all in turn (default: 2)")
+    parser.add_argument("--rows", type=int, default=100_000, help="rows of the table (default: 100000)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time per measurement (default: 2)")
+    parser.add_argument("--step", type=float, default=4.0, help="ms per training step (default: 4)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of all variants (default: 2)")
     parser.add_argument("--json", type=Path, help="write numbers and machine to this file")
     given = parser.parse_args()
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in VARIANTS}
+    rates: dict[str, list[tuple[float, float, float]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory)
         prepare(made, given.rows)
@@ -148,10 +151,10 @@ def main() -> int:
             for name, batches in VARIANTS.items():
                 warm_up = 1 if batches is one_by_one else epoch
                 alone, _ = measure(batches(made), warm_up, given.seconds, 0.0)
-                found[name].append((alone, *measure(batches(made), warm_up, given.seconds, given.step / 1e3)))
+                rates[name].append((alone, *measure(batches(made), warm_up, given.seconds, given.step / 1e3)))
     table = {
         name: [statistics.mean(column) for column in zip(*runs, strict=True)]
-        for name, runs in found.items()
+        for name, runs in rates.items()
     }
     bound = BATCH / given.step * 1e3
     print(f"{given.rows} rows, batches of {BATCH}, a step of {given.step:g} ms: at most {bound:,.0f} rows/s")
@@ -162,7 +165,7 @@ def main() -> int:
     print(format_table(["", "alone, rows/s", "with the step", "waiting"], lines))
     if given.json:
         about = {"machine": about_machine(), "rows": given.rows, "step, ms": given.step}
-        about["rows/s alone, with the step, share of waiting"] = found
+        about["rows/s alone, with the step, share of waiting"] = rates
         given.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0
 

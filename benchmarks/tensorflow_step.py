@@ -1,16 +1,17 @@
-"""What the exchange adds to a training step of TensorFlow: a tf.function with a DistributedGradientTape.
+"""The time that the exchange adds to a TensorFlow training step: a tf.function with DistributedGradientTape.
 
-What: variables, a loss of which the gradient of each is the variable, and plain gradient descent, in one
-``tf.function``. The identity step leaves the gradients as they are, and also applies the first only when all
-are there; the others average them over the ranks: by ringdance, and by the collectives of TensorFlow's own
-MultiWorkerMirroredStrategy. Beside it the same list is averaged from NumPy, in one call, in place. The
-lists: 160 gradients of 1 KB, and the 161 gradients of ResNet-50 (25.6 M float32, 102 MB).
+What: variables, a loss whose gradient with respect to each variable is proportional to it, and plain
+gradient descent, in one ``tf.function``. The identity step leaves the gradients unchanged, but it also waits
+until all exist before it applies the first. The other steps average them over the ranks: with ringdance, and
+with the collectives of TensorFlow's own MultiWorkerMirroredStrategy. The same list is also averaged from
+NumPy in place in one call. The lists: 160 gradients of 1 KB, and the 161 gradients of ResNet-50 (25.6 M
+float32, 102 MB).
 
-Why: a graph adds the cost of taking its tensors out and handing them back, for each tensor and each byte.
+Why: a graph adds the cost of taking tensors out and handing them back, per tensor and per byte.
 
-How to read: contestants alternate; times are those of the slowest rank. "added" is the step with exchange
-minus the identity step; "/ NumPy" is that divided by the exchange from NumPy, "/ strategy" divided by what
-the strategy's step adds: smaller is better.
+How to read: contestants alternate. Times are the slowest rank's. "added" is the step with exchange minus the
+identity step. "/ NumPy" is "added" divided by the exchange from NumPy, "/ strategy" is "added" divided by the
+time that the strategy's step adds. Smaller is better.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Average = Callable[[Any, Any, Sequence[Any]], Sequence[Any]]
 
 
 def strategy_of(job: Any) -> Any:
-    """Return TensorFlow's strategy for these ranks. It has to be made before TensorFlow computes anything."""
+    """Return TensorFlow's strategy for these ranks. Call this before TensorFlow computes anything."""
     import tensorflow as tf
 
     cluster = tf.train.ClusterSpec({"worker": addresses(job)})
@@ -52,19 +53,19 @@ def strategy_of(job: Any) -> Any:
 
 
 def _step(shapes: Shapes, average: Average) -> Callable[[], None]:
-    """Return a step; ``average`` gets the tape, the loss and the variables, and returns gradients."""
+    """Return a step. ``average`` receives the tape, the loss and the variables, and returns gradients."""
     import tensorflow as tf
 
     variables = [tf.Variable(tf.ones(shape)) for shape in shapes]
-    scale = tf.Variable(2.0)  # a constant would be folded, and the gradient would be the variable itself
+    scale = tf.Variable(2.0)  # with a constant, folding would make the gradient the variable itself
 
     def step() -> None:
         with tf.GradientTape() as tape:
-            loss = scale * tf.add_n([tf.nn.l2_loss(one) for one in variables])
+            loss = scale * tf.add_n([tf.nn.l2_loss(variable) for variable in variables])
         gradients = average(tape, loss, variables)
         with tf.control_dependencies(gradients):
-            for one, gradient in zip(variables, gradients, strict=True):
-                tf.raw_ops.ResourceApplyGradientDescent(var=one.handle, alpha=RATE, delta=gradient)
+            for variable, gradient in zip(variables, gradients, strict=True):
+                tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=RATE, delta=gradient)
 
     return step
 
@@ -83,7 +84,7 @@ def _by_strategy(tape: Any, loss: Any, variables: Sequence[Any]) -> Any:
 
 
 def steps(shapes: Shapes, strategy: Any = None) -> dict[str, Callable[[], object]]:
-    """Return one call for each contestant."""
+    """Return a call for each contestant."""
     import tensorflow as tf
 
     compiled = tf.function(autograph=False)
@@ -99,10 +100,10 @@ def steps(shapes: Shapes, strategy: Any = None) -> dict[str, Callable[[], object
 
 
 def check(strategy: Any) -> None:
-    """Look once whether the exchanges of a graph average.
+    """Check once that the exchanges in a graph average.
 
     Raises:
-        RuntimeError: one does not.
+        RuntimeError: An exchange does not average.
     """
     import tensorflow as tf
 
@@ -116,10 +117,10 @@ def check(strategy: Any) -> None:
             loss = tf.reduce_sum(weight * weight)
         return average(tape, loss, [weight])[0]
 
-    found = {EXCHANGE: compiled(lambda: gradient(_by_ringdance))()}
+    results = {EXCHANGE: compiled(lambda: gradient(_by_ringdance))()}
     if strategy is not None:
-        found[STRATEGY] = compiled(lambda: strategy.run(lambda: gradient(_by_strategy)))()
-    for name, result in found.items():
+        results[STRATEGY] = compiled(lambda: strategy.run(lambda: gradient(_by_strategy)))()
+    for name, result in results.items():
         if np.unique(result.numpy()).tolist() != [hvd.size() - 1.0]:
             raise RuntimeError(f"{name}: the gradients of a function are not averaged")
 

@@ -1,14 +1,13 @@
-"""What a timeline costs: a perceptron's training step and ResNet-50's gradients, with and without one.
+"""The cost of a timeline: a perceptron's training step and ResNet-50's gradients, with and without one.
 
 What: blocks of steps of ``training_step.py``'s perceptron and bursts of ``resnet50_gradients.py`` alternate
-between recording everything that a timeline shows and recording what is always recorded. The
-timeline is being written all the time, as in a long run: the monitor reads records and converts some of them.
+between recording everything that a timeline shows and recording only the records that are always kept. The
+timeline is written all the time, as in a long run: the monitor reads records and converts some of them.
 
-Why: what watches a training must not slow it down.
+Why: monitoring must not slow down training.
 
-How to read: the ratio is the median over pairs of neighbours, with the 95 % interval of that median
-(bootstrap). 1.02 means that the timeline costs 2 % of a step. A burst has no computation at all, so it is
-the worst case.
+How to read: the ratio is the median over adjacent pairs, with the 95 % interval of this median (bootstrap).
+1.02 means that the timeline costs 2 % of a step. A burst has no computation at all, so it is the worst case.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SAMPLES = 2000
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median, by bootstrap."""
+    """Return the 95 % interval of the median (bootstrap)."""
     generator = np.random.default_rng(0)
     medians = np.median(generator.choice(ratios, (SAMPLES, len(ratios))), axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
@@ -39,7 +38,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def switched(words: Any, detail: int, turn: Callable[[], list[float]]) -> Callable[[], list[float]]:
-    """Return a turn that records in that detail: the switch that ``RINGDANCE_TIMELINE_STEPS`` uses."""
+    """Return a turn that records with this detail, using the switch behind ``RINGDANCE_TIMELINE_STEPS``."""
     from ringdance.core.ring import Word
 
     def switched_turn() -> list[float]:
@@ -50,7 +49,7 @@ def switched(words: Any, detail: int, turn: Callable[[], list[float]]) -> Callab
 
 
 def compare(job: Any, report: Report, group: str, turn: Callable[[], list[float]], seconds: float) -> None:
-    """Measure one kind of turn both ways, and print the ratio."""
+    """Measure a turn with and without a timeline, and print the ratio."""
     from ringdance.training import session
 
     words = session.engine().recorder.words
@@ -90,8 +89,8 @@ def main() -> None:
             _, bursts = resnet50_gradients.contestants(job, 256 << 10, backward=True)
 
             def block() -> list[float]:
-                found = [resnet50_gradients.timed(bursts[DEFAULT_MODULE])()[0] for _ in range(BURSTS)]
-                return [statistics.mean(found)]
+                times = [resnet50_gradients.timed(bursts[DEFAULT_MODULE])()[0] for _ in range(BURSTS)]
+                return [statistics.mean(times)]
 
             compare(job, report, "ResNet-50's gradients, burst", block, arguments.seconds)
             module.stop_timeline()

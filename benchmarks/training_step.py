@@ -1,19 +1,18 @@
-"""Training steps each second: a multilayer perceptron and a small convolutional net, plain SGD.
+"""Training steps per second: a multilayer perceptron and a small convolutional net with plain SGD.
 
-What: the module's ``DistributedOptimizer`` as people use it (broadcast, wrap, backward, step), torch's
+What: the module's ``DistributedOptimizer`` in typical use (broadcast, wrap, backward, step), torch's
 DistributedDataParallel over gloo and over the backend "ringdance", and no communication at all. The
-perceptron is 784-512-512-10 with a batch of 64 for each rank (0.67 M parameters, a step of a few ms: the
-exchange dominates); the net has
-three convolutions on 3x32x32 and, as nets of that kind do, most of its 8.5 M parameters (34 MB) in the first
-dense layer, batch 32 (a step of about 100 ms on one core: computation dominates).
-All start from the same weights; before measuring, module and DDP do the same steps
-on the same data and their weights must agree within 1e-5, on all ranks.
+perceptron is 784-512-512-10 with batch 64 on each rank (0.67 M parameters, steps of a few ms: the exchange
+dominates). The net has three convolutions on 3x32x32 and batch 32. As usual, most of its 8.5 M parameters
+(34 MB) are in the first dense layer (steps of about 100 ms on one core: computation dominates). All start
+from the same weights. Before measuring, module and DDP run the same steps on the same data, and their weights
+must agree within 1e-5 on all ranks.
 
-Why: this is what the user gets. "of none" is the share of the speed without communication that is left,
-"x DDP" the speed as a multiple of DDP's: larger is better for both.
+Why: this is the speed that users get. "of none" is the speed as a share of the speed without communication,
+"x DDP" as a multiple of DDP's speed. Larger is better for both.
 
-How to read: blocks of steps alternate; a block's time is that of the slowest rank. With as many ranks as
-cores each rank computes with one thread (OMP_NUM_THREADS wins).
+How to read: blocks of steps alternate. A block's time is the slowest rank's time. With as many ranks as
+cores, each rank computes with one thread (OMP_NUM_THREADS takes precedence).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BLOCK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, made by ``build``, and the shape of one sample; ``batch`` samples a rank."""
+    """A model created by ``build``, the shape of one sample, and the samples per rank (``batch``)."""
 
     name: str
     build: Callable[[], Any]
@@ -72,7 +71,7 @@ WORKLOADS = {
 
 
 def data(job: Any, workload: Workload) -> list[tuple[Any, Any]]:
-    """Return this rank's batches: other numbers on each rank, the same for all contestants."""
+    """Return this rank's batches. They differ between ranks and are the same for all contestants."""
     import torch
 
     generator = torch.Generator().manual_seed(1000 + job.rank)
@@ -86,7 +85,7 @@ def data(job: Any, workload: Workload) -> list[tuple[Any, Any]]:
 
 
 def stepper(model: Any, optimizer: Any, batches: list[tuple[Any, Any]]) -> Callable[[int], None]:
-    """Return a function that does ``count`` training steps, going round the batches."""
+    """Return a function that runs ``count`` training steps and cycles through the batches."""
     from torch.nn.functional import cross_entropy
 
     place = 0
@@ -105,7 +104,7 @@ def stepper(model: Any, optimizer: Any, batches: list[tuple[Any, Any]]) -> Calla
 
 
 def trainers(job: Any, workload: Workload) -> dict[str, tuple[Any, Callable[[int], None]]]:
-    """Return for each contestant its model, from the same weights everywhere, and its steps."""
+    """Return each contestant's model, with the same initial weights, and its steps."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -132,10 +131,10 @@ def trainers(job: Any, workload: Workload) -> dict[str, tuple[Any, Callable[[int
 
 
 def check(job: Any, found: dict[str, tuple[Any, Callable[[int], None]]]) -> dict[str, float]:
-    """Do some steps with each contestant; return each module's largest difference from DDP's weights.
+    """Run some steps with each contestant. Returns each module's largest difference from DDP's weights.
 
     Raises:
-        RuntimeError: weights of a module differ from DDP's, or between ranks, by more than ``TOLERANCE``.
+        RuntimeError: A module's weights differ from DDP's, or between ranks, by more than ``TOLERANCE``.
     """
     from torch.nn.utils import parameters_to_vector
 
@@ -151,14 +150,14 @@ def check(job: Any, found: dict[str, tuple[Any, Callable[[int], None]]]) -> dict
         worst = max(job.gather([max(differences[name], float(between))]))[0]
         if worst > TOLERANCE:
             raise RuntimeError(
-                f"{name}: after {CHECKED_STEPS} steps weights differ by {worst:.3g} (from DDP's: "
-                f"{differences[name]:.3g}, from rank 0's: {between:.3g}); at most {TOLERANCE} is expected"
+                f"{name}: after {CHECKED_STEPS} steps, weights differ by {worst:.3g} (from DDP's: "
+                f"{differences[name]:.3g}, from rank 0's: {between:.3g}). At most {TOLERANCE} is expected"
             )
     return differences
 
 
 def block(steps: Callable[[int], None], count: int) -> Callable[[], list[float]]:
-    """Return a turn of ``count`` steps; its sample is seconds for one step."""
+    """Return a turn with ``count`` steps. Its sample is the seconds per step."""
 
     def turn() -> list[float]:
         start = time.perf_counter()
@@ -169,7 +168,7 @@ def block(steps: Callable[[int], None], count: int) -> Callable[[], list[float]]
 
 
 def steps_in_block(job: Any, steps: Callable[[int], None]) -> int:
-    """Return how many steps without communication take about ``BLOCK_SECONDS``; the same on all ranks."""
+    """Return how many steps without communication take about ``BLOCK_SECONDS``. Equal on all ranks."""
     start = time.perf_counter()
     steps(3)
     single = (time.perf_counter() - start) / 3
@@ -178,10 +177,10 @@ def steps_in_block(job: Any, steps: Callable[[int], None]) -> int:
 
 def measure_workload(job: Any, report: Report, workload: Workload, seconds: float) -> None:
     """Check, measure and print one model."""
-    found = trainers(job, workload)
-    differences = check(job, found)
-    count = steps_in_block(job, found[NONE][1])
-    samples = alternate(job, {name: block(steps, count) for name, (_, steps) in found.items()}, seconds)
+    trained = trainers(job, workload)
+    differences = check(job, trained)
+    count = steps_in_block(job, trained[NONE][1])
+    samples = alternate(job, {name: block(steps, count) for name, (_, steps) in trained.items()}, seconds)
     summaries = report.add(workload.name, "s/step", samples)
     rows = []
     for name, summary in summaries.items():
@@ -203,7 +202,7 @@ def main() -> None:
     """Parse the arguments, start ranks, measure."""
     options = parser(__doc__, "training_step.py", seconds=30)
     options.add_argument(
-        "--model", choices=WORKLOADS, nargs="+", default=list(WORKLOADS), help="which models"
+        "--model", choices=WORKLOADS, nargs="+", default=list(WORKLOADS), help="models to train"
     )
     arguments = options.parse_args()
     ensure_ranks(arguments)

@@ -1,17 +1,17 @@
-"""Would gradients that lie in the shared-memory window be faster? Training steps of two CPU ranks.
+"""Would gradients in the shared-memory window be faster? Training steps on two CPU ranks.
 
-What: the module's ``DistributedOptimizer``, which copies what other ranks reduce into the window, beside a
-sketch of the other way: each gradient is a view of a flat bucket in the window, as with DDP's
-``gradient_as_bucket_view``; each rank reduces its part of all buckets in place and reads the rest back, so
-that nothing is copied in. torch then has to clear the bucket before each backward pass and to add to it,
-where it otherwise hands over the tensor that it has just computed. The exchange alone, on buckets of the
-same sizes, is measured too. The sketch does nothing else that an exchange needs: no agreement, no names, no
-errors.
+What: the module's ``DistributedOptimizer`` copies the data that other ranks reduce into the window. It is
+compared with a sketch of the alternative: each gradient is a view of a flat bucket in the window, as with
+DDP's ``gradient_as_bucket_view``. Each rank reduces its part of all buckets in place and reads the rest back,
+so that nothing is copied in. However, torch must then clear the bucket before each backward pass and add to
+it, while it otherwise hands over the tensor that it has just computed. The exchange of buckets of the same
+sizes is also measured on its own. The sketch omits everything else that an exchange needs, such as agreement,
+names and errors.
 
-Why: it decides whether such buckets are worth a second path. "x module" is the speed as a multiple of the
-module's.
+Why: it shows whether such buckets are worth a second code path. "x module" is the speed as a multiple of the
+module's speed.
 
-How to read: as ``training_step.py``, whose models these are. Both must train the same weights.
+How to read: as in ``training_step.py``, which has the same models. Both must train the same weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from common import Report, alternate, ensure_ranks, modules, parser, ratio, run_
 from training_step import LEARNING_RATE, NONE, WORKLOADS, Workload, block, data, stepper, steps_in_block
 
 VIEWS = "views of the window"
-CHUNK = 48 << 10  # elements: what a rank reduces at a time stays in its cache
+CHUNK = 48 << 10  # elements that a rank reduces at a time: they stay in its cache
 LINE = 16  # elements between the parts of a bucket
 
 
 class WindowBuckets:
-    """Flat buckets of all ranks of a host; this rank's gradients are views of its own."""
+    """The flat buckets of all ranks on a host. This rank's gradients are views of its own bucket."""
 
     def __init__(self, job: Any, sizes: Sequence[int]) -> None:
         import numpy as np
@@ -60,7 +60,7 @@ class WindowBuckets:
             os.sched_yield()
 
     def average(self) -> None:
-        """Average the buckets of all ranks into each."""
+        """Average the buckets of all ranks. Every bucket receives the result."""
         import numpy as np
 
         factor = np.float32(1 / self.size)
@@ -78,38 +78,38 @@ class WindowBuckets:
             if rank != self.rank:
                 start, stop = self.bounds[rank], self.bounds[rank + 1]
                 self.own[start:stop] = bucket[start:stop]
-        self.meet()  # no rank writes before all have read
+        self.meet()  # no rank may write before all have read
 
 
 def with_views(job: Any, model: Any, batches: list[tuple[Any, Any]]) -> Callable[[int], None]:
-    """Return a function that does training steps with gradients in the window."""
+    """Return a function that runs training steps with gradients in the window."""
     import torch
 
     parameters = list(model.parameters())
-    window = WindowBuckets(job, [one.numel() for one in parameters])
+    window = WindowBuckets(job, [weight.numel() for weight in parameters])
     flat, at = torch.from_numpy(window.own), 0
-    for one in parameters:
-        one.grad = flat[at : at + one.numel()].view(one.shape)
-        at += -(-one.numel() // LINE) * LINE
+    for weight in parameters:
+        weight.grad = flat[at : at + weight.numel()].view(weight.shape)
+        at += -(-weight.numel() // LINE) * LINE
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
     return stepper(model, Averaging(window, flat, optimizer), batches)
 
 
 class Averaging:
-    """An optimizer whose gradients are the views of a bucket."""
+    """An optimizer whose gradients are views of a bucket."""
 
     def __init__(self, window: WindowBuckets, flat: Any, optimizer: Any) -> None:
         self.window, self.optimizer = window, optimizer
         self.zero_grad = flat.zero_
 
     def step(self) -> None:
-        """Average the gradients and make a step."""
+        """Average the gradients and run a step."""
         self.window.average()
         self.optimizer.step()
 
 
 def measure(job: Any, report: Report, workload: Workload, seconds: float) -> None:
-    """Measure steps, and the exchange alone, of one model."""
+    """Measure the steps of a model, and its exchange on its own."""
     import numpy as np
     import torch
     from torch.nn.utils import parameters_to_vector
@@ -133,12 +133,12 @@ def measure(job: Any, report: Report, workload: Workload, seconds: float) -> Non
     count = steps_in_block(job, found[NONE])
     table(report, f"step of {workload.name}", alternate(
         job, {name: block(steps, count) for name, steps in found.items()}, seconds), job)  # fmt: skip
-    sizes = [one.numel() for one in first.parameters()]
+    sizes = [weight.numel() for weight in first.parameters()]
     window = WindowBuckets(job, sizes)
     arrays = [np.ones(size, np.float32) for size in sizes]
     calls: dict[str, Callable[[], object]] = {VIEWS: window.average}
     for name in job.modules:
-        calls[name] = exchange_of(job.modules[name], [torch.from_numpy(one) for one in arrays])
+        calls[name] = exchange_of(job.modules[name], [torch.from_numpy(array) for array in arrays])
     turns = {name: timed_block(call, 5) for name, call in calls.items()}
     table(report, f"exchange of {workload.name}", alternate(job, turns, seconds / 3), job)
 
@@ -149,7 +149,7 @@ def exchange_of(module: Any, tensors: list[Any]) -> Callable[[], object]:
 
 
 def table(report: Report, group: str, samples: dict[str, list[float]], job: Any) -> None:
-    """Print medians, and speeds as multiples of the first module's."""
+    """Print medians, and speeds as multiples of the first module's speed."""
     summaries = report.add(group, "s", samples)
     module = next(iter(job.modules))
     rows = []

@@ -1,17 +1,17 @@
 """All-reduce of 16 MiB between two hosts at 1 Gbit/s, through the engine with its default settings.
 
-What: this script makes two hosts out of network namespaces on this machine (it needs root, ``ip`` and
-``sshd``; see tests/hosts/hosts.py), their links limited to ``--rate``, and starts one rank on each with
-``ringdance run -H h1:1,h2:1``. In one job the engine and raw mpi4py ``Allreduce`` in place take turns; with
-``--other PYTHON``, the interpreter of an environment with another MPI library (and ringdance), jobs of both
-libraries take turns as well.
+What: this script creates two hosts from network namespaces on this machine (it needs root, ``ip`` and
+``sshd``; see tests/hosts/hosts.py), with links limited to ``--rate``, and starts one rank on each with
+``ringdance run -H h1:1,h2:1``. In one job, the engine and raw mpi4py ``Allreduce`` in place take turns. With
+``--other PYTHON``, the interpreter of an environment with another MPI library (and ringdance), jobs with both
+libraries also take turns.
 
-Why: between hosts the wire is the limit. An engine that leaves it idle, while it packs, waits or sleeps,
-loses time that no computation gives back.
+Why: between hosts, the wire is the limit. An engine that leaves it idle while it packs, waits or sleeps
+loses time that cannot be regained.
 
-How to read: a sample is the time of the slower rank; the median over all. "of best" is the time of the best
-raw library divided by the contestant's (larger is better), "x wire" the time as a multiple of the bound: what
-each rank has to send at that rate, without any headers.
+How to read: a sample is the slower rank's time. The table shows the median of all samples. "of best" is the
+time of the best raw library divided by the contestant's time (larger is better). "x wire" is the time as a
+multiple of the bound: the time to send each rank's data at the link's rate without any headers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM_CALLS = 2
 
 
 def rank(nbytes: int, seconds: float) -> None:
-    """Measure in a rank; rank 0 prints the samples as JSON: milliseconds by contestant, and the library."""
+    """Measure in a rank. Rank 0 prints the library and the milliseconds by contestant as JSON."""
     import numpy as np
 
     import ringdance.numpy as rd
@@ -73,13 +73,13 @@ def rank(nbytes: int, seconds: float) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Make the hosts and run the jobs; milliseconds by library and contestant."""
+    """Create the hosts and run the jobs. Returns milliseconds by library and contestant."""
     sys.path.insert(0, str(HERE.parents[1] / "tests" / "hosts"))
     from hosts import Hosts, why_not
 
     if why_not():
-        raise SystemExit(f"wire.py: no hosts can be made: {why_not()}")
-    found: dict[str, dict[str, list[float]]] = {}
+        raise SystemExit(f"wire.py: cannot create hosts: {why_not()}")
+    times: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="wire-") as directory:
         hosts = Hosts(Path(directory) / "net", 2, rate=arguments.rate)
         try:
@@ -94,21 +94,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                     if job.returncode or not marked:
                         raise SystemExit(f"wire.py: {python}: exit code {job.returncode}\n{job.stderr}")
                     answer = json.loads(marked[0][len(MARK) :])
-                    of_library = found.setdefault(answer["library"], {ENGINE: [], RAW: []})
+                    of_library = times.setdefault(answer["library"], {ENGINE: [], RAW: []})
                     for name, samples in answer["samples"].items():
                         of_library[name] += samples
         finally:
             hosts.down()
-    return found
+    return times
 
 
 def environment(python: str) -> dict[str, str]:
-    """What a job of that interpreter's is started in: its programs come first."""
+    """Return the environment of a job with this interpreter. The interpreter's programs come first."""
     return {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def show(found: dict[str, dict[str, list[float]]], bound: float) -> dict[str, Summary]:
-    """Print the table; the summaries by contestant."""
+    """Print the table, and return the summaries by contestant."""
     summaries = {
         f"{name}, {library}": summarize(samples)
         for library, both in found.items()
@@ -125,16 +125,16 @@ def show(found: dict[str, dict[str, list[float]]], bound: float) -> dict[str, Su
 
 
 def main() -> None:
-    """Start everything, or be a rank of it."""
+    """Start the measurement, or run as one of its ranks."""
     parser = argparse.ArgumentParser(
         prog="wire.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--size", type=int, default=16 << 20, help="bytes (default 16 MiB)")
-    add("--rate", type=int, default=1000, help="of each host's link, Mbit/s (default 1000)")
+    add("--rate", type=int, default=1000, help="speed of each host's link in Mbit/s (default 1000)")
     add("--slots", type=int, default=1, help="ranks on each host (default 1)")
-    add("--seconds", type=float, default=10.0, help="for each library (default 10)")
-    add("--rounds", type=int, default=2, help="jobs of each library, in turn (default 2)")
+    add("--seconds", type=float, default=10.0, help="time for each library (default 10)")
+    add("--rounds", type=int, default=2, help="jobs per library, in turn (default 2)")
     add("--other", nargs="+", default=[], metavar="PYTHON", help="interpreters with other MPI libraries")
     add("--json", type=Path, metavar="FILE", help="write the numbers to FILE as well")
     arguments = parser.parse_args()
@@ -142,7 +142,7 @@ def main() -> None:
         rank(arguments.size, arguments.seconds)
         return
     ranks = 2 * arguments.slots
-    # Sums of one host's ranks are added in its memory; then each host sends what a ring of two sends.
+    # The ranks of a host add their data in shared memory. Then each host sends as much as in a ring of two.
     bound = arguments.size * 8 / (arguments.rate * 1e3)
     print(
         f"wire: {ranks} ranks on 2 hosts, {arguments.size} bytes at {arguments.rate} Mbit/s: {bound:.0f} ms"

@@ -1,6 +1,7 @@
 """Train a small conv net on real handwritten digits: `ringdance run -np 2 python examples/digits_flax.py`.
 
-digits_jax.py is the same without Flax. Also runs alone. Data: scikit-learn's 1,797 digits of 8 x 8 pixels.
+digits_jax.py does the same without Flax. Also runs without a launcher. Data: scikit-learn's 1,797 digits of
+8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import ringdance.jax as hvd
 
 
 def network(seed: int) -> nnx.Module:
-    """Two convolutions and two dense layers, about 40,000 parameters."""
+    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
     rngs = nnx.Rngs(seed)
     return nnx.Sequential(
         nnx.Conv(1, 16, (3, 3), rngs=rngs), nnx.relu, nnx.Conv(16, 32, (3, 3), rngs=rngs), nnx.relu,
@@ -29,10 +30,10 @@ def network(seed: int) -> nnx.Module:
 
 
 def main() -> None:
-    """Train on this rank's share of the images, then report."""
+    """Train on this rank's share of the images, then print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="images for each rank and step")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     options = parser.parse_args()
     hvd.init()
     digits = load_digits()
@@ -40,7 +41,7 @@ def main() -> None:
     test, train = np.split(np.random.default_rng(0).permutation(len(labels)), [360])
     model = network(hvd.rank())
     nnx.update(model, hvd.broadcast_parameters(nnx.state(model), root_rank=0))
-    # The batch of a step is `size` times as large: so is its learning rate.
+    # A step has `size` times as many images, so scale the learning rate too.
     tx = hvd.distributed(optax.chain(optax.clip_by_global_norm(5.0), optax.sgd(0.03 * hvd.size(), 0.9)))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -55,7 +56,7 @@ def main() -> None:
 
     start = time.perf_counter()
     for epoch in range(options.epochs):
-        # All ranks shuffle alike, each takes its share; the last images that do not go round are left out.
+        # All ranks shuffle in the same order and take equal shares. Leftover images at the end are dropped.
         shuffled = np.random.default_rng(epoch + 1).permutation(train)
         share = shuffled[: len(train) // hvd.size() * hvd.size()][hvd.rank() :: hvd.size()]
         for batch in np.array_split(share, range(options.batch, len(share), options.batch)):
@@ -65,7 +66,7 @@ def main() -> None:
     speed = options.epochs * len(share) * hvd.size() / (time.perf_counter() - start)
     accuracy = (model(images[test]).argmax(1) == labels[test]).mean()
     leaves = jax.tree.leaves(nnx.state(model))
-    hashes = hvd.allgather_object([hashlib.sha256(np.asarray(one)).hexdigest() for one in leaves])
+    hashes = hvd.allgather_object([hashlib.sha256(np.asarray(array)).hexdigest() for array in leaves])
     same = hashes.count(hashes[0]) == hvd.size()
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks: {speed:,.0f} images/s; test accuracy: {accuracy:.2%}")

@@ -1,6 +1,6 @@
 """Train a small conv net on real handwritten digits: `ringdance run -np 2 python examples/digits_jax.py`.
 
-Also runs alone. Data: scikit-learn's 1,797 digits of 8 x 8 pixels.
+Also runs without a launcher. Data: scikit-learn's 1,797 digits of 8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ringdance.jax as hvd
 
 
 def network(key: jax.Array) -> list[jax.Array]:
-    """Two convolutions and two dense layers, about 40,000 parameters; biases are left out."""
+    """Return the weights of two convolutions and two dense layers without biases: about 40,000 parameters."""
     make = jax.nn.initializers.he_normal()
     return [make(key, shape) for shape in ((3, 3, 1, 16), (3, 3, 16, 32), (512, 64), (64, 10))]
 
@@ -34,17 +34,17 @@ def logits(weights: list[jax.Array], images: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    """Train on this rank's share of the images, then report."""
+    """Train on this rank's share of the images, then print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="images for each rank and step")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     options = parser.parse_args()
     hvd.init()
     digits = load_digits()
     images, labels = digits.images[..., None].astype("float32") / 16, digits.target
     test, train = np.split(np.random.default_rng(0).permutation(len(labels)), [360])
     weights = hvd.broadcast_parameters(network(jax.random.key(hvd.rank())), root_rank=0)
-    # The batch of a step is `size` times as large: so is its learning rate.
+    # A step has `size` times as many images, so scale the learning rate too.
     tx = hvd.distributed(optax.chain(optax.clip_by_global_norm(5.0), optax.sgd(0.03 * hvd.size(), 0.9)))
     state = tx.init(weights)
 
@@ -59,7 +59,7 @@ def main() -> None:
 
     start = time.perf_counter()
     for epoch in range(options.epochs):
-        # All ranks shuffle alike, each takes its share; the last images that do not go round are left out.
+        # All ranks shuffle in the same order and take equal shares. Leftover images at the end are dropped.
         shuffled = np.random.default_rng(epoch + 1).permutation(train)
         share = shuffled[: len(train) // hvd.size() * hvd.size()][hvd.rank() :: hvd.size()]
         for batch in np.array_split(share, range(options.batch, len(share), options.batch)):
@@ -68,7 +68,7 @@ def main() -> None:
             print(f"epoch {epoch + 1:2}: loss {loss:.4f}", flush=True)
     speed = options.epochs * len(share) * hvd.size() / (time.perf_counter() - start)
     accuracy = (logits(weights, images[test]).argmax(1) == labels[test]).mean()
-    hashes = hvd.allgather_object([hashlib.sha256(np.asarray(one)).hexdigest() for one in weights])
+    hashes = hvd.allgather_object([hashlib.sha256(np.asarray(array)).hexdigest() for array in weights])
     same = hashes.count(hashes[0]) == hvd.size()
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks: {speed:,.0f} images/s; test accuracy: {accuracy:.2%}")

@@ -1,6 +1,6 @@
 """Train a small conv net on real handwritten digits: `ringdance run -np 2 python examples/digits_keras.py`.
 
-On the backend that KERAS_BACKEND names: tensorflow, torch or jax. Also runs alone, as
+Uses the backend in KERAS_BACKEND: tensorflow, torch or jax. Also runs without a launcher, as
 `python examples/digits_keras.py`. Data: scikit-learn's 1,797 digits of 8 x 8 pixels.
 """
 
@@ -18,7 +18,7 @@ import ringdance.keras as hvd
 
 
 def network() -> keras.Model:
-    """Two convolutions and two dense layers, about 40,000 parameters."""
+    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
     return keras.Sequential([
         keras.Input((8, 8, 1)),
         keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
@@ -31,10 +31,10 @@ def network() -> keras.Model:
 
 
 def main() -> None:
-    """Train on this rank's share of the images, then report."""
+    """Train on this rank's share of the images, then print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="images for each rank and step")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     options = parser.parse_args()
     hvd.init()
 
@@ -42,11 +42,11 @@ def main() -> None:
     images, labels = digits.images[..., None].astype("float32") / 16, digits.target
     order = np.random.default_rng(0).permutation(len(labels))
     test, train = order[:360], order[360:]
-    # Each rank takes its share; the last images that do not go round are left out.
+    # Ranks take equal shares. Leftover images at the end are dropped.
     share = train[: len(train) // hvd.size() * hvd.size()][hvd.rank() :: hvd.size()]
 
     model = network()
-    # The batch of a step is `size` times as large: so is its learning rate.
+    # A step has `size` times as many images, so scale the learning rate too.
     optimizer = keras.optimizers.SGD(0.03 * hvd.size(), momentum=0.9, global_clipnorm=5.0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(hvd.DistributedOptimizer(optimizer), loss, metrics=["accuracy"])

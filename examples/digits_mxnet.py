@@ -1,6 +1,6 @@
 """Train a small conv net on real handwritten digits: `ringdance run -np 2 python examples/digits_mxnet.py`.
 
-Also runs alone. Data: scikit-learn's 1,797 digits of 8 x 8 pixels. MXNet 1.9 with Gluon.
+Also runs without a launcher. Data: scikit-learn's 1,797 digits of 8 x 8 pixels. MXNet 1.9 with Gluon.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ringdance.mxnet as hvd
 
 
 def network() -> nn.HybridSequential:
-    """Two convolutions and two dense layers, about 40,000 parameters."""
+    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
     net = nn.HybridSequential()
     net.add(nn.Conv2D(16, 3, padding=1, activation="relu"), nn.Conv2D(32, 3, padding=1, activation="relu"))
     net.add(nn.MaxPool2D(), nn.Dense(64, activation="relu"), nn.Dense(10))
@@ -29,10 +29,10 @@ def network() -> nn.HybridSequential:
 
 
 def main() -> None:
-    """Train on this rank's share of the images, then report."""
+    """Train on this rank's share of the images, then print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="images for each rank and step")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     options = parser.parse_args()
     hvd.init()
     mx.random.seed(hvd.rank())
@@ -41,14 +41,14 @@ def main() -> None:
     test, train = np.split(np.random.default_rng(0).permutation(len(labels)), [360])
     net = network()
     parameters = net.collect_params()
-    hvd.broadcast_parameters(parameters, root_rank=0)  # of shapes that the first pass finds out: in that
-    # The batch of a step is `size` times as large: so is its learning rate.
+    hvd.broadcast_parameters(parameters, root_rank=0)  # in the first pass, which infers shapes
+    # A step has `size` times as many images, so scale the learning rate too.
     rate = {"learning_rate": 0.03 * hvd.size(), "momentum": 0.9}
     trainer = hvd.DistributedTrainer(parameters, "sgd", rate)
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
     start = time.perf_counter()
     for epoch in range(options.epochs):
-        # All ranks shuffle alike, each takes its share; the last images that do not go round are left out.
+        # All ranks shuffle in the same order and take equal shares. Leftover images at the end are dropped.
         shuffled = np.random.default_rng(epoch + 1).permutation(train)
         share = shuffled[: len(train) // hvd.size() * hvd.size()][hvd.rank() :: hvd.size()]
         for batch in np.array_split(share, range(options.batch, len(share), options.batch)):
@@ -61,8 +61,8 @@ def main() -> None:
             print(f"epoch {epoch + 1:2}: loss {mean:.4f}", flush=True)
     speed = options.epochs * len(share) * hvd.size() / (time.perf_counter() - start)
     accuracy = (net(mx.nd.array(images[test])).asnumpy().argmax(1) == labels[test]).mean()
-    weights = [one.data().asnumpy() for one in parameters.values()]
-    hashes = hvd.allgather_object([hashlib.sha256(one).hexdigest() for one in weights])
+    weights = [parameter.data().asnumpy() for parameter in parameters.values()]
+    hashes = hvd.allgather_object([hashlib.sha256(array).hexdigest() for array in weights])
     same = hashes.count(hashes[0]) == hvd.size()
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks: {speed:,.0f} images/s; test accuracy: {accuracy:.2%}")

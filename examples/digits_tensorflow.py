@@ -1,6 +1,6 @@
 """Train a small conv net on handwritten digits: `ringdance run -np 2 python examples/digits_tensorflow.py`.
 
-Also runs alone. A loop with a tape; digits_keras.py is the same by Keras's fit().
+Also runs without a launcher. Uses a training loop with a gradient tape. digits_keras.py uses Keras's fit().
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ringdance.tensorflow as hvd
 
 
 def network() -> keras.Model:
-    """Two convolutions and two dense layers, about 40,000 parameters."""
+    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
     return keras.Sequential([
         keras.Input((8, 8, 1)), keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
         keras.layers.Conv2D(32, 3, padding="same", activation="relu"), keras.layers.MaxPool2D(),
@@ -27,10 +27,10 @@ def network() -> keras.Model:
 
 
 def main() -> None:
-    """Train on this rank's share of the images, then report."""
+    """Train on this rank's share of the images, then print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="images for each rank and step")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     options = parser.parse_args()
 
     hvd.init()
@@ -41,7 +41,7 @@ def main() -> None:
 
     model = network()
     hvd.broadcast_variables(model.variables, root_rank=0)
-    # The batch of a step is `size` times as large: so is its learning rate.
+    # A step has `size` times as many images, so scale the learning rate too.
     optimizer = keras.optimizers.SGD(0.03 * hvd.size(), momentum=0.9)
 
     @tf.function(reduce_retracing=True)
@@ -56,7 +56,7 @@ def main() -> None:
 
     start = time.perf_counter()
     for epoch in range(options.epochs):
-        # All ranks shuffle alike, each takes its share; the last images that do not go round are left out.
+        # All ranks shuffle in the same order and take equal shares. Leftover images at the end are dropped.
         shuffled = train[np.random.default_rng(epoch + 1).permutation(len(train))]
         share = shuffled[: len(train) // hvd.size() * hvd.size()][hvd.rank() :: hvd.size()]
         for batch in np.array_split(share, range(options.batch, len(share), options.batch)):

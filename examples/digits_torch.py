@@ -1,6 +1,7 @@
 """Train a small conv net on real handwritten digits: `ringdance run -np 2 python examples/digits_torch.py`.
 
-Also runs alone, as `python examples/digits_torch.py`. Data: scikit-learn's 1,797 digits of 8 x 8 pixels.
+Also runs without a launcher, as `python examples/digits_torch.py`. Data: scikit-learn's 1,797 digits of
+8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import ringdance.torch as hvd
 
 
 def network() -> nn.Module:
-    """Two convolutions and two dense layers, about 40,000 parameters."""
+    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10),
@@ -25,11 +26,11 @@ def network() -> nn.Module:
 
 
 def main() -> None:
-    """Train on this rank's share of the images, then report."""
+    """Train on this rank's share of the images, then print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="images for each rank and step")
-    parser.add_argument("--lr", type=float, default=0.03, help="learning rate for the batch of one rank")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--lr", type=float, default=0.03, help="learning rate for the batch of a single rank")
     options = parser.parse_args()
     hvd.init()
 
@@ -41,13 +42,13 @@ def main() -> None:
 
     model = network()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # The batch of a step is `size` times as large: so is its learning rate.
+    # A step has `size` times as many images, so scale the learning rate too.
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr * hvd.size(), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
     seen, start = 0, time.perf_counter()
     for epoch in range(options.epochs):
-        # All ranks shuffle alike, each takes its share; the last images that do not go round are left out.
+        # All ranks shuffle in the same order and take equal shares. Leftover images at the end are dropped.
         shuffled = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch + 1))]
         share = shuffled[: len(train) // hvd.size() * hvd.size()][hvd.rank() :: hvd.size()]
         for batch in share.split(options.batch):

@@ -1,4 +1,4 @@
-"""For all tests: a time limit that shows every thread's stack, and markers for the number of ranks."""
+"""Hooks for all tests: a time limit that dumps every thread's stack, and markers for numbers of ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from sampled import seed_of_the_day
 from this_rank import rank_and_size
 
-LIMIT = 60.0  # seconds for one test, where no marker says otherwise
+LIMIT = 60.0  # seconds per test, unless a marker sets another limit
 SLOW_LIMIT = 3600.0
 
 _stderr = pytest.StashKey[TextIO]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # While a test runs, descriptor 2 is pytest's capture; here it still is the real one.
+    # While a test runs, descriptor 2 belongs to pytest's capture. Here it is still the real one.
     config.stash[_stderr] = os.fdopen(os.dup(2), "w")
 
 
@@ -31,9 +31,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    """After a failure, say how to run the same cases on another day."""
+    """After a failure, print how to run the same cases on another day."""
     if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        terminalreporter.write_line(f"The same cases of sweeps run with TEST_SEED={seed_of_the_day()}")
+        terminalreporter.write_line(f"To repeat these cases of sweeps, set TEST_SEED={seed_of_the_day()}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -44,7 +44,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
-    """A test that hangs ends its process after its limit; mpiexec then ends the other ranks."""
+    """Exit the process if a test exceeds its limit. mpiexec then stops the other ranks."""
     marker = item.get_closest_marker("limit")
     default = SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT
     seconds = float(marker.args[0]) if marker else default

@@ -6,26 +6,26 @@
     python benchmarks/strategies/compare.py clicks -H node1:2,node2:2 --seconds 120 --output by-hosts
     python benchmarks/strategies/compare.py day_0.tsv --table-size 1000000 --rows 500000
 
-DATA is a directory that `ringdance data` has written, or a file of Criteo's columns, which is prepared first,
-a fifth of its rows for validation. The strategies:
+DATA is a directory written by `ringdance data`, or a file with Criteo's columns. Such a file is prepared
+first, with a fifth of its rows for validation. The strategies:
 
-    ringdance              processes that average gradients by all-reduce, those of the table as rows
+    ringdance              processes that average gradients by all-reduce, the table's gradients as rows
     single                 one process, with the numbers of threads that were fastest in a short trial
-    tower                  TensorFlow: devices set by hand in one process, gradients averaged by hand
-    mirrored               TensorFlow: MirroredStrategy over devices of one process
-    multi_worker_mirrored  TensorFlow: MultiWorkerMirroredStrategy, a process for each of -np
+    tower                  TensorFlow: devices assigned by hand in one process, gradients averaged by hand
+    mirrored               TensorFlow: MirroredStrategy over the devices of one process
+    multi_worker_mirrored  TensorFlow: MultiWorkerMirroredStrategy with -np processes
     parameter_server       TensorFlow: asynchronous ParameterServerStrategy: servers, -np workers, coordinator
     ddp                    PyTorch: DistributedDataParallel on gloo
 
-All have the same model, first values, rows in the same order, global batch and optimizers: Adagrad on the
-rows of the table that a batch has, Adam on the rest. Each trains for --rows rows, at most --seconds; the AUC
-on the validation part is taken after the same rows for all, outside that time. A strategy that fails is a row
-with its error.
+All strategies have the same model, initial values, order of rows, global batch and optimizers: Adagrad for
+the table rows in a batch, Adam for the rest. Each trains for --rows rows, at most --seconds. The AUC on the
+validation part is measured after the same numbers of rows for all, outside that time. A strategy that fails
+gets a row with its error.
 
---output has a JSON file and a log of each strategy, table.md, advice.txt and curves.svg.
-What is there already is kept, so that the same command goes on where it was stopped; --again runs it anew.
+--output receives a JSON file and a log for each strategy, table.md, advice.txt and curves.svg. Existing
+results are kept: if you interrupt the command, run it again to continue. --again measures everything again.
 
-exit code: 0 if all strategies have figures, 1 if some failed, 2 for a wrong argument
+exit code: 0 if all strategies have results, 1 if some failed, 2 if an argument is wrong
 """
 
 from __future__ import annotations
@@ -75,39 +75,39 @@ def options() -> argparse.Namespace:
     add("--strategies", default=",".join(ALL), metavar="A,B", help="default: all")
     add("--framework", default=",".join(FRAMEWORKS), metavar="A,B", help="default: tensorflow,torch")
     add("-np", "--num-proc", type=count, metavar="N", help="processes, or devices of one; default: the cores")
-    add_host_options(parser, "where; one process alone runs on the first")
-    add("--rows", type=count, metavar="N", help="to train on; default: all, once")
-    add("--seconds", type=number(float, 0.01), default=40, metavar="S", help="of training; default: 40")
-    add("--batch-size", type=count, default=4096, metavar="N", help="of all processes; default: 4096")
+    add_host_options(parser, "hosts; a single process runs on the first")
+    add("--rows", type=count, metavar="N", help="rows to train on; default: all, once")
+    add("--seconds", type=number(float, 0.01), default=40, metavar="S", help="time limit; default: 40")
+    add("--batch-size", type=count, default=4096, metavar="N", help="global batch size; default: 4096")
     add("--validation-rows", type=count, default=30_000, metavar="N", help="default: 30,000")
-    add("--dim", type=count, default=16, help="factors of a row of the table; default: 16")
+    add("--dim", type=count, default=16, help="factors per table row; default: 16")
     add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="widths; default: 400,400,400")
     add("--parameter-servers", type=count, metavar="N", help="default: half of -np, at least 2")
     add("--table-size", type=count, default=1_000_000, metavar="N", help="for a raw file; default: 1,000,000")
     add("--output", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
-    add("--again", action="store_true", help="run what is in --output already once more")
+    add("--again", action="store_true", help="repeat strategies that already have results")
     add("--child", help=argparse.SUPPRESS)
     for name in ("--sizes", "--threads"):  # of the model; within and between operations
         add(name, type=lambda text: json.loads(text), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        return given
-    given.hosts = hosts_of(given) or []
-    given.num_proc = given.num_proc or sum(slots for _, slots in given.hosts) or max(2, _CORES)
-    given.parameter_servers = given.parameter_servers or max(2, given.num_proc // 2)
-    if given.batch_size % given.num_proc:
-        parser.error(f"--batch-size {given.batch_size} cannot be divided among {given.num_proc} processes")
-    for text, known in ((given.strategies, ALL), (given.framework, FRAMEWORKS)):
+    parsed = parser.parse_args()
+    if parsed.child:
+        return parsed
+    parsed.hosts = hosts_of(parsed) or []
+    parsed.num_proc = parsed.num_proc or sum(slots for _, slots in parsed.hosts) or max(2, _CORES)
+    parsed.parameter_servers = parsed.parameter_servers or max(2, parsed.num_proc // 2)
+    if parsed.batch_size % parsed.num_proc:
+        parser.error(f"--batch-size {parsed.batch_size} cannot be divided among {parsed.num_proc} processes")
+    for text, known in ((parsed.strategies, ALL), (parsed.framework, FRAMEWORKS)):
         for name in text.split(","):
             if name not in known:
-                parser.error(f"{name!r} is none of {', '.join(known)}")
-    if not wanted(given):
-        parser.error(f"{given.framework} has none of these strategies: {given.strategies}")
-    return given
+                parser.error(f"{name!r} is not one of {', '.join(known)}")
+    if not wanted(parsed):
+        parser.error(f"{parsed.framework} has none of these strategies: {parsed.strategies}")
+    return parsed
 
 
 def wanted(given: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return framework and strategy of each run."""
+    """Return each run's framework and strategy."""
     return [
         (framework, name)
         for framework in given.framework.split(",")
@@ -117,7 +117,7 @@ def wanted(given: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def opened(given: argparse.Namespace) -> None:
-    """Complete the options by what the data say; prepare a raw file first."""
+    """Complete the options from the data. Prepare a raw file first."""
     from ringdance.data import Table
 
     data = Path(given.data)
@@ -126,7 +126,7 @@ def opened(given: argparse.Namespace) -> None:
         source = [str(data.resolve()), stat.st_size, stat.st_mtime_ns, given.table_size]
         kept = _kept(record)
         if kept not in (None, source):
-            _wrong(f"{prepared} is of {kept[0]}, then, with --table-size {kept[3]}: name another --output.")
+            _wrong(f"{prepared} is from {kept[0]}, then, with --table-size {kept[3]}: use another --output.")
         if kept is None or not (prepared / "validation.json").exists():
             command = ["data", "prepare", "criteo", str(data), str(prepared), "--validation", "0.2"]
             _ringdance([*command, "--table-size", str(given.table_size)])
@@ -140,13 +140,13 @@ def opened(given: argparse.Namespace) -> None:
         _wrong(f"{error} Both splits are needed: ringdance data generate|prepare ... --validation SHARE.")
     given.data = str(data.resolve())
     if len(table) < given.batch_size:
-        _wrong(f"{data} has {len(table):,} rows to train on: give a smaller --batch-size.")
+        _wrong(f"{data} has {len(table):,} rows to train on. Use a smaller --batch-size.")
     given.rows = given.rows or len(table)
     given.sizes = [table.table_size, table.fields, given.dim, given.hidden]
 
 
 def _kept(path: Path) -> Any:
-    """Return what a file of an earlier run says; None: nothing that can be used."""
+    """Return the contents of a file from an earlier run, None if it cannot be used."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -169,10 +169,10 @@ def _ringdance(words: Sequence[str]) -> None:
 
 def command(given: argparse.Namespace, framework: str, name: str, more: Sequence[str]) -> list[str]:
     """Return the command line that starts a strategy's processes."""
-    hosts, ranks = [list(one) for one in given.hosts], given.num_proc
+    hosts, ranks = [list(host) for host in given.hosts], given.num_proc
     if name in _ONE_PROCESS:
         hosts, ranks = [[host, 1] for host, _ in hosts[:1]], 1
-    elif name == "parameter_server":  # servers and the coordinator beside the workers
+    elif name == "parameter_server":  # servers and the coordinator in addition to the workers
         for number in [0, *range(given.parameter_servers)] if hosts else []:
             hosts[number % len(hosts)][1] += 1
         ranks += given.parameter_servers + 1
@@ -189,7 +189,7 @@ def command(given: argparse.Namespace, framework: str, name: str, more: Sequence
 
 
 def run(given: argparse.Namespace, framework: str, name: str, *more: str, quiet: bool = False) -> Result:
-    """Run a strategy; show its progress; return its figures, or its error."""
+    """Run a strategy, print its progress, and return its results or its error."""
     result = Result(framework, name, settings=settings(given))
     told: dict[int, list[dict[str, Any]]] = defaultdict(list)
     other: list[str] = []
@@ -216,7 +216,7 @@ def run(given: argparse.Namespace, framework: str, name: str, *more: str, quiet:
         finally:
             timer.cancel()
     log.write_text("".join(other))
-    if process.returncode or not any("point" in one for one in told[0]):
+    if process.returncode or not any("point" in entry for entry in told[0]):
         lines = [json.loads(text)["text"] if text.startswith('{"rank"') else text for text in other]
         errors = [text.strip() for text in lines if "Error" in text] or [text.strip() for text in lines[-1:]]
         late = f"stopped after {limit:.0f} s; " if time.time() - began >= limit else ""
@@ -227,7 +227,7 @@ def run(given: argparse.Namespace, framework: str, name: str, *more: str, quiet:
 
 
 def _fact(text: str) -> tuple[int, dict[str, Any]] | None:
-    """Return rank and fact of a line of output, or None if it is something else."""
+    """Return the rank and the fact in a line of output, None if the line is something else."""
     if strategies.MARK not in text:
         return None
     line = json.loads(text)
@@ -236,65 +236,65 @@ def _fact(text: str) -> tuple[int, dict[str, Any]] | None:
 
 def _complete(result: Result, told: dict[int, list[dict[str, Any]]], began: float) -> None:
     leader = told[0]
-    windows = [one["window"] for one in leader if "window" in one]
+    windows = [fact["window"] for fact in leader if "window" in fact]
     busy, memory = 0.0, 0
     for facts in told.values():
-        looks = sorted((one for one in facts if "cpu" in one), key=lambda one: one["time"])
-        times, spent = [one["time"] for one in looks], [one["cpu"] for one in looks]
+        looks = sorted((fact for fact in facts if "cpu" in fact), key=lambda one: one["time"])
+        times, spent = [fact["time"] for fact in looks], [fact["cpu"] for fact in looks]
         busy += sum(float(np.interp(b, times, spent) - np.interp(a, times, spent)) for a, b in windows)
-        memory += max(one["memory"] for one in looks)
-    ready = next(one for one in leader if "ready" in one)
+        memory += max(fact["memory"] for fact in looks)
+    ready = next(fact for fact in leader if "ready" in fact)
     result.processes, result.warm, result.validation = len(told), ready["warm"], ready["validation"]
-    result.threads = next((one["threads"] for one in leader if "threads" in one), "")
+    result.threads = next((fact["threads"] for fact in leader if "threads" in fact), "")
     result.startup, result.memory = ready["ready"] - began, memory
-    result.curve = [one["point"] for one in leader if "point" in one]
+    result.curve = [fact["point"] for fact in leader if "point" in fact]
     seconds = sum(b - a for a, b in windows)
     result.cores_busy = max(0.01, busy / seconds)
     if not result.settings.get("hosts") and os.cpu_count() == _CORES:
-        used = np.array(sorted((one["time"], one["host"]) for one in leader if "host" in one)).T
+        used = np.array(sorted((fact["time"], fact["host"]) for fact in leader if "host" in fact)).T
         in_all = sum(float(np.diff(np.interp(ends, *used))[0]) for ends in windows)
         result.others = max(0.0, in_all / seconds - result.cores_busy)
 
 
 def tuned(given: argparse.Namespace) -> str:
-    """Return the numbers of threads of TensorFlow that are fastest in one process, by short runs."""
+    """Return the numbers of TensorFlow threads that are fastest in one process, according to short runs."""
     trial = argparse.Namespace(**{**vars(given), "rows": 11 * given.batch_size, "validation_rows": 256})
     speeds = {}
     for threads in ((_CORES, 1), (_CORES, 2), (1, _CORES)):
         text = json.dumps(threads)
-        found = run(trial, "tensorflow", "single", "--threads", text, quiet=True)
-        speeds[text] = 0.0 if found.error else found.speed
+        result = run(trial, "tensorflow", "single", "--threads", text, quiet=True)
+        speeds[text] = 0.0 if result.error else result.speed
         _progress(f"tensorflow single: threads {text}: {speeds[text]:,.0f} samples/s")
     return max(speeds, key=speeds.__getitem__)
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """Return what results must have in common to be compared."""
+    """Return the settings that results must share to be comparable."""
     names = (
         "data", "rows", "seconds", "batch_size", "validation_rows", "sizes", "num_proc", "hosts",
         "parameter_servers",
     )  # fmt: skip
-    constants = {name: one for name, one in vars(rates).items() if name.isupper()}
+    constants = {name: value for name, value in vars(rates).items() if name.isupper()}
     return {**{name: getattr(given, name) for name in names}, "rates": constants, "cores": _CORES}
 
 
 def measured(given: argparse.Namespace) -> list[Result]:
-    """Run what has no result yet; return all results.
+    """Run the strategies that have no result yet, and return all results.
 
     Raises:
-        SystemExit: --output has results of other settings.
+        SystemExit: ``--output`` has results with other settings.
     """
     results = []
     for framework, name in wanted(given):
         path = given.output / f"{framework}-{name}.json"
-        if not given.again and (found := _kept(path)):
-            kept = Result(**found)
+        if not given.again and (earlier := _kept(path)):
+            kept = Result(**earlier)
             now = json.loads(json.dumps(settings(given)))
-            changed = [one for one, value in now.items() if kept.settings.get(one) != value]
+            changed = [key for key, value in now.items() if kept.settings.get(key) != value]
             if changed:
                 _wrong(
-                    f"{path} was measured with {changed[0]}={kept.settings.get(changed[0])}, now it is "
-                    f"{now[changed[0]]}: name another --output, or run all with --again."
+                    f"{path} was measured with {changed[0]}={kept.settings.get(changed[0])}, but now it is "
+                    f"{now[changed[0]]}. Use another --output, or repeat all with --again."
                 )
             if not kept.error:
                 results.append(kept)
@@ -314,23 +314,23 @@ def _progress(text: str) -> None:
 
 
 def main() -> int:
-    """Compare the strategies, or be one process of one."""
-    given = options()
-    if given.child:
-        table_size, fields, dim, hidden = given.sizes
-        given.sizes = strategies.Sizes(table_size, fields, dim, tuple(hidden), given.batch_size)
-        given.devices = 1 if given.child == "single" else given.num_proc
-        strategies.main(given)
+    """Compare the strategies, or run as one process of a strategy."""
+    chosen = options()
+    if chosen.child:
+        table_size, fields, dim, hidden = chosen.sizes
+        chosen.sizes = strategies.Sizes(table_size, fields, dim, tuple(hidden), chosen.batch_size)
+        chosen.devices = 1 if chosen.child == "single" else chosen.num_proc
+        strategies.main(chosen)
         return 0
-    given.output.mkdir(parents=True, exist_ok=True)
-    opened(given)
-    results = measured(given)
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    opened(chosen)
+    results = measured(chosen)
     texts = {"table.md": table(results), "advice.txt": advice(results)}
     for name, text in texts.items():
-        (given.output / name).write_text(text)
-    curves(results, given.output / "curves.svg")
-    print(*texts.values(), f"In {given.output}: {', '.join([*texts, 'curves.svg'])}", sep="\n")
-    return 1 if any(one.error for one in results) else 0
+        (chosen.output / name).write_text(text)
+    curves(results, chosen.output / "curves.svg")
+    print(*texts.values(), f"In {chosen.output}: {', '.join([*texts, 'curves.svg'])}", sep="\n")
+    return 1 if any(result.error for result in results) else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What compare.py measured, as a table, as curves, and as advice that follows from the figures."""
+"""Show the measurements of compare.py as a table, as curves, and as advice derived from the numbers."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 from ringdance.tools.report import svg
 
-_EQUAL_AUC = 0.002  # closer ones count as equal, on so many rows of the validation part
+_EQUAL_AUC = 0.002  # AUCs that differ by less count as equal, if there are _EQUAL_ROWS validation rows
 _EQUAL_ROWS = 30_000
-_SHORT = 5.0  # seconds of training below which speeds say little
-_DISTURBED = 0.2  # share of the cores that other programs use, from which on they decide
-_CLOSE = 1.1  # speeds within this factor are not worth a change
+_SHORT = 5.0  # seconds of training below which speeds are not meaningful
+_DISTURBED = 0.2  # share of cores in use by other programs above which results cannot be compared
+_CLOSE = 1.1  # speeds within this factor do not justify a change
 _NAMES = {"tensorflow": "TensorFlow", "torch": "PyTorch"}
 
 
 @dataclass
 class Result:
-    """What a strategy reached.
+    """The results of a strategy.
 
     Attributes:
-        framework, strategy: which.
-        settings: that all must share.
-        error: why there are no figures, or "".
-        processes: of all hosts.
-        threads: that a trial has chosen.
-        warm: rows before the clock was started.
-        validation: rows that the AUC is of.
-        cores_busy: of all processes, on average while training.
-        others: cores that other programs used meanwhile, where all processes were on one host.
-        memory: bytes, the sum of the processes' peaks, without pages of mapped files.
-        startup: seconds from the command until the clock was started.
-        curve: rows, seconds of training, AUC and log-loss on the validation part.
+        framework, strategy: Names of the framework and the strategy.
+        settings: Settings that all results must share.
+        error: Reason for missing results, or "".
+        processes: Number of processes on all hosts.
+        threads: Numbers of threads that a trial has chosen.
+        warm: Rows trained before the clock started.
+        validation: Number of validation rows for the AUC.
+        cores_busy: Average number of cores used by all processes while training.
+        others: Cores used by other programs during that time, if all processes were on one host.
+        memory: Sum of the processes' peak memory in bytes, without pages of mapped files.
+        startup: Seconds from the command until the clock started.
+        curve: Rows, seconds of training, AUC and log-loss on the validation part.
     """
 
     framework: str
@@ -52,7 +52,7 @@ class Result:
 
     @property
     def name(self) -> str:
-        """Framework and strategy."""
+        """Names of the framework and the strategy."""
         return f"{_NAMES[self.framework]} {self.strategy}"
 
     @property
@@ -63,26 +63,26 @@ class Result:
 
     @property
     def work(self) -> float:
-        """Seconds of processor time for 1,000 samples."""
+        """Processor seconds per 1,000 samples."""
         return 1000 * self.cores_busy / self.speed
 
     def auc(self, axis: int, value: float) -> float:
-        """Return the AUC of the evaluation nearest to so many samples (axis 0) or seconds (axis 1).
+        """Return the AUC of the evaluation nearest to ``value`` samples (axis 0) or seconds (axis 1).
 
-        Nothing is interpolated: between two evaluations the AUC may have been anything.
+        There is no interpolation, because the AUC between two evaluations is unknown.
         """
         return min(self.curve, key=lambda point: abs(point[axis] - value))[2] if value else 0.5
 
 
 def common(results: Iterable[Result]) -> tuple[float, float]:
-    """Return the most samples after which all were evaluated, and the seconds that all have trained for."""
-    curves = [one.curve for one in results if not one.error]
+    """Return the largest number of samples after which all were evaluated, and the shortest training time."""
+    curves = [result.curve for result in results if not result.error]
     same = set.intersection(*({point[0] for point in curve} for curve in curves))
     return max(same, default=0.0), min(curve[-1][1] for curve in curves)
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a table in Markdown, by framework, the fastest first."""
+    """Return a Markdown table by framework, the fastest strategy first."""
     measured = [one for one in results if not one.error]
     samples, seconds = common(measured) if measured else (0, 0)
     heads = [
@@ -104,11 +104,11 @@ def table(results: Sequence[Result]) -> str:
 
 
 def curves(results: Sequence[Result], file: Path) -> None:
-    """Draw AUC against rows and against time, for each framework; nothing is written without figures."""
+    """Draw AUC over rows and over time for each framework. Writes no file if there are no results."""
     panels, x_labels = {}, []
     axes = ((0, 1000, "rows", "thousand rows"), (1, 1, "time", "seconds of training"))
     for framework, title in _NAMES.items():
-        chosen = [one for one in results if one.framework == framework and not one.error]
+        chosen = [result for result in results if result.framework == framework and not result.error]
         for axis, scale, word, label in axes if chosen else ():
             x_labels.append(label)
             panels[f"{title}, by {word}"] = {
@@ -120,67 +120,67 @@ def curves(results: Sequence[Result], file: Path) -> None:
 
 
 def advice(results: Sequence[Result]) -> str:
-    """Return sentences: which strategy to use here, and why the others are slower or less accurate."""
+    """Return advice: which strategy to use, and why the others are slower or less accurate."""
     lines = []
     for framework, title in _NAMES.items():
-        chosen = [one for one in results if one.framework == framework]
-        measured = [one for one in chosen if not one.error]
+        chosen = [result for result in results if result.framework == framework]
+        measured = [result for result in chosen if not result.error]
         if measured:
             lines += [*_of_framework(title, measured), ""]
-        lines += [f"{one.name} failed: {one.error}" for one in chosen if one.error]
+        lines += [f"{result.name} failed: {result.error}" for result in chosen if result.error]
     return "\n".join(lines).strip() + "\n"
 
 
 def _of_framework(title: str, measured: Sequence[Result]) -> list[str]:
     samples, seconds = common(measured)
-    highest, equal = max(one.auc(0, samples) for one in measured), _equal(measured)
-    good = [one for one in measured if one.auc(0, samples) >= highest - equal]
+    highest, equal = max(result.auc(0, samples) for result in measured), _equal(measured)
+    good = [result for result in measured if result.auc(0, samples) >= highest - equal]
     best = max(good, key=lambda one: one.speed)
-    cores, others = best.settings.get("cores", 0), max(one.others for one in measured)
+    cores, others = best.settings.get("cores", 0), max(result.others for result in measured)
     figures = (
         f"{best.speed:,.0f} samples/s with {best.cores_busy:.1f} of {cores} cores busy, AUC "
         f"{best.auc(0, samples):.4f} after {samples:,} rows."
     )
     if others > _DISTURBED * cores:
         return [
-            f"{title}: other programs used up to {others:.1f} of {cores} cores meanwhile, so the figures do "
-            "not say which strategy is the best. Run it again (--again) while nothing else runs."
+            f"{title}: other programs used up to {others:.1f} of {cores} cores meanwhile, so the results do "
+            "not show which strategy is best. Run it again (--again) while nothing else is running."
         ]
     lines = [f"{title}: {'use ' if len(measured) > 1 else ''}{best.strategy}: {figures}"]
     if seconds < _SHORT:
-        lines.append(f"- Trained for {seconds:.2g} s: too short for figures of speed. Give more --rows.")
+        lines.append(f"- Trained for {seconds:.2g} s: too short to measure speed. Use more --rows.")
     if equal > 2 * _EQUAL_AUC:
         rows = measured[0].validation
         lines.append(f"- Of {rows:,} rows for validation, differences of AUC below {equal:.2g} are chance.")
-    single = next((one for one in measured if one.strategy == "single"), None)
+    single = next((result for result in measured if result.strategy == "single"), None)
     if single and single is not best and best.speed < _CLOSE * single.speed:
-        lines.append("- One process is nearly as fast: several are worth it on more cores or hosts.")
-    for one in sorted(measured, key=lambda one: -one.speed):
-        if one is not best:
-            lines.append(f"- {one.strategy}: {'; '.join(_reasons(one, best, samples, seconds))}.")
+        lines.append("- One process is nearly as fast: several pay off with more cores or hosts.")
+    for result in sorted(measured, key=lambda one: -one.speed):
+        if result is not best:
+            lines.append(f"- {result.strategy}: {'; '.join(_reasons(result, best, samples, seconds))}.")
     return lines
 
 
 def _equal(results: Sequence[Result]) -> float:
-    """Return the difference of AUC that counts as none: the fewer rows, the more is chance."""
-    rows = min(one.validation for one in results)
+    """Return the largest AUC difference that may be chance. Fewer rows give a larger one."""
+    rows = min(result.validation for result in results)
     return float(_EQUAL_AUC * max(1.0, (_EQUAL_ROWS / max(rows, 1)) ** 0.5))
 
 
 def _reasons(one: Result, best: Result, samples: float, seconds: float) -> list[str]:
-    """Return what distinguishes a result from the best: speed is cores busy / CPU time per sample."""
+    """Return how a result differs from the best. Speed is busy cores divided by CPU time per sample."""
     ratio = best.speed / one.speed
-    found = [f"{ratio:.2f} times slower" if ratio >= 1 else f"{1 / ratio:.2f} times faster"]
+    reasons = [f"{ratio:.2f} times slower" if ratio >= 1 else f"{1 / ratio:.2f} times faster"]
     if 1 / _CLOSE < ratio < _CLOSE:
-        found = [f"about as fast ({one.speed:,.0f} samples/s)"]
+        reasons = [f"about as fast ({one.speed:,.0f} samples/s)"]
     idle, work = best.cores_busy / one.cores_busy, one.work / best.work
     if ratio >= _CLOSE and idle >= _CLOSE:
-        found.append(
+        reasons.append(
             f"it leaves cores idle ({one.cores_busy:.1f} busy against {best.cores_busy:.1f}): they wait for "
             + ("operations that use one thread" if one.processes == 1 else "gradients or variables of others")
         )
     if ratio >= _CLOSE and work >= _CLOSE:
-        found.append(
+        reasons.append(
             f"it spends {work:.2f} times the CPU time on a sample: "
             + ("threads that wait actively" if one.strategy == "single"
                else "copies between devices, and threads that wait actively" if one.processes == 1
@@ -189,10 +189,10 @@ def _reasons(one: Result, best: Result, samples: float, seconds: float) -> list[
     lost, equal = best.auc(0, samples) - one.auc(0, samples), _equal([one])
     if lost > equal:
         why = ", because updates are computed from older values" if one.strategy == "parameter_server" else ""
-        found.append(f"its AUC after the same rows is lower by {lost:.4f}{why}")
+        reasons.append(f"its AUC after the same rows is lower by {lost:.4f}{why}")
     late = best.auc(1, seconds) - one.auc(1, seconds)
     if late > equal:
-        found.append(f"its AUC after {seconds:.3g} s is lower by {late:.4f}")
+        reasons.append(f"its AUC after {seconds:.3g} s is lower by {late:.4f}")
     if one.memory > 1.5 * best.memory:
-        found.append(f"it needs {one.memory / best.memory:.1f} times the memory")
-    return found
+        reasons.append(f"it needs {one.memory / best.memory:.1f} times the memory")
+    return reasons

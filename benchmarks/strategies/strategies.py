@@ -1,7 +1,7 @@
-"""What the strategies of compare.py share: the model's sizes and first values, the clock, the curve.
+"""Shared code of the strategies in compare.py: the model's sizes and initial values, the clock, the curve.
 
-compare.py starts it, as each process of each strategy, by `ringdance run`. What a process finds is printed as
-lines of JSON after a mark, so that it arrives from every host without a common file system.
+compare.py runs it with `ringdance run` as each process of each strategy. Processes print their results as
+lines of JSON after a mark, so that results arrive from all hosts without a shared file system.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ringdance.recipes.deepfm import rates
 
 Array = np.ndarray[Any, Any]
 MARK = "::compare::"
-# When to evaluate, as shares of a run's rows: the same for all strategies. The first ones are for those that
-# reach no other one in their time.
+# When to evaluate, as shares of a run's rows. All strategies use the same. The first ones are for strategies
+# that are too slow to reach the others.
 _MARKS = (1 / 64, 1 / 16, *(eighth / 8 for eighth in range(1, 9)))
 _writing = threading.Lock()
 _WARM = 3  # steps before the clock starts: compilation, buffers, connections
-_SAMPLE = 0.2  # seconds between two looks at a process's own use of the machine
+_SAMPLE = 0.2  # seconds between two samples of a process's own resource usage
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of the global batch, and the rates that go with them."""
+    """Sizes of the model and the global batch, and the matching learning rates."""
 
     table_size: int
     fields: int
@@ -49,21 +49,21 @@ class Sizes:
 
     @property
     def rate(self) -> float:
-        """Return Adam's rate for this global batch, as the recipe's."""
+        """Adam's rate for this global batch, as in the recipe."""
         return rates.RATE * rates.scaled(self.batch_size, rates.SCALE_RATE)
 
     @property
     def table_rate(self) -> float:
-        """Return Adagrad's rate for this global batch, as the recipe's."""
+        """Adagrad's rate for this global batch, as in the recipe."""
         return rates.TABLE_RATE / rates.scaled(self.batch_size, rates.SCALE_RATE) ** 0.5
 
     @property
     def accumulator(self) -> float:
-        """Return Adagrad's first sum for gradients that are means over a global batch."""
+        """Adagrad's initial sum for gradients that are means over a global batch."""
         return self.first_sum / self.batch_size**2
 
     def first_values(self, seed: int = 0) -> dict[str, Array]:
-        """Return the first values by name, equal everywhere: table, bias; w0, b0, ... of the MLP."""
+        """Return the initial values by name, equal on all ranks: table, bias, and the MLP's w0, b0, ..."""
         random = np.random.default_rng(seed)
         width = self.dim + 1
         table = random.standard_normal((self.table_size, width), np.float32) * np.float32(0.01)
@@ -80,7 +80,7 @@ class Sizes:
 
 @dataclass
 class Place:
-    """Where this process is in its job; ``hosts`` and ``ports`` (one free on each) are of all ranks."""
+    """This process's place in its job. ``hosts`` and ``ports`` hold each rank's host and a free port."""
 
     rank: int
     size: int
@@ -90,7 +90,7 @@ class Place:
 
     @property
     def cores(self) -> int:
-        """Cores for this process: its share of those of its host, at least one."""
+        """Cores for this process: its share of the host's cores, at least one."""
         return max(1, len(os.sched_getaffinity(0)) // self.hosts.count(self.hosts[self.rank]))
 
     @property
@@ -100,21 +100,21 @@ class Place:
 
 
 class Strategy:
-    """A way to train, as the loop below calls it; a process alone needs only ``step`` and ``predict``.
+    """A way to train, called by the loop below. A single process needs only ``step`` and ``predict``.
 
     Args:
-        place: of this process.
-        readers: the part of each global batch that is read here: which of how many.
+        place: Place of this process in its job.
+        readers: Part of each global batch to read here: its number and the number of parts.
     """
 
     predict: Callable[[Array, Array], Array]
-    """Return probabilities, (n,), of ids and factors; called on rank 0 alone."""
+    """Returns probabilities, (n,), for ids and factors. Called only on rank 0."""
 
     def __init__(self, place: Place, readers: tuple[int, int] = (0, 1)) -> None:
         self.batches = batches(place, *readers)
 
     def step(self) -> int:
-        """Train on the next global batch, or start to; return its rows."""
+        """Train on the next global batch, or start to, and return its number of rows."""
         batch = next(self.batches)
         self.train(batch)
         return int(batch.count)
@@ -124,20 +124,21 @@ class Strategy:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until all steps have been made."""
+        """Wait until all steps are complete."""
 
     def agree(self, number: int) -> int:
         """Return rank 0's number on all ranks."""
         return number
 
     def close(self) -> None:
-        """Let the other processes end."""
+        """Let the other processes exit."""
 
 
 def batches(place: Place, rank: int, size: int) -> Iterator[Any]:
-    """Yield a rank's parts of the global batches of one epoch after another; whole ones, as in the recipe.
+    """Yield a rank's parts of the global batches, epoch after epoch. Like the recipe, skip short ones.
 
-    Adagrad gets sums over a batch in the recipe and means elsewhere: one first sum fits both at one size.
+    In the recipe, Adagrad gets sums over a batch, elsewhere means. Hence an initial sum fits both only at one
+    batch size.
     """
     from ringdance.data import Table, TableLoader
 
@@ -151,7 +152,7 @@ def batches(place: Place, rank: int, size: int) -> Iterator[Any]:
 
 
 class RecipeSteps(Strategy):
-    """The steps of a recipe's model, on each rank; ``first``: values that the caller gives to its layers."""
+    """The steps of a recipe's model on each rank. The caller sets the layers to the values in ``first``."""
 
     def __init__(self, place: Place, make: Any) -> None:
         import ringdance.numpy as hvd
@@ -168,7 +169,7 @@ class RecipeSteps(Strategy):
         self.predict, self.table_rate = self.model.predict, sizes.table_rate
 
     def train(self, batch: Any) -> None:
-        """Make the recipe's step."""
+        """Run a step of the recipe."""
         self.steps += 1
         warm = rates.warm(self.steps)
         self.model.table.rate = self.table_rate * warm
@@ -187,11 +188,11 @@ def tell(**what: Any) -> None:
 
 
 def _memory() -> int:
-    """Return bytes that are this process's own or shared memory; pages of mapped files belong to no one."""
+    """Return the bytes of this process's private and shared memory, without pages of mapped files."""
     try:
         with open("/proc/self/status") as status:
-            found = dict(line.split(":", 1) for line in status)
-        return sum(int(found[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+            fields = dict(line.split(":", 1) for line in status)
+        return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
     except (OSError, KeyError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
@@ -205,14 +206,14 @@ def _look() -> None:
 
 
 def _watch() -> None:
-    """Report both as long as this process lives: one that serves others does not know when they train."""
+    """Report both while this process lives. A process that serves others cannot know when they train."""
     while True:
         _look()
         time.sleep(_SAMPLE)
 
 
 class _Clock:
-    """The time of training, in seconds; each stretch of it is reported with its ends as wall-clock time."""
+    """Measures the training time in seconds, and reports the wall-clock start and end of each stretch."""
 
     def __init__(self) -> None:
         self.before, self.began, self.wall = 0.0, 0.0, 0.0
@@ -233,25 +234,30 @@ class _Clock:
 
 
 def steps_until_look(steps: int, seconds: float, limit: float) -> int:
-    """Return after how many steps to look at the clock again, after so many; 0 at the end.
+    """Return the number of steps until the next look at the clock, 0 at the end.
 
-    Half of the steps for which there is time, as the ranks exchange a message at each look.
+    It is half of the steps for which there is still time, because ranks exchange a message at each look.
+
+    Args:
+        steps: Steps so far.
+        seconds: Time that they took.
+        limit: Time limit in seconds.
     """
     left = (limit / max(seconds, 1e-9) - 1) * steps
     return 0 if left < 0.5 else int(max(1, min(left / 2, steps)))
 
 
 def train(strategy: Strategy, place: Place) -> None:
-    """Train until the rows or the seconds are used up; score the validation part at the marks."""
-    given, leader, clock, done = place.given, place.rank == 0, _Clock(), 0
+    """Train until the rows or the seconds are used up. Evaluate the validation part at the marks."""
+    options, leader, clock, done = place.given, place.rank == 0, _Clock(), 0
     for _ in range(_WARM):
         done += strategy.step()
     strategy.finish()
     warm = done
     if leader:
-        labels, ids, values = _validation(given)
+        labels, ids, values = _validation(options)
         tell(warm=warm, validation=len(labels), ready=time.time())
-    marks = [int(given.rows * share) for share in _MARKS]
+    marks = [int(options.rows * share) for share in _MARKS]
     over, steps, look = False, 0, 1
     for mark in (mark for mark in marks if mark > warm):
         clock.start()
@@ -259,8 +265,8 @@ def train(strategy: Strategy, place: Place) -> None:
             done += strategy.step()
             steps += 1
             if steps == look:
-                strategy.finish()  # steps may only have been started
-                more = strategy.agree(steps_until_look(steps, clock.seconds, given.seconds))
+                strategy.finish()  # some steps may have started but not completed
+                more = strategy.agree(steps_until_look(steps, clock.seconds, options.seconds))
                 over, look = not more, steps + more
         strategy.finish()
         clock.stop()
@@ -287,7 +293,7 @@ def _validation(given: argparse.Namespace) -> tuple[Array, Array, Array]:
 
 
 def meet(given: argparse.Namespace) -> Place:
-    """Return this process's place; all ranks call it. The engine is still there afterwards."""
+    """Return this process's place in the job. All ranks call it. The engine keeps running afterwards."""
     import ringdance.numpy as hvd
 
     hvd.init()
@@ -295,15 +301,15 @@ def meet(given: argparse.Namespace) -> Place:
         free.bind(("", 0))
         facts = hvd.allgather_object((socket.gethostname(), free.getsockname()[1]))
     hosts = [host for host, _ in facts]
-    if len(set(hosts)) == 1:  # a name of its own may not resolve in a container
+    if len(set(hosts)) == 1:  # a container's own name may not resolve
         hosts = ["localhost"] * len(hosts)
     return Place(hvd.rank(), hvd.size(), hosts, [port for _, port in facts], given)
 
 
 def main(given: argparse.Namespace) -> None:
-    """Be one process of a strategy."""
+    """Run as one process of a strategy."""
     threading.Thread(target=_watch, daemon=True).start()
-    sys.path.append(deepfm.__path__[0])  # its scripts import what lies beside them
+    sys.path.append(deepfm.__path__[0])  # its scripts import modules next to them
     module = importlib.import_module(f"strategies_{given.framework}")
     place = meet(given)
     module.STRATEGIES[given.child](place)

@@ -1,8 +1,8 @@
-"""DeepFM by TensorFlow alone, in the ways that TensorFlow has for several devices and processes.
+"""DeepFM in TensorFlow only, with TensorFlow's strategies for several devices and processes.
 
-One model and one step for all of them. A batch's ids are made unique first, so that rows are looked up, and
-their gradients summed, once. The optimizers are TensorFlow's fused operations on each component of
-a variable, as variables of Mirrored- and ParameterServerStrategy have several: Keras 3 supports neither here.
+All use the same model and step. A batch's ids are first made unique, so that each row is looked up, and its
+gradients summed, once. The optimizers are TensorFlow's fused operations on each component of a variable,
+because variables under MirroredStrategy and ParameterServerStrategy have several. Keras 3 supports neither.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ BATCH = (
 
 
 def parts(variable: Any) -> list[Any]:
-    """Return the variables that a variable consists of: several if it is partitioned."""
+    """Return the components of a variable. There are several if it is partitioned."""
     return list(getattr(variable, "variables", [variable]))
 
 
 class Model:
-    """DeepFM with Adagrad on its table and Adam on the rest; made within a strategy's scope.
+    """DeepFM with Adagrad for its table and Adam for the rest. Created in a strategy's scope.
 
     Args:
-        sizes: of the model.
+        sizes: Sizes of the model.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -53,15 +53,15 @@ class Model:
         self.slots = {name: [self._filled(one, 0.0) for _ in "mv"] for name, one in self.dense.items()}
 
     def _filled(self, variable: Any, value: float) -> list[Any]:
-        """Return a variable of one value for each component, on its device."""
-        found = []
+        """Return a variable filled with ``value`` for each component, on the component's device."""
+        filled = []
         for part in parts(variable):
             with tf.distribute.get_strategy().extended.colocate_vars_with(part):
-                found.append(tf.Variable(np.full(part.shape, value, np.float32)))
-        return found
+                filled.append(tf.Variable(np.full(part.shape, value, np.float32)))
+        return filled
 
     def logits(self, rows: Any, where: Any, values: Any, dense: dict[str, Any]) -> Any:
-        """Return logits, (n,): of looked-up rows, the place of each field's row among them, and factors."""
+        """Return logits, (n,), for looked-up rows, the position of each field's row, and factors."""
         linear = tf.gather(rows[:, 0], where) * values
         factors = tf.gather(rows[:, 1:], where) * values[:, :, None]
         pairs = tf.square(tf.reduce_sum(factors, 1)) - tf.reduce_sum(tf.square(factors), 1)
@@ -77,7 +77,7 @@ class Model:
                 for name, one in self.dense.items()}  # fmt: skip
 
     def gradients(self, labels: Any, ids: Any, values: Any, weight: Any) -> tuple[list[Any], list[Any]]:
-        """Return gradients of mean loss * weight: of the table's components, as rows, and of all others."""
+        """Return the gradients of mean loss * weight for the table's components, as rows, and all others."""
         unique, where = tf.unique(tf.reshape(ids, [-1]))
         components = [one for name in self.dense for one in parts(self.dense[name])]
         with tf.GradientTape() as tape:
@@ -106,7 +106,7 @@ class Model:
                 )  # fmt: skip
 
     def predict(self) -> Callable[[Array, Array], Array]:
-        """Return a function of ids and factors that returns probabilities."""
+        """Return a function that maps ids and factors to probabilities."""
 
         def scores(ids: Any, values: Any) -> Any:
             unique, where = tf.unique(tf.reshape(ids, [-1]))
@@ -118,13 +118,13 @@ class Model:
 
 
 def merged(slices: Any) -> Any:
-    """Return the same rows, each once, their gradients summed."""
+    """Return the same rows, each once, with summed gradients."""
     unique, where = tf.unique(slices.indices)
     return tf.IndexedSlices(tf.math.unsorted_segment_sum(slices.values, where, tf.size(unique)), unique)
 
 
 class Steps(Strategy):
-    """The batches of a rank, and a function of each one's arrays, its weight and the number of the step."""
+    """A rank's batches and a function that is called with each batch's arrays, weight and step number."""
 
     def __init__(self, place: Place, model: Model, function: Any, readers: tuple[int, int] = (0, 1)) -> None:
         super().__init__(place, readers)
@@ -137,12 +137,12 @@ class Steps(Strategy):
 
 
 def bounds(rows: Any, count: int) -> list[tuple[Any, Any]]:
-    """Return begin and end of each of ``count`` parts of a batch."""
+    """Return the start and end of each of ``count`` parts of a batch."""
     return [(rows * number // count, rows * (number + 1) // count) for number in range(count)]
 
 
 def devices(place: Place) -> list[str]:
-    """Divide the processor into as many logical devices as the user has asked for; return their names."""
+    """Divide the processor into the requested number of logical devices and return their names."""
     count = place.given.devices
     intra, inter = place.given.threads or (place.cores, max(2, count))
     tf.config.threading.set_intra_op_parallelism_threads(intra)
@@ -153,7 +153,10 @@ def devices(place: Place) -> list[str]:
 
 
 def tower(place: Place) -> None:
-    """Towers on the devices of one process; gradients are averaged by hand. One device: one process alone."""
+    """Train with towers on the devices of one process, averaging gradients by hand.
+
+    With one device, this is the strategy "single".
+    """
     names = devices(place)
     model = Model(place.given.sizes)
 
@@ -162,35 +165,35 @@ def tower(place: Place) -> None:
             model.apply(*model.gradients(labels, ids, values, weight), step)
             return
         rows = tf.shape(labels)[0]
-        found = []
+        gradients = []
         for name, (begin, end) in zip(names, bounds(rows, len(names)), strict=True):
             with tf.device(name):
                 share = tf.cast(end - begin, tf.float32) / tf.cast(rows, tf.float32)
                 part = labels[begin:end], ids[begin:end], values[begin:end], weight * share
-                found.append(model.gradients(*part))
-        slices = [table[0] for table, _ in found]
+                gradients.append(model.gradients(*part))
+        slices = [table[0] for table, _ in gradients]
         rows_ = tf.concat([one.values for one in slices], 0), tf.concat([one.indices for one in slices], 0)
-        dense = [tf.add_n(list(each)) for each in zip(*(dense for _, dense in found), strict=True)]
+        dense = [tf.add_n(list(each)) for each in zip(*(dense for _, dense in gradients), strict=True)]
         model.apply([merged(tf.IndexedSlices(*rows_))], dense, step)
 
     train(Steps(place, model, tf.function(function, input_signature=BATCH)), place)
 
 
 def replica_step(model: Model) -> Callable[..., None]:
-    """Return what each replica of a tf.distribute strategy does in a step."""
+    """Return the function that each replica of a tf.distribute strategy runs in a step."""
 
     def replica(labels: Any, ids: Any, values: Any, weight: Any, step: Any) -> None:
         table, dense = model.gradients(labels, ids, values, weight)
         context = tf.distribute.get_replica_context()
         table = context.all_reduce(tf.distribute.ReduceOp.MEAN, table)
         dense = context.all_reduce(tf.distribute.ReduceOp.MEAN, dense)
-        model.apply([merged(one) for one in table], dense, step)
+        model.apply([merged(slices) for slices in table], dense, step)
 
     return replica
 
 
 def mirrored(place: Place) -> None:
-    """MirroredStrategy over the devices of one process, with a loop of our own."""
+    """Train with MirroredStrategy over the devices of one process, in our own training loop."""
     strategy = tf.distribute.MirroredStrategy(devices(place))
     count = strategy.num_replicas_in_sync
     with strategy.scope():
@@ -217,7 +220,7 @@ def mirrored(place: Place) -> None:
 
 
 def multi_worker_mirrored(place: Place) -> None:
-    """MultiWorkerMirroredStrategy: one process for each rank, found by TF_CONFIG."""
+    """Train with MultiWorkerMirroredStrategy. Each rank is a worker, and TF_CONFIG lists all workers."""
     task = {"type": "worker", "index": place.rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": place.addresses}, "task": task})
     tf.config.threading.set_intra_op_parallelism_threads(place.cores)
@@ -242,10 +245,11 @@ def multi_worker_mirrored(place: Place) -> None:
 
 
 def parameter_server(place: Place) -> None:
-    """Asynchronous ParameterServerStrategy: rank 0 asks for steps, some ranks hold variables, others train.
+    """Train with asynchronous ParameterServerStrategy.
 
-    Each update is computed from a whole global batch, so that there are as many as of the other strategies.
-    Rank 0 also sends the batches: so each row is used once in an epoch, in the order of the others.
+    Rank 0 schedules steps, some ranks hold variables, the others train. Each update uses a whole global
+    batch, so that there are as many updates as with other strategies. Rank 0 also sends the batches, so that
+    each row is used once per epoch, in the same order as with other strategies.
     """
     import ringdance.numpy as hvd
 
@@ -262,7 +266,7 @@ def parameter_server(place: Place) -> None:
         share = max(1, len(os.sched_getaffinity(0)) // max(1, here.count("worker")))
         tf.config.threading.set_intra_op_parallelism_threads(1 if role == "ps" else share)
         server = tf.distribute.Server(tf.train.ClusterSpec(cluster), role, index, protocol="grpc")
-        hvd.barrier()  # until the chief has ended
+        hvd.barrier()  # wait until the chief has finished
         del server
         return
     train(Coordinator(place, cluster, len(cluster["worker"])), place)
@@ -291,25 +295,25 @@ class Coordinator(Strategy):
         self.waiting: deque[Any] = deque()
 
     def train(self, batch: Any) -> None:
-        """Ask any worker for a step; wait while each has two."""
+        """Schedule a step on any worker. Wait while each worker has two."""
         self.steps += 1
         arrays = batch.labels, batch.ids.astype(np.int32), batch.values, np.float32(self.steps)
-        tensors = [tf.constant(one) for one in arrays]
+        tensors = [tf.constant(array) for array in arrays]
         self.waiting.append(self.coordinator.schedule(self.function, args=tensors))
         if len(self.waiting) > self.ahead:
             self.waiting.popleft().fetch()
 
     def finish(self) -> None:
-        """Wait until all steps have been made."""
+        """Wait until all steps are complete."""
         self.coordinator.join()
         self.waiting.clear()
 
 
 def ringdance(place: Place) -> None:
-    """Ranks that average gradients by all-reduce, those of the table as rows: the step of train_keras.py."""
+    """Train with the step of train_keras.py: ranks average gradients by all-reduce, the table's as rows."""
     tf.config.threading.set_intra_op_parallelism_threads(place.cores)
     tf.config.threading.set_inter_op_parallelism_threads(min(2, place.cores))
-    import train_keras  # of the recipe
+    import train_keras  # the recipe's module
 
     steps = RecipeSteps(place, train_keras.Model)
     for number, layer in enumerate(steps.model.layers.deep.layers):

@@ -1,8 +1,7 @@
-"""DeepFM by PyTorch: one process, DistributedDataParallel on gloo, and Ringdance.
+"""DeepFM in PyTorch: one process, DistributedDataParallel on gloo, and Ringdance.
 
-One model for all of them, that of train_torch.py, with the optimizers of PyTorch: Adagrad on the rows of the
-table that a batch has, Adam on the rest. A batch's ids are made unique first, so that rows are looked up, and
-their gradients summed, once.
+All use the model of train_torch.py with PyTorch optimizers: Adagrad for the table rows in a batch, Adam for
+the rest. A batch's ids are first made unique, so that each row is looked up, and its gradients summed, once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import train_torch  # of the recipe
+import train_torch  # the recipe's module
 from strategies import (
     Array,
     Place,
@@ -30,7 +29,7 @@ from ringdance.recipes.deepfm import rates
 
 
 class RowAdagrad(torch.optim.Optimizer):
-    """Adagrad that reads and writes rows; torch.optim.Adagrad adds sparse tensors, which takes longer."""
+    """Adagrad that reads and writes rows. torch.optim.Adagrad adds sparse tensors, which takes longer."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, accumulator: float) -> None:
         super().__init__(parameters, {"lr": lr, "accumulator": accumulator})
@@ -51,7 +50,7 @@ class RowAdagrad(torch.optim.Optimizer):
 
 
 class Model(nn.Module):
-    """The recipe's layers with a table of PyTorch, and the first values of all strategies; logits, (n,)."""
+    """The recipe's layers with a PyTorch table and the strategies' initial values. Returns logits, (n,)."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -62,12 +61,12 @@ class Model(nn.Module):
         fill(self.layers, first)
 
     def forward(self, ids: Tensor, values: Tensor) -> Tensor:
-        """Return logits of ids and factors, both (n, fields)."""
+        """Return logits for ids and factors, both (n, fields)."""
         unique, where = torch.unique(ids, return_inverse=True)
         return self.layers(self.table(unique), where, values)
 
     def optimizers(self, sizes: Sizes) -> list[torch.optim.Optimizer]:
-        """Return Adam, whose gradients come first, and Adagrad of the table's rows."""
+        """Return Adam, whose gradients come first, and Adagrad for the table's rows."""
         return [
             torch.optim.Adam(self.layers.parameters(), sizes.rate, fused=True),
             RowAdagrad(self.table.parameters(), sizes.table_rate, sizes.accumulator),
@@ -75,15 +74,15 @@ class Model(nn.Module):
 
 
 def fill(layers: Any, first: dict[str, Array]) -> None:
-    """Give the layers of the recipe their first values."""
-    linear = [one for one in layers.deep if isinstance(one, nn.Linear)]
+    """Set the recipe's layers to their initial values."""
+    linear = [part for part in layers.deep if isinstance(part, nn.Linear)]
     for number, layer in enumerate(linear):
         layer.weight.data.copy_(torch.from_numpy(first[f"w{number}"].T))
         layer.bias.data.copy_(torch.from_numpy(first[f"b{number}"]))
 
 
 class Steps(Strategy):
-    """The steps of one process; ``module`` is the model, or what wraps it to exchange gradients."""
+    """The steps of one process. ``module`` is the model, or a wrapper that exchanges its gradients."""
 
     def __init__(
         self, place: Place, model: Model, module: Callable[..., Tensor], readers: tuple[int, int] = (0, 1)
@@ -91,16 +90,16 @@ class Steps(Strategy):
         super().__init__(place, readers)
         self.model, self.module, self.optimizers = model, module, model.optimizers(place.given.sizes)
         warm = torch.optim.lr_scheduler.LambdaLR
-        self.rates = [warm(one, lambda step: rates.warm(step + 1)) for one in self.optimizers]
+        self.rates = [warm(each, lambda step: rates.warm(step + 1)) for each in self.optimizers]
 
     def train(self, batch: Any) -> None:
-        """Update by this rank's part of a batch."""
-        labels, ids, values = (torch.as_tensor(one) for one in (batch.labels, batch.ids, batch.values))
+        """Update the model with this rank's part of a batch."""
+        labels, ids, values = (torch.as_tensor(array) for array in (batch.labels, batch.ids, batch.values))
         loss = functional.binary_cross_entropy_with_logits(self.module(ids, values), labels) * batch.weight
         loss.backward()
-        for one in self.optimizers:
-            one.step()
-            one.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         for rate in self.rates:
             rate.step()
 
@@ -112,7 +111,7 @@ class Steps(Strategy):
 
 
 def single(place: Place) -> None:
-    """One process alone, with the number of threads that was fastest in a few steps."""
+    """Train in a single process, with the number of threads that was fastest in a few steps."""
     def fresh() -> Steps:
         model = Model(place.given.sizes)
         return Steps(place, model, model)
@@ -133,7 +132,7 @@ def single(place: Place) -> None:
 
 
 def ddp(place: Place) -> None:
-    """DistributedDataParallel on gloo; the gradient of the table stays sparse."""
+    """Train with DistributedDataParallel on gloo. The table's gradient stays sparse."""
     from torch import distributed
 
     os.environ.update(MASTER_ADDR=place.hosts[0], MASTER_PORT=str(place.ports[0]))
@@ -144,9 +143,9 @@ def ddp(place: Place) -> None:
 
     class Rank(Steps):
         def agree(self, number: int) -> int:
-            said = torch.tensor([number])
-            distributed.broadcast(said, 0)
-            return int(said.item())
+            message = torch.tensor([number])
+            distributed.broadcast(message, 0)
+            return int(message.item())
 
         def close(self) -> None:
             distributed.barrier()
@@ -156,12 +155,12 @@ def ddp(place: Place) -> None:
 
 
 def ringdance(place: Place) -> None:
-    """Ranks that average gradients by all-reduce, those of the table as rows: the step of train_torch.py."""
+    """Train with the step of train_torch.py: ranks average gradients by all-reduce, the table's as rows."""
     torch.set_num_threads(place.cores)
     steps = RecipeSteps(place, train_torch.Model)
     fill(steps.model.layers, steps.first)
     train(steps, place)
 
 
-torch.sparse.check_sparse_tensor_invariants.disable()  # it warns if it is neither on nor off
+torch.sparse.check_sparse_tensor_invariants.disable()  # without an explicit choice it warns
 STRATEGIES = {"single": single, "ddp": ddp, "ringdance": ringdance}

@@ -91,7 +91,7 @@ def test_a_folder_comes_as_it_is(
 ) -> None:
     done = hosts("copy", "-H", "other1,localhost,other2,other3", str(data), "~/own/copy", "--json")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == f"ringdance hosts: {data}/pipe is neither file, directory nor link: left out\n"
+    assert done.stderr == f"ringdance hosts: {data}/pipe is not a file, directory or link: skipped\n"
     (data / "pipe").unlink()
     wanted = listing(data)
     tops = [apart(name) / "copy" for name in ("other1", "other2", "other3")]
@@ -192,7 +192,7 @@ def test_a_host_that_dies_in_the_middle_does_not_stop_the_others(
         (("copy", *OTHERS, "nothing-there"), "nothing-there: No such file or directory"),
         (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a directory here; to copy into it"),
         (("copy", "-H", "other1", "/etc/hostname", "/proc/no/x"), "host other1: /proc/no"),
-        (("copy", "/etc/hostname"), "missing hosts: give -H node1,node2"),
+        (("copy", "/etc/hostname"), "missing hosts: pass -H node1,node2"),
         (("copy", "-H=-oProxyCommand=x", "/etc/hostname"), "-oProxyCommand=x"),
         (("copy", "-H", "other1;x", "/etc/hostname"), "other1;x"),
         (("copy", "-H", "nowhere", "/etc/hostname"), "host nowhere: ssh cannot connect: ssh: Could not"),

@@ -1,4 +1,4 @@
-"""What every collective must give, computed by NumPy from all ranks' inputs; and those inputs."""
+"""All ranks' inputs to collectives, and the expected results, which NumPy computes from these inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def values(rank: int, dtype: str, shape: tuple[int, ...], seed: int = 0) -> Array:
-    """The input of `rank`: the same wherever it is computed. Integers stay small enough not to wrap."""
+    """Return the input of `rank`, equal on every rank that asks. Integers are too small to overflow."""
     made = np.random.default_rng([rank, seed, 11])
     if dtype == "bool":
         drawn = made.integers(0, 2, shape)
@@ -48,7 +48,7 @@ def all_values(ranks: int | Sequence[int], dtype: str, shape: tuple[int, ...], s
 
 
 def reduced(parts: Sequence[Array], operation: str, pre: float = 1.0, post: float = 1.0) -> Array:
-    """In rank order; 16-bit floats in float32, rounded once; averages of integers cut off, exactly."""
+    """Reduce in rank order: 16-bit floats in float32, rounded once; integer averages truncated exactly."""
     dtype = parts[0].dtype
     if dtype.kind == "c":  # as pairs of floats
         flat = [part.reshape(-1).view(part.real.dtype) for part in parts]
@@ -69,14 +69,14 @@ def reduced(parts: Sequence[Array], operation: str, pre: float = 1.0, post: floa
 
 
 def integer_average(parts: Sequence[Array]) -> Array:
-    """Of numbers of any size, by Python's integers; cut off toward zero."""
+    """Average integers of any size with Python's integers. The result is truncated toward zero."""
     total = np.asarray(sum(part.astype(object) for part in parts), object)
-    cut = [one // len(parts) if one >= 0 else -(-one // len(parts)) for one in total.ravel()]
+    cut = [number // len(parts) if number >= 0 else -(-number // len(parts)) for number in total.ravel()]
     return np.array(cut, object).reshape(total.shape).astype(parts[0].dtype)
 
 
 def any_integers(rank: int, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Of the whole range of a type, its ends too."""
+    """Draw integers from the whole range of a type, including its limits."""
     limit = np.iinfo(dtype)
     made = np.random.default_rng([rank, 7]).integers(limit.min, limit.max, shape, dtype, endpoint=True)
     ends = [limit.max, limit.min, limit.max - 1, limit.min + 1, (limit.min, limit.max)[rank % 2]]
@@ -85,7 +85,7 @@ def any_integers(rank: int, dtype: str, shape: tuple[int, ...]) -> Array:
 
 
 def scaled_by(array: Array, factor: float, dtype: np.dtype[Any]) -> Array:
-    """`array` times `factor`, as `dtype`; computed in double for integers, in float32 for 16-bit floats."""
+    """Return `array` times `factor` as `dtype`, computed in float64 for integers, float32 for halves."""
     if dtype.kind in "iu":
         return np.trunc(array.astype(np.float64) * factor).astype(dtype)
     wide = np.float32 if dtype.itemsize == 2 else dtype.type
@@ -93,7 +93,7 @@ def scaled_by(array: Array, factor: float, dtype: np.dtype[Any]) -> Array:
 
 
 def adasum(parts: Sequence[Array]) -> Array:
-    """Neighbours first, then neighbours of pairs: a(1 - ab/2aa) + b(1 - ab/2bb), in double precision."""
+    """Combine neighbors, then pairs of neighbors: a(1 - ab/2aa) + b(1 - ab/2bb), in double precision."""
     level = [part.astype(np.float64) for part in parts]
     while len(level) > 1:
         level = [_pair(level[i], level[i + 1]) for i in range(0, len(level), 2)]
@@ -106,14 +106,14 @@ def _pair(a: Array, b: Array) -> Array:
 
 
 def rows_of(place: int, rows: int, members: int) -> slice:
-    """The rows that member `place` gets from a reducescatter."""
+    """Return the rows that the member at `place` receives from a reducescatter."""
     share, rest = divmod(rows, members)
     start = place * share + min(place, rest)
     return slice(start, start + share + (place < rest))
 
 
 def same(got: Any, want: Any) -> None:
-    """Equal in type, shape and every bit."""
+    """Assert that both have the same type, shape and bits."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype
     assert got.shape == want.shape

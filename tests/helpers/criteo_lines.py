@@ -1,4 +1,4 @@
-"""Rows of ``planted`` as Criteo's files have them: lines of the raw columns."""
+"""Rows of ``planted`` in the format of Criteo's files: lines of the raw columns."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ringdance.data.tables.rows import Rows
 
 
 def criteo_lines(part: PlantedRows, delimiter: str = ",") -> bytes:
-    """Return the columns as text, a line for each row; needs pyarrow."""
+    """Return the columns as text, one line per row. Needs pyarrow."""
     import pyarrow
     from pyarrow import csv
 
     columns = [pyarrow.array(part.labels)]
-    columns += [pyarrow.array(one, pyarrow.int64(), from_pandas=True) for one in part.numbers.T]
+    columns += [pyarrow.array(column, pyarrow.int64(), from_pandas=True) for column in part.numbers.T]
     for text in part.texts:
         buffers = [None, *map(pyarrow.py_buffer, text)]
         columns.append(pyarrow.Array.from_buffers(pyarrow.string(), len(part.labels), buffers))
@@ -24,7 +24,7 @@ def criteo_lines(part: PlantedRows, delimiter: str = ",") -> bytes:
 
 
 def libsvm_lines(rows: Rows) -> bytes:
-    """Return rows as lines of LibSVM; 9 digits give the same float32 again."""
+    """Return rows as LibSVM lines. Values have 9 digits, so that float32 survives the round trip."""
     made = []
     for label, ids, values in zip(*(array.tolist() for array in rows), strict=True):
         pairs = " ".join(f"{number + 1}:{value:.9g}" for number, value in zip(ids, values, strict=True))

@@ -1,30 +1,30 @@
-"""The code blocks of README.md and docs/: found, classified, and what a test has to do with each.
+"""Find and classify the code blocks of README.md and docs/, and say what a test must do with each.
 
-A block's language decides what is done with it:
+A block's language decides how it is tested:
 
-- ``python``: the blocks of a page, in their order, are one script that runs on two ranks;
-- ``console``: each ``$ command`` runs in the page's directory; what follows is the output that it must have.
-  Lines of the output that are ``...`` stand for any text;
-- ``sh``: each line runs as a command in the page's directory;
-- ``toml``, ``yaml``, ``json``: parsed;
-- ``{directive}``: content that Sphinx makes; the build of the pages checks it.
+- ``python``: the blocks of a page, in order, form one script that runs on two ranks.
+- ``console``: each ``$ command`` runs in the page's directory and must print the lines that follow it.
+  Output lines that consist of ``...`` stand for any text.
+- ``sh``: each line runs as a command in the page's directory.
+- ``toml``, ``yaml``, ``json``: the block is parsed.
+- ``{directive}``: content that Sphinx generates. Building the pages checks it.
 
-An HTML comment before a block, which readers do not see, says more (several are separated by ``;``):
+An HTML comment before a block, invisible to readers, adds instructions (several are separated by ``;``):
 
-- ``<!-- test: file NAME -->``: not run, but written to that file of the page's directory for later commands;
-- ``<!-- test: exit N -->``: the exit code of the commands (0);
-- ``<!-- test: varies WORD WORD -->``: these words of the output are examples;
-- ``<!-- test: any order -->``: of the lines of the output;
-- ``<!-- test: joined lines -->``: lines of the output are broken for reading only;
-- ``<!-- test: needs MODULE MODULE -->``: run only where these can be imported;
-- ``<!-- test: slow -->``: commands that only `make test-all` runs;
-- ``<!-- test: in PATH -->``: the test file of that path runs it;
-- ``<!-- test: shared job -->``: the scripts run in one job of two ranks with those of other pages;
-- ``<!-- test: drawing -->``: no code;
-- ``<!-- test: not run: REASON -->``.
+- ``<!-- test: file NAME -->``: write it to this file in the page's directory, do not run it.
+- ``<!-- test: exit N -->``: expected exit code of the commands (0 by default).
+- ``<!-- test: varies WORD WORD -->``: these words of the output are examples.
+- ``<!-- test: any order -->``: the lines of the output may come in any order.
+- ``<!-- test: joined lines -->``: the output's line breaks are only for readability.
+- ``<!-- test: needs MODULE MODULE -->``: run it only if these modules can be imported.
+- ``<!-- test: slow -->``: only `make test-all` runs these commands.
+- ``<!-- test: in PATH -->``: the test file at this path runs it.
+- ``<!-- test: shared job -->``: the scripts run in one job of two ranks, together with other pages' scripts.
+- ``<!-- test: drawing -->``: the block is not code.
+- ``<!-- test: not run: REASON -->``: do not run it.
 
-A comment ``<!-- test: hidden`` with code on the lines below is a Python block that readers do not see;
-with ``hidden file NAME``, a file.
+A comment ``<!-- test: hidden`` followed by lines of code is a Python block that readers do not see.
+With ``hidden file NAME``, it is a file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KNOWN = (
     "file", "exit", "varies", "any order", "joined lines", "in", "drawing", "not run:", "needs",
     "hidden file", "hidden", "slow", "shared job",
 )  # fmt: skip
-# What TensorFlow and XLA write to stderr depends on the processor and the machine.
+# What TensorFlow and XLA write to stderr depends on the processor and the machine, so it is removed.
 _NOTICE = re.compile(
     r"^(?:\[\d+\](?:<\w+>:| ))?(?:WARNING: All log messages before absl::InitializeLog|[IWE]0000 00:00:"
     r"|\d{4}-\d\d-\d\d \S+: [IWE] (?:tensorflow|external)/|To enable the following instructions:).*\n?",
@@ -62,14 +62,14 @@ PARSED = ("toml", "yaml", "json")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page.
+    """A code block of a page.
 
     Attributes:
-        page: the file.
-        line: number of its first line of text.
-        language: as written behind the fence.
-        text: its lines.
-        marks: what the comment before it says, by kind.
+        page: File that contains the block.
+        line: Number of its first line of text.
+        language: Word after the opening fence.
+        text: Lines of the block.
+        marks: Instructions from the comment before the block, by kind.
     """
 
     page: Path
@@ -88,57 +88,57 @@ class Block:
 
     @property
     def belongs_to_page(self) -> bool:
-        """Whether it is to be run as part of its page, by those who have what it needs."""
+        """True if the block is to be run as part of its page wherever the modules it needs are installed."""
         return self.language in RUN and not {"not run:", "in", "drawing", "shared job"} & self.marks.keys()
 
     @property
     def missing(self) -> list[str]:
-        """The modules it needs that are not here."""
+        """Modules that the block needs but that cannot be imported here."""
         return [name for name in self.marks.get("needs", "").split() if not importlib.util.find_spec(name)]
 
     @property
     def runs_here(self) -> bool:
-        """Whether it is run as part of its page."""
+        """True if the block is run as part of its page here."""
         return self.belongs_to_page and not self.missing
 
     def commands(self) -> list[tuple[str, str]]:
-        """Commands with the output that is shown for each."""
+        """Return the commands, each with the output that the page shows for it."""
         if self.language == "sh":
             return [(line, "") for line in self.text.splitlines() if line and not line.startswith("#")]
-        found: list[tuple[str, str]] = []
+        commands: list[tuple[str, str]] = []
         for line in self.text.splitlines(keepends=True):
             if line.startswith("$ "):
-                found.append((line[2:].rstrip("\n"), ""))
+                commands.append((line[2:].rstrip("\n"), ""))
             else:
-                command, output = found.pop()
-                found.append((command, output + line))
-        return found
+                command, output = commands.pop()
+                commands.append((command, output + line))
+        return commands
 
 
 def _marks(text: str) -> dict[str, str]:
-    found = {}
+    marks = {}
     for mark in filter(None, (part.strip() for part in text.split(";"))):
         kind = next((known for known in _KNOWN if mark == known or mark.startswith(known + " ")), None)
         if kind is None:
             raise ValueError(f"unknown mark {mark!r}")
-        found[kind] = mark.removeprefix(kind).strip()
-    return found
+        marks[kind] = mark.removeprefix(kind).strip()
+    return marks
 
 
 def missing(page: Path) -> str:
-    """What keeps blocks of a page from being run here; empty if nothing does."""
-    found = {name for block in blocks(page) if block.belongs_to_page for name in block.missing}
-    return f"ran without the blocks that need {', '.join(sorted(found))}" if found else ""
+    """Return why blocks of a page cannot run here, or an empty string if all of them can."""
+    names = {name for block in blocks(page) if block.belongs_to_page for name in block.missing}
+    return f"ran without the blocks that need {', '.join(sorted(names))}" if names else ""
 
 
 def blocks(page: Path) -> list[Block]:
-    """All blocks of a page in their order, hidden ones too.
+    """Return all blocks of a page in order, including hidden ones.
 
     Raises:
-        ValueError: a mark that is not known, or that stands before no block.
+        ValueError: If a mark is unknown or is not followed by a block.
     """
     text = page.read_text()
-    found: list[Block] = []
+    result: list[Block] = []
     ahead: dict[str, str] = {}
     position = 0
     while True:
@@ -149,21 +149,21 @@ def blocks(page: Path) -> list[Block]:
                 ahead |= marks
             else:
                 line = text.count("\n", 0, mark.start("text")) + 1
-                found.append(Block(page, line, "python", mark["text"], marks))
+                result.append(Block(page, line, "python", mark["text"], marks))
             position = mark.end()
         elif fence:
             line = text.count("\n", 0, fence.start("text")) + 1
-            found.append(Block(page, line, fence["language"], textwrap.dedent(fence["text"]), ahead))
+            result.append(Block(page, line, fence["language"], textwrap.dedent(fence["text"]), ahead))
             ahead, position = {}, fence.end()
         else:
             break
     if ahead:
-        raise ValueError(f"{page}: {ahead} stands before no block")
-    return found
+        raise ValueError(f"{page}: {ahead} is not followed by a block")
+    return result
 
 
 def script(page: Path) -> str:
-    """The page's Python blocks as one script whose lines have the numbers that they have in the page."""
+    """Join the page's Python blocks into one script. Line numbers match those in the page."""
     lines: list[str] = []
     for block in blocks(page):
         if block.language == "python" and block.runs_here and block.file is None:
@@ -173,7 +173,7 @@ def script(page: Path) -> str:
 
 
 def difference(block: Block, shown: str, said: str) -> str | None:
-    """None if a command's output ``said``, without frameworks' notices, is the one shown, else both."""
+    """Return None if the output ``said``, without frameworks' notices, matches ``shown``, otherwise both."""
     expected, actual = shown.rstrip("\n"), _NOTICE.sub("", said).rstrip("\n")
     if "any order" in block.marks:
         expected, actual = ("\n".join(sorted(text.splitlines())) for text in (expected, actual))
@@ -194,7 +194,7 @@ def title(page: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """That of a person who has just opened a shell in which the package is installed."""
+    """Return the environment of a user who has just opened a shell with the package installed."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RINGDANCE_", "HOROVOD_", "OMP_"))}
     kept |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "COLUMNS": "100"}
     if os.getuid() == 0:
@@ -203,7 +203,7 @@ def environment() -> dict[str, str]:
 
 
 def put_files(page: Path, directory: Path) -> None:
-    """What the page's commands find in their directory: its own files, and what is in a clone."""
+    """Create what the page's commands expect in their directory: its own files, and links into the clone."""
     directory.mkdir(exist_ok=True)
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
@@ -215,7 +215,7 @@ def put_files(page: Path, directory: Path) -> None:
 
 
 def skip_if_some_were_missing(page: Path) -> None:
-    """To be called at the end, so that pages whose blocks were not all run are listed with the reason."""
+    """Skip if some blocks of the page did not run. Call this last: pytest then lists the reason."""
     reason = missing(page)
     if reason:
         pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""The sockets on which processes of a job listen, and what docs/explanation/exposure.md says of them."""
+"""The sockets on which a job's processes listen, compared with docs/explanation/exposure.md."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Found = set[tuple[str, str]]
 
 
 def documented(several: bool) -> Found:
-    """Processes and addresses of the table, for a job on one host or on several."""
+    """Return the table's processes and addresses, for a job on one host or on several."""
     job = "several" if several else "one"
     return {(process, address) for process, where, address in _ROW.findall(PAGE.read_text()) if job in where}
 
 
 def listening(pids: Iterable[int]) -> tuple[Found, set[int]]:
-    """The same of running processes, Open MPI's; and the ports that are open to other hosts over IPv4."""
-    found: Found = set()
+    """Return what running Open MPI processes listen on, and the ports open to other hosts over IPv4."""
+    sockets: Found = set()
     ports: set[int] = set()
     for pid in pids:
         try:
@@ -35,8 +35,8 @@ def listening(pids: Iterable[int]) -> tuple[Found, set[int]]:
             address, port = sock.getsockname()[:2]
             kind = {"0.0.0.0": "all addresses", "::": "all addresses"}.get(address, address)
             device = device_of(sock)
-            found.add((_NAMES.get(name, "rank"), f"{kind}, device {device}" if device else kind))
+            sockets.add((_NAMES.get(name, "rank"), f"{kind}, device {device}" if device else kind))
             only_ipv6 = sock.family == AF_INET6 and sock.getsockopt(IPPROTO_IPV6, IPV6_V6ONLY)
             if kind == "all addresses" and not device and not only_ipv6:
                 ports.add(port)
-    return found, ports
+    return sockets, ports

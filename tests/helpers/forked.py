@@ -1,4 +1,4 @@
-"""Run a command line in a fork of this process: what it imports is imported once."""
+"""Run a command line in a fork of this process, which saves importing its modules again."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def run_forked(
     joined: bool = False,
     stdin: str = "",
 ) -> CompletedProcess[str]:
-    """Call `main` with this command line, as a console script does, and return how the process ended.
+    """Call `main` with this command line, as a console script does, and return the outcome.
 
     Args:
-        main: What the console script calls.
-        words: The command line with the program's name.
-        directory: Where it runs, by default here.
-        environ: Its environment, by default this process's.
-        joined: Return stdout and stderr as one text.
-        stdin: What it can read.
+        main: Function that the console script calls.
+        words: Command line, including the program's name.
+        directory: Working directory. Default: the current one.
+        environ: Environment. Default: this process's environment.
+        joined: If True, stdout and stderr are returned as one text.
+        stdin: Text that the command can read from stdin.
     """
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(stdin.encode())
-        given.seek(0)
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        source.write(stdin.encode())
+        source.seek(0)
         child = os.fork()
         if child == 0:
-            files = given.fileno(), out.fileno(), out.fileno() if joined else err.fileno()
+            files = source.fileno(), out.fileno(), out.fileno() if joined else err.fileno()
             _be(main, words, directory, environ, files)
         _, status = os.waitpid(child, 0)
         out.seek(0)

@@ -1,6 +1,6 @@
-"""A server that speaks as much of Kubernetes' API as kubectl needs to create, get, delete and show logs.
+"""A server with just enough of the Kubernetes API for kubectl to create, get, delete and show logs.
 
-It keeps what it is given and checks nothing: the operators' schemas do that in another test.
+It stores what it receives without checking it. Another test validates against the operators' schemas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERBS = ["create", "delete", "get", "list", "watch"]
 
 
 class Api:
-    """The server; `objects` by (resource, namespace, name), `output` of pods by name."""
+    """The server. Keeps `objects` by (resource, namespace, name), and pods' `output` by pod name."""
 
     def __init__(self, kinds: dict[str, dict[str, str]]) -> None:
         self.kinds = kinds
@@ -61,7 +61,7 @@ class Api:
         self.server.server_close()
 
     def config(self, directory: Path) -> Path:
-        """A configuration of kubectl for this server, with the namespace `lab`."""
+        """Write a kubectl configuration for this server, with the namespace `lab`."""
         port = self.server.server_address[1]
         text = {
             "apiVersion": "v1", "kind": "Config", "current-context": "here",
@@ -106,13 +106,13 @@ class Api:
             return 200, {"kind": "APIResourceList", "groupVersion": "v1", "resources": [pods, log]}
         if words[0] == "apis" and len(words) == 3 and "/".join(words[1:]) in self.kinds:
             group = "/".join(words[1:])
-            found = [
+            resources = [
                 {"name": name, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": VERBS}
                 for name, kind in self.kinds[group].items()
             ]
-            return 200, {"kind": "APIResourceList", "groupVersion": group, "resources": found}
+            return 200, {"kind": "APIResourceList", "groupVersion": group, "resources": resources}
         if url.path == "/openapi/v2":
-            return 200, ""  # in the format that kubectl asks for, a document without definitions
+            return 200, ""  # in the format that kubectl requests, an empty document
         if url.path == "/openapi/v3":
             return 200, {
                 "paths": {f"apis/{g}": {"serverRelativeURL": f"/openapi/v3/apis/{g}"} for g in self.kinds}
@@ -158,12 +158,12 @@ class Api:
 
 def _group(name: str) -> dict[str, Any]:
     group, version = name.split("/")
-    one = {"groupVersion": name, "version": version}
-    return {"name": group, "versions": [one], "preferredVersion": one}
+    entry = {"groupVersion": name, "version": version}
+    return {"name": group, "versions": [entry], "preferredVersion": entry}
 
 
 def _openapi(group: str, kinds: dict[str, str]) -> dict[str, Any]:
-    """As much as tells kubectl that the server itself checks fields, so that kubectl does not."""
+    """Describe just enough to tell kubectl that the server validates fields, so that kubectl does not."""
     name, version = group.split("/")
     parameters = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
     paths = {

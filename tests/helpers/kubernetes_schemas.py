@@ -13,7 +13,7 @@ SCHEMAS = Path(__file__).parents[1] / "unit" / "submit" / "schemas"
 
 
 def strict(schema: Any) -> Any:
-    """The schema with unknown fields refused, as the API server does under strict validation."""
+    """Return the schema with unknown fields rejected, as the API server does under strict validation."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -28,11 +28,11 @@ def strict(schema: Any) -> Any:
 
 
 def problems(document: dict[str, Any]) -> list[str]:
-    """What is wrong with a document, by its operator's schema; unknown fields are wrong."""
+    """Return the violations of a document's operator schema. Unknown fields are violations too."""
     version = document["apiVersion"].partition("/")[2]
     with gzip.open(SCHEMAS / f"{document['kind']}-{version}.json.gz", "rt") as file:
         schema = json.load(file)
-    if document["kind"] != "TrainingRuntime":  # in a CRD the metadata are only said to be an object
+    if document["kind"] != "TrainingRuntime":  # a CRD only declares that metadata is an object
         schema["properties"]["metadata"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     errors = jsonschema.Draft202012Validator(strict(schema)).iter_errors(document)
     return ["/".join(map(str, error.path)) + ": " + error.message[:200] for error in errors]

@@ -1,4 +1,4 @@
-"""LARS in NumPy, as the paper has it (You et al. 2017): what the recipe's optimizers are compared with."""
+"""LARS in NumPy, as defined in the paper (You et al. 2017): the reference for the recipe's optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def step(
     weights: list[Array], gradients: list[Array], velocities: list[Array], rate: float, momentum: float,
     decay: float,
 ) -> None:
-    """Update weights and velocities in place. Arrays of one dimension neither adapt nor decay."""
+    """Update weights and velocities in place. One-dimensional arrays are neither adapted nor decayed."""
     for w, g, v in zip(weights, gradients, velocities, strict=True):
         trust = 1.0
         if w.ndim > 1:

@@ -1,14 +1,14 @@
-"""n ranks as threads of one process: the transport on which the engine is tested.
+"""n ranks as threads of one process: the transport for the engine's tests.
 
 ::
 
     world = LoopbackWorld(4, hosts=("a", "a", "b", "b"), seed=7, delay=0.3)
     results = world.run(program)          # program(transport) on one thread for each rank
-    world.kill(2)                         # rank 2 dies: its calls raise, others see it gone
+    world.kill(2)                         # rank 2 dies: its calls raise, and other ranks see that it is gone
 
-``delay`` is the probability that a collective that could complete does not when it is tested, and that a
-note arrives later than it could: orders then differ between ranks and from run to run, reproducibly by
-``seed`` as far as the threads' own order allows.
+``delay`` is the probability that testing a collective that could complete reports it as incomplete, and that
+a message arrives later than it could. Orders then differ between ranks and between runs. The same ``seed``
+reproduces them, except for the order in which the threads themselves run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled"]
 
 T = TypeVar("T")
 
-# As MPI libraries do: min and max compare, so that a NaN is kept or dropped by its position.
+# As in MPI libraries, min and max compare: whether a NaN is kept or dropped depends on its position.
 _REDUCE: dict[str, Any] = {
     "sum": np.add,
     "min": lambda total, part, out: np.copyto(out, part, where=part < total),
@@ -45,11 +45,11 @@ class RankKilled(BaseException):
 
 
 class _Board:
-    """State that the members of one communicator share.
+    """State shared by the members of one communicator.
 
     Attributes:
-        contributed: by number of the collective and by rank, what each has contributed.
-        completed: by number of the collective, how many ranks have completed it.
+        contributed: Contributions by collective number, then by rank.
+        completed: How many ranks have completed each collective, by number.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class _Board:
 
 @dataclass
 class _LoopbackPending:
-    """A collective of one rank: the ``number``-th of its communicator."""
+    """A collective on one rank: number ``number`` of its communicator."""
 
     transport: LoopbackTransport
     number: int
@@ -100,7 +100,7 @@ class _LoopbackPending:
 
 
 class LoopbackTransport(Transport):
-    """One rank of a communicator of a ``LoopbackWorld``."""
+    """One rank's transport for a communicator of a ``LoopbackWorld``."""
 
     def __init__(self, board: _Board, rank: int, parent: LoopbackTransport | None = None) -> None:
         world = board.world
@@ -235,14 +235,14 @@ class LoopbackTransport(Transport):
 
 
 class LoopbackWorld:
-    """A job of ``size`` ranks in this process.
+    """A job with ``size`` ranks in this process.
 
     Args:
-        size: number of ranks.
-        hosts: the host of each rank; all on one by default.
-        window: whether the ranks of a host share memory.
-        buffer_bytes: size of each rank's buffers in that memory.
-        seed, delay: see the module.
+        size: Number of ranks.
+        hosts: Host of each rank. By default, all ranks share one host.
+        window: If True, the ranks of a host share memory.
+        buffer_bytes: Size of each rank's buffers in the shared memory.
+        seed, delay: Described at the top of this module.
     """
 
     def __init__(
@@ -269,11 +269,11 @@ class LoopbackWorld:
         return LoopbackTransport(self._board, rank)
 
     def kill(self, rank: int) -> None:
-        """Let a rank die: whatever it calls next raises ``RankKilled``; the others see it gone."""
+        """Make a rank die: its next calls raise ``RankKilled``, and other ranks see that it has exited."""
         self.dead.add(rank)
 
     def run(self, program: Callable[[LoopbackTransport], T], timeout: float | None = 60.0) -> list[T]:
-        """Run ``program`` on a thread for each rank; return the results by rank."""
+        """Run ``program`` on one thread per rank and return the results in rank order."""
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
 

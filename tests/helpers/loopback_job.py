@@ -1,4 +1,4 @@
-"""Engines of a whole job in this process, one thread for each rank."""
+"""All engines of a job in this process, one thread per rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _thread = threading.local()
 
 
 class _PerThread(Process):
-    """The engine of this thread, if it has one of its own, else of this process."""
+    """Uses this thread's own engine if it has one, otherwise the process's engine."""
 
     @property
     def engine(self) -> Engine | None:
@@ -36,7 +36,7 @@ session._process.__class__ = _PerThread
 
 @contextmanager
 def bind(engine: Engine) -> Iterator[None]:
-    """Make ``engine`` that of this thread."""
+    """Bind ``engine`` to this thread."""
     _thread.engine = engine
     try:
         yield
@@ -68,7 +68,7 @@ def job(
     report: Callable[[str], None] | None = None,
     **others: Any,
 ) -> list[T]:
-    """Run ``program`` on each rank, with its engine bound to the thread; return the results by rank."""
+    """Run ``program`` on each rank with its engine bound to the thread. Return the results in rank order."""
     settings = settings or Settings()
     loopback = world or world_for(settings, size, hosts, **others)
 
@@ -81,4 +81,4 @@ def job(
                 if engine.rank not in loopback.dead:
                     engine.shutdown()
 
-    return loopback.run(rank, timeout=None)  # a limit would be a thread that may go on
+    return loopback.run(rank, timeout=None)  # with a timeout, a thread might keep running

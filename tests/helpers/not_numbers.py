@@ -1,4 +1,4 @@
-"""Inputs with NaN and infinities for the tests of reductions, and what they must give."""
+"""Inputs with NaN and infinities for the tests of reductions, and the expected results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ OPS = {name: OPERATIONS[name] for name in ("max", "min", "sum")}
 
 
 def special(rank: int, size: int, dtype: str, length: int, culprit: int) -> Array:
-    """Small whole numbers, exact in every sum; NaN and infinities on `culprit` and its neighbour."""
+    """Return small integers, exact in every sum, with NaN and infinities on `culprit` and its neighbor."""
     made = (np.arange(length) % 5 + rank % 3).astype(dtype_of(dtype))
     if rank == culprit:
         made[[0, length // 2, length - 1]] = np.nan
         made[1 : length - 1 : 7] = np.inf
         made[2 : length - 1 : 7] = -np.inf
     elif rank == (culprit + 1) % size:
-        made[1 : length - 1 : 14] = -np.inf  # against +inf: the sum is NaN
+        made[1 : length - 1 : 14] = -np.inf  # meets +inf, so the sum is NaN
     return made
 
 

@@ -1,4 +1,4 @@
-"""Leave the job and join it again, with other settings, within one process."""
+"""Leave the job and join it again with other settings, within one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ringdance.numpy as hvd
 
 @contextmanager
 def other_settings(environ: dict[str, str]) -> Iterator[None]:
-    """Run the block as a job with these settings; afterwards the usual ones hold again."""
+    """Run the block as a job with these settings, and restore the usual ones afterwards."""
     hvd.shutdown()
     os.environ.update(environ)
     hvd.init()

@@ -1,4 +1,4 @@
-"""Random models and training loops: what one is made of, its data, and how its outcome is judged."""
+"""Random models and training loops: their parameters, their data, and how their outcome is checked."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ class Program:
     """A model and its training.
 
     Attributes:
-        seed: of everything else, and of weights and data.
-        width: of the hidden layers.
-        hidden: how many there are.
-        shared: whether the last of them is used twice.
-        frozen: whether the first is not trained.
-        unused: whether there is a layer that no rank uses.
-        late: whether layers make their variables in the first step.
-        only: a branch is used by these ranks alone.
-        sparse: a table of embeddings; "mixed": on rank 0 all of it is used as well.
-        optimizer: its name.
-        clip: none, or which of Keras's three ways.
-        ema: whether weights are averaged over the steps.
-        passes: gradients that are accumulated.
-        average: whether their mean is taken, or their sum.
-        sum: whether gradients are summed over ranks.
-        predivide: see DistributedOptimizer.
-        half: float16 with loss scaling, or bfloat16.
-        compiled: whether a step is.
-        two: whether two optimizers have a half of the variables each.
-        loop: of the framework's own, or the user's.
-        reload: whether all is saved and loaded between epochs.
-        epochs: how many.
-        steps: in an epoch.
-        infinite: a step in which one rank's gradients are not finite, where there is loss scaling.
+        seed: Determines all other attributes, the weights and the data.
+        width: Width of the hidden layers.
+        hidden: Number of hidden layers.
+        shared: If True, the last hidden layer is used twice.
+        frozen: If True, the first hidden layer is not trained.
+        unused: If True, the model has a layer that no rank uses.
+        late: If True, layers create their variables in the first step.
+        only: Ranks that use an additional branch. Empty if there is no branch.
+        sparse: Kind of embedding table: "no", "rows", or "mixed" if rank 0 also uses the whole table.
+        optimizer: Name of the optimizer.
+        clip: Gradient clipping: "no", or one of Keras's three ways.
+        ema: If True, weights are averaged over the steps.
+        passes: Number of accumulated gradients.
+        average: If True, the accumulated gradients are averaged, otherwise summed.
+        sum: If True, gradients are summed over ranks.
+        predivide: Factor as in DistributedOptimizer.
+        half: If True, uses float16 with loss scaling, or bfloat16.
+        compiled: If True, the step is compiled.
+        two: If True, each of two optimizers has half of the variables.
+        loop: The framework's own training loop, or the user's.
+        reload: If True, everything is saved and loaded between epochs.
+        epochs: Number of epochs.
+        steps: Steps per epoch.
+        infinite: Step in which one rank's gradients are not finite, if there is loss scaling.
     """
 
     seed: int
@@ -77,12 +77,12 @@ class Program:
 
 
 def blocks(name: str) -> list[Any]:
-    """Return the first seeds of all blocks of programs as parameters; one is due on a day."""
+    """Return the first seed of each block of programs as parameters. One block is due each day."""
     return sampled(name, range(0, COUNT, BLOCK), 1)
 
 
 def make(seed: int, size: int) -> Program:
-    """Draw the program of a seed; equal on all ranks."""
+    """Draw the program for a seed. It is equal on all ranks."""
     draw = random.Random(f"{seed} of training")
     some: Callable[[float], bool] = lambda part: draw.random() < part  # noqa: E731
     passes, summed = draw.choice([1, 1, 1, 2, 3]), some(0.25)
@@ -101,7 +101,7 @@ def make(seed: int, size: int) -> Program:
 
 
 def first_values(program: Program, seed: int) -> dict[str, Array]:
-    """Return the variables of the model, by name."""
+    """Return the model's initial variables by name."""
     drawn, inputs = np.random.default_rng([program.seed, seed]), FEATURES
     shapes: dict[str, tuple[int, ...]] = {}
     if program.sparse != "no":
@@ -119,15 +119,15 @@ def first_values(program: Program, seed: int) -> dict[str, Array]:
 
 
 def predict(program: Program, values: dict[str, Any], x: Any, rows: Any, rank: int, xp: Any) -> Any:
-    """Return what the model predicts.
+    """Return the model's prediction.
 
     Args:
-        program: has the model.
-        values: its variables.
-        x: features.
-        rows: of the table, (n, 2, 3).
-        rank: which uses the branch, or does not.
-        xp: has ``concatenate``, ``reshape``, ``tanh``, ``sum``.
+        program: Program with the model.
+        values: Variables of the model.
+        x: Features.
+        rows: Rows of the embedding table, shape (n, 2, 3), or None.
+        rank: Rank, which decides about the branch.
+        xp: Array module with ``concatenate``, ``reshape``, ``tanh`` and ``sum``.
     """
     if rows is not None:
         x = xp.concatenate([x, xp.reshape(rows, (-1, 6))], 1)
@@ -145,7 +145,7 @@ def predict(program: Program, values: dict[str, Any], x: Any, rows: Any, rank: i
 
 
 def batch(program: Program, step: int, rank: int) -> tuple[Array, Array, Array]:
-    """Return inputs, rows of the table, and what is to be predicted; ranks have different numbers of rows."""
+    """Return inputs, rows of the table, and targets. The number of samples differs between ranks."""
     drawn = np.random.default_rng([program.seed, step, rank])
     rows = 3 + rank
     x = drawn.normal(size=(rows, FEATURES)).astype("float32")
@@ -156,20 +156,20 @@ def batch(program: Program, step: int, rank: int) -> tuple[Array, Array, Array]:
 
 
 def steps_of(program: Program, epoch: int) -> range:
-    """Return the numbers of an epoch's steps."""
+    """Return the step numbers of an epoch."""
     return range(epoch * program.steps, (epoch + 1) * program.steps)
 
 
 def joined(program: Program, gradients: Sequence[Sequence[Any]], add: Callable[[Any, Any], Any]) -> list[Any]:
-    """Return what all ranks' gradients are together, dense ones or None; as one process computes it."""
+    """Combine all ranks' gradients, dense or None, as one process would compute them."""
     results = []
     for parts in zip(*gradients, strict=True):
         if parts[0] is None:
             results.append(None)
             continue
         total = parts[0]
-        for one in parts[1:]:
-            total = add(total, one)
+        for addend in parts[1:]:
+            total = add(total, addend)
         results.append(total if program.sum else total / len(parts))
     return results
 
@@ -177,37 +177,37 @@ def joined(program: Program, gradients: Sequence[Sequence[Any]], add: Callable[[
 def judge(
     program: Program, train: Callable[[], list[Array]], alone: Callable[[], list[Array]], refused: str
 ) -> None:
-    """Train on all ranks and alone, and compare the weights; or see the same refusal on all ranks.
+    """Train on all ranks and alone, and compare the weights; or check that all ranks refuse alike.
 
     Args:
-        program: for messages.
-        train: trains this rank's part; returns the weights.
-        alone: trains as one process would.
-        refused: a text that the error of each rank has; empty if there must not be one.
+        program: Program, shown in messages.
+        train: Trains this rank's part and returns the weights.
+        alone: Trains as a single process would.
+        refused: Text that each rank's error must contain, or empty if there must not be an error.
     """
-    found: list[Array] = []
+    weights: list[Array] = []
     problem = ""
     try:
-        found = train()
+        weights = train()
     except Exception as error:
         rows_stay = program.sparse == "mixed" and "Mismatched gradients" in str(error)  # TensorFlow's error
         if not refused and not rows_stay and not isinstance(error, RingdanceError):
             raise
         problem = f"{type(error).__name__}: {error}"
-    everywhere = allgather_object((problem, b"".join(one.tobytes() for one in found)), "judge")
+    everywhere = allgather_object((problem, b"".join(array.tobytes() for array in weights)), "judge")
     if refused:
         said = [text for text, _ in everywhere]
         assert all(refused in text for text in said), f"{program}\nexpected {refused!r} on all ranks: {said}"
         return
     if program.sparse == "mixed" and all("Mismatched gradients" in text for text, _ in everywhere):
-        return  # where accumulated rows stay rows
+        return  # here, accumulated rows stay sparse
     assert not any(text for text, _ in everywhere), f"{program}\n{[text for text, _ in everywhere]}"
     assert len({weights for _, weights in everywhere}) == 1, f"{program}\nranks have different weights"
     expected = alone()
     tolerance = 2e-2 if program.half else 2e-4
-    assert len(found) == len(expected)
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+    assert len(weights) == len(expected)
+    for index, (own, other) in enumerate(zip(weights, expected, strict=True)):
         np.testing.assert_allclose(
-            one.astype(np.float64), other.astype(np.float64), rtol=tolerance, atol=tolerance,
+            own.astype(np.float64), other.astype(np.float64), rtol=tolerance, atol=tolerance,
             err_msg=f"{program}\nvariable {index}",
         )

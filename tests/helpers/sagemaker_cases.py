@@ -1,7 +1,7 @@
-"""Jobs described to SageMaker's SDK v2, for the comparison of what it sends with what we send.
+"""Jobs described to SageMaker's SDK v2, to compare the requests it sends with ours.
 
-``tests/unit/submit/sagemaker_requests.json`` holds what it sent (SDK 2.257); where that SDK is installed,
-``tests/dropin/test_sagemaker_sdk.py`` asks it again. Run by its Python, this file records.
+``tests/unit/submit/sagemaker_requests.json`` holds its requests (SDK 2.257). If that SDK is installed,
+``tests/dropin/test_sagemaker_sdk.py`` checks them again. Run this file with its Python to record them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _VERSIONS = {"MXNet": ("1.9", "py38"), "TensorFlow": ("2.14", "py310")}
 
 
 def sent_by_the_sdk(case: str, source_dir: str) -> dict[str, Any]:
-    """What SDK v2 sends to (a stand-in for) the service."""
+    """Return the request that SDK v2 sends to the service (here a fake)."""
     import boto3
     import sagemaker
     from moto import mock_aws
@@ -97,7 +97,7 @@ def sent_by_the_sdk(case: str, source_dir: str) -> dict[str, Any]:
             **{**COMMON, **options}, source_dir=source_dir, sagemaker_session=session,
             framework_version=framework, py_version=python,
         )  # fmt: skip
-        channels = {name: TrainingInput(**given) for name, given in inputs.items()}
+        channels = {name: TrainingInput(**fields) for name, fields in inputs.items()}
         estimator.fit(channels or None, wait=False, job_name=NAME)
     return sent
 

@@ -1,8 +1,8 @@
 """The seed of the day: which cases of a sweep `make test` runs. `make test-all` runs all of them.
 
-Each sweep has an order of its own, of which a day takes the next part: every case has its turn within
-as many days as there are parts. TEST_SEED=N repeats a day's choice; a test run that fails prints it.
-tests/runners/run.py sets it, and TEST_WHOLE where it runs slow tests.
+Each sweep has its own order, and each day takes the next part of it: every case has its turn within as many
+days as there are parts. TEST_SEED=N repeats a day's choice, and a failing test run prints it.
+tests/runners/run.py sets it. It also sets TEST_WHOLE when it runs slow tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 
 def seed_of_the_day() -> int:
-    """Return TEST_SEED, or the day's number: it goes up by one each day."""
+    """Return TEST_SEED, or the number of the day, which increases by one each day."""
     return int(os.environ.get("TEST_SEED") or date.today().toordinal())
 
 
@@ -25,9 +25,9 @@ def drawn(name: str, cases: Sequence[Any], count: int) -> list[Any]:
     """Return the cases that are due today.
 
     Args:
-        name: Of the sweep: each has an order of its own.
+        name: Name of the sweep, which determines its order.
         cases: All cases, equal on all ranks.
-        count: Cases in a day.
+        count: Cases per day.
     """
     order = list(cases)
     random.Random(name).shuffle(order)
@@ -36,23 +36,23 @@ def drawn(name: str, cases: Sequence[Any], count: int) -> list[Any]:
 
 
 def part(name: str, cases: Sequence[Any], count: int) -> list[Any]:
-    """Return the cases of a loop within a test: those that are due today, all with TEST_WHOLE.
+    """Return the cases for a loop within a test: today's, or all of them with TEST_WHOLE.
 
     Args:
-        name: Of the sweep: each has an order of its own.
+        name: Name of the sweep, which determines its order.
         cases: All cases, equal on all ranks.
-        count: Cases in a day.
+        count: Cases per day.
     """
     return list(cases) if os.environ.get("TEST_WHOLE") else drawn(name, cases, count)
 
 
 def sampled(name: str, cases: Sequence[Any], count: int, always: Collection[Any] = ()) -> list[Any]:
-    """Return all cases as parameters for pytest: those that are not due today are slow.
+    """Return all cases as parameters for pytest. Cases that are not due today are marked slow.
 
     Args:
-        name: Of the sweep: each has an order of its own.
+        name: Name of the sweep, which determines its order.
         cases: All cases, equal on all ranks.
-        count: Cases in a day, besides those of every day.
+        count: Cases per day, in addition to those in ``always``.
         always: Cases that run every day.
     """
     due = [*always, *drawn(name, [case for case in cases if case not in always], count)]
@@ -60,17 +60,17 @@ def sampled(name: str, cases: Sequence[Any], count: int, always: Collection[Any]
 
 
 def sampled_rows(name: str, cases: Sequence[Any], count: int, always: Collection[Any] = ()) -> list[Any]:
-    """Return what ``sampled`` returns, for a test with several arguments: each case has a value for each."""
-    found = sampled(name, cases, count, always)
-    return [pytest.param(*one.values[0], marks=one.marks) for one in found]
+    """Like ``sampled``, for a test with several arguments: each case has a value for each of them."""
+    parameters = sampled(name, cases, count, always)
+    return [pytest.param(*parameter.values[0], marks=parameter.marks) for parameter in parameters]
 
 
 def case_of(item: pytest.Item, without: str = "") -> str:
-    """Return a test's name and the places of its parameters, equal on all ranks.
+    """Return a test's name and its parameters' positions, equal on all ranks.
 
     Args:
-        item: The test.
-        without: A parameter to leave out.
+        item: Test whose name is returned.
+        without: Name of a parameter to leave out.
     """
     assert isinstance(item, pytest.Function)
     places = item.callspec.indices.items() if hasattr(item, "callspec") else ()

@@ -1,4 +1,4 @@
-"""Run scripts as people write them: many in one job, each in a job of its own, or within a rank test."""
+"""Run scripts as users write them: many in one job, each in its own job, or within a rank test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "dropin" / "scripts"
 RUNNER = ROOT / "tests" / "dropin" / "script_runner.py"
 BIN = Path(sys.executable).parent
-LIMIT = 280.0  # seconds for one job; plenty for a machine that does other things as well
+LIMIT = 280.0  # seconds for one job; generous, because the machine may be busy
 PREFIX = re.compile(r"^\[\d+\](<\w+>:| )", re.MULTILINE)
 
 every_way = pytest.mark.parametrize(
@@ -39,14 +39,14 @@ every_way = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Task:
-    """A script that the ranks of a job run to its end.
+    """A script that the ranks of a job run to completion.
 
     Attributes:
         script: Path of the script.
-        words: Its arguments.
-        directory: Where it runs. The runner's files of this task are named after it.
-        text: Run this text instead of the file, in a job that is initialized.
-        alone: Rank 0 alone runs it.
+        words: Arguments of the script.
+        directory: Working directory. The runner's files for this task are named after it.
+        text: Code to run instead of the file, in a job that is already initialized.
+        alone: If True, only rank 0 runs the script.
     """
 
     script: str
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What a run left behind."""
+    """The outcome of a script's run."""
 
     code: int
     out: str  # without the launcher's prefixes
@@ -68,16 +68,16 @@ class Outcome:
     ended: float = 0.0  # seconds since 1970
 
     def one(self, pattern: str) -> float:
-        """The number in the line that `pattern` describes, which is printed once, or the last of several."""
-        found: list[str] = re.findall(pattern, self.out, re.MULTILINE)
-        assert found, self.out
-        return float(found[-1])
+        """Return the number in the last line that matches `pattern`."""
+        numbers: list[str] = re.findall(pattern, self.out, re.MULTILINE)
+        assert numbers, self.out
+        return float(numbers[-1])
 
     def of_ranks(self, pattern: str) -> list[str]:
-        """What stands after "rank r: " in the lines of all ranks that `pattern` describes, by rank."""
-        found = dict(re.findall(rf"^rank (\d+): ({pattern})$", self.out, re.MULTILINE))
-        assert sorted(found) == [str(rank) for rank in range(self.size)], self.out
-        return [found[str(rank)] for rank in range(self.size)]
+        """Return the part that matches `pattern` after "rank r: ", for all ranks in rank order."""
+        matches = dict(re.findall(rf"^rank (\d+): ({pattern})$", self.out, re.MULTILINE))
+        assert sorted(matches) == [str(rank) for rank in range(self.size)], self.out
+        return [matches[str(rank)] for rank in range(self.size)]
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.directory.iterdir())
@@ -93,7 +93,7 @@ def command(way: str, size: int) -> tuple[list[str], dict[str, str]]:
 
 
 def run_each(way: str, size: int, line: list[str], directory: Path, limit: float = LIMIT) -> Outcome:
-    """Run a script as a job of its own."""
+    """Run a script as its own job."""
     start, environ = command(way, size)
     done = subprocess.run(
         [*start, sys.executable, *line], cwd=directory, env=environ, capture_output=True, text=True,
@@ -123,7 +123,7 @@ def run_together(way: str, size: int, tasks: dict[str, Task], limit: float = LIM
 
 
 def run_all(way: str, size: int, tasks: dict[str, Task]) -> dict[str, Outcome]:
-    """Run scripts: in one job, or as jobs of their own where the way says each."""
+    """Run scripts in one job, or each in its own job if the way starts with "each"."""
     if way.startswith("each"):
         return {
             name: run_each(way, size, [task.script, *task.words], task.directory)
@@ -133,7 +133,7 @@ def run_all(way: str, size: int, tasks: dict[str, Task]) -> dict[str, Outcome]:
 
 
 def output_of(script: Path, *words: str) -> str:
-    """Run a script on this rank of a rank test; return what Python wrote to stdout."""
+    """Run a script on this rank of a rank test and return what Python wrote to stdout."""
     out = io.StringIO()
     with mock.patch.object(sys, "argv", [str(script), *words]), contextlib.redirect_stdout(out):
         runpy.run_path(str(script), run_name="__main__")
@@ -141,12 +141,12 @@ def output_of(script: Path, *words: str) -> str:
 
 
 def check_shown_script(page: str, command: str, directory: Path, rank: int) -> None:
-    """Run on this rank what a page shows as `command`: it must print what the page shows for this rank."""
-    found = blocks(ROOT / page)
-    consoles = [block for block in found if block.language == "console"]
+    """Run the page's `command` on this rank. It must print what the page shows for this rank."""
+    parts = blocks(ROOT / page)
+    consoles = [block for block in parts if block.language == "console"]
     shown = {line: output for block in consoles for line, output in block.commands()}
     name = command.split()[-1]
-    (directory / name).write_text(next(block.text for block in found if block.file == name))
+    (directory / name).write_text(next(block.text for block in parts if block.file == name))
     prefix = f"[{rank}] "
     expected = [line.removeprefix(prefix) for line in shown[command].splitlines() if line.startswith(prefix)]
     assert expected

@@ -1,4 +1,4 @@
-"""Count the steps that optimizers mark, and exchanges of gradients, apart from those of other tests."""
+"""Count the steps that optimizers mark, and gradient exchanges, separately from other tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringdance.training.gradients.exchange import GradientExchange
 
 @contextmanager
 def counting_steps() -> Iterator[Callable[[], int]]:
-    """Give a function that returns the number of steps since the beginning of the block."""
+    """Yield a function that returns the number of steps since the start of the block."""
     engine = session.engine()
     kept, engine.recorder = engine.recorder, Recorder()
     words = engine.recorder.words
@@ -26,7 +26,7 @@ def counting_steps() -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def counting_exchanges() -> Iterator[Callable[[], int]]:
-    """Give a function that returns the number of exchanges of gradients since the beginning of the block."""
+    """Yield a function that returns the number of gradient exchanges since the start of the block."""
     number, exchange = 0, GradientExchange._exchange
 
     def counted(self: GradientExchange) -> None:

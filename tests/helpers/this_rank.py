@@ -1,4 +1,4 @@
-"""The place of this process in a job of test ranks."""
+"""This process's place in a job of test ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's place in the job that mpiexec or torchrun started; (0, 1) without one."""
+    """Return this process's rank and size in the job that mpiexec or torchrun started, else (0, 1)."""
     names = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append(("RANK", "WORLD_SIZE"))

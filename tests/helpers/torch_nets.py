@@ -1,4 +1,4 @@
-"""What the rank tests train: a small net, its data by step and rank, and comparisons. Needs init() first."""
+"""What the rank tests train: a small net, its data by step and rank, and comparisons. Call init() first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss_of(
 
 
 def joined_loss(net: nn.Module, step: int, branch: Callable[[int], bool] = lambda rank: False) -> Any:
-    """Mean over all ranks' batches: what one process would train on."""
+    """Return the mean loss over all ranks' batches, which is what a single process would train on."""
     return sum(loss_of(net, step, rank, branch(rank)) for rank in range(hvd.size())) / hvd.size()
 
 
@@ -51,12 +51,12 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def assert_equal_weights(net: nn.Module, reference: nn.Module, tolerance: float = 1e-12) -> None:
-    for (name, mine), theirs in zip(net.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(mine, theirs, rtol=0, atol=tolerance), name
+    for (name, value), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(value, expected, rtol=0, atol=tolerance), name
 
 
 def assert_same_on_all_ranks(net: nn.Module) -> None:
     states = hvd.allgather_object([value.detach().clone() for value in net.parameters()])
     for state in states:
-        for mine, theirs in zip(states[0], state, strict=True):
-            assert torch.equal(mine, theirs)
+        for first, value in zip(states[0], state, strict=True):
+            assert torch.equal(first, value)

@@ -1,4 +1,4 @@
-"""Collect what the library warns of, for tests on ranks: its logger passes nothing on."""
+"""Collect the library's warnings in rank tests. Its logger does not propagate to pytest's handlers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Give a list to which this rank's warnings are added."""
+    """Yield a list that receives this rank's warnings."""
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Lets the rank tests import the helpers in the directory above, and run again with other settings."""
+"""Let the rank tests import the helpers, and run the same tests again with other settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from sampled import case_of, drawn
 from this_rank import rank_and_size
 
-# TensorFlow gets one thread for its operations: nothing may hang then. What it says at import is not wanted.
+# TensorFlow gets a single operation thread: even then nothing may hang. Its import messages are suppressed.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-if os.environ.get("TEST_DEVICE", "cpu") != "cpu":  # benchmarks/gpu_check.py
+if os.environ.get("TEST_DEVICE", "cpu") != "cpu":  # set by benchmarks/gpu_check.py
     import torch
 
     torch.set_default_device(os.environ["TEST_DEVICE"])
@@ -25,9 +25,9 @@ WAYS = {
     "messages": {"RINGDANCE_WINDOW": "0"},
     "tiny-messages": {"RINGDANCE_WINDOW": "0", **TINY},
 }
-# make test has all ways on 3 ranks, where blocks are unequal and orders of summation differ: each case by the
-# window and by one other way, which changes from day to day. All types are there by the window, elsewhere
-# the types whose arithmetic differs. All types of TensorFlow: dropin/contract.
+# On 3 ranks, blocks are unequal and the order of summation matters, so make test runs every way there: each
+# case with the window and with one other way, which changes daily. All types run with the window. Other ways
+# run only the types whose arithmetic differs. dropin/contract covers all TensorFlow types.
 FAST_WAY = {1: "window", 2: "window", 4: "tiny-messages"}
 OTHER_WAYS = tuple(WAYS)[1:]
 TENSORFLOW = tuple(f"test_tensorflow_{name}" for name in ("collectives", "gradients", "sparse", "tape"))
@@ -35,14 +35,14 @@ FAST_TYPES = ("bool", "uint8", "int64", "bfloat16", "float32")
 
 
 def later(item: pytest.Item) -> bool:
-    """Whether make test leaves it out: another number of ranks, way or type shows the same."""
+    """Return True if make test skips a test, because another number of ranks, way or type covers it."""
     size, name = rank_and_size()[1], item.path.stem
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     way, dtype = params.get("way"), params.get("dtype", "float32")
     if name in TENSORFLOW:
         return not due_in_tensorflow(item, params)
     if name == "test_tensorflow_sessions":
-        return "run" in params and not due(item, "run")  # with one thread or four
+        return "run" in params and not due(item, "run")  # daily, with one thread or with four
     if name == "test_jax_collectives":
         return params.get("wrap") in ("eager", "callback") and not due(item, "wrap", ("eager", "callback"))
     if name == "test_jax_order":
@@ -56,12 +56,12 @@ def later(item: pytest.Item) -> bool:
 
 
 def due(item: pytest.Item, name: str, values: Sequence[Any] = ()) -> bool:
-    """Whether today a test has its turn with one of its parameters, whatever the others are.
+    """Return True if a test is due today with this value of one parameter, whatever its other parameters are.
 
     Args:
-        item: The test with all its parameters.
-        name: The parameter.
-        values: Of which one is due on a day (default: both of two values).
+        item: Test with all its parameters.
+        name: Name of the parameter.
+        values: Values of which one is due each day. By default, either of two values.
     """
     assert isinstance(item, pytest.Function)
     value = item.callspec.params[name] if values else item.callspec.indices[name]
@@ -69,9 +69,9 @@ def due(item: pytest.Item, name: str, values: Sequence[Any] = ()) -> bool:
 
 
 def due_in_tensorflow(item: pytest.Item, params: dict[str, Any]) -> bool:
-    """Whether today a test of TensorFlow has its turn with its type, and at once or in a graph.
+    """Return True if a TensorFlow test is due today with its type, and in its mode (eager or graph).
 
-    dropin/contract tries each collective with all types each day, some tests at once and some in a graph.
+    dropin/contract tests each collective with all types every day, some eagerly and some in a graph.
     """
     assert isinstance(item, pytest.Function)
     types = ("bfloat16", *drawn(item.originalname, ("float16", "float32"), 1))
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """How bytes move: shared memory or MPI's messages, pieces of usual size or tiny ones."""
+    """Select how bytes move: by shared memory or MPI messages, in chunks of the usual size or tiny ones."""
     from other_settings import other_settings
 
     with other_settings(WAYS[request.param]):

@@ -1,4 +1,4 @@
-"""allreduce against NumPy: every dtype, operation and size, by every way that bytes can move."""
+"""allreduce compared with NumPy: every dtype, operation and size, in every way that bytes can move."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from ringdance.errors import ArgumentError, CollectiveError
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 
-EVERY_DAY = ("int64", "bfloat16", "float32")  # each computes in its own way; the others change each day
+EVERY_DAY = ("int64", "bfloat16", "float32")  # each has its own arithmetic; other types change daily
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3, 5, 7), (1000,), (2, 0, 3), (257, 33)]
 
 
 def around_the_limits(dtype: str, way: str) -> list[tuple[int, ...]]:
-    """Just below, at and above the small path's limit, and several pieces with a rest."""
+    """Return shapes just below, at and above the small path's limit, and several chunks with a remainder."""
     small, large = (64, 40_000) if "tiny" in way else (16 << 10, 2 << 20)
     at = small // dtype_of(dtype).itemsize
     return [(at - 1,), (at,), (at + 1,), (large // dtype_of(dtype).itemsize + 13,)]
 
 
 def check(got: Array, want: Array, way: str, operation: str) -> None:
-    """To the bit; but MPI may add three or more floats in an order of its own."""
+    """Compare bit by bit, except that MPI may add three or more floats in any order."""
     if "messages" in way and SIZE > 2 and want.dtype in (np.float32, np.float64, np.complex64):
         assert got.dtype == want.dtype
         np.testing.assert_allclose(got, want, rtol=1e-13 if want.dtype == np.float64 else 1e-5, atol=1e-6)
@@ -60,10 +60,10 @@ def test_every_operation_and_shape(way: str, dtype: str) -> None:
 
 
 def test_complex_numbers_are_pairs_of_floats(way: str) -> None:
-    """An infinite part leaves the other one as it is, whatever the scale; a joined rank adds zeros."""
+    """An infinite part leaves the other part unchanged at any scale. A joined rank adds zeros."""
     given = np.array([complex(np.inf, 1), complex(2, -np.inf), 3 - 4j])
     factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
-    for _ in range(4):  # from the second time on the request is cached
+    for _ in range(4):  # from the second call on, the request is cached
         same(hvd.allreduce(given, name="complex"), given)
         same(hvd.allreduce(given, name="scaled", **factors), (1.5 * given.view(float)).view(complex))
     inputs = [all_values(SIZE, dtype, (5,), 1) for dtype in ("complex128", "float64", "complex64")]
@@ -98,7 +98,7 @@ def test_in_place(way: str, dtype: str) -> None:
 
 
 def test_asynchronous_in_any_order(way: str) -> None:
-    """Each rank submits 40 named tensors in an order of its own and waits in yet another."""
+    """Each rank submits 40 named tensors in its own order and waits for them in yet another order."""
     names = [f"tensor {i}" for i in range(40)]
     made = np.random.default_rng(RANK)
     handles = {
@@ -113,7 +113,7 @@ def test_asynchronous_in_any_order(way: str) -> None:
 
 
 def test_many_unnamed(way: str) -> None:
-    """More than a run of unnamed requests, of different shapes, in flight at once."""
+    """More unnamed requests than fit in one run, of different shapes, are in flight at once."""
     inputs = [all_values(SIZE, "float64", (i % 5,), i) for i in range(50)]
     handles = [hvd.allreduce(row[RANK], op=hvd.Max, wait=False) for row in inputs]
     for row, handle in zip(inputs, handles, strict=True):
@@ -152,7 +152,7 @@ def test_group_of_mixed_types_in_place_and_asynchronous(way: str) -> None:
 
 @pytest.mark.parametrize("dtype", sampled("scales", [*INTEGERS, *FLOATS], 2, EVERY_DAY))
 def test_scales(way: str, dtype: str) -> None:
-    """Powers of two are exact in every float type; integers are scaled in double and cut off."""
+    """Powers of two are exact in every float type. Integers are scaled in double precision and truncated."""
     for operation in ("sum", "average", "max"):
         for pre, post in ((2.0, 1.0), (1.0, 0.5), (0.5, 4.0)):
             for shape in ((9,), (5001,)):
@@ -176,7 +176,7 @@ def test_scales_that_round(way: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_scaled_halves_are_rounded_once(way: str, dtype: str) -> None:
-    """Alone and in a group, and of every size: riding along with the agreement, small, and in pieces."""
+    """Scaled halves are rounded once, alone and grouped, whether sent with the vector, small or in chunks."""
     for operation in ("sum", "average", "max"):
         for shape in ((), (9,), (1000,), (50_001,)):
             inputs = all_values(SIZE, dtype, shape)
@@ -195,7 +195,7 @@ def test_integers_wrap_as_in_numpy(way: str) -> None:
 
 
 def test_halves_are_rounded_once(way: str) -> None:
-    """1 + tiny + tiny: a sum in 16 bits would lose each tiny part."""
+    """Adding two tiny parts to 1 loses neither of them, as a sum in 16 bits would."""
     for dtype, tiny in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
         one = np.full(3, 1.0 if RANK == 0 else tiny, dtype_of(dtype))
         got = hvd.allreduce(one, op=hvd.Sum)

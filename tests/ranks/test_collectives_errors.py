@@ -1,4 +1,4 @@
-"""Wrong calls: all ranks raise, with names and values; no rank waits for ever; the name works again."""
+"""Wrong calls: all ranks raise, with names and values, no rank waits forever, and the name works again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reduce(shape: Any = 4, dtype: Any = np.float32, **others: Any) -> Any:
     return hvd.allreduce(np.ones(shape, dtype), name="mismatched", **others)
 
 
-# What the last rank does, what the others do, and what the message says of each.
+# The last rank's call, the other ranks' call, and what the message says about each.
 MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "dtype": (lambda: reduce(dtype=np.int32), reduce, "int32", "float32"),
     "bfloat16": (lambda: reduce(dtype="float16"), lambda: reduce(dtype="bfloat16"), "float16", "bfloat16"),
@@ -108,7 +108,7 @@ NORMAL: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_mismatch(way: str, what: str) -> None:
     odd, others, said_odd, said_others = MISMATCHES[what]
-    for _ in range(2):  # the second time the names are known
+    for _ in range(2):  # the second time, the names are known
         with pytest.raises(MismatchError) as caught:
             (odd if ODD else others)()
         message = str(caught.value)
@@ -122,7 +122,7 @@ def test_mismatch(way: str, what: str) -> None:
 
 @several
 def test_different_verbs_in_the_same_place(way: str) -> None:
-    """Unnamed calls match by order: a gather here and a reduction there."""
+    """Unnamed calls match by order, here an allgather with an allreduce."""
     with pytest.raises(MismatchError, match=r"(allgather|allreduce) on rank"):
         hvd.allgather(np.ones((2, 2))) if ODD else hvd.allreduce(np.ones((2, 2)))
     same(hvd.allreduce(np.ones(2), op=hvd.Sum), np.full(2, float(SIZE)))
@@ -130,7 +130,7 @@ def test_different_verbs_in_the_same_place(way: str) -> None:
 
 @several
 def test_unnamed_mismatch_amid_many_in_flight(way: str) -> None:
-    """Of 40 unnamed reductions number 23 has another shape on one rank: it alone fails, everywhere."""
+    """Of 40 unnamed reductions, number 23 has another shape on one rank. Only it fails, on all ranks."""
     handles = [hvd.allreduce(np.ones(5 + (ODD and i == 23)), op=hvd.Sum, wait=False) for i in range(40)]
     for i, handle in enumerate(handles):
         if i == 23:
@@ -150,7 +150,7 @@ def test_outputs_are_untouched_by_a_mismatch(way: str) -> None:
 
 @several
 def test_duplicate_name(way: str) -> None:
-    """Only the rank that repeats the name hears of it, and its first request goes through."""
+    """Only the rank that repeats the name gets an error, and its first request completes."""
     first = hvd.allreduce(np.full(3, 1.0), name="twice", op=hvd.Sum, wait=False) if ODD else -1
     if ODD:
         with pytest.raises(DuplicateNameError, match=r"'allreduce\.twice' is already in flight"):
@@ -203,7 +203,7 @@ WRONG_ALONE: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("what", WRONG_ALONE)
 def test_a_wrong_argument_on_one_rank(way: str, what: str, named: bool) -> None:
-    """Raised there at once; the others, who wait for this call, are told why."""
+    """The call raises immediately on its rank. The others, which wait for it, receive the reason."""
     right, wrong, said = WRONG_ALONE[what]
     name = "wrong alone" if named else None
     told = f"because of the call on rank {LAST} on host .*{said}"
@@ -282,7 +282,7 @@ def test_after_shutdown(way: str) -> None:
 
 @several
 def test_shutdown_ends_what_others_wait_for(way: str) -> None:
-    """The last rank leaves; the others' pending work says who left, and the next job is fine."""
+    """When the last rank leaves, the others' pending work names it, and the next job works."""
     engine = session.engine()
     if ODD:
         time.sleep(0.05)
@@ -311,7 +311,7 @@ def test_handles(way: str) -> None:
         with pytest.raises(ArgumentError, match="not a handle"):
             function(handle)
     second = hvd.allreduce(np.ones(3), wait=False)
-    while not hvd.poll(second):  # completes without anybody waiting
+    while not hvd.poll(second):  # completes although no rank waits
         time.sleep(0.001)
     same(hvd.synchronize(second), np.ones(3))
     with pytest.raises(ArgumentError, match="at least one tensor"):

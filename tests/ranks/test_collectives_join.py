@@ -1,4 +1,4 @@
-"""join: ranks that run out of data help the others with zeros."""
+"""join: ranks that run out of data contribute zeros to the others' reductions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ several = pytest.mark.ranks(2, 3, 4)
 
 
 def inputs_of(dtype: str, shape: tuple[int, ...], seed: int = 0) -> list[Array]:
-    """Whole numbers, whose sums are exact in whatever order MPI adds them; and no -0.0, for its minimum."""
+    """Return integers, whose sums are exact in any order, without -0.0, which would disturb MPI's minimum."""
     given = all_values(SIZE, dtype, shape, seed)
     return [np.trunc(4 * part).astype(part.dtype) + part.dtype.type(0) for part in given]
 
@@ -55,14 +55,14 @@ def test_the_last_is_named(way: str) -> None:
         if late == RANK:
             hvd.allreduce(np.ones(1000), name="alone", op=hvd.Sum)
             time.sleep(0.05)
-            # All others can only join once they are through with this; nothing else is theirs to do.
+            # All others can join only after this completes. They have no other work.
             hvd.allreduce(np.ones(1000), name="alone", op=hvd.Sum)
         assert hvd.join() == late
 
 
 @several
 def test_groups_min_max_product_and_large(way: str) -> None:
-    """A joined rank changes no minimum, maximum or product."""
+    """A joined rank does not change a minimum, maximum or product."""
     if RANK != 0:
         for name, op in (("min", hvd.Min), ("max", hvd.Max), ("product", hvd.Product)):
             given = inputs_of("float64", (1 << 17,))[RANK]
@@ -75,7 +75,7 @@ def test_groups_min_max_product_and_large(way: str) -> None:
 
 @several
 def test_what_was_pending_comes_before_the_join(way: str) -> None:
-    """Own work in flight is finished with its own values, although join was called after it."""
+    """A rank's work in flight completes with its own values even if join was called after it."""
     handles = [
         hvd.allreduce(np.full(10, RANK + i), name=f"before {i}", op=hvd.Sum, wait=False) for i in range(10)
     ]
@@ -100,7 +100,7 @@ def test_only_allreduce_while_somebody_has_joined(way: str, named: bool) -> None
         lambda: hvd.reducescatter(np.ones((2, 3)), name=name),
         lambda: hvd.allgather([np.ones(2), np.ones(3)], name=name),
     ]
-    for kind in collectives:  # once while everybody is there, so that the names are known
+    for kind in collectives:  # once before any rank joins, so that the names are known
         kind()
     if RANK != 0:
         for kind in collectives:
@@ -138,7 +138,7 @@ def test_barrier_and_new_names_under_join(way: str) -> None:
 
 @several
 def test_barrier_joins_at_random(way: str) -> None:
-    """Ten epochs in which each rank has a random number of batches."""
+    """In ten epochs, each rank has a random number of batches."""
     made = np.random.default_rng(5)
     for _ in range(10):
         batches = made.integers(0, 6, SIZE)

@@ -1,4 +1,4 @@
-"""More than 2^31 bytes in one tensor: more than MPI's counts can hold. Takes under 8 GiB of memory in all."""
+"""More than 2^31 bytes in one tensor, which exceeds MPI's counts. Takes under 8 GiB of memory in total."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def number(rank: int, block: int) -> int:
-    """What fills a block: sums of two stay below 256."""
+    """Return the byte that fills a block. Sums of two stay below 256."""
     return (7 * block + 50 * rank) % 127
 
 
@@ -37,7 +37,7 @@ def filled(blocks: int, rank: int = RANK) -> Array:
 
 
 def check(array: Array, blocks: int, want: Callable[[int], int]) -> None:
-    """Look at every byte, block by block."""
+    """Check every byte, block by block."""
     assert array.shape == (blocks * BLOCK,)
     for block, row in enumerate(array.reshape(blocks, BLOCK)):
         assert row.min() == row.max() == want(block), f"block {block}"
@@ -64,7 +64,7 @@ def test_broadcast(way: str) -> None:
 
 
 def test_allgather(way: str) -> None:
-    first = BLOCKS // 3  # unequal rows
+    first = BLOCKS // 3  # ranks have different numbers of rows
     mine = filled(first if RANK == 0 else BLOCKS - first)
     check(
         hvd.allgather(mine),
@@ -74,7 +74,7 @@ def test_allgather(way: str) -> None:
 
 
 def test_alltoall(way: str) -> None:
-    """One rank sends it all to the other, which sends a block back."""
+    """One rank sends everything to the other, which returns one block."""
     mine = filled(BLOCKS if RANK == 0 else 1)
     got, received = hvd.alltoall(mine, [0, mine.size] if RANK == 0 else [mine.size, 0])
     assert received.tolist() == ([0, BLOCK] if RANK == 0 else [BLOCKS * BLOCK, 0])

@@ -1,4 +1,4 @@
-"""Messages between two ranks, by the transport itself."""
+"""Messages between two ranks, sent through the transport directly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def wait_for(messages: list[Any]) -> None:
 
 
 def test_messages_of_any_rank() -> None:
-    """Each is whole, whichever ranks send at the same time, and whatever was posted before."""
+    """Each message arrives whole, even if ranks send at the same time, whatever was posted before."""
     transport, each = session.engine().transport, 3
     if RANK:
         sent = [np.full(40_007, 10 * RANK + number, np.uint8) for number in range(each)]
@@ -36,7 +36,7 @@ def test_messages_of_any_rank() -> None:
     received = [np.zeros(40_007, np.uint8) for _ in range(count)]
     posted = [transport.receive(one, None, 4) for one in received[: count // 2]]
     hvd.barrier()
-    time.sleep(0.1)  # the other senders' messages wait already
+    time.sleep(0.1)  # the other senders' messages are already waiting
     posted += [transport.receive(one, None, 4) for one in received[count // 2 :]]
     wait_for(posted[::-1])
     hvd.barrier()
@@ -53,7 +53,7 @@ def test_a_message_that_is_too_large_for_mpi() -> None:
 
 
 def test_a_message_that_is_longer_than_the_buffer() -> None:
-    """Nothing is written behind the buffer, and the next message arrives; in the order of the receives."""
+    """A long message does not write past the buffer, and later messages still arrive in receive order."""
     transport, after = session.engine().transport, 4096
     if RANK == 1:
         wait_for([transport.send(np.full(nbytes, 7, np.uint8), 0, 6) for nbytes in (9000, 16, 16)])

@@ -1,4 +1,4 @@
-"""All collectives but allreduce against NumPy, by every way that bytes can move."""
+"""All collectives except allreduce compared with NumPy, in every way that bytes can move."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import ringdance.numpy as hvd
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 
-EVERY_DAY = ("bool", "bfloat16", "float32", "complex64")  # each of its own size; the others change each day
+EVERY_DAY = ("bool", "bfloat16", "float32", "complex64")  # each of a different size; others change daily
 RESTS: list[tuple[int, ...]] = [(), (1,), (3, 5), (0,), (1700,)]
 
 
 @pytest.mark.parametrize("dtype", sampled("allgather", DTYPES, 2, EVERY_DAY))
 def test_allgather_of_uneven_rows(way: str, dtype: str) -> None:
-    """Some ranks give no rows at all; one case has none anywhere; one is larger than a piece."""
+    """Some ranks send no rows, one case has no rows at all, and one is larger than a chunk."""
     for seed, rest in enumerate(RESTS):
         for rows in (
             [2] * SIZE,
@@ -88,7 +88,7 @@ def test_broadcast_of_many_and_large(way: str) -> None:
 def alltoall_expected(
     dtype: str, rest: tuple[int, ...], splits: list[list[int]], rows: list[int]
 ) -> list[np.ndarray]:
-    """What comes to this rank from each one. ``splits[i][j]`` rows go from i to j."""
+    """Return what this rank receives from each rank. ``splits[i][j]`` rows go from i to j."""
     found = []
     for sender in range(SIZE):
         given = values(sender, dtype, (rows[sender], *rest))
@@ -108,7 +108,7 @@ def test_alltoall_with_splits(way: str, dtype: str) -> None:
     }
     for splits in everywhere.values():
         for rest in RESTS:
-            for spare in (0, 2):  # rows that are not sent
+            for spare in (0, 2):  # rows that are not sent to any rank
                 rows = [sum(row) + spare for row in splits]
                 want = alltoall_expected(dtype, rest, splits, rows)
                 got, received = hvd.alltoall(values(RANK, dtype, (rows[RANK], *rest)), splits[RANK])
@@ -140,7 +140,7 @@ def test_alltoall_in_equal_parts_and_asynchronous(way: str) -> None:
     "dtype", sampled("reducescatter", [*INTEGERS, *FLOATS, "complex64"], 2, ("int64", "bfloat16", "float32"))
 )
 def test_reducescatter(way: str, dtype: str) -> None:
-    """Rows that divide, that do not, and fewer than there are ranks."""
+    """Rows that divide evenly, rows that do not, and fewer rows than ranks all give NumPy's result."""
     for operation, op in (("sum", hvd.Sum), ("average", hvd.Average)):
         for rows in (0, 1, SIZE - 1, SIZE, 2 * SIZE + 1, 501):
             for rest in [(), (5,), (3, 0), (2, 3)]:
@@ -169,7 +169,7 @@ def test_reducescatter_of_large_scaled_and_grouped(way: str) -> None:
 
 
 def test_barrier_holds_everybody(way: str) -> None:
-    """No rank passes before the last has arrived."""
+    """No rank passes before the last one has arrived."""
     for _ in range(5):
         before = time.time()
         if RANK == SIZE - 1:
@@ -182,7 +182,7 @@ def test_barrier_holds_everybody(way: str) -> None:
 
 
 def test_results_do_not_change_later(way: str) -> None:
-    """What a call returned is the caller's: later calls through the same memory leave it alone."""
+    """The caller owns a call's result: later calls that use the same memory do not change it."""
     first = hvd.allreduce(np.arange(5000.0), op=hvd.Sum)
     gathered = hvd.allgather(np.full((10, 3), RANK))
     for step in range(4):

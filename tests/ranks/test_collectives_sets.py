@@ -1,4 +1,4 @@
-"""Process sets: made and removed at any time, overlapping, each with an agreement of its own."""
+"""Process sets: created and removed at any time, overlapping, each with its own agreement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sets_of(*members: list[int]) -> Iterator[list[ProcessSet]]:
 
 @several
 def test_every_verb_on_a_set(way: str) -> None:
-    """Even and odd ranks do the same at once; then a set of one; all with their own numbers of calls."""
+    """Even and odd ranks use their sets at the same time, each with its own number of calls."""
     evens, odds = list(range(0, SIZE, 2)), list(range(1, SIZE, 2))
     with sets_of(evens, odds) as (first, second):
         mine, ranks = (first, evens) if RANK in evens else (second, odds)
@@ -55,7 +55,7 @@ def test_every_verb_on_a_set(way: str) -> None:
 
 @several
 def test_overlapping_sets_at_once(way: str) -> None:
-    """Pairs around a ring and all ranks: everything in flight, waited for in another order on each rank."""
+    """Pairs around a ring and all ranks have work in flight, and each rank waits in a different order."""
     rings = [sorted({rank, (rank + 1) % SIZE}) for rank in range(SIZE if SIZE > 2 else 0)]
     with sets_of(*rings) as made:
         handles = []
@@ -111,7 +111,7 @@ def test_arguments_that_do_not_go(way: str) -> None:
 @several
 @pytest.mark.parametrize("wrong", [[0, SIZE], [SIZE - 1] * 2, [], [0.5], list(range(SIZE))])
 def test_arguments_that_do_not_go_on_one_rank(way: str, wrong: list[int]) -> None:
-    """The last rank alone makes a wrong call: the others hear of it instead of waiting."""
+    """Only the last rank's call is wrong, and the others receive an error instead of waiting."""
     if RANK == SIZE - 1:
         with pytest.raises(ArgumentError):
             hvd.add_process_set(wrong)
@@ -132,7 +132,7 @@ def test_different_members_on_ranks(way: str) -> None:
 
 @several
 def test_pending_work_of_a_removed_set_fails(way: str) -> None:
-    """Rank 0 has submitted what the others never will; removal ends that, and the set's id is free."""
+    """Removing a set fails work that only rank 0 submitted, and frees the set's id."""
     ranks = [0, SIZE - 1]
     made = hvd.add_process_set(ranks) if SIZE > 2 else hvd.global_process_set
     if SIZE == 2:
@@ -153,7 +153,7 @@ def test_pending_work_of_a_removed_set_fails(way: str) -> None:
 
 @several
 def test_many_sets_made_and_removed_under_load(way: str) -> None:
-    """Work of the global set is in flight all the while."""
+    """Sets can be created and removed while the global set's work is in flight."""
     for step in range(5):
         load = np.full(20_000, 1.0)
         handles = [hvd.allreduce(load, name=f"load {i}", op=hvd.Sum, wait=False) for i in range(5)]

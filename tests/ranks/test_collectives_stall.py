@@ -1,4 +1,4 @@
-"""Names that never match: said after some seconds, with both sides' names, ranks and lines of code."""
+"""Names that never match are reported after some seconds, with both sides' names, ranks and source lines."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ several = pytest.mark.ranks(2, 3, 4)
 
 @pytest.fixture(params=["1", "0"])
 def hasty(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Warnings after a second; with shared memory and without."""
+    """Warn after one second, with and without shared memory."""
     with other_settings({"RINGDANCE_STALL_CHECK_TIME": "1", "RINGDANCE_WINDOW": request.param}):
         yield
 
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    found: list[str] = []
+    texts: list[str] = []
 
     class Keeper(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            texts.append(record.getMessage())
 
     keeper = Keeper()
     logging.getLogger("ringdance").addHandler(keeper)
-    yield found
+    yield texts
     logging.getLogger("ringdance").removeHandler(keeper)
 
 
 def wait_for(found: list[str], words: str) -> str:
-    """Return the first warning with these words, once it has come."""
+    """Wait for the first warning that contains these words, and return it."""
     until = time.monotonic() + 60.0
     while time.monotonic() < until:
         for text in list(found):
@@ -62,7 +62,7 @@ def wait_for(found: list[str], words: str) -> str:
 
 
 def reduce(name: str) -> None:
-    """As a helper function of a user: all ranks wait at one line of it, called from different ones."""
+    """Like a user's helper function: all ranks wait at the same line, called from different lines."""
     same(hvd.allreduce(np.ones(3), name=name, op=hvd.Sum), np.full(3, float(SIZE)))
 
 
@@ -76,7 +76,7 @@ def evaluate(name: str) -> None:
 
 @several
 def test_disjoint_names_are_said_and_can_still_be_mended(hasty: None, said: list[str]) -> None:
-    """After the warning a second thread on each rank submits what the others wait for."""
+    """After the warning, a second thread on each rank submits what the others wait for."""
     mine, other = ("this", "that") if RANK == 0 else ("that", "this")
     told = []
 
@@ -166,7 +166,7 @@ def test_threads_that_are_not_the_main_one_are_shown(late: None, said: list[str]
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_that_holds_pythons_lock_is_seen_from_outside(late: None, said: list[str]) -> None:
     if RANK == SIZE - 1:
-        ctypes.PyDLL(None).usleep(3_000_000)  # PyDLL, unlike CDLL, keeps the lock
+        ctypes.PyDLL(None).usleep(3_000_000)  # PyDLL, unlike CDLL, holds the lock
     hvd.allreduce(np.ones(2), name="after the call")
     if RANK == 0:
         text = wait_for(said, "'allreduce.after the call'")

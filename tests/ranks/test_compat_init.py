@@ -1,4 +1,4 @@
-"""Starting, stopping, and process sets as scripts for Horovod do it."""
+"""Starting, stopping, and process sets, used as scripts for Horovod do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ several = pytest.mark.ranks(2, 3, 4)
 
 @pytest.fixture(autouse=True)
 def _usual_job() -> Iterator[None]:
-    """Each test begins outside of a job; afterwards the usual one goes on."""
+    """Start each test outside a job, and restore the usual job afterwards."""
     hvd.shutdown()
     yield
     hvd.shutdown()
@@ -57,7 +57,7 @@ def test_again_and_again() -> None:
 
 
 def test_mpi_beside_it() -> None:
-    """As the documentation of Horovod has it: assert that threads are supported, then use mpi4py."""
+    """A script asserts that threads are supported and then uses mpi4py, as Horovod's documentation shows."""
     hvd.init()
     assert hvd.mpi_threads_supported() is True
     assert hvd.mpi_enabled() is hvd.mpi_built() is True
@@ -69,7 +69,7 @@ def test_mpi_beside_it() -> None:
 
 @several
 def test_ranks_as_comm() -> None:
-    """Two jobs at once, each of the ranks in its list; the order of the list is that of the ranks."""
+    """Two jobs run at once, each with the ranks in its list, in list order."""
     mine = [rank for rank in range(SIZE) if (rank == 0) is (RANK == 0)][::-1]
     hvd.init(comm=mine)
     assert (hvd.rank(), hvd.size()) == (mine.index(RANK), len(mine))
@@ -96,7 +96,7 @@ def test_not_in_the_list() -> None:
 
 @several
 def test_a_communicator_as_comm() -> None:
-    hvd.init()  # MPI has been started
+    hvd.init()  # starts MPI
     hvd.shutdown()
     half = world().Split(RANK % 2, -RANK)
     hvd.init(comm=half)
@@ -130,7 +130,7 @@ def test_static_sets_and_better_ones_after_a_refusal() -> None:
         other.rank()
     with pytest.raises(ValueError, match="not a member"):
         hvd.allreduce_async(torch.ones(1), process_set=other)
-    # Already running: objects are bound by their ranks.
+    # Already running, so objects are bound by their ranks.
     again = hvd.ProcessSet([0])
     hvd.init(process_sets=[again])
     assert again.process_set_id == 1
@@ -157,7 +157,7 @@ def test_sets_that_differ_between_ranks(kind: str) -> None:
 
 @several
 def test_sets_made_from_communicators() -> None:
-    """Each rank gives its own half; ranks are those of the job, whatever the order of its communicator."""
+    """Each rank passes its own half. Ranks refer to the job, whatever the order of the communicator."""
     hvd.init()
     hvd.shutdown()
     turned = world().Split(0, -RANK)
@@ -196,7 +196,7 @@ def test_dynamic_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hvd.remove_process_set(added) is True
     assert (added.process_set_id, added.size()) == (None, None)
     assert hvd.remove_process_set(added) is False
-    # A freed number is given out again.
+    # A freed number is assigned again.
     assert hvd.add_process_set(added) is added
     assert added.process_set_id == 1
     if RANK == 0:
@@ -207,7 +207,7 @@ def test_dynamic_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_objects_outlive_a_shutdown_unregistered_in_effect() -> None:
-    """They keep their numbers, as in Horovod, and are registered anew by init."""
+    """Objects keep their numbers, as in Horovod, and init registers them again."""
     if SIZE == 1:
         pytest.skip("no set but the global one")
     kept = hvd.ProcessSet([0])

@@ -1,4 +1,4 @@
-"""What docs/coming-from-horovod.md says differs from Horovod, row by row, as far as ranks can show it."""
+"""The differences from Horovod in docs/coming-from-horovod.md, row by row, if ranks can show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ringdance.torch as hvd  # noqa: E402
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-MEAN = (SIZE + 1) / 2  # of rank + 1
+MEAN = (SIZE + 1) / 2  # mean of rank + 1
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
 
@@ -111,7 +111,7 @@ def test_averages_of_integers_and_further_types() -> None:
 
 
 def test_float16_is_summed_in_float32() -> None:
-    # In float16, 2048 + 1 is 2048: the ones would get lost one by one.
+    # In float16, 2048 + 1 is 2048, so the ones would be lost one by one.
     own = torch.tensor([2048.0 if RANK == 0 else 1.0], dtype=torch.float16)
     wanted = torch.tensor([2048.0 + SIZE - 1]).to(torch.float16)
     assert torch.equal(hvd.allreduce(own, op=hvd.Sum), wanted)

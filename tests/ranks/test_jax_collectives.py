@@ -1,4 +1,4 @@
-"""Collectives on JAX arrays: at once, in jit, grad and control flow; by XLA's interface and by callbacks."""
+"""Collectives on JAX arrays: eagerly, in jit, grad and control flow, by XLA's interface and by callbacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Wrap = Callable[[Any], Any]
 
 @pytest.fixture(scope="module", params=["eager", "jit", "callback"])
 def wrap(request: pytest.FixtureRequest) -> Iterator[Wrap]:
-    """How a function of arrays is run; each wrapped function is compiled anew."""
+    """Select how a function of arrays runs. Each wrapped function is compiled again."""
     if request.param == "callback":
         with other_settings({"RINGDANCE_JAX_FFI": "off"}):
             yield lambda function: jax.jit(lambda *values: function(*values))
@@ -75,7 +75,7 @@ def test_all_types_in_one_group(wrap: Wrap) -> None:
 
 
 def test_gradients(wrap: Wrap) -> None:
-    """Those of the torch and TensorFlow bindings: averages, and the same reduction for a reduction."""
+    """Gradients match the torch and TensorFlow bindings: averaged, or reduced by the call's own operation."""
     weight = jnp.float32(RANK + 1)
     mean = (SIZE + 1) / 2
     like = np.ones((2 * SIZE, 3))
@@ -102,7 +102,7 @@ def test_what_is_not_linear_has_no_gradient(wrap: Wrap) -> None:
 
     with pytest.raises(ArgumentError, match=rf"on rank {RANK}: .* only Average and Sum do"):
         wrap(jax.grad(lambda x: loss(x, jnp.asarray)[0]))(mine())
-    # Results beside the loss need no gradient.
+    # Results other than the loss do not need a gradient.
     gradient, _ = wrap(jax.grad(lambda x: loss(x, jax.lax.stop_gradient), has_aux=True))(mine())
     same(gradient, jnp.ones((2 * SIZE, 3)))
 
@@ -118,7 +118,7 @@ def test_second_derivative(wrap: Wrap) -> None:
 
 
 def test_loops_branches_and_order() -> None:
-    """Independent calls in one program run in the order written, on all ranks."""
+    """Independent calls in one program run in the written order on all ranks."""
 
     def body(carry: Any, _: Any) -> tuple[Any, Any]:
         there = jax.lax.cond(carry.sum() > 0, hvd.allreduce, lambda x: x, carry)
@@ -149,7 +149,7 @@ def test_uneven_rows_outside_of_jit() -> None:
     rows, received = hvd.alltoall(jnp.arange(SIZE * (SIZE + 1) // 2 + 1.0), splits=range(1, SIZE + 1))
     assert received.tolist() == [RANK + 1] * SIZE
     assert rows.shape == (SIZE * (RANK + 1),)
-    sent = jnp.arange(SIZE * (SIZE + 1) // 2 + 1.0)  # one row is not sent: it has no gradient
+    sent = jnp.arange(SIZE * (SIZE + 1) // 2 + 1.0)  # one row is not sent, so it has no gradient
     found = jax.grad(lambda x: (hvd.alltoall(x, splits=range(1, SIZE + 1))[0] * 2).sum())(sent)
     same(found, [2.0] * (len(sent) - 1) + [0.0])
     assert hvd.reducescatter(jnp.ones((SIZE + 1, 2)), op=hvd.Sum).shape == (1 + (RANK == 0), 2)
@@ -202,7 +202,7 @@ def test_memory_is_shared_where_it_can_be() -> None:
 
 
 def test_64_bits_of_numpy_stay_whole() -> None:
-    """JAX would cut them to 32: counters, seeds, sums of losses."""
+    """64-bit counters, seeds and sums of losses are not truncated to 32 bits, as JAX would do."""
     large, third = np.array([2**40 + RANK]), np.float64(RANK + 1 / 3)
     tree = {"step": large, "seed": np.array(2**63 + RANK, np.uint64), "loss": np.full((2, 2), third).T}
     found = hvd.broadcast_parameters(tree, root_rank=SIZE - 1)
@@ -213,7 +213,7 @@ def test_64_bits_of_numpy_stay_whole() -> None:
     total = hvd.allreduce(large, op=hvd.Sum)
     assert total.tolist() == [SIZE * 2**40 + SIZE * (SIZE - 1) // 2]
     total += 1
-    assert large.tolist() == [2**40 + RANK]  # results have their own memory
+    assert large.tolist() == [2**40 + RANK]  # results own their memory
     assert hvd.allreduce(third, op=hvd.Max).item() == SIZE - 1 + 1 / 3
     assert hvd.allgather(large).tolist() == [2**40 + rank for rank in range(SIZE)]
     assert hvd.alltoall(np.repeat(large, SIZE)).tolist() == [2**40 + rank for rank in range(SIZE)]

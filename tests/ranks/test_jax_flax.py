@@ -1,4 +1,4 @@
-"""Flax's two ways to write a network, trained with ringdance.jax on n ranks as on one process."""
+"""Networks in both of Flax's styles, trained with ringdance.jax on n ranks as on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""image_loader for JAX: the batches of NumPy's loader, as arrays on the device."""
+"""image_loader for JAX: the batches of NumPy's loader as arrays on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = hvd.size()
 
 
 class Memory:
-    """Images of one colour each: ten times their number."""
+    """Images of one color each: ten times their number."""
 
     rows = {"label": np.arange(4 * SIZE + 1)}  # noqa: RUF012
 

@@ -1,6 +1,6 @@
-"""The order of exchanges in compiled programs: within one, between several in flight, with results unused.
+"""The order of exchanges in compiled programs: within one, between several in flight, with unused results.
 
-Unnamed exchanges match by order, so that each is told from the others by what it exchanges.
+Unnamed exchanges match by order, so the tests identify each exchange by its data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Seen = list[float]
 
 @pytest.fixture(params=["quick", "tokens", "callback"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """How programs are started: without tokens, with them, and by JAX's callbacks."""
+    """Select how programs start: without tokens, with tokens, or through JAX's callbacks."""
     if request.param == "tokens":
         monkeypatch.setattr(programs, "_may_be_quick", lambda *_: False)
     if request.param != "callback":
@@ -39,7 +39,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """The first number of each exchange that is carried out, in that order."""
+    """Record the first number of each exchange in the order in which exchanges are carried out."""
     if SIZE == 1:
         pytest.skip("one rank exchanges nothing")
     found: Seen = []
@@ -47,7 +47,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     def run(what: Any, inputs: Any, *rest: Any) -> Any:
         found.append(float(inputs[0].reshape(-1)[0]))
-        time.sleep(0.001 * (RANK + 1))  # others could overtake
+        time.sleep(0.001 * (RANK + 1))  # gives other exchanges time to overtake
         return original(what, inputs, *rest)
 
     monkeypatch.setattr(exchange, "run", run)
@@ -55,12 +55,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def late(x: Any) -> Any:
-    """Zero, that is known after some computing (no product of matrices: XLA of JAX 0.9.2 crashes on some)."""
+    """Return zero, after some computation. Not a matrix product, because some crash XLA in JAX 0.9.2."""
     return jax.lax.fori_loop(0, 20, lambda _, y: jnp.sin(y), jnp.full(90_000, 1e-9) * x).sum() * 0
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile anew, whatever has been compiled before."""
+    """Compile again, whatever was compiled before."""
     return jax.jit(lambda *values: function(*values))
 
 
@@ -77,7 +77,7 @@ def test_calls_that_are_ready_late_are_not_overtaken(seen: Seen) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_order_through_loops_branches_and_nested_functions(seen: Seen) -> None:
-    nested = jax.jit(lambda x: (total(x), total(x + 1))[0])  # its second result is not used
+    nested = jax.jit(lambda x: (total(x), total(x + 1))[0])  # the second result is not used
     again = jax.checkpoint(lambda x: total(x) ** 2)
 
     def everything(x: Any) -> Any:
@@ -103,9 +103,9 @@ def test_order_through_loops_branches_and_nested_functions(seen: Seen) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_programs_in_flight_exchange_in_the_order_of_their_calls(seen: Seen) -> None:
-    """Neither does a small program overtake a large one, nor a call outside of programs."""
+    """Neither a small program nor a call outside programs overtakes a large program."""
     large, small = jit(lambda x: total(x + late(x))), jit(total)
-    # Made beforehand: making one is a program as well, and waits for those before it.
+    # Created beforehand, because creating one is itself a program that waits for earlier programs.
     values = jax.block_until_ready([jnp.float32(number) for number in range(1, 10)])
     for _ in range(5):
         ways = [large, small, total] * 3
@@ -144,7 +144,7 @@ def test_ways_may_be_mixed(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_programs_compiled_ahead_can_be_called_again() -> None:
-    """JAX gives their tokens only to the first call: so they must have none."""
+    """JAX passes their tokens to the first call only, so these programs must not have tokens."""
     ahead = jax.jit(total).lower(jnp.zeros(4)).compile()
     for number in range(3):
         assert ahead(jnp.full(4, number * 1.0)).tolist() == [SIZE * number] * 4
@@ -188,7 +188,7 @@ def test_an_error_in_a_program_in_flight_does_not_reach_the_next() -> None:
 def test_constants_are_exchanged_when_the_program_runs(
     seen: Seen, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not while it is traced: a branch that is not taken exchanges nothing, a loop in each round."""
+    """Constants are not exchanged during tracing. An untaken branch exchanges nothing, a loop every round."""
     if not known:
         monkeypatch.setattr(_private, "no_trace", bool)
     constant = jnp.float32(RANK + 1)
@@ -198,13 +198,13 @@ def test_constants_are_exchanged_when_the_program_runs(
     loop = jax.jit(lambda: jax.lax.fori_loop(0, 3, lambda _, carry: carry + total(constant), 0.0))
     assert [float(loop()) for _ in range(2)] == [3 * SIZE * (SIZE + 1) / 2] * 2
     assert seen == [RANK + 1] * 6
-    # Beside what is differentiated, rows of any number, and at once.
+    # Next to a differentiated value, an eager call may gather any number of rows.
     found = jax.grad(lambda x: x * float(hvd.allgather(jnp.full(RANK + 1, 2.0)).sum()))(1.0)
     assert float(found) == SIZE * (SIZE + 1)
 
 
 def test_programs_are_traced_again_at_another_size() -> None:
-    """A program of one process has no exchange in it; in a larger job it must, and the other way round."""
+    """A one-process program contains no exchange, so it is traced again in a larger job, and vice versa."""
     program = jax.jit(lambda x: (total(x), hvd.allgather(x)))
     mean = jax.jit(hvd.allreduce)
     for comm in (None, [RANK], None):

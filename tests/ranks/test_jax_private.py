@@ -1,4 +1,4 @@
-"""What the JAX binding does where a private name of JAX is missing: see ringdance.jax._private."""
+"""How the JAX binding behaves if a private name of JAX is missing: see ringdance.jax._private."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ total = partial(hvd.allreduce, op=hvd.Sum)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile anew, whatever has been compiled before."""
+    """Compile again, whatever was compiled before."""
     return jax.jit(lambda *values: function(*values))
 
 
@@ -32,7 +32,7 @@ def no_address(*_: Any) -> None:
 
 
 def test_without_ordered_effects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs exchange by io_callback: in order, differentiable, in control flow."""
+    """Programs exchange through io_callback: in order, differentiably, and in control flow."""
     with monkeypatch.context() as patch:
         patch.delattr(effects, "remat_allowed_effects")
         assert _private._declare_effect() is None
@@ -41,7 +41,7 @@ def test_without_ordered_effects(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jnp.arange(4.0) + RANK
 
     def twice(x: Any) -> Any:
-        total(x)  # its result is not used
+        total(x)  # the result is not used
         return jax.lax.fori_loop(0, 2, lambda _, x: total(x) / SIZE, x)
 
     expected = jnp.arange(4.0) + (SIZE - 1) / 2
@@ -62,7 +62,7 @@ def test_without_the_type_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("unknown", ["no such name", "it does something else"])
 def test_without_the_lowering_of_programs(unknown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are started in JAX's own way."""
+    """Programs start in JAX's own way."""
     monkeypatch.setattr(programs.atexit, "register", lambda _: None)
     if unknown == "no such name":
         monkeypatch.delattr(pxla, "_cached_lowering_to_hlo")

@@ -1,4 +1,4 @@
-"""Waits in JAX's profiler, while it runs."""
+"""Waiting times appear in JAX's profiler while it runs."""
 
 from __future__ import annotations
 

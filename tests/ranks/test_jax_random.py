@@ -1,4 +1,4 @@
-"""Random models and loops in JAX on several ranks, against one process that computes the mean itself."""
+"""Random JAX models and loops on several ranks, compared with one process that computes the mean itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 
 
 def transformation(program: Program, names: list[str]) -> Any:
-    """What an update is made by, of one optimizer."""
+    """Return the gradient transformation of one optimizer."""
     clip = {
         "no": optax.identity(), "global": optax.clip_by_global_norm(0.05), "each": optax.clip(0.02),
         "value": optax.adaptive_grad_clip(0.05),
@@ -50,7 +50,7 @@ def transformation(program: Program, names: list[str]) -> Any:
 
 
 def halves(program: Program) -> list[list[str]]:
-    """The names of the variables of each optimizer."""
+    """Return the variable names of each optimizer."""
     names = list(first_values(program, 0))
     return [names[0::2], names[1::2]] if program.two else [names]
 
@@ -78,7 +78,7 @@ def start(program: Program, transformations: list[Any], rank: int) -> tuple[Any,
 def updated(
     program: Program, transformations: list[Any], gradients: Any, values: Any, states: Any
 ) -> tuple[Any, Any]:
-    """One step of all optimizers."""
+    """Make one step with all optimizers."""
     after, values = [], dict(values)
     for one, names, state in zip(transformations, halves(program), states, strict=True):
         mine = {name: values[name] for name in names}
@@ -89,7 +89,7 @@ def updated(
 
 
 def weights(values: dict[str, Any]) -> list[Any]:
-    return [np.asarray(values[name]) for name in sorted(values)]  # JAX sorts them where it traces
+    return [np.asarray(values[name]) for name in sorted(values)]  # JAX sorts them when it traces
 
 
 def train(program: Program, directory: Path) -> list[Any]:
@@ -108,7 +108,7 @@ def train(program: Program, directory: Path) -> list[Any]:
         total = jax.tree.map(lambda *parts: sum(parts) * share, *each)
         return updated(program, transformations, total, *carry), None
 
-    eager = program.seed % 8 == 0  # JAX compiles each operation then
+    eager = program.seed % 8 == 0  # then JAX compiles each operation
     run = step if eager else jax.jit(step)
     for epoch in range(program.epochs):
         if epoch and program.reload:

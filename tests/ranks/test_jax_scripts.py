@@ -1,4 +1,4 @@
-"""The script of docs/tutorials/frameworks.md, the examples, and how many threads XLA has."""
+"""The script in docs/tutorials/frameworks.md, the examples, and XLA's number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""table_loader for JAX and NumPy: the same rows, as arrays of each, and each row once over all ranks."""
+"""table_loader for JAX and NumPy: the same rows as arrays of each, and each row once over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with ringdance.jax.distributed on n ranks equals one process on the joined batch."""
+"""Training with ringdance.jax.distributed on n ranks equals one process training on the joined batch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train(tx: Any, ranks: list[int], params: Any, jit: bool = True, steps: int =
     (True, False), (True, True), (False, True), (False, False),
 ], 1, always=[(True, True)]))
 def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
-    with warned() as texts:  # compared in the steps 10 and 100, and said once
+    with warned() as texts:  # compared in steps 10 and 100, and reported once
         steps = 102 if jit else 12
         train(hvd.distributed(optax.sgd(0.1)), [RANK], beginning(RANK * differ), jit, steps)
         hvd.barrier()
@@ -75,7 +75,7 @@ def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
     for case in ((1, ""), (np.nan, "nan on rank 1"), (-np.inf, "-inf on rank 1"))
 ], 2))
 def test_leaves_without_gradient_may_differ(jit: bool, value: float, says: str) -> None:
-    """In value and shape, as ``equinox.partition`` leaves them; and few steps before each join are enough."""
+    """They may differ in value and shape, as after ``equinox.partition``. Few steps before a join suffice."""
     params = {"w": jnp.full(4, value if RANK == 1 else 1.0), "own": jnp.full(3 + RANK, float(RANK))}
     gradients = {"w": jnp.zeros(4), "own": None}
     tx = hvd.distributed(optax.sgd(0.1))
@@ -92,7 +92,7 @@ def test_leaves_without_gradient_may_differ(jit: bool, value: float, says: str) 
 
 @pytest.mark.ranks(2)
 def test_weights_are_compared_wherever_update_is_traced() -> None:
-    """In a condition and in ``grad``, with parameters that are no arrays."""
+    """Weights are compared in a condition and in ``grad``, also if parameters are not arrays."""
     params = beginning()
     tx = hvd.distributed(optax.sgd(0.1))
     state = tx.init(params)
@@ -121,7 +121,7 @@ def same_on_all_ranks(params: Any) -> bool:
 
 
 def search(tx: Any, ranks: list[int], extra: tuple[str, ...]) -> Any:
-    """Train with what calls the loss function again within ``update``."""
+    """Train with a transformation that calls the loss function again within ``update``."""
     params, parts = beginning(), [data(0, rank) for rank in ranks]
     x, y = (jnp.concatenate(some) for some in zip(*parts, strict=True))
 
@@ -146,7 +146,7 @@ def search(tx: Any, ranks: list[int], extra: tuple[str, ...]) -> Any:
 
 
 def alone(work: Callable[[], Any]) -> Any:
-    """Return what ``work`` gives on rank 0; the others wait. For what one process would do."""
+    """Run ``work`` on rank 0 and return its result on all ranks, which wait, as for one process's work."""
     return hvd.broadcast_object(jax.device_get(work()) if RANK == 0 else None)
 
 
@@ -159,7 +159,7 @@ SEARCHES = [
 
 @pytest.mark.parametrize(("make", "extra"), sampled_rows("searches", SEARCHES, 1))
 def test_what_calls_the_loss_again_gets_that_of_all_ranks(make: Any, extra: tuple[str, ...]) -> None:
-    """Line searches choose one step on all ranks: by the losses and gradients of the whole batch."""
+    """Line searches choose the same step on all ranks, from losses and gradients of the whole batch."""
     found = search(hvd.distributed(make()), [RANK], extra)
     assert same_on_all_ranks(found)
     assert far(found, alone(lambda: search(make(), list(range(SIZE)), extra))) < 1e-4
@@ -188,7 +188,7 @@ def test_twenty_steps_equal_one_process(name: str, jit: bool) -> None:
 
 
 def test_accumulation() -> None:
-    """Reduced gradients of two steps make one update, and their state is the same on all ranks."""
+    """Two steps' reduced gradients make one update, and the state is equal on all ranks."""
     tx = hvd.distributed(optax.MultiSteps(optax.sgd(0.05), 2))
     found = train(tx, [RANK], beginning())
     assert same_on_all_ranks(found)
@@ -199,7 +199,7 @@ def test_accumulation() -> None:
 
 
 def test_accumulation_passes_extra_arguments_on() -> None:
-    """MultiSteps takes them, though optax does not know it for what does."""
+    """MultiSteps accepts extra arguments, although optax does not recognize that it does."""
     seen = []
 
     def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> Any:
@@ -232,7 +232,7 @@ def test_bfloat16_parameters() -> None:
 
 
 def test_a_loss_that_the_optimizer_is_given_is_that_of_all_ranks() -> None:
-    """Else the ranks would take steps of different length: here that is the loss / |gradient|^2."""
+    """Otherwise the ranks would take steps of different length, here the loss / |gradient|^2."""
     params, tx = jnp.ones(3), hvd.distributed(optax.polyak_sgd())
     found, _ = jax.jit(tx.update)(params, tx.init(params), params, value=jnp.float32(RANK))
     np.testing.assert_allclose(found, -(SIZE - 1) / 2 / 3, rtol=1e-5)
@@ -247,7 +247,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(jit: bool) -> None:
     assert not found.any()
     found, state = update(jnp.full(3, RANK + 1.0), state, params)
     np.testing.assert_allclose(found, -0.1 * (SIZE + 1) / 2, rtol=1e-6)
-    for outer in ("apply_if_finite", "MultiSteps") if SIZE > 1 else ():  # the other way round is refused
+    for outer in ("apply_if_finite", "MultiSteps") if SIZE > 1 else ():  # the reverse nesting is refused
         tx = getattr(optax, outer)(hvd.distributed(optax.sgd(0.1)), 3)
         update = jax.jit(tx.update) if jit else tx.update
         with pytest.raises(ArgumentError, match=rf"Write hvd.distributed\(optax.{outer}"):
@@ -256,7 +256,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(jit: bool) -> None:
 
 @pytest.mark.ranks(3, 4)
 def test_process_set() -> None:
-    """Two ranks train together, each of the others alone."""
+    """Two ranks train together, and each other rank trains alone."""
     members = [0, SIZE - 1]
     some = hvd.add_process_set(members)
     try:

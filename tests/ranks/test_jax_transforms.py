@@ -1,4 +1,4 @@
-"""JAX beyond jit and grad: vmap is refused, and an XLA whose layout is not known."""
+"""JAX beyond jit and grad: vmap is refused, and an XLA with an unknown layout is not accessed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_vmap_is_refused() -> None:
 def unknown(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """XLA's header as a later version might have it."""
+    """Set XLA's header to what a later version might have."""
     there = Path("xla", "ffi", "api", "c_api.h")
     text = Path(jax.ffi.include_dir(), there).read_text()
     if request.param == "another member":
@@ -50,7 +50,7 @@ def unknown(
 
 @pytest.mark.usefixtures("unknown")
 def test_an_unknown_layout_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs call Python with arrays then, and give the same."""
+    """Programs then call Python with arrays and give the same results."""
     assert not ffi.available()
 
     def never(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The NumPy binding: every function once, values by NumPy. The collectives' corners are tested elsewhere."""
+"""The NumPy binding: every function once, compared with NumPy. Other tests cover collectives in depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of embeddings: replicated and sharded ones give what one process gives."""
+"""Embedding tables: replicated and sharded ones give the results of one process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROWS, COLUMNS, STEPS, BATCH = 200_003, 3, 5, 60
 
 
 def ids_of(step: int) -> np.ndarray:
-    """The ids of all ranks, many of them several times, some on several ranks."""
+    """Return all ranks' ids. Many occur several times, some of them on several ranks."""
     random = np.random.default_rng(step)
     return (ROWS * random.random((SIZE, BATCH, 4)) ** 9).astype(np.int64)
 
 
 def gradient_of(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """That of the mean over the batch of the sum of cubes of all looked-up numbers."""
+    """Return the gradient of the batch mean of the sum of x^3 + x over all looked-up numbers x."""
     gradient = np.zeros_like(rows)
     np.add.at(gradient, places.reshape(-1), (3 * rows[places] ** 2 + 1).reshape(-1, COLUMNS) / len(places))
     return gradient
@@ -37,7 +37,7 @@ def trained(table: hvd.EmbeddingTable) -> None:
 
 
 def alone() -> tuple[np.ndarray, np.ndarray]:
-    """The same by NumPy, in one process."""
+    """Train with NumPy in one process."""
     table = hvd.EmbeddingTable(ROWS, COLUMNS, rate=0.1, scale=0.5)
     for step in range(STEPS):
         gradient = np.zeros((ROWS, COLUMNS), np.float64)
@@ -59,7 +59,7 @@ def test_sums_may_begin_at_0(sharded: bool) -> None:
         gradient[1], gradient[2, 0], gradient[3, 0] = -2e-3, 5.0, 1e-25  # its square is 0 in float32
         table.update(gradient)
     moved = table.lookup(np.arange(8), training=False)[0] - before
-    step = 0.1 * (1 + 0.5**0.5)  # Adagrad's first two, whatever the gradient
+    step = 0.1 * (1 + 0.5**0.5)  # sum of Adagrad's first two steps, whatever the gradient
     expected = np.zeros((8, 3))
     expected[1], expected[2, 0] = step, -step
     np.testing.assert_allclose(moved, expected, atol=1e-6)
@@ -89,7 +89,7 @@ def test_steps_are_those_of_one_process(sharded: bool, tmp_path: Path) -> None:
     np.testing.assert_array_equal(other.accumulators, saved[1][mine])
     write = table.snapshot(path)
     table.values[:] = 0
-    write_other = table.snapshot(f"{path}.best.npy")  # of the same step, before the first is written
+    write_other = table.snapshot(f"{path}.best.npy")  # from the same step, before the first file is written
     write()
     write_other()
     hvd.barrier()
@@ -126,12 +126,12 @@ def test_an_id_that_is_not_of_the_table_fails_on_all_ranks(bad: float, wrong: st
         text = f"embedding: {wrong}.* on rank 1 .*10 rows"
         with pytest.raises((ArgumentError, hvd.CollectiveError), match=text):
             table.update(np.zeros_like(table.lookup(ids)[0]))
-        hvd.barrier()  # no rank ends its program before the others have the message
+        hvd.barrier()  # no rank exits before the others have the message
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_lookups_before_an_error_are_forgotten(sharded: bool, tmp_path: Path) -> None:
-    """A step that fails between lookup and update: elastic training goes on, and so does a loaded table."""
+    """After a step fails between lookup and update, elastic training and a loaded table can continue."""
     table = hvd.EmbeddingTable(8, 3, rate=0.1, sharded=sharded)
     path = hvd.broadcast_object(str(tmp_path / "table.npy"))
     table.save(path)

@@ -1,4 +1,4 @@
-"""A forked child, such as a DataLoader worker, knows its rank and can do its parent no harm."""
+"""A forked child, such as a DataLoader worker, knows its rank and cannot harm its parent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_child_takes_no_part() -> None:
         assert text.startswith("NotInitializedError"), text
         assert f"was forked from rank {RANK}" in text
     assert in_child(hvd.shutdown) == "None"
-    hvd.barrier()  # what is done a child may have: rank 0's exchange must not be before its children ask
+    hvd.barrier()  # a child may have completed results, so rank 0 exchanges only after its children asked
     if handle is None:
         handle = hvd.allreduce(ones, op=hvd.Sum, name="from before", wait=False)
     assert (hvd.synchronize(handle) == SIZE).all()

@@ -1,4 +1,4 @@
-"""The figures that a script can ask for."""
+"""The metrics that a script can query."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training has beside its steps: top-k counts and checkpoints over several ranks."""
+"""Parts of a training other than its steps: top-k counts and checkpoints over several ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RANK, SIZE = hvd.rank(), hvd.size()
 
 def test_counts_of_all_ranks_are_exact() -> None:
     metric = hvd.TopK((1,))
-    for _ in range(RANK):  # rank 0 has none
+    for _ in range(RANK):  # rank 0 has no batches
         metric.add(np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), [0, 0, 0])
     total = 3 * sum(range(SIZE))
     assert metric.result() == {"count": total, "top1": (2 * total / 3) / max(total, 1)}
 
 
 def area(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Return the share of pairs in which the positive sample has the higher score; a tie counts half."""
+    """Return the fraction of pairs in which the positive sample has the higher score. A tie counts half."""
     positive, negative = scores[labels == 1], np.sort(scores[labels == 0])
     lower, not_higher = (np.searchsorted(negative, positive, side) for side in ("left", "right"))
     return float((lower + not_higher).sum() / (2 * len(positive) * len(negative)))
@@ -31,12 +31,12 @@ def area(scores: np.ndarray, labels: np.ndarray) -> float:
 
 @pytest.mark.parametrize("digits", [1, 3, 17])
 def test_the_area_under_the_curve_is_that_of_all_samples(digits: int) -> None:
-    """By their definitions; with many ties, and a rank without samples."""
+    """The metrics match their definitions, with many ties and with a rank without samples."""
     random = np.random.default_rng(3)
     scores = np.round(random.random(5_000), digits)
     labels = (random.random(5_000) < scores).astype(np.float32)
     metric = hvd.BinaryScores()
-    owner = random.integers(0, max(SIZE - 1, 1), 5_000)  # the last rank has none
+    owner = random.integers(0, max(SIZE - 1, 1), 5_000)  # the last rank has no samples
     for part in np.array_split(np.flatnonzero(owner == RANK), 3):
         metric.add(scores[part], labels[part])
     found = metric.result()

@@ -17,7 +17,7 @@ from ringdance.errors import RingdanceError
 session.init()
 COUNT = 50
 BLOCK = 5  # programs with the same settings
-BLOCKS = sampled("random programs", range(0, COUNT, BLOCK), 1, always=[0])  # the first has the usual settings
+BLOCKS = sampled("random programs", range(0, COUNT, BLOCK), 1, always=[0])  # the first: default settings
 SETTING_NAMES = (
     "fusion_threshold",
     "cycle_time",
@@ -30,7 +30,7 @@ SETTING_NAMES = (
 
 
 def environ_of(seed: int) -> dict[str, str]:
-    """Return the settings of a seed's program."""
+    """Return the settings for a seed's program."""
     settings = settings_of(make(seed, session.engine().size))
     values = {name: getattr(settings, name) for name in SETTING_NAMES}
     return {

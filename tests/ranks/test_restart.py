@@ -1,4 +1,4 @@
-"""A job leaves and starts again any number of times, and nothing of the former ones is left."""
+"""A job can leave and start again any number of times, and nothing of earlier jobs remains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 
 
 def resources() -> tuple[int, int, int]:
-    """Descriptors, threads and mapped pieces of shared memory of this process."""
+    """Return this process's numbers of descriptors, threads and shared-memory mappings."""
     with open("/proc/self/maps") as file:
         shared = sum("/dev/shm" in line for line in file)
     return len(os.listdir("/proc/self/fd")), threading.active_count(), shared
@@ -43,13 +43,13 @@ def test_restarting_leaves_nothing_behind() -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 def test_what_may_still_be_written_to_lives_after_a_failure_and_nothing_else() -> None:
-    """MPI cannot take back what is posted: it goes on writing into the buffers of an engine that failed."""
+    """MPI cannot cancel a posted operation, so it keeps writing to the buffers of a failed engine."""
 
     def fail() -> tuple[weakref.ref[Any], ...]:
         engine, buffer = session.engine(), np.zeros(1000)
         references = weakref.ref(buffer), weakref.ref(engine)
         if RANK == 0:
-            engine.transport.allreduce(buffer, "sum")  # on no other rank
+            engine.transport.allreduce(buffer, "sum")  # only on this rank
             engine._exclusively(engine.end.fail, EngineError("planted"))
         with pytest.raises(CollectiveError, match="planted"):
             hvd.allreduce(np.ones(300_000, np.float32))
@@ -65,7 +65,7 @@ def test_what_may_still_be_written_to_lives_after_a_failure_and_nothing_else() -
 
 @pytest.mark.ranks(2, 3, 4)
 def test_after_a_failure_that_nobody_agreed_on() -> None:
-    """The engine of one rank breaks, in the middle of what others do."""
+    """One rank's engine fails in the middle of the others' work, and the job can restart."""
     for number in range(3):
         assert hvd.allreduce(np.ones(300_000, np.float32), op=hvd.Sum)[-1] == SIZE
         if number % SIZE == RANK:

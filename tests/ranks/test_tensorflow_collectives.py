@@ -1,4 +1,4 @@
-"""Every collective on TensorFlow's tensors, eagerly and in functions: values by NumPy, gradients, errors."""
+"""Every collective on TensorFlow tensors, eagerly and in functions: values by NumPy, gradients, errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = [17, 32, 81, 12]
 
 
 def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as a tf.function."""
+    """Wrap the function as a tf.function."""
     return tf.function(function, autograph=True)
 
 
@@ -242,7 +242,7 @@ def test_alltoall_of_little_or_nothing(way: Any) -> None:
     call = way(exchange)
     result, received = call(tf.zeros((0, 3)), tf.zeros(SIZE, tf.int32))
     assert (result.shape, received.numpy().tolist()) == ((0, 3), [0] * SIZE)
-    # Rank 0 sends nothing; then it receives nothing; and rows that are not in the splits stay.
+    # Rank 0 sends nothing, then receives nothing. Rows that are not in the splits stay.
     sent = 0 if RANK == 0 else 1
     result, received = call(tf.ones((sent * SIZE + 1, 3)), tf.fill([SIZE], sent))
     assert received.numpy().tolist() == [0] + [1] * (SIZE - 1)
@@ -274,7 +274,7 @@ def test_reducescatter(way: Any, dtype: str) -> None:
 
 @both
 def test_names(way: Any) -> None:
-    """A name given, and name scopes that differ between ranks and are not to count."""
+    """An explicit name works, and name scopes may differ between ranks if they are to be ignored."""
 
     def call(x: Any) -> Any:
         with tf.name_scope(f"scope{RANK}"):
@@ -304,7 +304,7 @@ def test_results_do_not_share_the_inputs_memory() -> None:
 
 @several
 def test_join() -> None:
-    """The rank that joins first helps with zeros; averages divide by all."""
+    """The rank that joins first contributes zeros, and averages divide by all ranks."""
     for first in range(SIZE):
         if first != RANK:
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""States that are committed, restored and synchronised; training that goes on after an error in a graph."""
+"""States are committed, restored and synchronized, and training continues after an error in a graph."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_state_of_a_session() -> None:
         state.restore()
         assert (session.run(weight), state.epoch) == (0.0, 0)
         weight.load(8.0 + RANK, session)
-        state.sync()  # again, and not what it was the first time
+        state.sync()  # again, with values other than the first time
         assert session.run(weight) == 8.0
 
 
@@ -111,7 +111,7 @@ def test_other_errors_pass() -> None:
 def test_seeds_stay_each_ranks_own() -> None:
     keras.utils.set_random_seed(RANK)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)])
-    keras.utils.set_random_seed(0)  # TensorFlow's seed is that of all tests of this process
+    keras.utils.set_random_seed(0)  # all tests of this process share TensorFlow's seed
     seeds = [one for one in model.variables if "seed" in one.path]
     assert len(seeds) == 1
     before = np.asarray(seeds[0])

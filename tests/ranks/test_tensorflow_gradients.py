@@ -1,4 +1,4 @@
-"""Gradients of the collectives: those of the contract, eagerly and in functions; and what raises."""
+"""Gradients of the collectives follow the contract, eagerly and in functions, and wrong calls raise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPS = {"sum": hvd.Sum, "average": hvd.Average}
 
 
 def gradient_of(way: Any, kind: Callable[[Any], Any], given: Any, weights: Any) -> Any:
-    """The gradient of the weighted sum of the collective's result(s); `weights` as many as results."""
+    """Return the gradient of the weighted sum of the collective's results. Each result has a weight."""
 
     def compute(x: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -101,7 +101,7 @@ def test_broadcast(way: Any) -> None:
 
 @both
 def test_alltoall(way: Any) -> None:
-    """Each rank sends rank + 1 rows to each, and keeps one that is not sent."""
+    """Each rank sends rank + 1 rows to each rank, and keeps one row that is not sent."""
     weights = [values(r, "float64", (SIZE * (SIZE + 1) // 2, 2), 1) for r in range(SIZE)]
     starts = np.cumsum([0, *range(1, SIZE + 1)])
     wanted = np.concatenate([w[starts[RANK] : starts[RANK + 1]] for w in weights] + [np.zeros((1, 2))])
@@ -151,7 +151,7 @@ def test_gradient_of_a_gradient(way: Any) -> None:
     assert way(compute)(tf.constant([RANK + 1.0])).numpy().tolist() == [6.0 * total * SIZE * SIZE]
 
 
-# What goes wrong. In a graph TensorFlow's error has our sentences, with ranks and hosts.
+# Errors. In a graph, TensorFlow's error contains our text, with ranks and hosts.
 
 MISMATCHES = {
     "shape": lambda: hvd.allreduce(tf.zeros((2, RANK + 1)), name="bad"),
@@ -185,7 +185,7 @@ def test_mismatches_raise_on_all(way: Any, kind: str) -> None:
 @several
 @both
 def test_tensors_without_dimensions(way: Any) -> None:
-    def call(kind: Any) -> Any:  # of a lambda AutoGraph would parse the whole file
+    def call(kind: Any) -> Any:  # not a lambda: AutoGraph would parse the whole file
         return kind(tf.constant(1.0), name="scalar")
 
     for kind in (hvd.allgather, hvd.alltoall, hvd.reducescatter):
@@ -195,7 +195,7 @@ def test_tensors_without_dimensions(way: Any) -> None:
 
 @both
 def test_wrong_arguments(way: Any) -> None:
-    """Each rank sees these by itself."""
+    """Each rank detects these errors on its own."""
     wrong = [
         lambda: hvd.alltoall(tf.zeros(SIZE), [1] * (SIZE + 1), name="bad"),
         lambda: hvd.alltoall(tf.zeros(SIZE), [SIZE + 1] * SIZE, name="bad"),

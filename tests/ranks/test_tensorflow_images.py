@@ -1,4 +1,4 @@
-"""Images for TensorFlow: the loader's batches, and the same as a tf.data.Dataset."""
+"""Images for TensorFlow: the loader's batches, and the same batches as a tf.data.Dataset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 6 * SIZE + 1
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    """TFRecords in 3 files with one-coloured JPEGs: red is ten times the number."""
+    """Return TFRecords in 3 files with single-color JPEGs: red is ten times the number."""
     path = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0)
     if RANK == 0:
         samples = []

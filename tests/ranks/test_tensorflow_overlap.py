@@ -1,4 +1,4 @@
-"""In a graph with several threads: gradients are exchanged while others are computed, and seen only then."""
+"""Graphs with several threads: gradients are exchanged during backward, and used only afterwards."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ringdance.tensorflow.graph import capi, in_flight
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-PATIENCE = 30.0  # seconds until backward goes on by itself, and the test fails
-# These tests give TensorFlow one thread for operations; a session can have more.
+PATIENCE = 30.0  # seconds after which backward continues, and the test fails
+# These tests give TensorFlow one operation thread, but a session can have more.
 THREADS = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=3, use_per_session_threads=True)
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overlap", ["on", "auto"])
 def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer's gradient, computed last, comes only after the last layer's has been exchanged."""
-    exchanged: list[list[bool]] = []  # what had been started then: whether it was done
+    """The first layer's gradient, computed last, waits until the last layer's has been exchanged."""
+    exchanged: list[list[bool]] = []  # whether each exchange started by then was done
 
     def until_exchanged(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
@@ -38,7 +38,7 @@ def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pyt
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def watched(x: Any) -> Any:
         def gradient(dy: Any) -> Any:
-            # Stateless: it is not ordered among the operations that start exchanges.
+            # A stateless operation, because its order relative to exchange starts is not fixed.
             dy = tf.numpy_function(until_exchanged, [dy], tf.float32, stateful=False)
             return tf.ensure_shape(dy, x.shape)
 
@@ -51,7 +51,7 @@ def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pyt
             loss = tf.reduce_sum(last * watched(tf.tanh(first))) * (RANK + 1.0)
         return hvd.DistributedGradientTape(tape).gradient(loss, [first, last])
 
-    if overlap == "auto":  # a machine with cores to spare for it
+    if overlap == "auto":  # as on a machine with spare cores
         monkeypatch.setattr("ringdance.training.gradients.options.shared_cores", lambda pids: 64)
     with other_settings({"RINGDANCE_OVERLAP": overlap}), tf.Graph().as_default():
         first, last = (tf.compat.v1.placeholder(tf.float32, (300_000,)) for _ in range(2))  # two buckets
@@ -87,7 +87,7 @@ def test_what_uses_gradients_waits_for_a_late_rank(overlap: str) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
-    """It fails on one rank or on all of them, with one exchange started; what was started is not lost."""
+    """After it fails on one rank or all ranks with one exchange started, that exchange is not lost."""
 
     def until_started(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
@@ -99,7 +99,7 @@ def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
     def step(first: Any, last: Any, index: Any) -> Any:
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def failing(x: Any) -> Any:
-            def gradient(dy: Any) -> Any:  # of stateless operations, which are not ordered before the start
+            def gradient(dy: Any) -> Any:  # stateless operations, not ordered before the start
                 dy = tf.ensure_shape(tf.numpy_function(until_started, [dy], tf.float32, False), x.shape)
                 return dy + tf.gather(tf.zeros(1), index + tf.cast(0.0 * dy[0], tf.int32))
 

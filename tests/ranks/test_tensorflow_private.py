@@ -1,4 +1,4 @@
-"""What the TensorFlow binding does where a private name is missing: see ringdance.tensorflow._private."""
+"""How the TensorFlow binding behaves if a private name is missing: see ringdance.tensorflow._private."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_without_recording_of_operations(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.ranks(2, 3, 4)
 def test_without_the_context_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA itself says that it does not know the operation."""
+    """XLA itself reports that it does not know the operation."""
     monkeypatch.setattr(_private, "in_xla_context", lambda graph: False)
     function = tf.function(lambda x: hvd.allreduce(x, name="xla"), jit_compile=True)
     with pytest.raises(tf.errors.OpError, match="RingdanceCall"):

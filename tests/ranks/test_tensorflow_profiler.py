@@ -1,4 +1,4 @@
-"""Waits in TensorFlow's profiler, while it runs."""
+"""Waiting times appear in TensorFlow's profiler while it runs."""
 
 from __future__ import annotations
 

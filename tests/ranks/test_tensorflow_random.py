@@ -1,6 +1,6 @@
-"""Random models and loops in TensorFlow on several ranks, against one process that computes the mean itself.
+"""Random TensorFlow models and loops on several ranks, compared with one process that computes the mean.
 
-With tapes, eagerly and in functions; and in sessions, with the optimizers of ``tf.compat.v1``.
+They use tapes, eagerly and in functions, and sessions with the optimizers of ``tf.compat.v1``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ v1 = tf.compat.v1
 
 
 class Operations:
-    """What ``predict`` needs."""
+    """The operations that ``predict`` needs."""
 
     concatenate, reshape, tanh, sum = tf.concat, tf.reshape, tf.tanh, tf.reduce_sum
 
@@ -68,7 +68,7 @@ def optimizer_of(program: Program) -> Any:
 def options_of(program: Program) -> dict[str, Any]:
     return {
         "op": hvd.Sum if program.sum else hvd.Average, "gradient_predivide_factor": program.predivide,
-        # A rank that refuses to sum rows would leave the others waiting.
+        # If a rank refused to sum rows, the others would be left waiting.
         "sparse_as_dense": program.seed % 3 == 0 or (program.sparse == "mixed" and program.passes > 1),
     }
 
@@ -129,7 +129,7 @@ def train_in_session(program: Program) -> list[Any]:
             pairs = optimizer.compute_gradients(loss, [values[name] for name in names])
             operations.append((optimizer, pairs))
         reduced = [one for _, pairs in operations for one, _ in pairs if one is not None]
-        with tf.control_dependencies([one.op for one in reduced]):  # no step before all gradients are there
+        with tf.control_dependencies([one.op for one in reduced]):  # no step before all gradients exist
             step = tf.group(*[
                 optimizer.apply_gradients([pair for pair in pairs if pair[0] is not None])
                 for optimizer, pairs in operations
@@ -164,9 +164,9 @@ def alone(program: Program) -> list[Any]:
 
 
 def total_of(parts: list[tuple[Any, float]]) -> Any:
-    """The sum of gradients: of rows, if all are."""
+    """Return the sum of gradients, as rows if all of them are rows."""
     total = sum(np.asarray(tf.convert_to_tensor(one)) * share for one, share in parts)
-    if len(parts) == 1 and SIZE == 1:  # not exchanged: optimizers see a row as often as the batch has it
+    if len(parts) == 1 and SIZE == 1:  # not exchanged: optimizers see a batch's repeated rows
         return parts[0][0]
     if not all(isinstance(one, tf.IndexedSlices) for one, _ in parts):
         return tf.constant(total, tf.float32)
@@ -180,7 +180,7 @@ def refusal(program: Program) -> str:
     if sums and keeps_rows:
         return "cannot sum IndexedSlices"
     if program.only and set(program.only) != set(range(SIZE)):
-        return "gradients" if program.loop else "Mismatched"  # slots, too, are on some ranks only
+        return "gradients" if program.loop else "Mismatched"  # only some ranks have the slots, too
     return "gradients" if program.sparse == "mixed" and keeps_rows else ""
 
 

@@ -1,4 +1,4 @@
-"""The script of docs/tutorials/frameworks.md."""
+"""The script in docs/tutorials/frameworks.md."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Run = Callable[[Any], Any]
 
 @pytest.fixture(params=[1, 4])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Runs tensors of a new graph, with so many threads for operations."""
+    """Return a function that runs tensors of a new graph with the parameter's number of operation threads."""
     config = v1.ConfigProto(inter_op_parallelism_threads=request.param, use_per_session_threads=True)
     with tf.Graph().as_default(), v1.Session(config=config) as session:
         yield session.run
@@ -32,7 +32,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 @pytest.mark.parametrize("branch", [False, True])
 def test_many_calls_in_one_run(run: Run, branch: bool) -> None:
-    """More of them than threads, each rank in another order; in branches of tf.cond as well."""
+    """More calls than threads complete, in a different order on each rank, also in branches of tf.cond."""
     yes = v1.placeholder_with_default(True, ())
     shapes = [(i % 5, 3) for i in range(30)]
     made: dict[int, Any] = {}
@@ -94,7 +94,7 @@ def test_a_mismatch(run: Run) -> None:
 
 
 def network(optimizer: Any, passes: int = 1) -> tuple[Any, Any, Any]:
-    """A linear model with an embedding; returns (loss, training operation, variables)."""
+    """Build a linear model with an embedding. Returns (loss, training operation, variables)."""
     table = v1.get_variable("table", initializer=np.arange(12.0).reshape(6, 2))
     weight = v1.get_variable("weight", initializer=np.array([[1.0], [-2.0]]))
     chosen = tf.gather(table, [RANK, 5])
@@ -104,7 +104,7 @@ def network(optimizer: Any, passes: int = 1) -> tuple[Any, Any, Any]:
 
 
 def by_hand(steps: int, rate: float) -> tuple[Any, Any]:
-    """What gradient descent on the mean of all ranks' losses gives."""
+    """Return the result of gradient descent on the mean of all ranks' losses."""
     table, weight = np.arange(12.0).reshape(6, 2), np.array([[1.0], [-2.0]])
     for _ in range(steps):
         of_table, of_weight = np.zeros_like(table), np.zeros_like(weight)
@@ -131,7 +131,7 @@ def test_optimizer(run: Run, dense: bool) -> None:
 
 
 def test_two_optimizers_in_one_run(run: Run) -> None:
-    """As for generator and discriminator: variables alike, both trained in one run."""
+    """As for generator and discriminator, one run trains both variables, which stay equal on all ranks."""
     weights = [v1.get_variable(f"w{i}", initializer=np.full(3, 1.0)) for i in range(2)]
     trains = []
     for i, weight in enumerate(weights):
@@ -157,7 +157,7 @@ def test_several_passes(run: Run, average: bool) -> None:
         with counting_steps() as steps:
             run(train)
             assert steps() == (SIZE > 1 and count % passes == 0)
-        # The same loss in both passes: their sum is twice the gradient.
+        # Both passes use the same loss, so their sum is twice the gradient.
         rate = 0.001 if average else passes * 0.001
         for result, wanted in zip(run(variables), by_hand(count // passes, rate), strict=True):
             np.testing.assert_allclose(result, wanted, rtol=1e-6, atol=1e-8)
@@ -174,7 +174,7 @@ def test_passes_that_cannot_be(run: Run) -> None:
 
 @pytest.mark.ranks(1, 2, 4)
 def test_adasum_combines_the_steps(run: Run) -> None:
-    """Orthogonal changes of the weights add up, equal ones are averaged."""
+    """Orthogonal weight changes add up, and equal ones are averaged."""
     optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.5), op=hvd.Adasum)
     assert optimizer.get_name() == "DistributedDeltaGradientDescentOptimizer"
     weights = v1.get_variable("w", initializer=np.zeros(SIZE))
@@ -204,7 +204,7 @@ def test_broadcast_of_global_variables(run: Run) -> None:
 
 def test_hook() -> None:
     hook = hvd.BroadcastGlobalVariablesHook(0)
-    for _ in range(2):  # again with another graph
+    for _ in range(2):  # the second time with another graph
         with tf.Graph().as_default():
             weight = v1.get_variable("w", initializer=float(RANK + 1))
             optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.5))

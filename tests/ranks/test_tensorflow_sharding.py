@@ -1,4 +1,4 @@
-"""shard() for TensorFlow: data sets whose length is known, unknown, endless; tensors."""
+"""shard() for TensorFlow: tensors, and data sets of known, unknown and infinite length."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_endless_data_set() -> None:
 @pytest.mark.parametrize("buffer", [True, 5])
 @pytest.mark.parametrize("ends", ["pad", "drop", "join"])
 def test_shuffled(ends: str, buffer: bool | int) -> None:
-    """Each iteration is another epoch, and the ranks' shares belong to one order."""
+    """Each iteration is another epoch, and the ranks' shares belong to the same order."""
     length = 5 * SIZE + 1
     data = hvd.shard(tf.data.Dataset.range(length), ends=ends, shuffle=buffer, seed=4)
     check_epochs(data, length, ends)
@@ -133,7 +133,7 @@ def test_elements_that_can_be_read_once_and_tuples_of_one(ends: str) -> None:
     once = iter(range(10))
     data = tf.data.Dataset.from_generator(lambda: once, output_signature=tf.TensorSpec((), tf.int64))
     shared = hvd.shard(data, ends=ends)
-    assert next(once) == 0  # nothing is read before
+    assert next(once) == 0  # nothing is read before this
     once = itertools.chain([0], once)
     found = sorted(itertools.chain(*hvd.allgather_object([int(one) for one in shared])))
     assert found == list(range(10 // SIZE * SIZE if ends == "drop" else 10))

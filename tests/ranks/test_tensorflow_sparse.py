@@ -1,4 +1,4 @@
-"""IndexedSlices over the ranks: merged, sent as rows or as a dense table, eager and in functions."""
+"""IndexedSlices over the ranks: merged, sent as rows or as a dense table, eagerly and in functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def route(request: pytest.FixtureRequest) -> Any:
 
 
 def rows_of(rank: int, dtype: Any) -> tuple[Any, Any]:
-    """Rows with repetitions; more on later ranks."""
+    """Return rows with repetitions. Later ranks have more of them."""
     made = np.random.default_rng(rank)
     count = 3 * rank + 4
     keys = np.concatenate([[5, 5], made.integers(0, TABLE, count)])
@@ -70,7 +70,7 @@ def test_the_verb(way: Any, route: str, dtype: str, known: bool, kind: Any) -> N
 
 @both
 def test_gradients_of_embeddings(way: Any, route: str) -> None:
-    """Repeated words, two tables and a dense layer."""
+    """Gradients are right with repeated words, two tables and a dense layer."""
     words = tf.Variable(tf.random.stateless_normal((TABLE, 4), [1, 1]), name="words")
     users = tf.Variable(tf.random.stateless_normal((100_000, 2), [2, 2]), name="users")
     weight = tf.Variable(tf.ones((6, 1)), name="weight")
@@ -102,7 +102,7 @@ def test_gradients_of_embeddings(way: Any, route: str) -> None:
 
 @both
 def test_differentiable(way: Any, route: str) -> None:
-    """The gradient of a sum is the sum of the gradients, of an average their average."""
+    """The gradient of a sum is the sum of the gradients. An average's gradient is their average."""
     keys = tf.constant([RANK, 5, 5])
     values = tf.Variable(tf.ones((3, 2)))
     factors = tf.reshape(tf.range(2.0 * TABLE), (TABLE, 2))

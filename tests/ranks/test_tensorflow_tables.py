@@ -21,7 +21,7 @@ FIELDS, TABLE, LENGTH = 5, 1 << 40, 300 * SIZE + 7
 
 
 def rows() -> Rows:
-    """Random rows: ids of any length as varints, labels 0 and 1."""
+    """Return random rows: ids of any length as varints, labels 0 and 1."""
     random = np.random.default_rng(0)
     ids = random.integers(0, TABLE, (LENGTH, FIELDS)) >> random.integers(0, 41, (LENGTH, FIELDS))
     ids[:, 0] = np.arange(LENGTH)
@@ -30,7 +30,7 @@ def rows() -> Rows:
 
 
 def example(number: int, names: tuple[str, str, str], integer: bool = False) -> bytes:
-    """Return what the public DeepFM scripts write for a row."""
+    """Return the record that the public DeepFM scripts write for a row."""
     label, ids, values = (one[number].tolist() for one in rows())
     kinds = (
         tf.train.Feature(int64_list=tf.train.Int64List(value=[int(label)])) if integer else
@@ -46,7 +46,7 @@ def example(number: int, names: tuple[str, str, str], integer: bool = False) -> 
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    """A table of TFRecords in three files."""
+    """Return a table of TFRecords in three files."""
     path = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
     if RANK == 0:
         written = []
@@ -68,7 +68,7 @@ def parsed(records: list[bytes]) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 def test_records_are_those_of_tensorflow(directory: Path, tmp_path: Path) -> None:
-    """TensorFlow parses ours alike; ours is byte by byte what it serializes; and we read what it writes."""
+    """TensorFlow parses our records, serializes the same bytes, and we read what it writes."""
     wanted = rows()
     table = Table.open(directory)
     names = [str(directory / one.name) for one in table.files]

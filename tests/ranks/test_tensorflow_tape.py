@@ -26,7 +26,7 @@ MEAN = (SIZE + 1) / 2
 
 
 def model() -> tuple[list[Any], Any]:
-    """Variables, and a function of a tape's maker that gives their gradients; loss times rank + 1."""
+    """Return variables, and a function from a tape's maker to their gradients. Loss has a factor rank + 1."""
     table = tf.Variable(values(0, "float64", (6, 3), 1))
     weight = tf.Variable(values(0, "float64", (3, 2), 2))
     unused = tf.Variable(1.0)
@@ -44,7 +44,7 @@ def model() -> tuple[list[Any], Any]:
 @both
 @pytest.mark.parametrize(("differ", "broadcast"), [(False, False), (True, False), (True, True)])
 def test_weights_that_differ_are_noticed(way: Any, differ: bool, broadcast: bool) -> None:
-    """Not in the first steps: scripts written for Horovod broadcast after the first."""
+    """The first steps are not compared, because scripts for Horovod broadcast after the first step."""
     weight = tf.Variable(values(RANK * differ, "float32", (3, 2), 2), name="mine")
 
     @way
@@ -66,7 +66,7 @@ def test_weights_that_differ_are_noticed(way: Any, differ: bool, broadcast: bool
 @pytest.mark.parametrize("way", [lambda step: step, tf.function])
 @pytest.mark.parametrize("differ", [False, True])
 def test_weights_are_compared_once_where_ranks_join_early(way: Any, differ: bool) -> None:
-    """What has no gradient may differ."""
+    """Variables without a gradient may differ."""
     weight = tf.Variable([1.0, np.nan if differ and RANK == 1 else 0.0], name="mine")
     own = tf.Variable(float(RANK), name="own")
 
@@ -121,7 +121,7 @@ def test_gradients_are_reduced(way: Any, how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_large_gradients_go_in_parts(overlap: str) -> None:
-    """More than one start and one wait; a second exchange in the same function; one thread is enough."""
+    """Exchanges with several starts and waits work, twice in one function, with a single thread."""
     with other_settings({"RINGDANCE_OVERLAP": overlap}):
         variables = [tf.Variable(tf.fill((300_000 + i,), 1.0 + i)) for i in range(8)]
 
@@ -149,7 +149,7 @@ def test_large_gradients_go_in_parts(overlap: str) -> None:
 
 @both
 def test_the_same_variables_twice(way: Any) -> None:
-    """Two exchanges of one name in one function come one after the other."""
+    """Two exchanges with the same name in one function run one after the other."""
     variables = [tf.Variable(tf.ones((300_000,))) for _ in range(4)]
 
     def step() -> Any:
@@ -170,7 +170,7 @@ def test_the_same_variables_twice(way: Any) -> None:
 @both
 @pytest.mark.parametrize("others", ["none", "another", "dense"])
 def test_other_gradients_on_rank_0(way: Any, others: str) -> None:
-    """Never the mean of two variables' gradients, and no wait: one error on all ranks."""
+    """All ranks raise one error. Gradients of two variables are never averaged, and no rank waits."""
     first, second = tf.Variable(tf.ones((9, 2))), tf.Variable(tf.ones((9, 2)))
 
     def step(alike: bool) -> Any:
@@ -192,7 +192,7 @@ def test_other_gradients_on_rank_0(way: Any, others: str) -> None:
 @several
 @both
 def test_shapes_that_differ_by_mistake(way: Any) -> None:
-    """One error on all ranks, with the shapes, of dense gradients and of rows."""
+    """All ranks raise one error with the shapes, for dense gradients and for rows."""
 
     def step(variable: Any, rows: bool) -> Any:
         with tf.GradientTape() as tape:
@@ -222,7 +222,7 @@ def test_two_tapes_of_one_recording() -> None:
 @several
 @pytest.mark.parametrize("apart", ["", "names", "shapes"])
 def test_models_in_two_threads(apart: str) -> None:
-    """In another order on rank 0: each its own mean; equal ones without names: an error before the next."""
+    """Rank 0's threads run in another order: each model gets its own mean. Unnamed equal models raise."""
     models = [tf.Variable([1.0]), tf.Variable([1.0] * (1 + (apart == "shapes")))]
     turns, stop = [threading.Event(), threading.Event()], threading.Event()
     found: dict[int, Any] = {}
@@ -312,7 +312,7 @@ def test_local_sources(way: Any, scale: bool) -> None:
 
 @both
 def test_optimizer_of_keras_in_a_loop(way: Any) -> None:
-    """DistributedOptimizer of this module takes Keras's too: the steps are those of the mean gradient."""
+    """This module's DistributedOptimizer also accepts Keras optimizers. Steps use the mean gradient."""
     weight = tf.Variable([1.0, 2.0])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
     optimizer.build([weight])
@@ -327,7 +327,7 @@ def test_optimizer_of_keras_in_a_loop(way: Any) -> None:
 
 
 def test_partial_tape_leaves_layers_local() -> None:
-    """A model-parallel model: each rank has a layer of another width; the shared one is reduced."""
+    """In a model-parallel model, layers of different width stay local, and the shared one is reduced."""
     own, shared = keras.layers.Dense(RANK + 2), keras.layers.Dense(3, kernel_initializer="ones")
     inputs = tf.ones((4, 3)) * (RANK + 1.0)
     own.build((None, 3))
@@ -377,7 +377,7 @@ def test_objects() -> None:
 @both
 @pytest.mark.parametrize("lengths", [[2, 2, 2, 2], [2, 1, 3, 2]], ids=["equal", "unequal"])
 def test_sync_batch_norm(way: Any, lengths: list[int]) -> None:
-    """Outputs, statistics and gradients are those of one layer with all ranks' samples."""
+    """Outputs, statistics and gradients equal those of one layer with all ranks' samples."""
     parts = [values(r, "float32", (lengths[r], 3, 4)) for r in range(SIZE)]
     weights = [values(r, "float32", (lengths[r], 3, 4), 1) for r in range(SIZE)]
 
@@ -455,7 +455,7 @@ def test_process_sets(way: Any) -> None:
 
 
 def test_a_wrong_static_shape() -> None:
-    """What a graph was told of a shape is not believed: the memory is what the tensor says."""
+    """A graph's static shape is not trusted: the tensor itself determines the memory."""
 
     @tf.function(input_signature=[tf.TensorSpec([None])])  # type: ignore[untyped-decorator]
     def told(given: Any) -> Any:
@@ -469,7 +469,7 @@ def test_a_wrong_static_shape() -> None:
 
 @pytest.mark.ranks(2, 3)
 def test_later_calls_come_after_those_within_a_condition() -> None:
-    """As the comparison of weights: with one thread, ranks would wait for different calls."""
+    """This includes the comparison of weights. With one thread, ranks would wait for different calls."""
     weight = tf.Variable([1.0])
 
     @tf.function

@@ -50,7 +50,7 @@ def test_without_a_deadlock_time_kernels_wait_without_a_limit(monkeypatch: pytes
 def test_kernels_that_use_up_all_threads_say_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two programs whose ranks wait for each other so are in tests/dropin/test_stall.py."""
+    """tests/dropin/test_stall.py has two programs whose ranks wait for each other like this."""
     engine = SimpleNamespace(rank=hvd.rank(), settings=SimpleNamespace(deadlock_time=3.0))
     monkeypatch.setattr(kernels.session, "engine", lambda: engine)
     limits: list[Any] = []

@@ -1,6 +1,6 @@
-"""The backend "ringdance" of torch.distributed: results are gloo's, bit by bit, where gloo has the call.
+"""The backend "ringdance" of torch.distributed: results equal gloo's bit by bit, if gloo supports the call.
 
-Also run under torchrun, where the ranks are connected by gloo: tests/dropin/test_torch_backend.py.
+Also run under torchrun, where gloo connects the ranks: tests/dropin/test_torch_backend.py.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def given(shape: Any, dtype: torch.dtype = torch.float32, rank: int = RANK) -> t
 
 
 def by_both(call: Callable[[Any], Any], tolerance: float = 1e-5) -> None:
-    """Compare the results of a call in our group and in gloo's, which adds three ranks in another order."""
+    """Compare a call's results in our group and in gloo's. gloo adds three ranks in another order."""
     tolerance = 0.0 if SIZE == 2 else tolerance
     for one, other in zip(call(WORLD), call(GLOO), strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
@@ -84,7 +84,7 @@ def test_reductions(dtype: torch.dtype, shape: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_moving(dtype: torch.dtype) -> None:
-    """What gloo does not know is compared with what the ranks have given."""
+    """If gloo does not support a type, results are compared with the ranks' inputs."""
     def everyone(shape: Any) -> list[torch.Tensor]:
         return [given(shape, dtype, rank) for rank in range(SIZE)]
 
@@ -148,7 +148,7 @@ def test_reductions_that_gloo_lacks() -> None:
 
 
 def test_memory_of_any_layout() -> None:
-    """Outputs that are not contiguous, inputs that lie in outputs, as FSDP has them."""
+    """Outputs may be non-contiguous, and inputs may be part of outputs, as in FSDP."""
     one = torch.zeros(4, 3).t()
     one += RANK + 1
     dist.all_reduce(one)
@@ -187,7 +187,7 @@ def test_calls_in_flight() -> None:
 
 
 def test_results_are_there_without_a_wait() -> None:
-    """The engine completes a call whose work is not kept; C++ may wait for one that Python has dropped."""
+    """The engine completes a call even if its work is dropped. C++ may wait for work that Python dropped."""
     turned = torch.ones(4, 3).t()
     dist.all_reduce(turned, async_op=True)
     until = time.monotonic() + 10
@@ -227,8 +227,8 @@ def test_two_ranks() -> None:
     else:
         number = torch.zeros(1, dtype=torch.int64)
         assert sorted(dist.recv(number) for _ in range(SIZE - 1)) == list(range(1, SIZE))
-    dist.barrier()  # what is sent next could be received from any rank, too
-    for _ in range(20):  # the future's thread and this one ask for the same message
+    dist.barrier()  # the next messages could be received from any rank, too
+    for _ in range(20):  # the future's thread and this one test the same message
         twice = dist.irecv(torch.zeros(1), behind)
         twice.get_future()
         dist.send(torch.ones(1).expand(4)[:1], ahead)
@@ -247,8 +247,8 @@ def test_two_ranks() -> None:
 
 
 def test_groups() -> None:
-    """Made by all ranks or by members alone; threads use two of them in different orders."""
-    # torch names groups made by members alone by how many groups a rank is in.
+    """Groups may be created by all ranks or only by members. Two threads use two in different orders."""
+    # torch names groups created only by members after the number of groups that a rank is in.
     whole = [dist.new_group(use_local_synchronization=local) for local in (True, False)]
     pair = dist.new_group([0, SIZE - 1])
     if RANK in (0, SIZE - 1):
@@ -273,12 +273,12 @@ def test_groups() -> None:
     alone = dist.new_group([RANK], use_local_synchronization=True)
     dist.all_reduce(one := torch.ones(1), group=alone)
     assert one.item() == 1
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE  # side by side with the other API
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE  # together with the other API
     assert sorted(hvd.add_process_set([0, 1]).ranks or ()) == [0, 1] if SIZE > 2 else True
 
 
 def test_groups_that_are_destroyed() -> None:
-    """Their memory is freed; other groups go on."""
+    """Destroying groups frees their memory, and other groups continue."""
     known = len(session.engine().sets.registered)
     for _ in range(20):
         group = dist.new_group(list(range(SIZE)))
@@ -296,14 +296,14 @@ def test_groups_that_are_destroyed() -> None:
 
 
 def test_groups_that_one_rank_destroys() -> None:
-    """Calls that it never makes fail at once on the others; those that all have made complete."""
+    """On other ranks, calls that it never makes fail at once, and calls that all have made complete."""
     group, one = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(3)
     dist.all_reduce(one, group=group)
     last = dist.all_reduce(both := torch.ones(3), group=group, async_op=True)
     if RANK == 0:
         dist.isend(torch.full((3,), 7.0), SIZE - 1, group=group)
         dist.destroy_process_group(group)
-    if RANK == SIZE - 1:  # with three ranks, one does not call anything
+    if RANK == SIZE - 1:  # with three ranks, one does not make any call
         for _ in range(2):
             with pytest.raises(ProcessSetRemovedError, match=r"rank 0 on host .* destroyed process group"):
                 dist.all_reduce(one, group=group)
@@ -316,15 +316,15 @@ def test_groups_that_one_rank_destroys() -> None:
     dist.barrier()
     if RANK:
         dist.destroy_process_group(group)
-    with pytest.raises(ArgumentError, match=rf"of {SIZE} ranks was destroyed .*make the group again"):
+    with pytest.raises(ArgumentError, match=rf"of {SIZE} ranks was destroyed .*Create the group again"):
         group.allreduce([one])
 
 
 def test_numbers_of_groups() -> None:
-    """Freed with the groups, and the same on all members, also if torch gives a name again."""
+    """Numbers are freed with their groups and equal on all members, even if torch reuses a name."""
     engine, numbers = session.engine(), []
     first = set(engine.process_sets())
-    local = SIZE == 2  # others are in different numbers of groups, by which torch names them then
+    local = SIZE == 2  # more ranks are in different numbers of groups, and torch derives names from those
     for _ in range(3):
         for rank in range(SIZE):
             alone = dist.new_group([rank])
@@ -343,7 +343,7 @@ def test_numbers_of_groups() -> None:
     everyone: list[Any] = [None] * SIZE
     dist.all_gather_object(everyone, numbers)
     assert everyone == [numbers] * SIZE
-    # All numbers have been given once: the next are those that no member uses.
+    # All numbers have been used once. The next ones are numbers that no member uses.
     root, kept = WORLD._options.store, dist.new_group()
     while hasattr(root, "underlying_store"):
         root = root.underlying_store
@@ -365,13 +365,13 @@ def test_a_group_of_a_job_that_was_started_again(monkeypatch: pytest.MonkeyPatch
     again = SimpleNamespace(identity=engine.identity, size=SIZE, closed=False)
     with monkeypatch.context() as patch:
         patch.setattr(session, "engine", lambda: again)
-        with pytest.raises(ArgumentError, match=r"before shutdown\(\) and init\(\).*make the group again"):
+        with pytest.raises(ArgumentError, match=r"before shutdown\(\) and init\(\).*Create the group again"):
             group.allreduce([torch.ones(3)])
     dist.destroy_process_group(group)
 
 
 def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
-    """It fails on all members, its memory is not written later, and other groups go on."""
+    """The group fails on all members, its memory is not written later, and other groups continue."""
     group, message = dist.new_group(), dist.new_group()
     for made in (group, message):
         made.set_timeout(timedelta(seconds=0.3))
@@ -387,11 +387,11 @@ def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
         with pytest.raises(ProcessSetRemovedError, match="on rank 0"):
             dist.all_reduce(one, group=group)
     assert one.tolist() == [RANK + 1.0] * 2
-    by_gloo = "TORCHELASTIC_RUN_ID" in os.environ  # whose thread would wait in C++ at the end of the process
+    by_gloo = "TORCHELASTIC_RUN_ID" in os.environ  # gloo's thread would wait in C++ when the process exits
     if RANK == 0 and not by_gloo:
         with pytest.raises(dist.DistBackendError, match=r"message of 8 bytes .* its group has failed"):
             dist.recv(one, SIZE - 1, group=message)
-    dist.all_reduce(one)  # the job goes on
+    dist.all_reduce(one)  # the job continues
     assert one[0].item() == sum(range(1, SIZE + 1))
     if not by_gloo:
         with pytest.raises(ProcessSetRemovedError, match="message of 8 bytes"):
@@ -403,14 +403,14 @@ def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
         while group._number in session.engine().sets.registered and time.monotonic() < until:
             time.sleep(0.01)
         with pytest.raises(ArgumentError, match="freed after a call in it had timed out"):
-            dist.all_reduce(one, group=group)  # the number may be another group's by now
+            dist.all_reduce(one, group=group)  # another group may have the number by now
     wide = torch.ones(1).expand(4) if RANK == 0 else torch.zeros(4)
     dist.broadcast(wide, 0)  # the root's tensor need not be writable
     assert wide.tolist() == [1.0] * 4
 
 
 def test_a_group_that_a_member_makes_too_late() -> None:
-    """All members get the error; afterwards it can be made."""
+    """All members raise. Afterwards the group can be created."""
     time.sleep(1.0 * (RANK == 0))
     with pytest.raises(dist.DistStoreError, match=r"not all .* members called it within"):
         dist.new_group(timeout=timedelta(seconds=0.3))
@@ -433,7 +433,7 @@ def trained(group: Any, hook: str = "", no_sync: bool = False, **options: Any) -
     model = net()
     with torch.no_grad():
         for one in model.parameters():
-            one += 0.01 * RANK  # what DistributedDataParallel makes equal
+            one += 0.01 * RANK  # differences that DistributedDataParallel removes
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001, **options)
     if hook == "half":
         wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
@@ -461,12 +461,12 @@ def test_data_parallel(options: dict[str, Any], overlap: bool, monkeypatch: pyte
     if options.get("hook") != "power":
         by_both(lambda group: trained(group, **options), 1e-2 if "hook" in options else 1e-5)
         return
-    found = hvd.allgather_object([one.tolist() for one in trained(WORLD, **options)[:2]])  # gloo aborts in it
+    found = hvd.allgather_object([one.tolist() for one in trained(WORLD, **options)[:2]])  # gloo aborts here
     assert found == [found[0]] * SIZE
 
 
 def test_a_mismatch_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks get it as it is, and the group can be used again."""
+    """All ranks raise the error unchanged, and the group can be used again."""
     monkeypatch.setattr(works, "_overlaps", lambda engine: False)
     model = DistributedDataParallel(net())
     loss = model(torch.ones(2, 16)).sum()
@@ -533,7 +533,7 @@ def test_sharded_data_parallel() -> None:
 
 
 def test_the_first_fsdp_and_checkpoints_in_the_background(tmp_path_factory: Any) -> None:
-    """Storages are resized, which Tensor.numpy() would forbid; a CPU backend is looked for."""
+    """Storages are resized, which Tensor.numpy() would forbid, and torch looks up a CPU backend."""
     from torch.distributed.checkpoint import async_save
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -569,7 +569,7 @@ def test_complex_parts() -> None:
     lambda one, op: dist.reduce_scatter_tensor(one.clone(), one.repeat(SIZE), op),
 ])  # fmt: skip
 def test_complex_numbers_have_no_product(call: Callable[[torch.Tensor, Any], Any]) -> None:
-    """Their real and imaginary parts would be multiplied apart."""
+    """Their real and imaginary parts would be multiplied separately."""
     for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
         with pytest.raises(ValueError, match="Complex tensors can be reduced by Sum and Average"):
             call(torch.tensor([1 + 2j]), op)
@@ -577,7 +577,7 @@ def test_complex_numbers_have_no_product(call: Callable[[torch.Tensor, Any], Any
 
 
 def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
-    """Return calls whose arguments only the rank that makes them can see to be wrong."""
+    """Return calls whose arguments are wrong in a way that only the calling rank can see."""
     one, whole, premul = torch.ones(2), torch.ones(2 * SIZE), dist._make_nccl_premul_sum(2.0)
     return {
         "dtype": ("NumPy has no such type", lambda: dist.all_reduce(one.to(torch.float8_e4m3fn))),
@@ -606,7 +606,7 @@ def _options(kind: Any, root: int) -> Any:
 
 @pytest.mark.parametrize("case", wrong_on_one_rank())
 def test_an_argument_that_is_wrong_on_one_rank(case: str) -> None:
-    """The others get the same text, and the next call is matched with the next call."""
+    """The other ranks get the same text, and the next calls match each other."""
     told, call = wrong_on_one_rank()[case]
     if RANK == 0:
         with pytest.raises(ValueError, match=told):
@@ -650,7 +650,7 @@ def test_calls_that_differ(case: str) -> None:
 
 @pytest.mark.parametrize("root", [-1, SIZE])
 def test_a_root_that_is_not_there(root: int) -> None:
-    with pytest.raises(ValueError, match="no rank"):
+    with pytest.raises(ValueError, match="does not exist"):
         dist.broadcast(torch.ones(2), root, group=WORLD)
 
 
@@ -671,7 +671,7 @@ def test_functional_collectives_and_tensors_in_parts() -> None:
 
 
 def test_what_exchanges_the_tensors_of_a_device() -> None:
-    """As torch asks from 2.14 on, before point-to-point calls."""
+    """torch requires this from 2.14 on, before point-to-point calls."""
     assert WORLD._get_backend(torch.device("cpu")) is WORLD
 
 
@@ -691,7 +691,7 @@ def test_what_is_wrong() -> None:
         with pytest.raises(ValueError, match=f"tag={tag} is not below"):
             dist.isend(torch.ones(1), 1 - min(RANK, 1), tag=tag)
     for rank in (-2, RANK, SIZE):
-        with pytest.raises(ValueError, match=f"rank {rank} is not another one"):
+        with pytest.raises(ValueError, match=f"rank {rank} is not another rank"):
             WORLD.recv([torch.ones(1)], rank, 0)
     with pytest.raises(ValueError, match="cannot be divided"):
         dist.reduce_scatter_tensor(torch.empty(2), torch.empty(5))
@@ -716,7 +716,7 @@ def test_tensors_on_a_gpu_are_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> N
             return lambda *given: calls.append(name)
 
     monkeypatch.setitem(vars(WORLD), "nccl", Nccl())
-    far = torch.empty(2, device="meta")  # any device but the CPU
+    far = torch.empty(2, device="meta")  # any device except the CPU
     WORLD.allreduce([far])
     WORLD.broadcast([far])
     WORLD.allgather([[far]], [far])

@@ -1,4 +1,4 @@
-"""Gradients that no backward pass computes: they are reduced before a step uses them."""
+"""Gradients that are not computed by a backward pass are reduced before a step uses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.ranks(2, 3, 4)
 MEAN = (SIZE + 1) / 2
-STEPS = 12  # the ranks exchange without masks by then
+STEPS = 12  # enough for the ranks to exchange without masks
 X = torch.full((1, 2), RANK + 1.0)  # the gradient of net(X).sum()
 
 Fill = Callable[[nn.Linear, Any], object]
@@ -36,7 +36,7 @@ def func_grad(net: nn.Linear, optimizer: Any) -> None:
 
 
 def master_weights(net: nn.Linear, optimizer: Any) -> None:
-    """Into a gradient that stays, as the optimizers of mixed precision do that keep float32 weights."""
+    """Copy into a persistent gradient, as mixed-precision optimizers with float32 weights do."""
     small = nn.Linear(2, 1, bias=False).bfloat16()
     small(X.bfloat16()).sum().backward()
     if net.weight.grad is None:
@@ -45,49 +45,49 @@ def master_weights(net: nn.Linear, optimizer: Any) -> None:
 
 
 def data_of_master_weights(net: nn.Linear, optimizer: Any) -> None:
-    """As before, by scripts that do not clear what they overwrite."""
+    """Do the same without clearing gradients, in scripts that overwrite them anyway."""
     optimizer.zero_grad = lambda: None
     master_weights(net, optimizer)
 
 
 def replaced_after_backward(net: nn.Linear, optimizer: Any) -> None:
-    """By gradients of samples, clipped each (differential privacy)."""
+    """Replace gradients by individually clipped sample gradients (differential privacy)."""
     (net(X).sum() * 9).backward()
     net.weight.grad = X.clone()
 
 
 def replaced_in_the_same_place(net: nn.Linear, optimizer: Any) -> None:
-    """The new tensor may have the address and the object's number of the old one."""
+    """Replace the gradient by a tensor that may reuse the old one's address and ``id()``."""
     (net(X).sum() * 9).backward()
     net.weight.grad = None
     net.weight.grad = X.clone()
 
 
 def projected(net: nn.Linear, optimizer: Any) -> None:
-    """Of two losses, each with a pass of its own, as PCGrad does."""
-    found: list[Tensor] = []
+    """Combine two losses with a backward pass each, as PCGrad does."""
+    gradients: list[Tensor] = []
     for factor in (0.5, 1.5):
         optimizer.zero_grad()
         (net(X).sum() * factor).backward()
-        found.append(net.weight.grad.clone())
-    net.weight.grad = (found[0] + found[1]) / 2
+        gradients.append(net.weight.grad.clone())
+    net.weight.grad = (gradients[0] + gradients[1]) / 2
 
 
 def clipped(net: nn.Linear, optimizer: Any) -> None:
-    """In place, after a backward pass: nothing more is to be reduced."""
+    """Change the gradient in place after a backward pass. It must not be reduced again."""
     net(X).sum().backward()
     nn.utils.clip_grad_norm_(net.parameters(), 1e9)
 
 
 def by_synchronize(net: nn.Linear, optimizer: Any) -> None:
-    """Reduced by hand, then used as it is."""
+    """Reduce by hand, then use the gradient unchanged."""
     net.weight.grad = X.clone()
     optimizer.synchronize()
     net.weight.grad = net.weight.grad * 1
     optimizer.reduced = True
 
 
-CASES: list[tuple[Fill, dict[str, Any], int]] = [  # and how many exchanges there are in a step
+CASES: list[tuple[Fill, dict[str, Any], int]] = [  # the last value is the number of exchanges per step
     (assigned, {}, 1), (assigned, {"op": hvd.Sum}, 1), (assigned, {"reduce_in_backward": False}, 1),
     (assigned, {"compression": hvd.Compression.fp16}, 1), (autograd_grad, {}, 1), (func_grad, {}, 1),
     (autograd_grad, {"backward_passes_per_step": 2}, 1), (func_grad, {"op": hvd.Sum}, 1),
@@ -127,7 +127,7 @@ def test_every_gradient_is_reduced_once(fill: Fill, options: dict[str, Any], exc
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @pytest.mark.parametrize("to_none", [False, True])
 def test_a_part_by_hand_and_a_part_by_backward(op: int, to_none: bool) -> None:
-    """In one exchange, also where each rank does it for another part; what is left from earlier stays."""
+    """One exchange reduces both parts, also if they differ between ranks. Earlier gradients are kept."""
     first, second, third = nets = [nn.Linear(2, 1, bias=False) for _ in range(3)]
     for net in nets:
         nn.init.zeros_(net.weight)
@@ -154,7 +154,7 @@ def test_a_part_by_hand_and_a_part_by_backward(op: int, to_none: bool) -> None:
 
 @several
 def test_a_sum_cannot_be_replaced() -> None:
-    """What a reduced gradient was replaced by may be local, or made from it: all ranks get an error."""
+    """The replacement may be local or computed from the reduced gradient, so all ranks raise."""
     net = nn.Linear(2, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), op=hvd.Sum)
     optimizer.zero_grad()
@@ -168,7 +168,7 @@ def test_a_sum_cannot_be_replaced() -> None:
 
 @several
 def test_gradients_that_one_rank_alone_replaces() -> None:
-    """All ranks get an error in the next exchange: none waits, and none goes on with values of its own."""
+    """All ranks raise in the next exchange. None waits, and none continues with its own values."""
     net = nn.Linear(2, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
 
@@ -197,15 +197,15 @@ def test_a_closure_that_sets_gradients(op: int, in_place: bool) -> None:
 
     def closure() -> Tensor:
         loss = (net(X.double()) - 1).square().sum()
-        (found,) = torch.autograd.grad(loss * factor, [net.weight])
+        (gradient,) = torch.autograd.grad(loss * factor, [net.weight])
         if in_place and net.weight.grad is not None:
-            net.weight.grad.copy_(found)
+            net.weight.grad.copy_(gradient)
         else:
-            net.weight.grad = found
+            net.weight.grad = gradient
         return loss
 
     for _ in range(3):
         optimizer.step(closure)
-    # The mean of (k * w - 1)**2 for k = 1 to SIZE, where w is the sum of both weights, is least here.
+    # The mean of (k * w - 1)**2 for k = 1 to SIZE, where w is the sum of both weights, has its minimum here.
     best = sum(range(1, SIZE + 1)) / sum(k * k for k in range(1, SIZE + 1))
     assert float(net.weight.detach().sum()) == pytest.approx(best, abs=1e-6)

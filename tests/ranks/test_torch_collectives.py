@@ -159,7 +159,7 @@ def test_allgather_broadcast_alltoall_all_types(dtype: torch.dtype) -> None:
         assert torch.equal(here, values(root, (3,), dtype))
         assert hvd.synchronize(hvd.broadcast_async_(here, root)) is here
     rows = [(RANK + place) % 3 for place in range(SIZE)]
-    sent = values(RANK, (sum(rows) + 1, 2), dtype)  # one row more than is sent
+    sent = values(RANK, (sum(rows) + 1, 2), dtype)  # one row more than the splits send
     output, received = hvd.alltoall(sent, rows)
     assert received.dtype is torch.int32
     assert received.tolist() == [(rank + RANK) % 3 for rank in range(SIZE)]
@@ -227,7 +227,7 @@ def test_what_is_not_linear_has_no_gradient(op: int) -> None:
         return
     if op == hvd.Adasum and SIZE & (SIZE - 1):
         return
-    largest = hvd.allreduce(x, op=op, name="found")  # a result may be asked for
+    largest = hvd.allreduce(x, op=op, name="found")  # a result may be used
     with pytest.raises(ArgumentError, match=rf"allreduce.found on rank {RANK}: .* only Average and Sum do"):
         largest.sum().backward()
     (x.sum() + hvd.allreduce(x.detach(), op=op).sum()).backward()
@@ -389,7 +389,7 @@ def test_a_wrong_argument_on_one_rank(what: str) -> None:
 def test_an_error_of_one_rank_reaches_the_others() -> None:
     with pytest.raises(ValueError if RANK == 0 else RuntimeError, match="splits"):
         hvd.alltoall(torch.ones(SIZE), [SIZE] * SIZE if RANK == 0 else [1] * SIZE, name="bad.splits")
-    hvd.barrier()  # a right call under this name would replace the wrong one, if it came before the round
+    hvd.barrier()  # a correct call with this name would replace the wrong one if it came before the round
     with pytest.raises(ValueError, match="int32"):
         hvd.alltoall(torch.ones(SIZE), torch.ones(SIZE, dtype=torch.int64))
     assert hvd.alltoall(torch.ones(SIZE), name="bad.splits").tolist() == [1.0] * SIZE
@@ -408,7 +408,7 @@ def test_without_dimensions() -> None:
 def test_a_name_in_flight_twice() -> None:
     if RANK == 0:
         first = hvd.allreduce_async(torch.ones(2), name="twice")
-        with pytest.raises(ValueError, match="twice"):  # the others have not submitted: it is in flight
+        with pytest.raises(ValueError, match="twice"):  # in flight, because the others have not submitted it
             hvd.allreduce_async(torch.ones(2), name="twice")
         hvd.barrier()
     else:

@@ -1,4 +1,4 @@
-"""torch.compile around collectives, models and whole steps: results equal to those without it."""
+"""torch.compile around collectives, models and whole steps gives the same results as eager code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(params=["marked code", pytest.param("wrappers", marks=slow)])
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The binding; also as it is where torch has not the private names with which it marks its code."""
+    """Return the binding, also as it is if torch lacks the private names that mark the binding's code."""
     if request.param == "marked code":
         yield ringdance.torch
         return
@@ -101,7 +101,7 @@ def test_one_graph_is_refused_with_the_reason_of_torch(hvd: Any) -> None:
 
 
 def train(hvd: Any, what: str, compiled: bool, **options: Any) -> list[Tensor]:
-    """Return the gradients' norms, which clipping sees, the averaged losses, and weights."""
+    """Return the gradient norms that clipping sees, the averaged losses, and the weights."""
     torch.manual_seed(0)
     net: nn.Module = nn.Linear(7, 3, dtype=torch.float64)
     if what == "model":
@@ -139,7 +139,7 @@ def test_training(hvd: Any, what: str) -> None:
 @several
 @pytest.mark.slow
 def test_compiled_autograd() -> None:
-    """It does not tell when a pass ends: an error says what to do, and that works."""
+    """It does not report the end of a pass. The error says what to do, and doing that works."""
     hvd = ringdance.torch
     with torch._dynamo.config.patch(compiled_autograd=True):
         with pytest.raises(ValueError, match=r"compiled_autograd = False.*reduce_in_backward=False"):

@@ -1,4 +1,4 @@
-"""Complex tensors: through the engine, and through gloo as those on GPUs go; conjugated views, gradients."""
+"""Complex tensors, reduced by the engine and by gloo (as GPU tensors are): conjugate views and gradients."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_gradients_of_collectives() -> None:
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
 def test_optimizer(compression: Any) -> None:
-    """The gradient of ``a.conj()`` is a conjugated view; casts to 16 bits leave complex numbers alone."""
+    """The gradient of ``a.conj()`` is a conjugate view. 16-bit compression does not change complex numbers."""
     a, b = (torch.nn.Parameter(mine(0, dtype=dtype)) for dtype in (torch.complex64, torch.complex128))
     real = torch.nn.Parameter(torch.zeros(3))
     assert torch.autograd.grad((a.conj() * mine()).real.sum(), a)[0].is_conj()

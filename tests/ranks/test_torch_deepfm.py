@@ -1,4 +1,4 @@
-"""The DeepFM recipe on PyTorch: its rates train the table, and are those of the comparison."""
+"""The DeepFM recipe on PyTorch: its learning rates train the table, and match the comparison's."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ringdance.data.tables.writing import TableWriter, write_index
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, CHECKED, SMALL = 40_000, 8_000, 20_011
-BATCH = 256 // SIZE * SIZE  # of all ranks
+BATCH = 256 // SIZE * SIZE  # global batch size
 
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The modules of the recipe by their names; other recipes have some of these names too."""
+    """Return the recipe's modules by name. Other recipes have modules with some of the same names."""
     benchmark = Path(__file__).parents[2] / "benchmarks" / "strategies"
     for path in (Path(recipes.__file__).parent / "deepfm", benchmark):
         monkeypatch.syspath_prepend(str(path))
@@ -44,7 +44,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Rows that have a planted signal; each rank has its own copy."""
+    """Create rows with a planted signal, one copy for each rank."""
     for split, count, day in (("train", ROWS, 0), ("validation", CHECKED, 1)):
         with TableWriter(tmp_path / f"{split}.npy", "rows", count, 39) as file:
             for part in planted(count, day=day):
@@ -54,12 +54,12 @@ def data(tmp_path: Path) -> Path:
 
 
 def trained(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> float:
-    """Train by the recipe's loop for an epoch; return the AUC."""
+    """Train for one epoch with the recipe's loop and return the AUC."""
     return evaluations(recipe, data, monkeypatch, words)[-1]
 
 
 def evaluations(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> list[float]:
-    """Train by the recipe's loop; return the AUC of each evaluation."""
+    """Train with the recipe's loop and return the AUC of each evaluation."""
     line = f"{data} --batch-size {BATCH // SIZE} --hidden 32 {words}"
     monkeypatch.setattr(sys, "argv", ["train_torch.py", *line.split()])
     monkeypatch.setattr(recipe.loop.hvd, "shutdown", lambda: None)
@@ -85,7 +85,7 @@ def test_the_default_trains_the_table(recipe: Any, data: Path, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.limit(400)
 def test_the_default_is_stable_for_epochs(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No evaluation is far below the best before it: neither at the end of the warm-up nor later."""
+    """No evaluation is far below the best so far, neither at the end of the warm-up nor later."""
     words = f"--batch-size {2048 // SIZE} --hidden 400,400,400 --epochs 6 --evaluate-every 4"
     aucs = np.array(evaluations(recipe, data, monkeypatch, words))
     assert (np.maximum.accumulate(aucs) - aucs).max() < 0.02, aucs
@@ -96,7 +96,7 @@ def test_the_default_is_stable_for_epochs(recipe: Any, data: Path, monkeypatch: 
 def test_rows_of_one_class_end_all_ranks_before_the_first_step(
     recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, split: str
 ) -> None:
-    """Their AUC is not a number, so no model is the best, and none is exported."""
+    """Their AUC is not a number, so there is no best model, and nothing is exported."""
     stored = np.load(data / f"{split}.npy", mmap_mode="r+")
     stored["label"] = 1
     stored.flush()
@@ -106,7 +106,7 @@ def test_rows_of_one_class_end_all_ranks_before_the_first_step(
 
 
 def test_another_seed_is_not_gone_on_with(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows come in another order: some would be used twice in the epoch."""
+    """Another seed orders the rows differently, so an epoch would use some rows twice."""
     same = f"--checkpoints {hvd.broadcast_object(str(data / 'kept'))} --steps 2"
     trained(recipe, data, monkeypatch, same)
     with pytest.raises(SystemExit, match="seed was 0, now 1"):
@@ -116,7 +116,7 @@ def test_another_seed_is_not_gone_on_with(recipe: Any, data: Path, monkeypatch: 
 def test_an_export_that_cannot_begin_ends_all_ranks(
     recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 makes the directory; the others do not wait for it in the exchange of the table."""
+    """Rank 0 creates the directory. The others do not wait for it in the exchange of the table."""
     shared = Path(hvd.broadcast_object(str(data)))
     if RANK == 0:
         (shared / ".model.partial").write_text("a file is in the way")
@@ -126,7 +126,7 @@ def test_an_export_that_cannot_begin_ends_all_ranks(
 
 
 def test_a_step_is_that_of_the_comparison(recipe: Any, data: Path) -> None:
-    """Adagrad on sums over the batch, from one first sum, is the other strategies' on means."""
+    """Adagrad on batch sums, with a suitable initial sum, equals the other strategies' Adagrad on means."""
     given = Namespace(data=str(data), batch_size=BATCH, hidden=[8])
     given.sizes = recipe.strategies.Sizes(SMALL, 39, 4, (8,), BATCH)
     ours = recipe.strategies.RecipeSteps(

@@ -1,4 +1,4 @@
-"""Gradients that stay on their device: here CPU tensors by gloo, which take the path of those on GPUs."""
+"""Gradients that stay on their device. Here gloo reduces CPU tensors, on the code path of GPU tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ringdance.torch as hvd
 from ringdance.errors import MismatchError
 from ringdance.training import session
 
-BY_HOST = {"RINGDANCE_GPU_OPERATIONS": "mpi"}  # of tensors on a GPU, where benchmarks/gpu_check.py runs this
+BY_HOST = {"RINGDANCE_GPU_OPERATIONS": "mpi"}  # for GPU tensors, if benchmarks/gpu_check.py runs this
 BY_GLOO = {"RINGDANCE_CPU_OPERATIONS": "gloo", "RINGDANCE_OVERLAP": "on"}
 STEPS = 14
 pytestmark = pytest.mark.ranks(2, 3)
@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
 
 
 def train(body: Callable[[Net, Any, int], None], **options: Any) -> tuple[list[torch.Tensor], list[bool]]:
-    """Return the weights after some steps, and in which the buckets were launched without a round."""
+    """Return the weights after some steps, and per step whether buckets were launched without a round."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), **options)
@@ -56,14 +56,14 @@ def plain(net: Net, optimizer: Any, step: int) -> None:
 
 
 def sometimes_more(net: Net, optimizer: Any, step: int) -> None:
-    """Rank 0 has gradients in two steps that the others do not have."""
+    """In two steps, rank 0 has gradients that the others do not have."""
     optimizer.zero_grad()
     net(batch(step), extra=step in (6, 12) and hvd.rank() == 0).square().mean().backward()
     optimizer.step()
 
 
 def sometimes_again(net: Net, optimizer: Any, step: int) -> None:
-    """A backward pass of rank 0 fails after some buckets, and is made again with other data."""
+    """A backward pass of rank 0 fails after some buckets, and is repeated with other data."""
     optimizer.zero_grad()
     if step == 9 and hvd.rank() == 0:
         loss = net(torch.ones(4, 300))
@@ -101,7 +101,7 @@ def joining(net: Net, optimizer: Any, step: int) -> None:
 
 
 def failing(net: Net, optimizer: Any, step: int) -> None:
-    """Rank 0 cannot launch its second bucket in one step (no memory), and repeats the pass."""
+    """In one step, rank 0 lacks the memory to launch its second bucket, and repeats the pass."""
     source = optimizer._exchange.source if optimizer._exchange.direct else None
     if step == 9 and hvd.rank() == 0 and source is not None:
         launch, calls = source.launch, []
@@ -160,11 +160,11 @@ def test_weights_are_those_of_the_exchange_by_the_host(name: str, options: dict[
     if name in ("sometimes_more", "sometimes_again", "failing"):
         assert False in direct[direct.index(True) :], "and by rounds after other gradients"
     if name.startswith("joining") and hvd.rank() == 0:
-        return  # it left in the middle: its weights are old
+        return  # it stopped early, so its weights are old
     for one, other in zip(found, expected, strict=True):
         if hvd.size() == 2:
             assert torch.equal(one, other)
-        else:  # gloo sums three parts in another order
+        else:  # gloo sums three ranks in another order
             near = {"rtol": 1e-4, "atol": 1e-5}
             if "compression" in options:
                 near = {"rtol": 1e-2, "atol": 1e-3}
@@ -213,7 +213,7 @@ def test_parameters_that_are_added_on_one_rank_only() -> None:
 
 
 def test_a_tensor_on_another_kind_of_device_is_a_mismatch() -> None:
-    """As when one rank has its tensor on a GPU; here integers whose scale only the host knows."""
+    """As if one rank's tensor were on a GPU. Here, only the host supports the scale of its integers."""
     with other_settings(BY_GLOO):
         tensor = torch.ones(3) if hvd.rank() == 0 else torch.ones(3, dtype=torch.bool)
         with pytest.raises(MismatchError, match="host memory"):

@@ -1,4 +1,4 @@
-"""Elastic training on real ranks: an error, back to the last commit, and on as if nothing had happened."""
+"""Elastic training on real ranks continues from the last commit as if there had been no error."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ STEPS, COMMIT_EVERY = 12, 4
 
 
 def mismatch() -> None:
-    """An error on all ranks, after which the engine works."""
+    """Raise on all ranks. The engine still works afterwards."""
     if SIZE == 1:
         raise MismatchError("planted")
     hvd.allreduce(torch.ones(1 + RANK), name="planted")
 
 
 def on_one_rank() -> None:
-    """The others learn of it when that rank has left the job."""
+    """Raise on one rank. The others notice when that rank leaves the job."""
     if RANK == SIZE - 1:
         raise CollectiveError("planted on one rank")
 
 
 def broken_engine() -> None:
-    """The engine of one rank fails; nothing is agreed between the ranks any more."""
+    """Break one rank's engine. After that, the ranks cannot agree on anything."""
     if RANK == 0:
         engine = session.engine()
         engine._exclusively(engine.end.fail, EngineError("planted in the engine"))
@@ -44,7 +44,7 @@ def broken_engine() -> None:
 
 
 def in_flight() -> None:
-    """Some operations have not even begun when the error comes."""
+    """Raise while some operations have not even started."""
     for number in range(5):
         hvd.allreduce_async(torch.ones(1000), name=f"in flight {RANK} {number}")
     raise CollectiveError("planted")
@@ -54,12 +54,12 @@ Failures = dict[int, Callable[[], None]]
 
 
 class Training:
-    """Twelve steps with momentum, committed every fourth; an error after some of them, once each."""
+    """Twelve steps with momentum, committed every fourth step. After some of them, an error is raised once."""
 
     def __init__(
         self, failures: Failures, make: Callable[[Any], torch.optim.Optimizer], **options: Any
     ) -> None:
-        torch.manual_seed(1 + RANK)  # rank 0's weights are to be taken over
+        torch.manual_seed(1 + RANK)  # all ranks must adopt rank 0's weights
         net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         optimizer = hvd.DistributedOptimizer(make(net.parameters()), net.named_parameters(), **options)
         self.state = TorchState(net, optimizer, step=0, losses=[])
@@ -124,7 +124,7 @@ def test_training_ends_as_if_nothing_had_happened(
     training = Training({6: failure, 8: failure, 11: failure}, make, **options)
     assert undisturbed.starts == [0]
     if failure is on_one_rank and SIZE > 1:
-        # The others had saved step 8 when they heard of the second error; all follow rank 0.
+        # The others had saved step 8 when they received the second error. All follow rank 0.
         assert training.starts == [0, 4, 8, 8]
     else:
         assert training.starts == [0, 4, 4, 8]
@@ -138,7 +138,7 @@ def test_training_ends_as_if_nothing_had_happened(
 
 
 def test_an_error_before_the_first_commit() -> None:
-    """All go back to the first weights, which are rank 0's."""
+    """All ranks return to rank 0's initial weights."""
     training, undisturbed = Training({1: mismatch}, adam), Training({}, adam)
     assert training.starts == [0, 0]
     for mine, theirs in zip(training.weights(), undisturbed.weights(), strict=True):
@@ -160,12 +160,12 @@ def test_overlap_goes_on_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("length", [24, 25, 4 * SIZE + 1])
 def test_every_sample_once_in_each_epoch(length: int) -> None:
-    """Errors in the middle of epochs; samples count that were committed. Only the padding comes twice."""
+    """After errors in mid-epoch, committed samples count. Only the padding occurs twice."""
     data = [1000 + index for index in range(length)]
     sampler = ElasticSampler(data, seed=5)
     loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     state = TorchState(sampler=sampler, epoch=0, batches=0, seen=[[], []])
-    errors = [1, 3, 4]  # batches done before each
+    errors = [1, 3, 4]  # batches completed before each error
     states: list[tuple[int, int]] = []
 
     @run

@@ -1,4 +1,4 @@
-"""Tables of embeddings: trained as by torch's Adagrad in one process, at a cost of the rows of a step."""
+"""Embedding tables train as with torch's Adagrad in one process. Their cost depends on a step's rows only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BIG = pytest.param(10_000_000, 1_000, marks=pytest.mark.slow)
 
 
 def ids_of(step: int, rank: int, rows: int, touched: int = TOUCHED) -> Tensor:
-    """So many different rows, a fifth of them among the first, which all ranks use."""
+    """Return distinct row ids. A fifth of them are among the first rows, which all ranks use."""
     random = np.random.default_rng([step, rank])
     common = random.choice(touched, touched // 5, replace=False)
     others = random.choice(rows - touched, touched - len(common), replace=False) + touched
@@ -32,7 +32,7 @@ def ids_of(step: int, rank: int, rows: int, touched: int = TOUCHED) -> Tensor:
 
 
 def loss_of(ids: Tensor, embeddings: Tensor) -> Tensor:
-    """A loss whose gradient depends on what is in the table."""
+    """Return a loss whose gradient depends on the table's values."""
     wanted = torch.sin(ids.unsqueeze(-1) * torch.arange(1.0, COLUMNS + 1))
     return (embeddings - wanted).square().sum()
 
@@ -47,7 +47,7 @@ def step_of(table: hvd.EmbeddingTable, ids: Tensor) -> None:
 
 @functools.cache
 def alone(rows: int, steps: int) -> np.ndarray:
-    """What torch's own sparse embedding and Adagrad make of the rows of all ranks, in one process."""
+    """Train torch's own sparse embedding and Adagrad on all ranks' rows in one process."""
     first = torch.from_numpy(hvd.EmbeddingTable(rows, COLUMNS).values)
     layer = nn.Embedding(rows, COLUMNS, sparse=True, _weight=first)
     adagrad = torch.optim.Adagrad(layer.parameters(), RATE, initial_accumulator_value=0.1)
@@ -62,7 +62,7 @@ def alone(rows: int, steps: int) -> np.ndarray:
 
 
 def memory(name: str) -> int:
-    """Return a figure of this process in bytes: VmRSS, or VmHWM, the most so far."""
+    """Return a memory metric of this process in bytes: VmRSS, or VmHWM, its peak."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) << 10
 
@@ -71,26 +71,26 @@ def memory(name: str) -> int:
 @pytest.mark.parametrize(("rows", "steps"), [(200_000, 3), BIG])
 def test_memory_and_traffic_grow_with_the_rows_of_a_step(rows: int, steps: int, sharded: bool) -> None:
     table = hvd.EmbeddingTable(rows, COLUMNS, rate=RATE, sharded=sharded)
-    step_of(table, ids_of(0, RANK, rows, 50))  # all buffers exist
+    step_of(table, ids_of(0, RANK, rows, 50))  # allocates all buffers
     table = hvd.EmbeddingTable(rows, COLUMNS, rate=RATE, sharded=sharded)
     sent = hvd.metrics()["bytes"]
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
     before = memory("VmRSS")
     for step in range(steps):
         step_of(table, ids_of(step, RANK, rows))
     extra, sent = memory("VmHWM") - before, (hvd.metrics()["bytes"] - sent) / steps
     print(f"\n{rows:,} rows, sharded {sharded}: {extra / 1e6:.1f} MB, {sent:,.0f} bytes a step, rank {RANK}")
-    # Memory: some copies of the rows of all ranks, and the engine's chunks. A dense gradient of the big table
-    # would be 200 MB.
+    # Memory: some copies of all ranks' rows, and the engine's chunks. A dense gradient of the big table would
+    # take 200 MB.
     assert extra < 40 * SIZE * TOUCHED * (ROW_BYTES + 8) + (16 << 20)
-    # Traffic: keys and gradients; if sharded, values too, and as many of each as others have asked for.
+    # Traffic: keys and gradients. If sharded, also values, and as much of each as other ranks request.
     each = 8 + (2 if sharded else 1) * ROW_BYTES
     assert SIZE == 1 or 0.9 * TOUCHED * each < sent < 1.1 * TOUCHED * each + 64
     compare(table, rows, steps)
 
 
 def compare(table: hvd.EmbeddingTable, rows: int, steps: int) -> None:
-    """Compare with one process; replicas are equal bit by bit."""
+    """Compare with one process. Replicas are equal bit by bit."""
     if not table.sharded:
         assert len(set(hvd.allgather_object(zlib.crc32(table.values)))) == 1
     path = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)) / "table.npy"

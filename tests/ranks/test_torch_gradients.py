@@ -1,4 +1,4 @@
-"""DistributedOptimizer: unusual gradients: sparse, compressed, recomputed, in other layouts, new ones."""
+"""DistributedOptimizer with unusual gradients: sparse, compressed, recomputed, in other layouts, new."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sparse_gradients_missing_on_a_rank(overlap: bool, as_dense: bool, make:
         (sum(losses) / SIZE).backward()
         plain.step()
     if as_dense and isinstance(plain, torch.optim.SparseAdam):
-        # Rows that no rank touched are zero entries of the gradient, which SparseAdam's moments see.
+        # Rows that no rank touched are explicit zeros in the gradient, which affect SparseAdam's moments.
         assert_same_on_all_ranks(net)
     else:
         assert_equal_weights(net, reference)

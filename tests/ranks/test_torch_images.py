@@ -1,4 +1,4 @@
-"""image_loader for torch: over all ranks each sample once, tensors without copies, arguments compared."""
+"""image_loader for torch: each sample once over all ranks, tensors without copies, arguments compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 
 
 class Memory:
-    """Images of one colour each: their number is in it."""
+    """Images of one color each, which encodes the image's number."""
 
     def __init__(self, length: int) -> None:
         self.data = []
@@ -39,7 +39,7 @@ class Memory:
 
 
 def seen(loader: Any) -> list[tuple[int, list[int]]]:
-    """Position, and samples of all ranks, of each batch."""
+    """Return the position and all ranks' samples of each batch."""
     mine = [(one.position, one.indices[one.indices >= 0].tolist()) for one in loader]
     steps = zip(*hvd.allgather_object(mine), strict=True)
     return [(parts[0][0], [*itertools.chain(*[part[1] for part in parts])]) for parts in steps]
@@ -69,7 +69,7 @@ def test_tensors_share_the_memory_that_was_decoded() -> None:
     assert batch.weight == 1
     plain = next(loader.batches())
     assert loader.convert(plain).images.data_ptr() == plain.images.ctypes.data
-    # As for a GPU: decoded into memory that PyTorch has allocated, and holds.
+    # As for a GPU, images are decoded into memory that PyTorch has allocated and owns.
     loader.memory = lambda shape: torch.empty(shape, dtype=torch.uint8).numpy()
     (again,) = loader
     assert (again.images == batch.images).all()

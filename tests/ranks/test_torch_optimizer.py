@@ -1,4 +1,4 @@
-"""DistributedOptimizer as an object: what it wraps, old idioms, Adasum, sets, join."""
+"""DistributedOptimizer as an object: what it wraps, old idioms, Adasum, process sets, join."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_two_optimizers_as_in_a_gan() -> None:
             of_generator.zero_grad()
             loss(lambda x: critic(generator(x)).square().mean(), step).backward()
             of_generator.step()
-            of_critic.zero_grad()  # clears what the generator's pass left
+            of_critic.zero_grad()  # clears the gradients of the generator's pass
             loss(lambda x: (critic(generator(x).detach()) - 1).square().mean(), step).backward()
             of_critic.step()
         return generator, critic
@@ -56,7 +56,7 @@ def test_two_optimizers_as_in_a_gan() -> None:
     ("seed", "broadcast_at", "says"), [(0, -1, 0), (RANK, -1, 1), (RANK, 0, 0), (RANK, 1, 0), (RANK, 3, 1)]
 )
 def test_weights_that_differ_are_noticed(seed: int, broadcast_at: int, says: int) -> None:
-    """In the second step, once, by one rank; dropout and the statistics of batch norm are each rank's own."""
+    """One rank reports them once, in the second step. Dropout and batch norm statistics may differ."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(9, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 1))
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
@@ -77,7 +77,7 @@ def test_weights_that_differ_are_noticed(seed: int, broadcast_at: int, says: int
 
 
 class Unreadable(nn.Parameter):
-    """As what quantizes weights may be: some operations fail."""
+    """Like a quantized weight, on which some operations fail."""
 
     def is_floating_point(self) -> bool:
         raise NotImplementedError
@@ -97,7 +97,7 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_weights_of_any_kind_are_compared(first: float, second: float, kind: Any, says: str) -> None:
-    """In a tensor that is not contiguous; one that a rank cannot read is left out, and the others are not."""
+    """Non-contiguous weights are compared. One that a rank cannot read is skipped, and the others are not."""
     value = torch.full((3, 70), 1.0, dtype=torch.float64).t()
     value[-1] = second if RANK == 1 else first
     odd, plain = (kind if RANK == 1 else nn.Parameter)(value), nn.Parameter(torch.ones(2))
@@ -120,7 +120,7 @@ def test_weights_of_any_kind_are_compared(first: float, second: float, kind: Any
 @several
 @pytest.mark.parametrize("differ", [False, True])
 def test_weights_are_compared_once_where_ranks_join_after_each_step(differ: bool) -> None:
-    """The others have no step at first."""
+    """Other ranks have no step before the first join."""
     torch.manual_seed(RANK * differ)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
@@ -140,7 +140,7 @@ def test_weights_are_compared_once_where_ranks_join_after_each_step(differ: bool
     [("none", ""), ("reload", "0.weight"), ("add", "parameter 4, of shape (1, 2)"), ("unfreeze", "2.bias")],
 )
 def test_weights_that_differ_later_are_noticed(change: str, says: str) -> None:
-    """In exchange 10, and soon after there are new parameters; once. A frozen one may be each rank's own."""
+    """They are reported once: in exchange 10, and soon after new parameters appear. Frozen ones may differ."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
     net[2].bias.requires_grad_(False).fill_(RANK)
@@ -165,7 +165,7 @@ def test_weights_that_differ_later_are_noticed(change: str, says: str) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_parameter_that_takes_the_place_of_another_is_reduced(early: bool) -> None:
-    """As where a model grows; the number of parameters stays."""
+    """This happens when a model grows. The number of parameters stays equal."""
     points = nn.Parameter(torch.zeros(3))
     inner = torch.optim.SGD([points], lr=1.0)
     optimizer = hvd.DistributedOptimizer(inner, [("points", points)], reduce_in_backward=early)
@@ -182,7 +182,7 @@ def test_a_parameter_that_takes_the_place_of_another_is_reduced(early: bool) -> 
 
 @several
 def test_weights_are_compared_though_ranks_join() -> None:
-    """After different numbers of steps in an epoch, of optimizers of all ranks and of some."""
+    """Ranks join after different numbers of steps per epoch, with optimizers of all ranks and of some."""
     some = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set
     nets = [Net(), Net()]
     every, two = [
@@ -214,7 +214,7 @@ def test_a_mismatch_names_the_parameter() -> None:
 
 
 def test_names_of_parameters() -> None:
-    """As scripts written for Horovod ask for them: unique, and equal on all ranks."""
+    """Names are unique and equal on all ranks, as scripts written for Horovod expect."""
     net = Net()
     named = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
     assert named._parameter_names == {one: name for name, one in net.named_parameters()}
@@ -341,7 +341,7 @@ def test_training_goes_on_after_a_join(overlap: bool) -> None:
     for steps in (3, 5):
         for step in range(steps + RANK):
             optimizer.zero_grad()
-            # The branch is used only when the first ranks have joined: they do not learn of it.
+            # The branch is used only after the first ranks have joined, which do not learn about it.
             loss_of(net, step, RANK, step >= steps).backward()
             optimizer.step()
         last = hvd.join()

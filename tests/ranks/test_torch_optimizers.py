@@ -1,4 +1,4 @@
-"""DistributedOptimizers made, replaced, deleted, copied, in threads: one exchange a pass, all is freed."""
+"""DistributedOptimizers created, replaced, deleted, copied, in threads: one exchange per pass, no leaks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def layers_of(net: nn.Module, layers: slice) -> list[nn.Module]:
 
 @dataclass
 class Trained:
-    """A net with its optimizer, or two of them for one layer each, beside the same in one process."""
+    """A net with one optimizer, or one for each of two layers, and the same in one process for reference."""
 
     net: nn.Module
     optimizers: list[Any]
@@ -58,12 +58,12 @@ class Trained:
     reference: nn.Module
     plain: list[torch.optim.Optimizer]
     op: int
-    old: list[Any] = field(default_factory=list)  # replaced, and still there
+    old: list[Any] = field(default_factory=list)  # replaced but still referenced
     steps: int = 0
 
 
 class Program:
-    """Random calls, the same on all ranks, each checked."""
+    """Random calls, equal on all ranks. Each of them is checked."""
 
     def __init__(self, seed: int) -> None:
         self.luck = random.Random(seed)
@@ -97,7 +97,7 @@ class Program:
         self.trained.append(Trained(net, [optimizer], base, reference, plain, op))
 
     def again(self, one: Trained | None = None) -> None:
-        """Another optimizer for the same parameters; the old one is kept or not, and cannot be used."""
+        """Create another optimizer for the same parameters. The old one may be kept but cannot be used."""
         one = one or self.one()
         one.old = one.optimizers if self.luck.random() < 0.5 else []
         optimizer, one.base = self.optimizer_of(one.net, one.op)
@@ -107,14 +107,14 @@ class Program:
                 self.luck.choice([old.step, old.zero_grad, old.synchronize])()
 
     def same(self) -> None:
-        """Wrap the same optimizer of torch again, whose state goes on."""
+        """Wrap the same torch optimizer again. Its state continues."""
         one = self.one()
         if one.base is not None:
             one.old = one.optimizers if self.luck.random() < 0.5 else []
             one.optimizers = [hvd.DistributedOptimizer(one.base, one.net.named_parameters(), op=one.op)]
 
     def halves(self) -> None:
-        """Two optimizers for a layer each, of which the first alone has replaced the old one."""
+        """Create an optimizer for each of two layers. The first of them replaces the old optimizer."""
         one = self.one()
         one.base, parts = None, (slice(0, 1), slice(1, 2))
         one.optimizers = [self.optimizer_of(one.net, one.op, part)[0] for part in parts]
@@ -123,7 +123,7 @@ class Program:
         ]
 
     def delete(self) -> None:
-        """Without its optimizer a net is a plain one: one rank alone may run a backward pass."""
+        """Delete the optimizer. The net is then a plain one, and a single rank may run a backward pass."""
         one = self.one()
         dead = [weakref.ref(optimizer) for optimizer in one.optimizers]
         one.optimizers, one.old = [], []
@@ -135,7 +135,7 @@ class Program:
         self.again(one)
 
     def copy(self) -> None:
-        """A copy replaces nothing, and the original goes on beside it."""
+        """Copy a net. A copy does not replace anything, and the original continues to work."""
         one = self.one()
         if len(self.trained) == 3 or len(one.optimizers) > 1:
             return
@@ -147,11 +147,11 @@ class Program:
             file.seek(0)
             net, optimizer = torch.load(file, weights_only=False)
         reference, plain = copy.deepcopy((one.reference, one.plain))
-        optimizer.zero_grad()  # joins the job, in one order on all ranks
+        optimizer.zero_grad()  # joins the job, in the same order on all ranks
         self.trained.append(Trained(net, [optimizer], None, reference, plain, one.op, steps=one.steps))
 
     def drop(self) -> None:
-        """Everything that belongs to a net is free again at once."""
+        """Drop a net. Everything that belongs to it must be freed at once."""
         number = self.luck.randrange(len(self.trained))
         one = self.trained.pop(number)
         dead = [weakref.ref(thing) for thing in (one.net, *one.optimizers, *one.old, *one.net.parameters())]
@@ -164,7 +164,7 @@ class Program:
         self.train_one(self.one(), self.luck.random())
 
     def threads(self) -> None:
-        """Two nets are trained side by side, or one in another thread than before."""
+        """Train two nets in parallel, or one net in a different thread than before."""
         chosen = self.luck.sample(self.trained, min(2, len(self.trained)))
         seeds = [self.luck.random() for _ in chosen]
         errors: list[BaseException] = []
@@ -235,7 +235,7 @@ def test_random_programs(seed: int) -> None:
 
 @several
 def test_models_are_freed() -> None:
-    """With everything that knew them, also where the wrapped optimizer and a scheduler live on."""
+    """Everything that refers to a model is freed, even if the wrapped optimizer and a scheduler live on."""
     left = []
     for number in range(8):
         net = make_net(number)
@@ -253,7 +253,7 @@ def test_models_are_freed() -> None:
         if RANK == 0:
             with counting_exchanges() as count:
                 loss_of(net, 0, RANK).backward()
-                base.step()  # a plain one again
+                base.step()  # a plain optimizer again
             assert count() == 0
         left.append(weakref.ref(net))
         del net, base, scheduler
@@ -263,7 +263,7 @@ def test_models_are_freed() -> None:
 
 @several
 def test_an_optimizer_that_gains_parameters_of_another() -> None:
-    """It takes them, and the other one is replaced."""
+    """It takes the parameters, and the other optimizer is replaced."""
     net = make_net(0)
     first, second = [hvd.DistributedOptimizer(sgd(layer.parameters())) for layer in (net[0], net[2])]
     loss_of(net, 0, RANK).backward()
@@ -296,7 +296,7 @@ def test_adasum_replaces_and_is_replaced(op: int) -> None:
 
 @several
 def test_a_group_of_the_same_ranks() -> None:
-    """A set keeps its number where torch.distributed has made a group of its ranks."""
+    """A process set keeps its number if torch.distributed has created a group with the same ranks."""
     engine, net = session.engine(), make_net(0)
     group = engine.add_group(9000, tuple(range(SIZE)))
     optimizer = hvd.DistributedOptimizer(sgd(net.parameters()))
@@ -307,7 +307,7 @@ def test_a_group_of_the_same_ranks() -> None:
 
 @several
 def test_a_replaced_optimizer_takes_no_parameters() -> None:
-    """It raises before it takes them from the one that has them."""
+    """It raises before it takes parameters from the optimizer that has them."""
     net = make_net(0)
     first, second = [hvd.DistributedOptimizer(sgd(layer.parameters())) for layer in (net[0], net[2])]
     third = hvd.DistributedOptimizer(sgd(net[0].parameters()))
@@ -340,7 +340,7 @@ def test_a_construction_that_fails_replaces_nothing() -> None:
 
 @several
 def test_a_dropped_result_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Where the script goes on with the optimizer that it gave, and nowhere else."""
+    """It is reported if the script keeps using the wrapped optimizer, and not otherwise."""
     net = make_net(0)
     base = sgd(net.parameters())
     hvd.DistributedOptimizer(base, net.named_parameters())
@@ -354,7 +354,7 @@ def test_a_dropped_result_is_reported_at_once(caplog: pytest.LogCaptureFixture) 
     replaced = hvd.DistributedOptimizer(base, net.named_parameters())
     again = hvd.DistributedOptimizer(base, net.named_parameters())
     again.step()
-    unused = hvd.DistributedOptimizer(sgd(net.parameters()))  # whose optimizer is gone
+    unused = hvd.DistributedOptimizer(sgd(net.parameters()))  # its wrapped optimizer is gone too
     del used, replaced, again, unused
     assert not caplog.records
 
@@ -363,7 +363,7 @@ def test_a_dropped_result_is_reported_at_once(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("apart", [True, False], ids=["each", "both"])
 def test_a_step_within_a_backward_pass(apart: bool, passes: int) -> None:
-    """Gradients that a pass computes before a step in one of its hooks, and after it, are all reduced."""
+    """Gradients that a pass computes before and after a step in one of its hooks are all reduced."""
     first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     parts = [[first], [second]] if apart else [[first, second]]
     optimizers = [

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: when gradients are exchanged: several passes, groups, overlap, two losses."""
+"""When DistributedOptimizer exchanges gradients: several passes, groups, overlap, two losses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_backward_passes_per_step(passes: int, op: int) -> None:
             loss_of(net, step * passes + part, RANK, branch=part == 0).backward()
             loss = joined_loss(reference, step * passes + part, lambda rank, part=part: part == 0)
             (loss * (SIZE if op == hvd.Sum else 1)).backward()
-        # clipping reads reduced gradients here too
+        # Clipping sees reduced gradients here too.
         assert float(nn.utils.clip_grad_norm_(net.parameters(), 3.0)) == pytest.approx(
             float(nn.utils.clip_grad_norm_(reference.parameters(), 3.0)), rel=1e-10
         )
@@ -82,11 +82,11 @@ def test_only_the_last_pass_communicates() -> None:
 
 
 def test_two_backward_passes_of_two_losses() -> None:
-    """As with a discriminator's real and fake batch: right without backward_passes_per_step."""
+    """Like a discriminator's real and fake batches. Works without backward_passes_per_step."""
     net, reference = Net(), Net()
     optimizer, plain = hvd.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
     for step in range(10):
-        net.zero_grad()  # the module's: the optimizer does not hear of it
+        net.zero_grad()  # the module's method, which the optimizer does not notice
         loss_of(net, 2 * step, RANK).backward()
         loss_of(net, 2 * step + 1, RANK, branch=RANK == 0).backward()
         optimizer.step()
@@ -113,7 +113,7 @@ def test_sum_cannot_reduce_a_gradient_twice() -> None:
 @pytest.mark.parametrize("groups", [1, 3, "lists"])
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
 def test_groups_and_predivide(groups: Any, predivide: float) -> None:
-    """The branch misses in some steps on some ranks, so that a group has missing members."""
+    """In some steps, some ranks do not use the branch, so that members of a group are missing."""
     net, reference = Net(), Net()
     chosen = [[net.last.weight, net.branch.weight], [net.first.bias]] if groups == "lists" else groups
     optimizer = hvd.DistributedOptimizer(
@@ -133,7 +133,7 @@ def test_groups_and_predivide(groups: Any, predivide: float) -> None:
 
 @several
 def test_overlap_gives_the_same() -> None:
-    """Gradients sent while others are computed, in several buckets; the branch is used by some."""
+    """Sending gradients in several buckets during backward gives the same, with a branch that some use."""
     results = []
     for overlap in (False, True):
         net = Net()
@@ -154,7 +154,7 @@ def test_overlap_gives_the_same() -> None:
 @on_host
 @pytest.mark.parametrize("which", ["one rank", "all ranks", "turns"])
 def test_other_gradients_after_many_usual_steps(which: str) -> None:
-    """The short way without a mask is left, on all ranks, in the steps where some gradient is new."""
+    """In steps with a new gradient, all ranks leave the fast path that works without a mask."""
     net, reference = Net(), Net()
     optimizer, plain = hvd.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
     fast_path = optimizer._exchange._fast_path
@@ -212,7 +212,7 @@ def test_different_numbers_of_passes_raise_on_all_ranks() -> None:
 
 
 def test_reduce_in_step_only() -> None:
-    """The other way: one exchange in step(), whatever the number of passes on each rank."""
+    """With reduce_in_backward=False, step() makes one exchange, whatever each rank's number of passes."""
     net, reference = Net(), Net()
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), reduce_in_backward=False)
     plain = sgd(reference)

@@ -1,4 +1,4 @@
-"""Waits in torch.profiler, while it runs."""
+"""Waiting times appear in torch.profiler while it runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_waits_are_spans(tmp_path: Path) -> None:
 
 
 def rank_0_waits_first(mark: Path) -> None:
-    """Return on rank 0; on the others after rank 0 has waited for them for 0.2 s."""
+    """Return at once on rank 0, and on the others after rank 0 has waited for them for 0.2 s."""
     if RANK == 0:
         Thread(target=make_when_waiting, args=[mark]).start()
         return

@@ -1,4 +1,4 @@
-"""Random programs of torch.distributed calls, beside gloo: see ``torch_programs``."""
+"""Random programs of torch.distributed calls, compared with gloo: see ``torch_programs``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.filterwarnings("ignore:.*depr
 
 @pytest.fixture(scope="module")
 def gloo() -> dict[tuple[int, ...], Any]:
-    """Groups of gloo by their ranks."""
+    """Return gloo's groups by their ranks."""
     register()
     hvd.init()
     if not dist.is_initialized():
@@ -55,7 +55,7 @@ def _run(seed: int, gloo: dict[tuple[int, ...], Any]) -> list[str]:
 
 @pytest.mark.parametrize("first", sampled("programs of torch.distributed", range(20), 1))
 def test_random_programs(first: int, gloo: dict[tuple[int, ...], Any]) -> None:
-    """Results are gloo's. What is wrong on one rank is an error on all, and the calls after it match."""
+    """Results equal gloo's. A call that is wrong on one rank raises on all, and later calls still match."""
     found = [one for seed in range(15 * first, 15 * first + 15) for one in _run(seed, gloo)]
     assert not found, "\n".join(found[:5])
     one = torch.ones(1)

@@ -1,4 +1,4 @@
-"""The recipe: a step on all ranks is one process's on the whole batch; evaluation, best model, score.py."""
+"""The recipe: a step on all ranks equals one process's on the whole batch; evaluation, best model, scores."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ RATE = 0.1
 
 @pytest.mark.parametrize(("passes", "count"), [(3, 7), (2, 1)])
 def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
-    """Of 7 images the ranks have unequally many, some fewer than passes; of 1 all but one have padding."""
+    """With 7 images, ranks have unequal numbers, some below passes. With 1, other ranks have padding."""
     torch.manual_seed(RANK)
     preset = replace(PRESETS["laptop"], momentum=0.0, weight_decay=0.0, label_smoothing=0.1)
     given = Namespace(accumulate=passes, width=4, model=None, seed=0)
     training = train_torch.Model(given, preset, 5, torch.device("cpu"))
     for one in training.model.modules():
         if isinstance(one, nn.BatchNorm2d):
-            nn.init.ones_(one.weight)  # else gradients of most layers are 0
+            nn.init.ones_(one.weight)  # otherwise, gradients of most layers are 0
     training.equal()
-    training.model.eval()  # normalization by the statistics of a batch is of each rank's own
+    training.model.eval()  # in training mode, each rank normalizes by its own batch statistics
     twin = copy.deepcopy(training.model)
 
     random = np.random.RandomState(3)
@@ -76,7 +76,7 @@ IMAGES = {"train": 8 * SIZE + 3, "validation": 7}
 
 
 def make_photos(own: Path) -> Path:
-    """Return a directory that all ranks share, with a data set in which the colour tells the class."""
+    """Return a directory shared by all ranks, with a data set in which the color determines the class."""
     image = pytest.importorskip("PIL.Image")
     directory = Path(hvd.broadcast_object(str(own)))
     if RANK == 0:
@@ -93,7 +93,7 @@ def make_photos(own: Path) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A directory with a data set, for one test."""
+    """Return a directory with a data set, for one test."""
     return make_photos(tmp_path)
 
 
@@ -106,20 +106,20 @@ def run(monkeypatch: pytest.MonkeyPatch, directory: Path, *words: str) -> None:
 
 
 def evaluations(text: str) -> list[str]:
-    """Return the figures of each evaluation that was printed, without the time."""
+    """Return the metrics of each printed evaluation, without the time."""
     return [line.rpartition(",")[0].partition(": ")[2] for line in text.splitlines() if ": top-1" in line]
 
 
 def words_of(photos: Path) -> list[str]:
-    """Return what a training and the evaluation of its checkpoints have in common."""
+    """Return the options shared by a training and the evaluation of its checkpoints."""
     return f"--epochs 3 --checkpoints {photos / 'saved'}".split()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Photos with a model that was trained on them, and exported; and what the training printed.
+    """Return photos with a model trained on them and exported, and the training's output.
 
-    Stopped and resumed.
+    The training was stopped and resumed.
     """
     photos, told = make_photos(tmp_path_factory.mktemp("trained")), io.StringIO()
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(told):
@@ -131,7 +131,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_evaluation_alone_is_that_of_the_training(
     trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the best model, and as exported."""
+    """The best model and the exported model get the same result as during training."""
     photos, told = trained
     same = words_of(photos)
     run(monkeypatch, photos, *same, "--evaluate")
@@ -183,7 +183,7 @@ def test_export_replaces_only_an_earlier_export(
 def test_what_more_ranks_cannot_finish_is_evaluated(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Go on where less than a batch of all ranks is left of the last epoch."""
+    """Continue when less than one batch of all ranks is left of the last epoch."""
     same = ["--epochs", "2", "--checkpoints", str(photos / "kept")]
     run(monkeypatch, photos, *same, "--steps", "3")
     hvd.broadcast_object(None)
@@ -197,10 +197,10 @@ def test_what_more_ranks_cannot_finish_is_evaluated(
         with checkpoint.open("wb") as file:
             np.savez(file, **{**arrays, "position": np.array(json.dumps(at))})
         about = checkpoint.with_name(f".{checkpoint.name}.json")
-        found = json.loads(about.read_text()) | {
+        info = json.loads(about.read_text()) | {
             "sizes": [checkpoint.stat().st_size], "checksums": [zlib.crc32(checkpoint.read_bytes())]
         }  # fmt: skip
-        about.write_text(json.dumps(found))
+        about.write_text(json.dumps(info))
     hvd.broadcast_object(None)
     capsys.readouterr()
     run(monkeypatch, photos, *same)
@@ -211,7 +211,7 @@ def test_what_more_ranks_cannot_finish_is_evaluated(
 
 
 def test_a_worse_model_does_not_replace_the_best(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after the best model was kept and before the checkpoint that knows it."""
+    """As if killed after the best model was saved and before the checkpoint that records it."""
     same = ["--checkpoints", str(photos / "kept"), "--epochs", "2"]
     run(monkeypatch, photos, *same, "--steps", "2")
     if RANK == 0:
@@ -244,12 +244,12 @@ def test_a_training_that_diverges_ends(photos: Path, monkeypatch: pytest.MonkeyP
 
 
 def scored(monkeypatch: pytest.MonkeyPatch, photos: Path, split: str) -> Path:
-    """Run the scoring script, on each rank for itself."""
+    """Run the scoring script on each rank separately."""
     output = photos / f"scores{RANK}.tsv"
     words = [str(photos / "model"), str(photos / "data"), "--split", split, "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["score.py", *words])
     score = importlib.import_module("ringdance.recipes.score")
-    monkeypatch.setattr(score.hvd, "size", lambda: 1)  # each rank for itself
+    monkeypatch.setattr(score.hvd, "size", lambda: 1)  # each rank separately
     score.main()
     monkeypatch.undo()
     return output
@@ -259,7 +259,7 @@ def test_photographs_are_scored_as_prepared_ones(
     trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Upright as their EXIF says; what is no image is named, and a pipe is not waited for."""
+    """Images are turned as their EXIF says, a broken file is named, and a pipe does not block."""
     image, score = pytest.importorskip("PIL.Image"), importlib.import_module("ringdance.recipes.score")
     photos, _ = trained
     new = tmp_path / f"new{RANK}"
@@ -267,19 +267,19 @@ def test_photographs_are_scored_as_prepared_ones(
     pixels = np.random.RandomState(0).randint(0, 256, (40, 60, 3), np.uint8)
     image.fromarray(pixels).save(new / "upright.png")
     turned, orientation = image.fromarray(np.ascontiguousarray(np.rot90(pixels))), image.Exif()
-    orientation[0x0112] = 6  # the top is at the right
+    orientation[0x0112] = 6  # the top is on the right
     turned.save(new / "turned.png", exif=orientation)
     os.mkfifo(new / "pipe.jpg")
     words = ["score.py", str(photos / "model"), str(new), "--output", str(tmp_path / f"scores{RANK}")]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(score.hvd, "size", lambda: 1)  # each rank for itself
+    monkeypatch.setattr(score.hvd, "size", lambda: 1)  # each rank separately
     score.main()
     assert "none has a label" in capsys.readouterr().err
     lines = [line.split("\t") for line in (tmp_path / f"scores{RANK}").read_text().splitlines()]
     assert [line[:2] for line in lines] == [["file", "label"], ["turned.png", "-"], ["upright.png", "-"]]
     assert lines[1][2:] == lines[2][2:]
     (new / "broken.jpg").write_bytes(b"no image")
-    (new / "linked.jpg").symlink_to("upright.png")  # a good one beside it
+    (new / "linked.jpg").symlink_to("upright.png")  # a valid image next to it
     with pytest.raises(SystemExit, match="3"):
         score.main()
     told = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The script of README.md."""
+"""The script in README.md."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ hvd.init()
 
 @pytest.mark.ranks(2)
 def test_the_readme(tmp_path: Path) -> None:
-    """With other ranks it prints other lines; dropin/test_docs_commands.py runs it by horovodrun."""
+    """Other ranks print other lines. dropin/test_docs_commands.py runs it with horovodrun."""
     check_shown_script("README.md", "ringdance run -np 2 python train.py", tmp_path, hvd.rank())

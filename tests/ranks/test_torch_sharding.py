@@ -18,7 +18,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 
 
 def of_all(loader: DataLoader[Any]) -> tuple[Counter[int], list[int]]:
-    """What the ranks have seen, and in how many batches each."""
+    """Return how often each sample was seen on any rank, and each rank's number of batches."""
     batches = [torch.as_tensor(one).flatten().tolist() for one in loader]
     gathered = hvd.allgather_object(batches)
     return Counter(itertools.chain(*itertools.chain(*gathered))), [len(one) for one in gathered]
@@ -60,7 +60,7 @@ def test_different_lengths_are_noticed_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_training_on_uneven_shares_that_join(sparse: bool) -> None:
-    """The ranks that run out join; those that go on divide by all ranks, and the last one has every step."""
+    """Ranks that run out join, the others still divide by all ranks, and the last one has every step."""
     length = 4 * SIZE + 1  # the first rank has one sample more
     torch.manual_seed(0)
     table = torch.nn.Embedding(length, 2, sparse=sparse)

@@ -1,4 +1,4 @@
-"""Parameters, optimizer state, objects, and batch normalisation over all ranks."""
+"""Parameters, optimizer state, objects, and batch normalization over all ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("name", sampled("states", list(OPTIMIZERS), 4))
 def test_broadcast_optimizer_state(name: str, wrapped: bool, fresh: bool) -> None:
-    """Only the root has made steps, or (fresh) no rank has; other options differ too."""
+    """Only the root has made steps, or (fresh) no rank has. Other options differ too."""
     root = SIZE - 1
 
     def build(steps: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -127,7 +127,7 @@ def test_objects() -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 def test_an_object_that_cannot_be_pickled() -> None:
-    bad = (value for value in ())  # generators cannot
+    bad = (value for value in ())  # generators cannot be sent
     with pytest.raises(TypeError if RANK == 0 else RuntimeError, match="pickle"):
         hvd.broadcast_object(bad if RANK == 0 else None, 0)
     with pytest.raises(TypeError if RANK == 0 else RuntimeError, match="pickle"):
@@ -138,7 +138,7 @@ def test_an_object_that_cannot_be_pickled() -> None:
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
 @pytest.mark.parametrize("affine", [True, False])
 def test_sync_batch_norm_equals_batch_norm_on_the_joined_batch(dims: int, affine: bool) -> None:
-    rows = [rank + 1 + (SIZE == 1) for rank in range(SIZE)]  # uneven
+    rows = [rank + 1 + (SIZE == 1) for rank in range(SIZE)]  # uneven numbers of rows
     shape = (3,) + (2, 3, 2)[:dims]
     made = torch.Generator().manual_seed(5)
     joined = torch.randn((sum(rows), *shape), dtype=torch.float64, generator=made) * 3 + 100
@@ -178,7 +178,7 @@ def test_sync_batch_norm_far_from_zero() -> None:
 
 def test_sync_batch_norm_in_double_precision() -> None:
     inputs = [np.random.default_rng(rank).normal(1e8, 1, (50 + rank, 2)) for rank in range(SIZE)]
-    inputs[SIZE - 1] = inputs[SIZE - 1][: 0 if SIZE > 1 else None]  # a rank may have no rows
+    inputs[SIZE - 1] = inputs[SIZE - 1][: 0 if SIZE > 1 else None]  # one rank has no rows
     sync = hvd.SyncBatchNorm(2, momentum=1.0).double()
     sync(torch.tensor(inputs[RANK]))
     np.testing.assert_allclose(sync.running_var, np.concatenate(inputs).var(0, ddof=1), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""table_loader for torch: over all ranks each row once, tensors without copies, arguments compared."""
+"""table_loader for torch: each row once over all ranks, tensors without copies, arguments compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = 1000
 
 @pytest.fixture(scope="module")
 def table() -> Table:
-    """Rows whose ids are their numbers."""
+    """Return rows whose ids are their numbers."""
     path = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
     if RANK == 0:
         ids = np.stack([np.arange(LENGTH), np.arange(LENGTH)], axis=1)

@@ -1,4 +1,4 @@
-"""Training with DistributedOptimizer on n ranks equals training of one process on the joined batch."""
+"""Training with DistributedOptimizer on n ranks equals one process training on the joined batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_fifty_steps_equal_one_process() -> None:
         plain.step()
     assert_equal_weights(net, reference)
     assert_same_on_all_ranks(net)
-    assert net.idle.grad is None  # no rank used it: no zeros, so no weight decay either
+    assert net.idle.grad is None  # no rank used it: its gradient is not zero but missing, so no weight decay
 
 
 def test_clipping_as_people_write_it() -> None:
@@ -48,7 +48,7 @@ def test_clipping_as_people_write_it() -> None:
 
 
 def test_a_parameter_unused_on_some_ranks_with_clipping() -> None:
-    """Each step another rank leaves the branch out; in every third step no rank uses it."""
+    """In each step another rank skips the branch, and in every third step no rank uses it."""
     net, reference = Net(), Net()
     optimizer, plain = hvd.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
     for step in range(30):
@@ -117,7 +117,7 @@ def test_grad_scaler_with_an_inf_on_one_rank(compression: Any) -> None:
 ])
 def test_gradients_computed_in_a_closure_are_reduced(make: Any) -> None:
     net, reference = Net(), Net()
-    del net.idle, reference.idle  # LBFGS wants a gradient for each
+    del net.idle, reference.idle  # LBFGS needs a gradient for each parameter
     del net.branch, reference.branch
     optimizer, plain = hvd.DistributedOptimizer(make(net), net.named_parameters()), make(reference)
     for step in range(4):

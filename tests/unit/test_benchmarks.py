@@ -1,4 +1,4 @@
-"""The benchmarks' tables, statistics and plans; what needs ranks is in the last test."""
+"""The benchmarks' tables, statistics and plans. The last tests need ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL_MODULES = ("common", "peers", "shapes", "steps", *SCRIPTS)
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """Import a file of benchmarks/ the way a script there does, and forget it afterwards."""
+    """Import a file from benchmarks/ as a script there does, and forget it afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     hidden = {name: sys.modules.pop(name) for name in LOCAL_MODULES if name in sys.modules}
     yield __import__
@@ -73,7 +73,7 @@ def test_samples_of_ranks_are_joined_by_repetition_or_pooled(load) -> None:
 
 
 class OneRank:
-    """A job of one rank, for what needs no other."""
+    """A job with a single rank."""
 
     rank, size = 0, 1
 
@@ -95,10 +95,10 @@ def test_contestants_take_turns_and_the_first_cycle_is_not_counted(load) -> None
         order.append(name)
         return [float(len(order))]
 
-    found = common.alternate(OneRank(), {n: lambda n=n: turn(n) for n in "ABC"}, 0.0)
+    samples = common.alternate(OneRank(), {n: lambda n=n: turn(n) for n in "ABC"}, 0.0)
     cycles = common.LEAST_CYCLES
     assert order == list("ABC") * (cycles + 1)
-    assert found["B"] == [5.0 + 3 * cycle for cycle in range(cycles)]
+    assert samples["B"] == [5.0 + 3 * cycle for cycle in range(cycles)]
     assert len(common.timed_block(lambda: turn("D"), 4)()) == 4
     assert order.count("D") == 5
 
@@ -110,8 +110,8 @@ def test_cuts_cover_each_element_once_and_keep_the_limit(load, limit: int) -> No
     every = [(tensor, place) for tensor, size in enumerate(sizes) for place in range(size)]
     for cut in (peers.cut_stream, peers.cut_chunks):
         parts = cut(sizes, limit)
-        found = [(tensor, place) for spans in parts for tensor, a, b in spans for place in range(a, b)]
-        assert sorted(found) == every
+        covered = [(tensor, place) for spans in parts for tensor, a, b in spans for place in range(a, b)]
+        assert sorted(covered) == every
         assert all(0 < sum(b - a for _, a, b in spans) <= limit for spans in parts)
     stream = peers.cut_stream(sizes, limit)
     assert all(sum(b - a for _, a, b in spans) == limit for spans in stream[:-1])
@@ -142,7 +142,7 @@ def test_help_explains_and_gives_an_example(script: str) -> None:
 
 
 def run_limited(command: list[str], seconds: float) -> tuple[int, str]:
-    """Run a command in a session of its own; end all of it if it takes too long."""
+    """Run a command in a new session, and kill the whole session if it takes too long."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -181,8 +181,8 @@ def test_compiled_steps_run_on_two_ranks_beside_the_frameworks_own(
     code, output = run_limited([*command, "--json", str(path)], 240)
     assert code == 0, output
     results = json.loads(path.read_text())["results"]
-    medians = {one["contestant"]: one["median"] for one in results if "contestant" in one}
-    figures = {one["figure"]: one["value"] for one in results if "figure" in one}
+    medians = {result["contestant"]: result["median"] for result in results if "contestant" in result}
+    figures = {result["figure"]: result["value"] for result in results if "figure" in result}
     added = medians["step with exchange"] - medians["identity step"]
     assert figures["added, s"] == pytest.approx(added)
     assert figures["added / NumPy"] == pytest.approx(added / medians["exchange from NumPy"])
@@ -203,8 +203,8 @@ def test_loaders_are_compared_on_a_directory_of_photographs(tmp_path: Path) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "ringdance, tars" in done.stdout
-    found = json.loads((tmp_path / "result.json").read_text())["images/s, CPU ms/image"]
-    assert all(speed > 0 for runs in found.values() for speed, _ in runs["1"])
+    speeds = json.loads((tmp_path / "result.json").read_text())["images/s, CPU ms/image"]
+    assert all(speed > 0 for runs in speeds.values() for speed, _ in runs["1"])
 
 
 def test_formats_of_tables_are_compared(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_formats_of_tables_are_compared(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert all(speed > 0 for name in names for run in found["rows/s, rows/CPU s"][name] for speed in run)
-    assert found["bytes"]["rows: ringdance"] == pytest.approx(4 + 39 * 8, abs=1)
+    measured = json.loads((tmp_path / "result.json").read_text())
+    assert all(speed > 0 for name in names for run in measured["rows/s, rows/CPU s"][name] for speed in run)
+    assert measured["bytes"]["rows: ringdance"] == pytest.approx(4 + 39 * 8, abs=1)
 
 
 @pytest.mark.slow
@@ -232,6 +232,6 @@ def test_parts_of_a_pipeline_are_compared(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "+ cache before shuffle" in done.stdout
-    found = json.loads((tmp_path / "result.json").read_text())
-    parts = found["rows/s alone, with the step, share of waiting"]
+    measured = json.loads((tmp_path / "result.json").read_text())
+    parts = measured["rows/s alone, with the step, share of waiting"]
     assert all(run[0] > 0 for runs in parts.values() for run in runs)

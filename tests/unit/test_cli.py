@@ -1,4 +1,4 @@
-"""The command line as a person types it: in processes, since exit codes and streams are what counts."""
+"""The command line as a user types it. Exit codes and streams matter, so most tests start a process."""
 
 from __future__ import annotations
 
@@ -169,13 +169,13 @@ def test_help_of_run_is_the_launcher_s():
 
 
 def test_no_advice_installs_ringdance_from_an_index() -> None:
-    """This copy may come from a clone; a package of its name in an index may be anybody's."""
+    """This copy may come from a clone. A package with its name in an index may belong to anybody."""
     root = Path(__file__).resolve().parents[2]
     places = ("src", "compat", "docs", "examples", "benchmarks", "README.md")
     files = [file for place in places for file in [root / place, *(root / place).rglob("*")]]
     advice = re.compile(r"pip install[^\n`]*ringdance(\[|-horovod|['\"\n` ]|$)|'ringdance\[")
     texts = {file: file.read_text() for file in files if file.suffix in (".py", ".md")}
-    assert not [f"{file}: {found[0]}" for file, text in texts.items() for found in advice.finditer(text)]
+    assert not [f"{file}: {match[0]}" for file, text in texts.items() for match in advice.finditer(text)]
     assert pip_install("a", "b>=2").endswith("-m pip install a 'b>=2'")
 
 

@@ -1,4 +1,4 @@
-"""Tables, curves and advice of strategies of training side by side."""
+"""Tables, curves and advice for training strategies that are compared with each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from comparison import Result, advice, curves, table
 
 
 def result(strategy: str, speed: float, auc: float = 0.8, busy: float = 2.0, **more: object) -> Result:
-    """Return a result with two points: half the AUC's gain after 1,000 rows, all of it after 2,000."""
+    """Return a result with two points: half of the AUC's gain after 1,000 rows, and all of it after 2,000."""
     points = [[rows, rows / speed, 0.5 + (auc - 0.5) * rows / 2000, 0.4] for rows in (1000, 2000)]
     more = {"validation": 30_000, **more}
     return Result(
@@ -45,7 +45,7 @@ def test_nothing_is_recommended_of_one_strategy_or_beside_other_programs():
 def test_few_rows_and_short_runs_say_little():
     few = [result("single", 500, 0.52, validation=40), result("ringdance", 900, 0.49, validation=40)]
     text = advice(few)
-    assert text.startswith("PyTorch: use ringdance")  # for its speed: the AUC differs by chance
+    assert text.startswith("PyTorch: use ringdance")  # because of its speed; the AUC differs by chance
     assert "Of 40 rows for validation, differences of AUC below 0.055 are chance" in text
     assert "Trained for 2.2 s: too short" in text
     long = advice([result("single", 100), result("ringdance", 120)])
@@ -66,7 +66,7 @@ def test_reasons_follow_from_cores_and_work():
 
 
 def test_auc_is_compared_where_all_were_evaluated():
-    """A run that its time has ended is evaluated there too, where the others were not."""
+    """A run that its time limit stopped is also evaluated there, at a point where the others were not."""
     short, long = result("single", 500), result("ringdance", 1000)
     short.curve[1] = [1500, 3.0, 0.7, 0.4]
     long.curve = [[1000, 1.0, 0.65, 0.4], [2000, 2.0, 0.8, 0.4], [3000, 3.0, 0.81, 0.4]]
@@ -90,7 +90,7 @@ def test_failures_alone_are_reported_too(tmp_path: Path):
 def test_curves_are_a_picture_with_all_strategies(tmp_path: Path):
     file = tmp_path / "curves.svg"
     curves([result("single", 500), result("ringdance", 1000)], file)
-    words = [one.text for one in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+    words = [element.text for element in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
     assert words.count("single") == words.count("ringdance") == 2
     titles = {f"PyTorch, by {word}, AUC on the validation part" for word in ("rows", "time")}
     assert {*titles, "thousand rows", "seconds of training"} <= {*words}
@@ -107,32 +107,32 @@ def test_auc_counts_ties_by_half():
 
 def test_first_values_are_equal_everywhere():
     sizes = strategies.Sizes(table_size=50, fields=3, dim=2, hidden=(4,))
-    one, other = sizes.first_values(), sizes.first_values()
-    assert {name: value.shape for name, value in one.items()} == {
+    first, other = sizes.first_values(), sizes.first_values()
+    assert {name: value.shape for name, value in first.items()} == {
         "table": (50, 3), "bias": (1,), "w0": (6, 4), "b0": (4,), "w1": (4, 1), "b1": (1,)
     }  # fmt: skip
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    assert all(np.array_equal(first[name], other[name]) for name in first)
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.3, 2.0, 40.0])
 def test_the_time_for_training_is_kept(step_s: float) -> None:
-    """Steps of any length: until the end of the step in which, or before which, the time is used up."""
+    """Steps of any length: training stops after the step that ends closest to the limit."""
     steps, look, looks = 0, 1, 0
     while look:
         steps, looks = steps + look, looks + 1
         look = strategies.steps_until_look(steps, steps * step_s, 30.0)
     assert abs(steps * step_s - 30.0) <= max(step_s / 2 + 1e-9, step_s - 30.0)
-    assert looks <= 40  # each is an exchange
+    assert looks <= 40  # each look is an exchange
 
 
 @pytest.mark.parametrize("kind", ["Slow", "Later"])
 def test_slow_steps_end_with_the_time(kind: str) -> None:
-    """A slow step is not followed by seven more, nor are those that are started alone too many."""
-    found = subprocess.run(
+    """A slow step is not followed by seven more, nor are too many steps started without waiting."""
+    done = subprocess.run(
         [sys.executable, "-c", TRAIN, kind], capture_output=True, text=True, check=True, timeout=50,
         cwd=Path(strategies.__file__).parent,
     )  # fmt: skip
-    assert found.stdout.splitlines()[-1] == "2"
+    assert done.stdout.splitlines()[-1] == "2"
 
 
 TRAIN = """

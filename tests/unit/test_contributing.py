@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: the directories, files and functions that it names exist."""
+"""The directories, files and functions that CONTRIBUTING.md names exist."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def section(title: str) -> list[list[str]]:
-    """Return the cells of the rows of a section's table."""
+    """Return the cells of each row in a section's table."""
     text = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
 def defined(tree: ast.AST, prefix: str = "") -> Iterator[str]:
-    """List classes, functions, methods and assigned names of a module."""
+    """List the classes, functions, methods and assigned names of a module."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield prefix + node.name

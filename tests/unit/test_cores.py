@@ -1,4 +1,4 @@
-"""How many cores a process has, and how far they are in use: affinity masks, quotas of cgroups, a node."""
+"""The number of cores that a process may use, and their use: affinity masks, cgroup quotas, a whole node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ V1_SELF = "9:name=systemd:/x\n2:cpu,cpuacct:/kubepods/pod7\n"
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A node of 64 cores; masks by pid (0: this process), files of /proc and /sys, seconds in use by core."""
+    """Simulate a node with 64 cores.
+
+    Has masks by PID (0 is this process), files in /proc and /sys, and seconds of use per core.
+    """
     masks: dict[int, set[int]] = {0: set(range(NODE))}
     used = dict.fromkeys(range(NODE), 0.0)
     now = SimpleNamespace(time=0.0)
@@ -52,7 +55,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def quota(machine: Any, cores: float, version: int) -> Any:
-    """Give this process's cgroup a quota; return a function that says how many seconds it has used."""
+    """Give this process's cgroup a quota. Returns a function that sets its CPU seconds."""
     if version == 2:
         machine.put("/proc/self/cgroup", "0::/pod7\n")
         machine.put("/sys/fs/cgroup/cpu.max", "max 100000\n")
@@ -60,7 +63,8 @@ def quota(machine: Any, cores: float, version: int) -> Any:
         return lambda used: machine.put(
             "/sys/fs/cgroup/pod7/cpu.stat", f"usage_usec {used * 1e6:.0f}\nuser_usec 1\nnr_throttled 0\n"
         )
-    machine.put("/proc/self/cgroup", V1_SELF)  # of the host; the container sees its own directory as the root
+    # the host's path; the container sees its own directory as the root
+    machine.put("/proc/self/cgroup", V1_SELF)
     machine.put("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", f"{cores * 100000:.0f}\n")
     machine.put("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
     machine.put("/sys/fs/cgroup/cpu/cpu.stat", "nr_periods 7\n")
@@ -76,14 +80,15 @@ def test_a_pod_has_its_quota_and_not_the_node(machine: Any, version: int) -> Non
     pod = CoreUse()
     assert pod.cores == 4
     machine.now.time = 10
-    machine.used |= dict.fromkeys(range(4), 10.0)  # 4 of 64 cores: the node is 94% idle, the pod is not
+    machine.used |= dict.fromkeys(range(4), 10.0)  # 4 of 64 cores: the node is 94% idle, but the pod is not
     use(40)
     assert pod.share() == pytest.approx(1)
     machine.now.time = 20
     use(50)
     assert pod.share() == pytest.approx(0.25)
     machine.now.time = 30
-    machine.used |= dict.fromkeys(range(NODE), 20.0)  # other pods take all cores: none is left of the quota
+    # other pods use all cores, so that nothing is left of the quota
+    machine.used |= dict.fromkeys(range(NODE), 20.0)
     use(60)
     assert pod.share() == pytest.approx(1)
 
@@ -101,14 +106,15 @@ def test_a_slurm_step_has_its_mask_and_its_ranks_share_it(machine: Any) -> None:
     step = {8, 9, 10, 11}
     machine.masks |= dict.fromkeys((0, 1, 2), step)
     assert limits.usable_cores() == 4
-    assert limits.shared_cores([1, 2]) == 2  # 2 ranks * 4 cores are fewer than the node's, and yet not bound
+    # together the ranks' masks have fewer cores than the node, yet the ranks are not bound
+    assert limits.shared_cores([1, 2]) == 2
     use = CoreUse([1, 2])
     machine.now.time = 10
     machine.used |= dict.fromkeys(step, 10.0)
     assert (use.cores, use.share()) == (4, pytest.approx(1))
-    machine.masks |= {0: {8, 9}, 1: {8, 9}, 2: {10, 11}}  # bound
+    machine.masks |= {0: {8, 9}, 1: {8, 9}, 2: {10, 11}}  # the ranks are bound
     assert (limits.shared_cores([1, 2]), limits.usable_cores([1, 2]), limits.usable_cores()) == (2, 4, 2)
-    machine.masks.pop(2)  # cannot be seen
+    machine.masks.pop(2)  # the process cannot be seen
     assert limits.shared_cores([1, 2]) == 1
     assert CoreUse([1]).cores == 2
 

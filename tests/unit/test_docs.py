@@ -1,4 +1,4 @@
-"""README.md and docs/: every code block is run, parsed, or says why not; links and figures are right."""
+"""README.md and docs/: every code block is run, parsed or says why not, and links and figures are right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REASONS = ("needs a package index", "needs a network", "needs several machines",
 
 
 def test_every_block_is_run_or_parsed_or_says_why_not(record_property) -> None:
-    """Counts them; those that are not run here are listed with their reasons."""
+    """Count the blocks, and list the blocks that are not run with their reasons."""
     not_run = []
     for block in BLOCKS:
         if "not run:" in block.marks:
@@ -42,7 +42,7 @@ def test_every_block_is_run_or_parsed_or_says_why_not(record_property) -> None:
 
 
 def test_pages_say_one_thing_about_gpus() -> None:
-    """Only docs/howto/training/gpus.md tells how gradients get from GPU to GPU, and on what that was run."""
+    """Only one page, gpus.md, says how gradients travel between GPUs and on which machines that was run."""
     old = re.compile(
         r"not been run on a GPU yet|NCCL is not used|NCCL's path not yet|from GPU to GPU too"
         r"|NCCL have no effect|not\s+been\s+tried\s+on\s+GPUs|(?:TensorFlow|JAX)[^.|]*are copied to the host"
@@ -60,11 +60,11 @@ def test_no_block_is_overlooked() -> None:
 
 def test_readers_see_the_files_that_their_commands_run() -> None:
     for page in PAGES:
-        found = blocks(page)
+        page_blocks = blocks(page)
         commands = "\n".join(
-            one.text for one in found if one.language == "console" and "not run" not in one.marks
+            b.text for b in page_blocks if b.language == "console" and "not run" not in b.marks
         )
-        for name in (one.marks["hidden file"] for one in found if "hidden file" in one.marks):
+        for name in (b.marks["hidden file"] for b in page_blocks if "hidden file" in b.marks):
             runs = re.search(rf"^\$ .*\b(?:python|sh|bash) {re.escape(name)}\b", commands, re.M)
             assert not runs, f"{page}: {name} is hidden, and a command of the page runs it"
 
@@ -83,7 +83,7 @@ def test_data_blocks_are_well_formed() -> None:
 
 
 def test_quoted_figures_are_those_of_the_benchmarks() -> None:
-    """What the README and "Coming from Horovod" quote stands in the page with the benchmarks' results."""
+    """The figures that the README and "Coming from Horovod" quote are among the results of the benchmarks."""
     page = ROOT / "docs" / "howto" / "troubleshooting" / "benchmarks.md"
     results = page.read_text().partition("## Results")[2]
     page = (ROOT / "docs" / "coming-from-horovod.md").read_text()
@@ -110,13 +110,13 @@ def test_the_stall_warnings_time_is_the_default() -> None:
 
 
 def commands_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """List the subcommands that the help of `ringdance WORDS` names, and theirs."""
+    """List the subcommands in the help of `ringdance WORDS`, and their subcommands."""
     with contextlib.suppress(SystemExit):
         main([*words, "--help"])
     out = capsys.readouterr().out
     listed = out.partition("\ncommands:\n")[2].partition("\n\n") if words else out.partition("\noptions:")
     names = re.findall(r"^ {2,4}([a-z]\w*)", listed[0], re.M)
-    return [one for name in names for one in (" ".join([*words, name]), *commands_of(capsys, *words, name))]
+    return [line for name in names for line in (" ".join([*words, name]), *commands_of(capsys, *words, name))]
 
 
 def test_the_reference_has_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,10 +162,11 @@ def test_the_comparison_of_outputs_can_fail() -> None:
 
 @pytest.mark.limit(250)
 def test_every_page_is_reached_and_builds_without_warnings(tmp_path: Path) -> None:
-    """Sphinx warns of a broken link, of a page in no table of contents, and of a docstring it cannot read."""
-    for name in ("sphinx", "torch", "tensorflow", "keras", "jax", "optax"):  # it reads all docstrings
+    """Sphinx warns of broken links, pages outside the tables of contents, and unreadable docstrings."""
+    # sphinx imports these to read all docstrings
+    for name in ("sphinx", "torch", "tensorflow", "keras", "jax", "optax"):
         pytest.importorskip(name)
-    # Everything is read and resolved, and nothing written, which takes a third of the time.
+    # Everything is read and resolved but nothing is written, which takes a third of the time.
     words = ["-W", "--keep-going", "-q", "-b", "dummy", "-d", str(tmp_path / "doctrees")]
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", *words, str(ROOT / "docs"), str(tmp_path / "nothing")],

@@ -1,7 +1,7 @@
-"""What importing a part of the library brings along, seen in a fresh process.
+"""What importing a part of the library brings along, seen in a new process.
 
-The import rules between modules are in pyproject.toml (import-linter); here it is what really
-happens, lazy imports and third parties included.
+The import rules between modules are in pyproject.toml (import-linter). These tests check what really happens,
+including lazy imports and third parties.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ print(json.dumps({{"modules": sorted(sys.modules), "seconds": seconds,
 
 
 def imported(module: str, whole: bool = True, frameworks: Iterable[str] = ()) -> set[str]:
-    """The modules loaded after importing `module`, with all its submodules if `whole`.
+    """Return the modules loaded after importing ``module``, with all its submodules if ``whole``.
 
-    The import must change no signal handler, no environment variable and no thread. What `frameworks` change
-    by themselves does not count.
+    The import must not change signal handlers, environment variables or threads. Changes by ``frameworks``
+    themselves do not count.
     """
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
     names = [module]
     if whole:
         directories = spec.submodule_search_locations or []
-        names += [found.name for found in pkgutil.walk_packages(directories, module + ".")]
+        names += [submodule.name for submodule in pkgutil.walk_packages(directories, module + ".")]
     code = PROBE.format(first="".join(f"import {name}\n" for name in frameworks), names=", ".join(names))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     seen = json.loads(done.stdout)
     print(f"import {module}: {seen['seconds'] * 1000:.0f} ms, {len(seen['modules'])} modules")
-    assert seen["same"] == [True, True, True], "signal handlers, environment, threads"
+    assert seen["same"] == [True, True, True], "signal handlers, environment or threads changed"
     return set(seen["modules"])
 
 
@@ -118,4 +118,4 @@ def test_a_binding_brings_its_framework_only(name):
     modules = imported(module, frameworks=own)
     assert not parts_of(modules, FRAMEWORKS - own)
     assert not parts_of(modules, {"ringdance.launch", "ringdance.tools", "mpi4py"})
-    assert not parts_of(modules, {"torch._dynamo"}), "it takes seconds, and is for torch.compile"
+    assert not parts_of(modules, {"torch._dynamo"}), "slow to import; only torch.compile needs it"

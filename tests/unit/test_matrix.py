@@ -1,4 +1,4 @@
-"""`make test-matrix`: its rows fit what the package says, and what cannot run says so."""
+"""`make test-matrix`: its rows match the package's requirements, and a row that cannot run says so."""
 
 from __future__ import annotations
 

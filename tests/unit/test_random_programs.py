@@ -1,4 +1,4 @@
-"""Random programs on loopback worlds; a seed that fails is played again by `programs.worlds` (see there)."""
+"""Random programs on loopback worlds. ``programs.worlds`` replays a failing seed (see there)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from programs.worlds import try_seeds
 from sampled import drawn, seed_of_the_day
 
-MANY = 2000  # programs of a day in make test-all
+MANY = 2000  # programs per day in make test-all
 
 
 @pytest.mark.limit(200)

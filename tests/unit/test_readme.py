@@ -1,4 +1,4 @@
-"""README.md: its commands, extras and files exist."""
+"""The commands, extras and files that README.md names exist."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str) -> list[str]:
-    found = [text for name, text in BLOCKS if name == language]
-    assert found, f"no {language} block in README.md"
-    return found
+    texts = [text for name, text in BLOCKS if name == language]
+    assert texts, f"no {language} block in README.md"
+    return texts
 
 
 def test_python_blocks_compile():

@@ -1,4 +1,4 @@
-"""`ringdance recipes`, and the presets that come with a recipe."""
+"""`ringdance recipes`, and the presets that a recipe brings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ringdance.tools.cli import main
 def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     target = tmp_path / "job"
     assert main(["recipes", "copy", "resnet50", str(target)]) == 0
-    names = sorted(one.name for one in target.iterdir())
+    names = sorted(path.name for path in target.iterdir())
     package = Path(presets.__file__).parent
-    assert names == sorted({"score.py", *(one.name for one in package.glob("*.py"))} - {"__init__.py"})
+    assert names == sorted({"score.py", *(path.name for path in package.glob("*.py"))} - {"__init__.py"})
     (target / "presets.py").write_text("# changed by hand\n")
     capsys.readouterr()
     assert main(["recipes", "copy", "resnet50", str(target)]) == 2
@@ -50,14 +50,14 @@ def test_list_names_each_file_and_loads_no_framework():
 
 
 def test_presets_say_where_they_are_from_and_are_complete():
-    for name, one in presets.PRESETS.items():
-        assert one.source, name
-        assert one.expected, name
-        assert 0 <= one.warmup_epochs < one.epochs, name
-        assert one.optimizer in ("sgd", "lars"), name
-        assert (one.schedule == "step") == bool(one.milestones), name
+    for name, preset in presets.PRESETS.items():
+        assert preset.source, name
+        assert preset.expected, name
+        assert 0 <= preset.warmup_epochs < preset.epochs, name
+        assert preset.optimizer in ("sgd", "lars"), name
+        assert (preset.schedule == "step") == bool(preset.milestones), name
         if name.startswith("mlperf-"):
-            assert one.batch_size * one.devices == int(name.removeprefix("mlperf-")), name
+            assert preset.batch_size * preset.devices == int(name.removeprefix("mlperf-")), name
 
 
 def test_the_rate_scales_with_the_batch():
@@ -68,19 +68,20 @@ def test_the_rate_scales_with_the_batch():
 
 def test_the_rate_goes_with_another_batch_size():
     given = Namespace(epochs=3, batch_size=32, optimizer=None, precision=None, image_size=None, accumulate=1)
-    one = presets.PRESETS["8xV100"].overridden(given)  # 256 images for each device, 2.048 for 2,048
-    assert (one.epochs, one.batch_size, one.optimizer) == (3, 32, "sgd")
-    assert one.rate_for(8 * 32) == pytest.approx(0.256)
+    # 256 images per device; a rate of 2.048 for a batch of 2,048
+    preset = presets.PRESETS["8xV100"].overridden(given)
+    assert (preset.epochs, preset.batch_size, preset.optimizer) == (3, 32, "sgd")
+    assert preset.rate_for(8 * 32) == pytest.approx(0.256)
 
 
 def test_milestones_go_with_the_length_of_a_training():
-    given = Namespace(epochs=30, batch_size=None, accumulate=1)
-    one = presets.PRESETS["256"].overridden(given)
-    assert one.milestones == pytest.approx((10, 20, 80 / 3))
+    options = Namespace(epochs=30, batch_size=None, accumulate=1)
+    preset = presets.PRESETS["256"].overridden(options)
+    assert preset.milestones == pytest.approx((10, 20, 80 / 3))
 
 
 def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ones in rates.py are others in the recipes and in each strategy of the comparison."""
+    """A change in rates.py changes the recipes and every strategy of the comparison."""
     for path in (Path(rates.__file__).parent, Path(__file__).parents[2] / "benchmarks" / "strategies"):
         monkeypatch.syspath_prepend(str(path))
     monkeypatch.setattr(sys, "argv", ["train_torch.py", "DATA"])
@@ -90,9 +91,9 @@ def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name in vars(rates) if name.isupper()]
     for number, name in enumerate(names):
         monkeypatch.setattr(rates, name, number + 7)
-    given = vars(importlib.import_module("loop").options("")).items()
-    names.remove("BATCH")  # not an option: rates are relative to it
-    assert {name.upper(): value for name, value in given if name.upper() in names} == {
+    defaults = vars(importlib.import_module("loop").options("")).items()
+    names.remove("BATCH")  # not an option, because rates are relative to it
+    assert {name.upper(): value for name, value in defaults if name.upper() in names} == {
         name: getattr(rates, name) for name in names
     }
     sizes = importlib.import_module("strategies").Sizes(50, 3, batch_size=10)
@@ -100,12 +101,12 @@ def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes.rate == pytest.approx(rates.RATE * (10 / rates.BATCH) ** rates.SCALE_RATE)
     assert sizes.table_rate == pytest.approx(rates.TABLE_RATE * (10 / rates.BATCH) ** (-rates.SCALE_RATE / 2))
     assert sizes.accumulator == pytest.approx(rates.FIRST_SUM / 100)
-    for name in ("loop", "strategies"):  # other tests get their own
+    for name in ("loop", "strategies"):  # so that other tests import their own modules
         del sys.modules[name]
 
 
 @pytest.mark.parametrize(("name", "batch", "first"), [
-    ("256", 8192, 0.1), ("256", 64, 0.025),  # Goyal's 0.1, or the peak if that is lower
+    ("256", 8192, 0.1), ("256", 64, 0.025),  # Goyal's 0.1, or the peak if it is lower
     ("mlperf-4096", 4096, 10.0 / (5 * 12_000 / 4096)), ("laptop", 16, 0.02 / (2 * 12_000 / 16)),
 ])
 def test_the_warm_up_begins_above_0(
@@ -141,10 +142,10 @@ def test_what_cannot_be_done_is_refused(
 def test_the_page_has_the_table_of_the_presets():
     page = (Path(__file__).parents[2] / "docs" / "howto" / "training" / "recipes.md").read_text()
     rows = [
-        f"| `{name}` | {one.batch_size * one.devices:,} = {one.devices} × {one.batch_size} | "
-        f"{one.optimizer}, {one.rate:g} | {one.schedule}, {one.epochs:g} "
-        f"({one.warmup_epochs:g}) | {one.weight_decay:.3g} | {one.expected} |\n"
-        for name, one in presets.PRESETS.items()
+        f"| `{name}` | {preset.batch_size * preset.devices:,} = {preset.devices} × {preset.batch_size} | "
+        f"{preset.optimizer}, {preset.rate:g} | {preset.schedule}, {preset.epochs:g} "
+        f"({preset.warmup_epochs:g}) | {preset.weight_decay:.3g} | {preset.expected} |\n"
+        for name, preset in presets.PRESETS.items()
     ]
     assert "".join(rows) in page
 

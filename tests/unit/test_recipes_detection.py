@@ -1,4 +1,4 @@
-"""The detection recipe's batches and presets, which need no framework."""
+"""The batches and presets of the detection recipe, which need no framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIOS = np.random.RandomState(0).uniform(0.4, 2.5, 101)
 
 
 def steps(size: int, done: int = 0, epoch: int = 3, batch_size: int = 4) -> list[list[Part]]:
-    """Return the parts of all ranks, by steps."""
+    """Return the parts of all ranks, step by step."""
     plans = [Plan(RATIOS, batch_size, 7, epoch, rank, size, done) for rank in range(size)]
     assert len({len(plan) for plan in plans}) == 1
     return [list(parts) for parts in zip(*plans, strict=True)]
@@ -31,16 +31,16 @@ def used(parts: list[list[Part]]) -> list[int]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_each_image_is_used_once_among_those_of_its_orientation(size: int) -> None:
-    found = steps(size)
-    assert sorted(used(found)) == list(range(len(RATIOS)))
-    for step in found:
+    all_steps = steps(size)
+    assert sorted(used(all_steps)) == list(range(len(RATIOS)))
+    for step in all_steps:
         count = sum(len(part.numbers) for part in step if part.weight)
         assert {(part.count, part.position) for part in step} == {(count, step[0].position)}
         assert sum(part.weight for part in step) == pytest.approx(size), "the mean over the images"
         for part in step:
-            assert len({bool(RATIOS[one] >= 1) for one in part.numbers}) == 1
-    assert found[-1][0].position == Plan(RATIOS, 4, 7, 3, 0, size).end == len(RATIOS)
-    assert used(steps(size, epoch=4)) != used(found)
+            assert len({bool(RATIOS[number] >= 1) for number in part.numbers}) == 1
+    assert all_steps[-1][0].position == Plan(RATIOS, 4, 7, 3, 0, size).end == len(RATIOS)
+    assert used(steps(size, epoch=4)) != used(all_steps)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (5, 2)])
@@ -61,7 +61,7 @@ def test_presets_are_complete() -> None:
     for name, one in presets.PRESETS.items():
         assert one.source, name
         assert one.expected, name
-        assert all(0 < two < one.epochs for two in one.milestones), name
+        assert all(0 < epoch < one.epochs for epoch in one.milestones), name
         Schedule(one.rate, one.epochs, "step" if one.milestones else "cosine", 0, milestones=one.milestones)
         if name.startswith("mlperf-"):
             assert one.batch_size * one.devices == int(name.removeprefix("mlperf-")), name
@@ -71,29 +71,29 @@ def test_presets_are_complete() -> None:
 def test_the_page_has_the_table_of_the_presets() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tutorials" / "detection.md").read_text()
     rows = []
-    for name, one in presets.PRESETS.items():
-        decays = f"a tenth at {', '.join(f'{epoch:.3g}' for epoch in one.milestones)}"
+    for name, p in presets.PRESETS.items():
+        decays = f"a tenth at {', '.join(f'{epoch:.3g}' for epoch in p.milestones)}"
         rows.append(
-            f"| `{name}` | {one.batch_size * one.devices} = {one.devices} × {one.batch_size} | "
-            f"{one.optimizer}, {one.rate:g} | {one.epochs:g}: {decays if one.milestones else 'cosine'} "
-            f"({one.warmup_steps}) | {one.expected} |\n"
+            f"| `{name}` | {p.batch_size * p.devices} = {p.devices} × {p.batch_size} | "
+            f"{p.optimizer}, {p.rate:g} | {p.epochs:g}: {decays if p.milestones else 'cosine'} "
+            f"({p.warmup_steps}) | {p.expected} |\n"
         )
     assert "".join(rows) in page
 
 
 def test_what_goes_with_an_option() -> None:
-    given = Namespace(epochs=13, batch_size=4, image_size=400)
-    one = presets.PRESETS["8xV100"].overridden(given)
-    assert one.milestones == (8.5, 11.5)
-    assert (one.longest, one.rate) == (666, 0.04)
-    assert one.rate_for(4 * 16) == 0.08
+    options = Namespace(epochs=13, batch_size=4, image_size=400)
+    preset = presets.PRESETS["8xV100"].overridden(options)
+    assert preset.milestones == (8.5, 11.5)
+    assert (preset.longest, preset.rate) == (666, 0.04)
+    assert preset.rate_for(4 * 16) == 0.08
 
 
 def test_without_torchvision_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     directory = str(Path(ringdance.recipes.detection.__file__).parent)
     monkeypatch.syspath_prepend(directory)
-    hidden: Any = None  # Python's way to say that a module cannot be imported
+    hidden: Any = None  # Python's way to mark a module that cannot be imported
     monkeypatch.setitem(sys.modules, "torchvision", hidden)
     for name in ("train", "coco", "batches", "presets"):
         monkeypatch.delitem(sys.modules, name, raising=False)

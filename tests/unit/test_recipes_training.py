@@ -1,4 +1,4 @@
-"""What the recipes' trainings share, with a model of three numbers: export, checkpoints, files of scores."""
+"""Shared parts of the recipes' training scripts, with a model of three numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job() -> Iterator[None]:
 
 
 class Model:
-    """Three weights, whose evaluations are given."""
+    """A model of three weights with predefined evaluation results."""
 
     framework = "none"
 
@@ -61,17 +61,17 @@ def begin(
     model: Model, export: Path | None = None, checkpoints: Path | None = None, board: str = "",
     price: float | None = None,
 ) -> Training:
-    given = Namespace(
+    options = Namespace(
         checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=board,
         price_per_hour=price, patience=2,
     )  # fmt: skip
-    return Training(given, model, {}, "images", 10, 1, "validation", "top1")
+    return Training(options, model, {}, "images", 10, 1, "validation", "top1")
 
 
 def test_an_export_replaces_nothing_else(tmp_path: Path) -> None:
     page, model = tmp_path / "page", tmp_path / "model"
     page.mkdir()
-    (page / "model.json").write_text("{}")  # of TensorFlow.js, for one
+    (page / "model.json").write_text("{}")  # for example, written by TensorFlow.js
     with pytest.raises(SystemExit, match="other contents"):
         begin(Model(), page)
     assert (page / "model.json").exists()
@@ -84,13 +84,13 @@ def test_an_export_replaces_nothing_else(tmp_path: Path) -> None:
 
 
 def test_an_export_goes_where_a_link_leads(tmp_path: Path) -> None:
-    """What a killed process has left beside it is removed."""
+    """Files that a killed process has left next to the export are removed."""
     (tmp_path / "disk" / ".model.partial").mkdir(parents=True)
-    (tmp_path / "model").symlink_to("disk/model")  # not there yet
+    (tmp_path / "model").symlink_to("disk/model")  # the link's target does not exist yet
     for _ in range(2):
         begin(Model(), tmp_path / "model").close({})
     assert (tmp_path / "model").is_symlink()
-    assert [one.name for one in (tmp_path / "disk").iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
 
 
 def test_a_model_stays_if_it_cannot_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,22 +142,22 @@ def test_the_best_model_is_exported_that_is_still_being_written(
 
 
 def test_after_a_kill_the_patience_is_that_of_an_unbroken_training(tmp_path: Path) -> None:
-    scores = [0.5, 0.6, 0.9, 0.4, 0.95, 0.3, 0.3]  # of steps 1 to 7
+    scores = [0.5, 0.6, 0.9, 0.4, 0.95, 0.3, 0.3]  # scores of steps 1 to 7
 
     def run(first: int, model: Model, end: int) -> list[bool]:
-        one = begin(model, checkpoints=tmp_path)
-        assert one.resume() == (first > 1)
+        run_ = begin(model, checkpoints=tmp_path)
+        assert run_.resume() == (first > 1)
         over = []
         for step in range(first, end + 1):
-            one.at.step = step
-            over.append(one.evaluate())
+            run_.at.step = step
+            over.append(run_.evaluate())
             if step == 1:
-                one.save(one.files)
-        one.close({})
+                run_.save(run_.files)
+        run_.close({})
         return over
 
-    assert run(1, Model(*scores), 3) == [False] * 3  # its checkpoint is of step 1, its best model of step 3
-    assert run(2, Model(0.4, 0.5, 0.8), 4) == [False] * 3, "another number of ranks: not counted"
+    assert run(1, Model(*scores), 3) == [False] * 3  # the checkpoint is of step 1, the best model of step 3
+    assert run(2, Model(0.4, 0.5, 0.8), 4) == [False] * 3, "steps up to the best one do not count"
     with contextlib.closing(hvd.Checkpoints(tmp_path, name="best")) as best:
         assert best.numbers() == [3]
     assert run(2, Model(*scores[1:]), 7) == [False] * 5 + [True]
@@ -166,7 +166,7 @@ def test_after_a_kill_the_patience_is_that_of_an_unbroken_training(tmp_path: Pat
 
 
 def test_the_cost_is_that_of_the_time_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a training that goes on, with that of the run before."""
+    """The cost of a resumed training run includes the time of the run before."""
     for hours, price in ((2, None), (3, 4.0)):
         run = begin(Model(), checkpoints=tmp_path, price=price)
         assert run.resume() == (hours > 2)
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_something_else_is_named(content: bytes, tmp_path: Path)
 
 
 def test_a_copy_with_any_other_byte_is_named_or_as_before(tmp_path: Path) -> None:
-    """Copies have no manifest, whose checksum would tell; the zip has one of values, not of names."""
+    """Copies have no manifest with a checksum. The zip file checksums values, but not their names."""
     run = begin(Model(), checkpoints=tmp_path)
     run.model.weights[:] = 1, 2, 3  # type: ignore[attr-defined]
     run.save(run.files)
@@ -242,9 +242,9 @@ def test_positions_of_another_version_are_named(tmp_path: Path) -> None:
 
 
 def test_arrays_alone_are_written_by_an_older_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 2.2 savez() took ``allow_pickle=False`` for an array of that name."""
+    """Before NumPy 2.2, savez() took ``allow_pickle=False`` for an array of that name."""
     save = np.savez
-    older = lambda file, **arrays: save(file, **{f"a/{name}": one for name, one in arrays.items()})  # noqa: E731
+    older = lambda file, **arrays: save(file, **{f"a/{name}": a for name, a in arrays.items()})  # noqa: E731
     monkeypatch.setattr(np, "savez", older)
     training.write(tmp_path / "file", {"one": np.ones(2)})
     with np.load(tmp_path / "file") as saved:
@@ -271,7 +271,7 @@ def test_a_pipe_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def little_room() -> Iterator[None]:
-    """Let no file become greater than 20 bytes."""
+    """Limit the size of files to 20 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
     try:
@@ -293,7 +293,7 @@ def test_without_room_the_file_is_named_and_nothing_is_left(tmp_path: Path) -> N
         run.save(run.best)
         with pytest.raises(SystemExit, match=r"best-0+ could not be written: File too large \(.* MB are"):
             run.save(run.best)
-    assert {one.name for one in tmp_path.iterdir()} == {".best-N.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {".best-N.lock"}
 
 
 def test_two_writers_of_one_text_do_not_mix(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""tests/runners/run.py: nothing is left out, and what has passed is not run again."""
+"""tests/runners/run.py: no test is skipped, and jobs that have passed are not run again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TESTS = Path(run.__file__).parents[1]
 
 def test_every_file_is_in_one_job_at_least_and_most_in_make_test() -> None:
     def files_of(jobs: list[run.Job]) -> set[Path]:
-        found = [Path(name) for job in jobs for name in job.files()]
-        return {file for path in found for file in (path.rglob("test_*.py") if path.is_dir() else [path])}
+        paths = [Path(name) for job in jobs for name in job.files()]
+        return {file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path])}
 
     jobs = run.all_jobs()
     assert files_of(jobs) == set(TESTS.rglob("test_*.py"))
@@ -87,7 +87,7 @@ def test_a_process_that_a_job_leaves_is_named_and_ended(
 
 
 def test_durations_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pytest with a test that passes, one that fails and one that is skipped."""
+    """Run one pytest on a test that passes, one that fails and one that is skipped."""
     (tmp_path / "test_three.py").write_text(
         "import pytest\n"
         "@pytest.mark.parametrize('n', [1, 2])\n"
@@ -112,7 +112,7 @@ def test_durations_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Two jobs of which only the names are noted when they run; the first one fails at first."""
+    """Replace all jobs by two whose names are recorded when they run. The first job fails the first time."""
     names: list[str] = []
 
     def run_job(job: run.Job, *_: object) -> run.Outcome:

@@ -1,4 +1,4 @@
-"""Settings: where values come from, what cannot be used, and what is said about it."""
+"""Settings: where values come from, which values are rejected, and what is reported."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ringdance.errors import SettingError
 from ringdance.settings import SETTINGS, Settings, SettingWarning, load, show
 from ringdance.settings.parse import STEPS
 
-NUMBERS = [one for one in SETTINGS if one.legacy and type(one.default) in (int, float)]
+NUMBERS = [setting for setting in SETTINGS if setting.legacy and type(setting.default) in (int, float)]
 
 
 def quiet(environ: dict[str, str]) -> Settings:
-    """load(), failing when it warns."""
+    """Call ``load()`` and fail if it warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", SettingWarning)
         return load(environ)
@@ -49,7 +49,7 @@ def test_the_defaults_that_were_agreed():
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_each_setting_is_whole(setting):
-    """Its default is what its own parser makes of the way it is shown to people."""
+    """Parsing a setting's default as it is displayed gives the default."""
     assert setting.doc.endswith(".")
     assert type(setting.default) is type(getattr(Settings(), setting.name))
     written = show(setting, setting.default).removesuffix(f" {setting.unit}")
@@ -199,7 +199,7 @@ def test_a_shutdown_time_below_the_check_time_is_ignored():
 
 
 def test_every_working_setting_can_be_set_by_its_own_name():
-    """With the text of its default: no setting is declared with a name that load() does not read."""
+    """Every setting accepts its displayed default: no setting has a name that ``load()`` does not read."""
     for setting in SETTINGS:
         written = show(setting, setting.default).removesuffix(f" {setting.unit}")
         if written == "(empty)":

@@ -1,7 +1,7 @@
 """Settings: read once from the environment, then passed on as values.
 
-``load()`` is the only place of the library that reads ``RINGDANCE_*`` and ``HOROVOD_*``
-names. ``RINGDANCE_*`` wins over ``HOROVOD_*``; a variable with empty text counts as not set.
+``load()`` is the only function in the library that reads ``RINGDANCE_*`` and ``HOROVOD_*``
+variables. ``RINGDANCE_*`` takes precedence over ``HOROVOD_*``. An empty variable counts as not set.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ __all__ = [
 ]  # fmt: skip
 
 WARNED = "RINGDANCE_JOB_WARNED"
-"""Variable in which a launcher lists the variables for which it has printed that they have no effect."""
+"""Variable in which a launcher lists the variables that it has already reported as having no effect."""
 _PREFIXES = ("RINGDANCE_", "HOROVOD_")
 
 
 class SettingWarning(UserWarning):
-    """A setting is accepted, but may not have the expected effect."""
+    """A setting is accepted but may not have the expected effect."""
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read all settings from `environ`.
+    """Read all settings from ``environ``.
 
-    Warns (:class:`SettingWarning`, on rank 0 only) about unknown names, legacy values that cannot be used
-    and settings that have no effect.
+    Warns (``SettingWarning``, on rank 0 only) about unknown names, legacy values that cannot be used and
+    settings that have no effect.
 
     Raises:
-        SettingError: a ``RINGDANCE_*`` variable has a value that cannot be used; names the
-            variable, the value and what is expected.
+        SettingError: A ``RINGDANCE_*`` variable has a value that cannot be used. The message names the
+            variable, the value and the expected form.
     """
     notes: list[str] = []
     values: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
     if 0 < settings.stall_shutdown_time < settings.stall_check_time:
         notes.append(
             f"stall_shutdown_time is ignored: its {settings.stall_shutdown_time:g} s "
-            f"({settings.origin('stall_shutdown_time')}) are below stall_check_time's "
+            f"({settings.origin('stall_shutdown_time')}) is shorter than stall_check_time's "
             f"{settings.stall_check_time:g} s ({settings.origin('stall_check_time')})."
         )
         del origins["stall_shutdown_time"]
@@ -79,23 +79,27 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def without_effect(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """List variables of `environ` that change something in Horovod but not here: name, text, reason."""
-    found = []
+    """List variables in ``environ`` that have an effect only in Horovod: name, text and reason."""
+    ignored = []
     for name, (default, reason) in NO_EFFECT.items():
         variable, text = _first(environ, *(prefix + name for prefix in _PREFIXES))
         lower = text.lower()
         if text and SWITCH_WORDS.get(lower, lower) != SWITCH_WORDS.get(default, default.lower()):
-            found.append((variable, text, reason))
-    return found
+            ignored.append((variable, text, reason))
+    return ignored
 
 
 def _first(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """Return the first of these variables that is set, and its text; ("", "") for none."""
+    """Return the first of these variables that is set, and its text. Returns ("", "") if none is set."""
     return next(((name, text) for name in names if (text := environ.get(name, "").strip())), ("", ""))
 
 
 def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
-    """Parse `text`. If that fails: SettingError, or for a legacy name a note and a substitute."""
+    """Parse ``text``. If that fails, a legacy name gets a note and a substitute value.
+
+    Raises:
+        SettingError: The text of a ``RINGDANCE_*`` name cannot be parsed.
+    """
     legacy = variable == setting.legacy
     try:
         return setting.parser.parse(text, legacy)
@@ -105,22 +109,23 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
                 f"{variable}={text!r} cannot be used: expected {setting.parser.expected}. "
                 f"({setting.doc} Default: {show(setting, setting.default)}.)"
             ) from None
-    # Horovod takes such text for 0 in some settings, which as a number would change more than it tells.
+    # Horovod reads such text as 0 in some settings. As a number, 0 would change more than the user meant, so
+    # only switches use it.
     value = False if isinstance(setting.default, bool) else setting.default
     expected = "a whole number, 0 for off" if isinstance(value, bool) else setting.parser.expected
-    notes.append(f"{variable}={text!r} cannot be used: expected {expected}. {show(setting, value)} holds.")
+    notes.append(f"{variable}={text!r} cannot be used: expected {expected}. Using {show(setting, value)}.")
     return value
 
 
 def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each unknown name with our prefixes, with the nearest known one."""
+    """Yield a warning for each unknown name with one of our prefixes, with the nearest known name."""
     known = {name for setting in SETTINGS for name in (setting.own, setting.legacy) if name}
     known |= LAUNCHER_NAMES | BUILD_NAMES | {prefix + name for prefix in _PREFIXES for name in NO_EFFECT}
     for name in sorted(environ):
         prefix = next((p for p in _PREFIXES if name.startswith(p)), None)
         if prefix is None or name in known or name.startswith((LAUNCH_PREFIX, SEARCH_PREFIX)):
             continue
-        # Compared without the prefix, which would make everything look alike.
+        # Compare without the prefix, which would make all names similar.
         rest = {k.removeprefix(prefix): k for k in known if k.startswith(prefix)}
         near = difflib.get_close_matches(name.removeprefix(prefix).upper(), rest, n=1, cutoff=0.6)
         hint = f"did you mean {rest[near[0]]}?" if near else "`ringdance settings` lists all names."
@@ -128,7 +133,7 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def level_of_caller() -> int:
-    """Return the `stacklevel` for warnings of the caller to name the line of the user's script."""
+    """Return the ``stacklevel`` with which the caller's warnings name the line in the user's script."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("ringdance", "horovod"):
         level, frame = level + 1, frame.f_back
@@ -136,7 +141,7 @@ def level_of_caller() -> int:
 
 
 def show(setting: Setting, value: Any) -> str:
-    """Format `value` with its unit."""
+    """Format ``value`` with its unit."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, tuple):

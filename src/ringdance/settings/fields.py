@@ -1,7 +1,7 @@
-"""The settings, each declared once: a field of :class:`Settings` with its default, unit and description.
+"""Declarations of all settings. Each is a field of ``Settings`` with its default, unit and description.
 
-A field ``chunk_bytes`` is set by ``RINGDANCE_CHUNK_BYTES`` and, where Horovod has the setting, by its
-``legacy`` name. Names that have no effect: ``names.NO_EFFECT``.
+``RINGDANCE_CHUNK_BYTES`` sets the field ``chunk_bytes``. If Horovod has the setting too, its ``legacy`` name
+also sets the field. Names that have no effect are in ``names.NO_EFFECT``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known about one setting.
+    """The declaration of one setting.
 
     Attributes:
-        name: attribute of :class:`Settings`.
-        default: its value when nothing sets it.
-        parser: how text becomes a value.
-        doc: one sentence.
-        unit: of the value; empty for words and switches.
-        own: the ``RINGDANCE_*`` name.
-        legacy: the ``HOROVOD_*`` name, or empty.
+        name: Attribute of ``Settings``.
+        default: Value if nothing sets it.
+        parser: Converts text to a value.
+        doc: Description in one sentence.
+        unit: Unit of the value. Empty for words and switches.
+        own: The ``RINGDANCE_*`` name.
+        legacy: The ``HOROVOD_*`` name, or empty.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Setting:
 
 
 def _setting(default: T, parser: Parser[T], doc: str, **more: Any) -> T:
-    """Declare a field of Settings (``more``: see ``Setting``); its type is that of its default."""
+    """Declare a field of Settings with the type of its default. ``more`` sets attributes of ``Setting``."""
     return field(default=default, metadata={"parser": parser, "doc": doc, **more})
 
 
@@ -62,11 +62,11 @@ def _switch(default: bool, doc: str, **more: Any) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of all settings and their origins. Made by ``load()``, or directly in tests."""
+    """The values of all settings and their origins. Created by ``load()``, or directly in tests."""
 
     # Batches
     fusion_threshold: int = _setting(
-        128 << 20, BYTES, "Most bytes of tensors exchanged as one batch; 0: one tensor at a time.",
+        128 << 20, BYTES, "Maximum bytes of tensors exchanged as one batch. 0: one tensor at a time.",
         unit="bytes", legacy="HOROVOD_FUSION_THRESHOLD",
     )
     cycle_time: float = _setting(
@@ -74,45 +74,45 @@ class Settings:
         unit="ms", legacy="HOROVOD_CYCLE_TIME",
     )
     cache_capacity: int = _setting(
-        1024, COUNT, "Tensors that a process set remembers, so that it agrees on them by one bit each.",
+        1024, COUNT, "Tensors that a process set caches. Ranks agree on a cached tensor with a single bit.",
         unit="tensors", legacy="HOROVOD_CACHE_CAPACITY",
     )
     deterministic: bool = _switch(
-        False, "Sum each element in one order, whatever is exchanged with it: two runs are bit-equal."
+        False, "Sum each element in a fixed order, so that two runs have bit-equal results."
     )
     overlap: str = _setting(
         "auto", choice("auto", "on", "off"),
-        "Exchange gradients on the engine's thread during backward; auto: if there are idle cores.",
+        "Exchange gradients on the engine's thread during backward. auto: if there are idle cores.",
     )
     sparse: str = _setting(
         "auto", choice("auto", "rows", "dense"),
-        "How sparse gradients are exchanged: as rows or as dense tensors; auto: by the number of rows.",
+        "How to exchange sparse gradients: as rows or as dense tensors. auto: depends on the number of rows.",
     )
     check_weights: str = _setting(
         "warn", choice("warn", "error", "off"),
-        "What happens if the ranks' parameters differ in step 2 (PyTorch only), 10, 100, 1000 and so on.",
+        "Reaction if the ranks' parameters differ in step 2 (PyTorch only), 10, 100, 1000 and so on.",
     )
     jax_ffi: str = _setting(
         "auto", choice("auto", "off"),
-        "Exchange compiled JAX programs' buffers without copies; off, or where that is not possible: copies.",
+        "auto: exchange the buffers of compiled JAX programs without copies if possible. off: with copies.",
     )
 
     # Memory and exchange
     chunk_bytes: int = _setting(
-        768 << 10, BYTES, "Size of the chunks in which a batch is exchanged; should fit the cores' caches.",
+        768 << 10, BYTES, "Size of the chunks in which a batch is exchanged. Should fit the cores' caches.",
         unit="bytes",
     )
     small_bytes: int = _setting(
-        16 << 10, BYTES, "Up to this size a batch is exchanged with the lowest latency.", unit="bytes"
+        16 << 10, BYTES, "Maximum size of a batch that is exchanged for lowest latency.", unit="bytes"
     )
     gpu_operations: str = _setting(
         "nccl", choice("nccl", "mpi"),
-        "How PyTorch's tensors on GPUs are exchanged: by NCCL, or by MPI from the host's memory.",
+        "How to exchange PyTorch tensors on GPUs: with NCCL, or with MPI from host memory.",
         legacy="HOROVOD_GPU_OPERATIONS",
     )
     cpu_operations: str = _setting(
         "mpi", choice("mpi", "gloo"),
-        "How PyTorch's tensors on the CPU are exchanged: in shared memory and by MPI, or by torch's gloo.",
+        "How to exchange PyTorch tensors on the CPU: through shared memory and MPI, or torch's gloo.",
         legacy="HOROVOD_CPU_OPERATIONS",
     )
     window: bool = _switch(True, "Use shared memory between the ranks of a host.")
@@ -120,7 +120,7 @@ class Settings:
         300, COUNT, "How long a waiting rank polls (yielding its core) before it sleeps.", unit="µs"
     )
     mpi_threads_disable: bool = _switch(
-        False, "Ask MPI for its single-thread level; collectives then run only while the main thread waits.",
+        False, "Request MPI's single-thread level. Collectives then run only while the main thread waits.",
         legacy="HOROVOD_MPI_THREADS_DISABLE",
     )
     init_timeout: float = _setting(
@@ -128,57 +128,57 @@ class Settings:
         unit="s",
     )
     elastic_timeout: float = _setting(
-        600.0, POSITIVE, "How long ranks that start again after an error wait for one another.",
+        600.0, POSITIVE, "How long ranks that start again after an error wait for each other.",
         unit="s", legacy="HOROVOD_ELASTIC_TIMEOUT",
     )
 
     # Tuning
     autotune: bool = _switch(
-        False, "Try other sizes of batches and chunks in up to 280 steps, and go on with the best.",
+        False, "Try other sizes of batches and chunks in up to 280 steps, then use the best.",
         legacy="HOROVOD_AUTOTUNE",
     )
     autotune_log: str = _setting(
-        "", TEXT, "File for what autotune tries (CSV), on rank 0's host; the result is written beside it, as "
-        ".json.", legacy="HOROVOD_AUTOTUNE_LOG",
+        "", TEXT, "CSV file for the values that autotune tries, on rank 0's host. The result is written next "
+        "to it as .json.", legacy="HOROVOD_AUTOTUNE_LOG",
     )
     autotune_warmup_samples: int = _setting(
         3, COUNT, "Samples that autotune takes before it changes anything.",
         unit="samples", legacy="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
     )
     autotune_steps_per_sample: int = _setting(
-        4, AT_LEAST_ONE, "Steps of a sample; the first look at a value takes two.",
+        4, AT_LEAST_ONE, "Steps in a sample. The first sample of a value takes two steps.",
         unit="steps", legacy="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
     )
     tuned: str = _setting(
-        "", TEXT, "Result of autotune to run with (JSON), on rank 0's host; not used for another model or on "
+        "", TEXT, "JSON file on rank 0's host with a result of autotune to use. Ignored for another model or "
         "other hardware.",
     )
 
     # Stalls and logs
     stall_check_disable: bool = _switch(
-        False, "Do not look for tensors that some ranks submit and others do not.",
+        False, "Do not check for tensors that some ranks submit and others do not.",
         legacy="HOROVOD_STALL_CHECK_DISABLE",
     )
     stall_check_time: float = _setting(
-        4.0, POSITIVE, "After this time a tensor that some ranks have not submitted is reported. By default "
-        "after a step's time, where that is longer.",
+        4.0, POSITIVE, "Time after which a tensor that some ranks have not submitted is reported. By default "
+        "it is a step's time if that is longer.",
         unit="s", legacy="HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_time: float = _setting(
-        0.0, NUMBER, "After this time such a tensor ends the job; 0: never.",
+        0.0, NUMBER, "Time after which such a tensor stops the job. 0: never.",
         unit="s", legacy="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )
     deadlock_time: float = _setting(
-        30.0, NUMBER, "After this time without a new call ranks that all wait for each other raise "
-        "DeadlockError; 0: never (as with Horovod's names).", unit="s",
+        30.0, NUMBER, "Time without a new call after which ranks that all wait for each other raise "
+        "DeadlockError. 0: never (as with Horovod's names).", unit="s",
     )
     log_level: str = _setting(
         "warning", choice("trace", "debug", "info", "warning", "error", "fatal"),
-        "Least severity of the messages that are printed.", legacy="HOROVOD_LOG_LEVEL",
+        "Minimum severity of printed messages.", legacy="HOROVOD_LOG_LEVEL",
     )
-    log_hide_time: bool = _switch(False, "Leave the time out of log lines.", legacy="HOROVOD_LOG_HIDE_TIME")
+    log_hide_time: bool = _switch(False, "Omit the time in log lines.", legacy="HOROVOD_LOG_HIDE_TIME")
     flight_recorder_dir: str = _setting(
-        "", TEXT, "Directory for the record of the last batches, written on a failure; empty: the system's "
+        "", TEXT, "Directory for the record of the last batches, written on a failure. Empty: the system's "
         "temporary directory.",
     )
     timeline: str = _setting(
@@ -189,37 +189,37 @@ class Settings:
         False, "Mark each round of agreement in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
     )
     timeline_steps: tuple[int, ...] = _setting(
-        (), STEPS, "Steps of which the timeline tells, such as 100:110; empty: all, up to its largest size.",
+        (), STEPS, "Steps in the timeline, such as 100:110. Empty: all, up to its maximum size.",
         unit="steps",
     )
     summary_time: float = _setting(
-        60.0, NUMBER, "Runs that last at least so long end with a summary of their speed; 0: none.", unit="s"
+        60.0, NUMBER, "Runs that last at least this long end with a speed summary. 0: none.", unit="s"
     )
     metrics_port: str = _setting(
-        "", ADDRESS, "Where each host serves its ranks' figures for Prometheus: port, or ADDRESS:PORT for "
-        "more than this host's programs; 0: any free port, which is printed; empty: nowhere.",
+        "", ADDRESS, "Where each host serves its ranks' metrics to Prometheus: a port, or ADDRESS:PORT for "
+        "access from other hosts. 0: any free port, which is printed. Empty: nowhere.",
     )
     metrics_dir: str = _setting(
-        "", TEXT, "Directory for each host's metrics-<lowest rank>.jsonl: the ranks' figures over time.",
+        "", TEXT, "Directory for each host's metrics-<lowest rank>.jsonl: the ranks' metrics over time.",
     )
     metrics_interval: float = _setting(
-        5.0, POSITIVE, "Time between two samples in files of metrics_dir; grows in long runs.", unit="s"
+        5.0, POSITIVE, "Time between two samples in the files in metrics_dir. Grows in long runs.", unit="s"
     )
     input_check: str = _setting(
         "off", choice("off", "loader", "step", "both"),
-        "What `ringdance bench input` measures in this run, which ends afterwards.",
+        "What `ringdance bench input` measures in this run. The run stops afterwards.",
     )
     input_check_time: float = _setting(
-        8.0, POSITIVE, "How long it measures, after a warm-up of a third of it or longer.", unit="s"
+        8.0, POSITIVE, "Duration of this measurement, after a warm-up of at least a third of it.", unit="s"
     )
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def origin(self, name: str) -> str:
-        """Where the value of setting `name` came from: "default" or "environment variable NAME".
+        """Return the origin of a setting's value: "default" or "environment variable NAME".
 
         Raises:
-            KeyError: there is no setting of that name.
+            KeyError: There is no setting with this name.
         """
         if all(setting.name != name for setting in SETTINGS):
             raise KeyError(name)

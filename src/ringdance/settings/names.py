@@ -1,14 +1,14 @@
-"""Names in the environment that are known, but are not settings."""
+"""Environment variables that are known but are not settings."""
 
 from __future__ import annotations
 
 RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""The rank of a process, with either prefix. Set by launchers, and by init() where none has."""
+"""Variables with a process's ranks and sizes, with either prefix. Set by launchers, otherwise by init()."""
 
 _TUNER = "the tuner compares neighboring values, without a model of all"
 _NCCL = "NCCL is used as torch sets it up"
 _GLOO = "Gloo is not used; MPI connects the ranks"
-_ONE_SCHEME = "the ranks of a host reduce in shared memory first; where that is slower, --autotune finds it"
+_ONE_SCHEME = "the ranks of a host reduce in shared memory first; if that is slower, --autotune finds out"
 NO_EFFECT: dict[str, tuple[str, str]] = {
     "ELASTIC": ("0", "jobs keep the ranks that they start with"),
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("20", _TUNER),
@@ -22,23 +22,23 @@ NO_EFFECT: dict[str, tuple[str, str]] = {
     "BATCH_D2D_MEMCOPIES": ("1", _NCCL),
     "THREAD_AFFINITY": ("", "the engine's thread sleeps while there is nothing to exchange"),
     "ENABLE_ASYNC_COMPLETION": ("0", _NCCL),
-    "DISABLE_NVTX_RANGES": ("0", "no NVTX annotation is made"),
+    "DISABLE_NVTX_RANGES": ("0", "NVTX annotations are not available"),
     "ENABLE_XLA_OPS": ("0", "there is no native code that XLA could call"),
-    "ADASUM_MPI_CHUNK_SIZE": ("1073741824", "Adasum is exchanged in chunks like everything else"),
+    "ADASUM_MPI_CHUNK_SIZE": ("1073741824", "Adasum uses the same chunks as other operations"),
     "CCL_CACHE": ("0", "oneCCL is not used"),
     "GLOO_TIMEOUT_SECONDS": ("30", _GLOO),
     "GLOO_IFACE": ("", _GLOO),
     "CONTROLLER": ("MPI", _GLOO),
 }
-"""Settings of Horovod that change nothing here, with either prefix: the default text, and the reason."""
+"""Horovod settings that have no effect here, with either prefix: the default text and the reason."""
 
-# Horovod's launchers only; Ringdance asks MPI instead.
+# Only Horovod's launchers use these. Ringdance asks MPI instead.
 _LAUNCHER = """
 HOSTNAME GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT START_TIMEOUT SPARK_START_TIMEOUT
 SPARK_USE_LOCAL_RANK_GPU_INDEX SPARK_PYTHONPATH SPARK_WORK_DIR
 """
 
-# Horovod's build read these; nothing is compiled here.
+# Horovod's build reads these. Nothing is compiled here.
 _BUILD = """
 WITH_TENSORFLOW WITH_PYTORCH WITH_MXNET WITH_MPI WITH_GLOO WITH_NVTX WITHOUT_TENSORFLOW WITHOUT_PYTORCH
 WITHOUT_MXNET WITHOUT_MPI WITHOUT_GLOO WITHOUT_NVTX GPU GPU_ALLREDUCE GPU_ALLGATHER
@@ -53,13 +53,13 @@ LAUNCHER_NAMES: frozenset[str] = frozenset(
 )
 BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.split())
 
-# `ringdance run` passes facts to its ranks under this prefix; users do not set these.
+# `ringdance run` passes facts to its ranks in variables with this prefix. Users do not set them.
 LAUNCH_PREFIX = "RINGDANCE_JOB"
-# And init() to the processes that a rank starts: which rank that is, as JSON.
+# init() passes the rank, as JSON, to processes that the rank starts.
 STARTED_BY = "RINGDANCE_JOB_RANK"
-# And `ringdance search` to its trials.
+# `ringdance search` passes facts to its trials in variables with this prefix.
 SEARCH_PREFIX = "RINGDANCE_SEARCH_"
 
-# Environment variables of the usual launchers that hold the rank of a process, and the number of processes.
+# Environment variables of common launchers for the rank of a process and the number of processes.
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "MPI_LOCALRANKID")
 SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

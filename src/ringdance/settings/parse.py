@@ -1,7 +1,7 @@
-"""How the text of an environment variable becomes the value of a setting.
+"""Parsers that convert the text of environment variables to values of settings.
 
-Every parser takes text that is not empty and returns the value or raises ``ValueError``;
-what it accepts is in :attr:`Parser.expected`, for the message.
+Every parser takes non-empty text and returns the value or raises ``ValueError``. For the message,
+``Parser.expected`` describes the accepted text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SWITCH_WORDS |= {"0": False, "false": False, "no": False, "off": False}
 
 @dataclass(frozen=True)
 class Parser(Generic[T]):
-    """One kind of value.
+    """The parser for one kind of value.
 
     Attributes:
-        expected: what can be written, as the end of "expected …".
-        convert: text to value; ``ValueError`` if it is none.
-        accepts: whether the value can be used.
-        legacy: in place of `convert` for a ``HOROVOD_*`` name, where Horovod reads it differently.
+        expected: Description of valid text, which completes "expected …".
+        convert: Converts text to a value. Raises ``ValueError`` if the text is not valid.
+        accepts: Returns True if the value can be used.
+        legacy: Replaces ``convert`` for a ``HOROVOD_*`` name if Horovod reads the text differently.
     """
 
     expected: str
@@ -37,10 +37,10 @@ class Parser(Generic[T]):
     legacy: Callable[[str], T] | None = None
 
     def parse(self, text: str, legacy: bool = False) -> T:
-        """Return the value of `text`; with `legacy` that of a ``HOROVOD_*`` name.
+        """Return the value of ``text``. If ``legacy``, read the text as a ``HOROVOD_*`` variable.
 
         Raises:
-            ValueError: it cannot be used.
+            ValueError: The text cannot be used.
         """
         value = (self.legacy if legacy and self.legacy else self.convert)(text)
         if not self.accepts(value):
@@ -74,19 +74,19 @@ def _steps(text: str) -> tuple[int, ...]:
 
 
 def choice(*words: str) -> Parser[str]:
-    """One of `words`, which are in lower case, in any case."""
+    """Return a parser for one of ``words``, which are lower-case. The text may be in any case."""
     return Parser("one of " + ", ".join(words), str.lower, words.__contains__)
 
 
 SWITCH = Parser(
     "1 or 0 (also true/false, yes/no, on/off)",
     _switch,
-    legacy=lambda text: int(text) > 0,  # Horovod: a whole number, positive means on
+    legacy=lambda text: int(text) > 0,  # Horovod reads a whole number, and positive means on
 )
 BYTES = Parser("a number of bytes, such as 524288, 512K or 64M (powers of 1024)", _bytes)
 COUNT = Parser("a whole number, 0 or more", int, lambda value: value >= 0)
 AT_LEAST_ONE = Parser("a whole number, 1 or more", int, lambda value: value >= 1)
-NUMBER = Parser("a number not below 0", float, lambda value: 0 <= value < math.inf)
+NUMBER = Parser("a number, 0 or more", float, lambda value: 0 <= value < math.inf)
 POSITIVE = Parser("a number greater than 0", float, lambda value: 0 < value < math.inf)
 TEXT = Parser("text", str)
 ADDRESS = Parser("a port from 0 to 65535, or ADDRESS:PORT", _address)

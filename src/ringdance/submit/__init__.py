@@ -1,1 +1,1 @@
-"""Hand a job to a scheduler: Kubernetes manifests, SageMaker jobs, ranks on Ray."""
+"""Submit jobs to other systems: Kubernetes manifests, SageMaker training jobs and ranks on Ray."""

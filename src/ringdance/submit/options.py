@@ -1,10 +1,10 @@
-"""Dataclasses whose fields are options of a command line too.
+"""Dataclasses whose fields are also command-line options.
 
 Note [Options from fields]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-What a job is made of is written once: a field declared by :func:`option` holds its help text, its flags and
-what it may be. :func:`add_options` makes an argparse option of each such field, :func:`from_arguments` makes
-the object of what argparse has found, and :func:`check_options` checks an object, however it was made.
+Each property of a job is declared once. A field declared with ``option`` holds its help text, its flags and
+its valid values. ``add_options`` adds an argparse option for each such field, ``from_arguments`` creates the
+object from the parsed arguments, and ``check_options`` checks an object, however it was created.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def option(
     """Declare a dataclass field that is a command-line option.
 
     Args:
-        help: its help text, to which the default is added.
-        default: its value if it is not given. False: an option without a value; ``list`` or ``dict``: an
-            option that may be given several times.
-        flags: default: the field's name; a name without dashes is positional.
-        convert: makes the field's value of the text, or of the list of texts.
-        minimum: smallest number.
-        pattern: regular expression for the whole text.
-        form: what the text must be, for the error message.
-        key: where the value stands in a request to a service.
-        **arguments: more arguments of ``add_argument``.
+        help: Help text. The default is appended.
+        default: Value of an option that is not set. False declares a flag without a value. ``list`` or
+            ``dict`` declares an option that may be repeated.
+        flags: Names of the option. Default: the field's name. A name without dashes is positional.
+        convert: Function that makes the field's value from the text, or from the list of texts.
+        minimum: Smallest valid number.
+        pattern: Regular expression that the whole text must match.
+        form: Required form of the text, for the error message.
+        key: Position of the value in a request to a service.
+        **arguments: Further arguments of ``add_argument``.
     """
     if default is False:
         arguments["action"] = "store_true"
@@ -67,14 +67,14 @@ def option(
 
 
 def _options(kind: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Iterate over the options among a dataclass's fields: name, flag for messages, declaration."""
+    """Yield each option among a dataclass's fields: its name, its flag for messages and its declaration."""
     for item in dataclasses.fields(kind):
         if "flags" in item.metadata:
             yield item.name, [f"--{item.name.replace('_', '-')}", *item.metadata["flags"]][-1], item.metadata
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add an option to `parser` for each field of the dataclass `kind` that was declared as one."""
+    """Add an option to ``parser`` for each field of the dataclass ``kind`` declared with ``option``."""
     for name, flag, known in _options(kind):
         if flag.startswith("-"):
             parser.add_argument(*(known["flags"] or [flag]), dest=name, **known["arguments"])
@@ -83,25 +83,25 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def from_arguments(kind: type[T], arguments: argparse.Namespace, **more: Any) -> T:
-    """Make an object of the dataclass `kind` from parsed arguments, with `more` of its fields."""
+    """Create a ``kind`` object from parsed arguments. ``more`` sets further fields."""
     values = {name: known["convert"](getattr(arguments, name)) for name, _, known in _options(kind)}
     return kind(**values | more)
 
 
 def check_options(job: Any) -> None:
-    """Check the fields of `job` against their declarations.
+    """Check the fields of ``job`` against their declarations.
 
     Raises:
-        LaunchError: a value is too small, none of the choices, or not of the required form.
+        LaunchError: A value is too small, not one of the choices, or not of the required form.
     """
     for name, flag, known in _options(job):
         value, choices = getattr(job, name), known["arguments"].get("choices")
         if value is None or value == "":
             continue
         if known["minimum"] is not None and value < known["minimum"]:
-            raise LaunchError(f"{flag} {value}: must be at least {known['minimum']}")
+            raise LaunchError(f"{flag} {value}: must be at least {known['minimum']}.")
         if choices and value not in choices:
-            raise LaunchError(f"{flag} {value}: must be one of {', '.join(choices)}")
+            raise LaunchError(f"{flag} {value}: must be one of {', '.join(choices)}.")
         if known["pattern"] and not re.fullmatch(known["pattern"], value):
             raise LaunchError(f"{flag} {value}: {known['form']}")
 
@@ -110,9 +110,9 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """Split texts of the form NAME=VALUE.
 
     Raises:
-        LaunchError: a text has another form.
+        LaunchError: A text has another form.
     """
     for text in texts:
         if not text.partition("=")[0] or "=" not in text:
-            raise LaunchError(f"{flag} {text}: write NAME=VALUE")
+            raise LaunchError(f"{flag} {text}: write it as NAME=VALUE.")
     return {text.partition("=")[0]: text.partition("=")[2] for text in texts}

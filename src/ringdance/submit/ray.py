@@ -1,10 +1,10 @@
-"""Training on a Ray cluster: ranks of one MPI world on the nodes of a placement group, without ssh.
+"""Train on a Ray cluster. The ranks of one MPI world run on the nodes of a placement group, without ssh.
 
 ::
 
     executor = RayExecutor(RayExecutor.create_settings(), num_workers=8, use_gpu=True)
     executor.start()
-    losses = executor.run(train, args=[epochs])   # by rank
+    losses = executor.run(train, args=[epochs])   # one per rank
     executor.shutdown()
 """
 
@@ -21,16 +21,16 @@ from ringdance.errors import ArgumentError, LaunchError, optional
 
 _Args = Sequence[Any] | None
 _Kwargs = Mapping[str, Any] | None
-_CLOSE_S = 5.0  # for ranks to end by themselves
+_CLOSE_S = 5.0  # ranks get this long to exit on their own
 
 
 @dataclass(frozen=True)
 class RaySettings:
-    """What :meth:`RayExecutor.create_settings` makes.
+    """An executor's settings, created by ``RayExecutor.create_settings``.
 
     Attributes:
-        timeout_s: seconds until all ranks must have started.
-        placement_group_timeout_s: seconds until the cluster must have given the resources.
+        timeout_s: Seconds within which all ranks must start.
+        placement_group_timeout_s: Seconds within which the cluster must provide the resources.
     """
 
     timeout_s: float = 30.0
@@ -38,23 +38,23 @@ class RaySettings:
 
 
 class RayExecutor:
-    """Ranks on a Ray cluster that stay and run functions.
+    """Long-lived ranks on a Ray cluster that run functions.
 
     Args:
-        settings: of :meth:`create_settings`.
-        num_workers: ranks, packed onto as few nodes as possible.
-        num_hosts: nodes instead, each with `num_workers_per_host` ranks.
-        num_workers_per_host: see there.
-        cpus_per_worker: cores for each rank.
-        use_gpu: whether ranks get GPUs.
-        gpus_per_worker: GPUs for each rank (1).
-        use_current_placement_group: whether, within a placement group, its bundles are used.
-        min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: of elastic
-            training, which is not here.
+        settings: The result of ``create_settings``.
+        num_workers: Number of ranks, packed onto as few nodes as possible.
+        num_hosts: Number of nodes, each with ``num_workers_per_host`` ranks. Replaces ``num_workers``.
+        num_workers_per_host: Ranks on each node. Used with ``num_hosts``.
+        cpus_per_worker: Cores for each rank.
+        use_gpu: If True, ranks get GPUs.
+        gpus_per_worker: GPUs for each rank. Default: 1.
+        use_current_placement_group: If True and the caller runs in a placement group, use its bundles.
+        min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: Options
+            for elastic training, which Ringdance does not support on Ray.
 
     Raises:
-        ValueError: arguments that exclude one another.
-        NotImplementedError: `min_workers` is given.
+        ValueError: Arguments exclude each other.
+        NotImplementedError: ``min_workers`` is set.
         LaunchError: Ray is not installed.
     """
 
@@ -76,16 +76,16 @@ class RayExecutor:
         override_discovery: bool = True,
     ) -> None:
         if max_workers and not min_workers:
-            raise ArgumentError("max_workers needs a min_workers above 0")
+            raise ArgumentError("max_workers requires min_workers above 0.")
         if min_workers and num_workers:
-            raise ArgumentError("min_workers and num_workers exclude one another")
+            raise ArgumentError("min_workers and num_workers exclude each other. Pass only one.")
         if min_workers:
-            raise NotImplementedError("elastic training on Ray is not here: give num_workers")
+            raise NotImplementedError("Elastic training on Ray is not supported. Pass num_workers.")
         if bool(num_workers) == bool(num_hosts):
-            raise ArgumentError("give either num_workers, or num_hosts (with num_workers_per_host)")
+            raise ArgumentError("Pass either num_workers or num_hosts (with num_workers_per_host).")
         if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
             raise ArgumentError(
-                f"gpus_per_worker {gpus_per_worker}: it must be 1 or more, and use_gpu be True"
+                f"gpus_per_worker is {gpus_per_worker}. It must be at least 1, and use_gpu must be True."
             )
         self._settings = settings
         self._bundles = [1] * num_workers if num_workers else [num_workers_per_host] * (num_hosts or 0)
@@ -93,7 +93,7 @@ class RayExecutor:
         self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
         self._use_current = use_current_placement_group
         self._actors: list[Any] = []
-        self._by_rank: list[Any] = []  # the actor that serves each
+        self._by_rank: list[Any] = []  # the actor that serves each rank
         self._group: Any = None
         self._job: Any = None
 
@@ -106,14 +106,14 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Any = None,
     ) -> RaySettings:
-        """Settings of an executor; ssh is not used, so that its parameters have no effect.
+        """Create the settings of an executor. Parameters for ssh have no effect: ssh is not used.
 
         Args:
-            timeout_s: seconds until all ranks must have started.
-            ssh_identity_file: without effect.
-            ssh_str: without effect.
-            placement_group_timeout_s: seconds until the cluster must have given the resources.
-            nics: without effect.
+            timeout_s: Seconds within which all ranks must start.
+            ssh_identity_file: No effect.
+            ssh_str: No effect.
+            placement_group_timeout_s: Seconds within which the cluster must provide the resources.
+            nics: No effect.
         """
         return RaySettings(timeout_s, placement_group_timeout_s)
 
@@ -126,13 +126,16 @@ class RayExecutor:
         executable_kwargs: _Kwargs = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Get the resources and start the ranks; each makes an instance of `executable_cls`, if given.
+        """Reserve the resources and start the ranks.
+
+        If ``executable_cls`` is set, each rank creates an instance of it.
 
         Raises:
-            LaunchError: the cluster has no room, or the ranks do not start; nothing is left behind.
+            LaunchError: The cluster lacks the resources, or the ranks do not start. Nothing is left running
+                or reserved.
         """
         if self._by_rank:
-            raise LaunchError("the executor runs already; call shutdown() first")
+            raise LaunchError("The executor runs already. Call shutdown() first.")
         try:
             self._start(dict(extra_env_vars or {}))
             if executable_cls is not None:
@@ -153,13 +156,13 @@ class RayExecutor:
             options = actor.options(
                 num_cpus=self._cpus * workers,
                 num_gpus=self._gpus * workers,
-                # One call for each rank at once, besides the job.
+                # Enough for a call to each rank at the same time, next to the job itself.
                 max_concurrency=2 * sum(self._bundles) + 8,
                 scheduling_strategy=strategy(group, placement_group_bundle_index=index),
             )
             self._actors.append(options.remote())
         places = ray.get([actor.where.remote() for actor in self._actors], timeout=self._settings.timeout_s)
-        machines: dict[str, list[int]] = {}  # Ray may have several nodes on one; MPI goes by machines
+        machines: dict[str, list[int]] = {}  # Ray may run several nodes on a machine; MPI counts machines
         for number, place in enumerate(places):
             machines.setdefault(place["host"], []).append(number)
         hosts = {name: sum(self._bundles[n] for n in numbers) for name, numbers in machines.items()}
@@ -181,20 +184,24 @@ class RayExecutor:
         self._by_rank = by_rank
 
     def _await_ranks(self, ray: Any, waiting: list[Any]) -> None:
-        """Wait for what `connect_ranks` of all machines returns; the job does not end before."""
+        """Wait until ``connect_ranks`` has returned on all machines.
+
+        Raises:
+            LaunchError: The job ended first, or ranks did not start in time.
+        """
         left = [*waiting, self._job]
         while set(left) & set(waiting):
             done, left = ray.wait(left)
             if self._job in done:
-                raise LaunchError(ray.get(self._job) or "the ranks ended at once")
-        if missing := [rank for found in ray.get(waiting) for rank in found]:
+                raise LaunchError(ray.get(self._job) or "The ranks exited before they could be called.")
+        if missing := [rank for silent in ray.get(waiting) for rank in silent]:
             raise LaunchError(
-                f"ranks {missing} of {sum(self._bundles)} have not started within "
-                f"{self._settings.timeout_s:g} s (timeout_s of create_settings)"
+                f"Ranks {missing} of {sum(self._bundles)} did not start within "
+                f"{self._settings.timeout_s:g} s. Pass a longer timeout_s to create_settings() if needed."
             )
 
     def _place(self, ray: Any) -> tuple[Any, Sequence[int]]:
-        """A placement group, and the bundles of it to use."""
+        """Return a placement group and the indices of the bundles to use."""
         current = ray.util.get_current_placement_group() if self._use_current else None
         needs = [
             {"CPU": self._cpus * workers} | ({"GPU": self._gpus * workers} if self._gpus else {})
@@ -205,7 +212,7 @@ class RayExecutor:
         self._group = ray.util.placement_group(needs, strategy=self._strategy)
         if not self._group.wait(self._settings.placement_group_timeout_s):
             raise LaunchError(
-                f"the cluster has no room for {needs} within {self._settings.placement_group_timeout_s:g} s "
+                f"The cluster did not provide {needs} in {self._settings.placement_group_timeout_s:g} s "
                 f"(placement_group_timeout_s of create_settings). Free now: {ray.available_resources()}"
             )
         return self._group, range(len(needs))
@@ -214,14 +221,20 @@ class RayExecutor:
 
     def _call(self, rank: int, kind: str, payload: bytes) -> Any:
         if not self._by_rank:
-            raise LaunchError("the executor does not run; call start() first")
+            raise LaunchError("The executor does not run. Call start() first.")
         return self._by_rank[rank].call.remote(rank, kind, payload)
 
     def _all(self, kind: str, payload: bytes) -> list[Any]:
         return [self._call(rank, kind, payload) for rank in range(max(len(self._by_rank), 1))]
 
     def _wait(self, references: list[Any]) -> list[Any]:
-        """The results; at the first failure all ranks are ended: others may wait for the one that failed."""
+        """Wait for the results and return them.
+
+        The first failure shuts down all ranks: others may be waiting for the one that failed.
+
+        Raises:
+            LaunchError: A rank failed.
+        """
         ray = _ray()
         left = list(references)
         while left:
@@ -237,35 +250,36 @@ class RayExecutor:
     def run(
         self, fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None, callbacks: Any = None
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on all ranks; what it returned, by rank.
+        """Call ``fn(*args, **kwargs)`` on all ranks and return the results in rank order.
 
         Args:
-            fn: any function that cloudpickle can carry.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            callbacks: of elastic training; without effect.
+            fn: Any function that cloudpickle can serialize.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            callbacks: No effect. It belongs to elastic training.
 
         Raises:
-            LaunchError: a rank failed: with its traceback. All ranks are ended; start() begins anew.
+            LaunchError: A rank failed; the message has its traceback. All ranks are shut down. Call
+                ``start()`` to start them again.
         """
         return self._wait(self.run_remote(fn, args, kwargs))
 
     def run_remote(
         self, fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None, callbacks: Any = None
     ) -> list[Any]:
-        """The same without waiting: Ray's references to the results, by rank."""
+        """Start the calls of ``run`` without waiting. Returns Ray's references to the results by rank."""
         return self._all("run", _pack(fn, args, kwargs))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Any = None) -> list[Any]:
-        """Call `fn` on all ranks with the instance that each made at the start; what it returned, by rank."""
+        """Call ``fn`` on all ranks, each with its instance from ``start()``, and return the results."""
         return self._wait(self._all("execute", _pack(fn)))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """The same on rank 0 only."""
+        """Call ``fn`` on rank 0 only, with its instance, and return the result."""
         return self._wait([self._call(0, "execute", _pack(fn))])[0]
 
     def shutdown(self) -> None:
-        """End the ranks and give the resources back."""
+        """Stop the ranks and release the resources."""
         ray = _ray()
         if self._actors:
             closing = [actor.close.remote(_CLOSE_S) for actor in self._actors[::-1]]
@@ -289,19 +303,19 @@ def _pack(fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None) ->
 
 
 def _fitting(bundles: Sequence[Mapping[str, float]], needs: Sequence[Mapping[str, float]]) -> list[int]:
-    """Bundles of a placement group for the needs, in their order.
+    """Return the index of a placement group's bundle for each need.
 
     Raises:
-        LaunchError: they are too few or too small.
+        LaunchError: The bundles are too few or too small.
     """
-    found: list[int] = []
+    chosen: list[int] = []
     for need in needs:
         large = [n for n, have in enumerate(bundles) if all(have.get(name, 0) >= need[name] for name in need)]
-        free = [number for number in large if number not in found]
+        free = [number for number in large if number not in chosen]
         if not free:
             raise LaunchError(
-                f"the current placement group {list(bundles)} has no bundles for {list(needs)}; enlarge it, "
-                "or give use_current_placement_group=False"
+                f"The current placement group {list(bundles)} has no bundles for {list(needs)}. Enlarge it "
+                "or pass use_current_placement_group=False."
             )
-        found.append(free[0])
-    return found
+        chosen.append(free[0])
+    return chosen

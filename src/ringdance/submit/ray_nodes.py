@@ -1,7 +1,7 @@
-"""The actors on the nodes of a Ray cluster: they start agents, and the first one runs the job.
+"""Actors on the nodes of a Ray cluster. They start agents, and the first actor runs the job.
 
-An agent on another node is started by the actor there and connects to the first one by TCP (tcp.py), in place
-of ssh. The ranks (ray_rank.py) take calls from their node's actor over a socket in the job's directory.
+On every other node, the actor starts an agent, which connects to the first node over TCP (tcp.py) instead of
+ssh. The ranks (ray_rank.py) receive calls from their machine's actor over a socket in the job's directory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ringdance.launch.spec import JobSpec
 from ringdance.submit.ray_rank import address
 
 _COMMAND = [sys.executable, "-m", "ringdance.submit.ray_rank"]
-_VERDICT_S = 6.0  # within which a job ends that has lost a rank
+_VERDICT_S = 6.0  # a job that has lost a rank ends within this time
 
 
 class Node:
-    """An actor that holds the resources of some ranks; the first on a machine serves all of its ranks."""
+    """An actor that holds the resources of some ranks. The first on a machine serves all ranks there."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[Connection[Any, Any], threading.Lock]] = {}
@@ -43,7 +43,7 @@ class Node:
         self._over = threading.Event()
 
     def where(self) -> dict[str, Any]:
-        """Return which machine this is, and which of its GPUs this actor has."""
+        """Return this machine's name and address, and the GPUs that Ray assigned to this actor."""
         import ray
 
         ip = ray.util.get_node_ip_address()
@@ -54,17 +54,18 @@ class Node:
     def run_job(
         self, job: str, hosts: Sequence[tuple[str, int]], peers: Mapping[str, Any], ip: str, timeout: float
     ) -> str:
-        """Run the ranks to their end; return why they failed, or "".
+        """Run the job until all ranks have exited. Returns why it failed, or "".
 
         Args:
-            job: its id.
-            hosts: machines and their numbers of ranks.
-            peers: the actors of the other machines, by host.
-            ip: this machine's address for the others.
-            timeout: seconds until all ranks must have started.
+            job: Job id.
+            hosts: Machines, each with its number of ranks.
+            peers: Actors of the machines, by host.
+            ip: Address at which the other machines reach this one.
+            timeout: Seconds within which all ranks must start.
         """
         ranks = sum(slots for _, slots in hosts)
-        # The agents' connections are not encrypted, and on each machine Ray has set the variables of its job.
+        # Do not forward the environment: the agents' connections are not encrypted, and Ray has already set
+        # its job's variables on each machine.
         spec = JobSpec(
             _COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=False
         )
@@ -77,10 +78,10 @@ class Node:
         return render(self._outcome, ranks) if isinstance(self._outcome, Verdict) else ""
 
     def start_agent(self, ip: str, port: int, token: bytes) -> None:
-        """Start an agent on this machine that is connected to the first one's address.
+        """Start an agent on this machine, connected to the first machine.
 
         Raises:
-            OSError: it cannot be reached.
+            OSError: The first machine cannot be reached at ``ip`` and ``port``.
         """
         with tcp.connect([ip], port, token) as sock:
             fd = sock.fileno()
@@ -91,7 +92,7 @@ class Node:
     def connect_ranks(
         self, job: str, ranks: Sequence[int], setup: Mapping[str, Any], seconds: float
     ) -> list[int]:
-        """Wait until ranks of this machine listen, and send them `setup`; return those that do not."""
+        """Wait until this machine's ranks listen, and send them ``setup``. Returns the ranks that do not."""
         until, missing = time.monotonic() + seconds, list(ranks)
         directories = [host_directory(base, job) for base in bases(os.environ)]
         while missing and time.monotonic() < until and not self._over.is_set():
@@ -108,10 +109,10 @@ class Node:
         return missing
 
     def call(self, rank: int, kind: str, payload: bytes) -> Any:
-        """Let a rank of this machine do a call; return its result.
+        """Call a function on a rank of this machine and return its result.
 
         Raises:
-            LaunchError: it raised, with its traceback, or it is gone.
+            LaunchError: The function raised (the message has its traceback), or the rank has died.
         """
         connection, lock = self._ranks[rank]
         host = os.uname().nodename
@@ -131,7 +132,7 @@ class Node:
         return next((f": {cause.message}" for cause in causes if cause.rank == rank), "")
 
     def close(self, seconds: float) -> None:
-        """Let the ranks of this machine end, and wait for the job if it runs here."""
+        """Close the connections, so that this machine's ranks exit, and wait for a job that runs here."""
         for connection, _ in self._ranks.values():
             connection.close()
         if self._outcome is None:
@@ -139,25 +140,25 @@ class Node:
 
 
 def _connect(hosts: Sequence[str], peers: Mapping[str, Any], ip: str) -> list[Remote]:
-    """Have the actors on other machines start agents.
+    """Let the actors on other machines start agents, and accept their connections.
 
     Raises:
-        LaunchError: one does not connect.
+        LaunchError: An agent does not connect.
     """
     import ray
 
-    found: list[Remote] = []
+    remotes: list[Remote] = []
     with tcp.listen() as listener:
         listener.settimeout(30.0)
         for host in hosts:
             token = secrets.token_bytes(32)
             started = peers[host].start_agent.remote(ip, listener.getsockname()[1], token)
             sock = None
-            while sock is None:  # another process may have connected
+            while sock is None:  # a process other than the agent may have connected
                 try:
                     sock = tcp.answer(listener.accept()[0], token)
                 except TimeoutError:
-                    raise LaunchError(f"host {host}: its agent does not connect to {ip}") from None
+                    raise LaunchError(f"host {host}: its agent did not connect to {ip}") from None
             ray.get(started)
-            found.append(adopt(host, sock))
-    return found
+            remotes.append(adopt(host, sock))
+    return remotes

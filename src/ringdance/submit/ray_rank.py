@@ -1,8 +1,9 @@
-"""A rank of a job on Ray: take calls from its node's actor, one after the other, and answer.
+"""A rank of a job on Ray. It receives calls from its machine's actor, runs them one by one and answers.
 
 ``python -m ringdance.submit.ray_rank`` listens in the job's directory. The actor's first message is
-``{"environ", "path", "directory"}``; each other one is ``{"kind", "call"}`` with a pickled function and its
-arguments, answered by a pickle of ``{"value"}`` or ``{"error", "traceback"}``. It ends with the connection.
+``{"environ", "path", "directory"}``. Each later message is ``{"kind", "call"}`` with a pickled function and
+its arguments. The answer is a pickle of ``{"value"}`` or ``{"error", "traceback"}``. The rank exits when the
+connection closes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def _do(call: dict[str, Any], instance: list[Any]) -> Any:
-    """Make the instance, call a function with it, or call a function."""
+    """Create the instance, call a function with the instance, or call a function without it."""
     function, args, kwargs = pickle.loads(call["call"])
     if call["kind"] == "make":
         instance[0] = function(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""All private names of torch that the binding uses: the reason, the versions, and what happens without.
+"""All private names of torch that the binding uses: the reason, the versions, and the fallback.
 
-Seen in torch 2.2 to 2.14. Each is looked up when this module is imported; where one is missing, the binding
-works as described here, which the tests try too.
+Present in torch 2.2 to 2.14. Each name is looked up when this module is imported. If one is missing, the
+binding works as described here. The tests also cover that case.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _MESSAGE = "Ringdance exchanges data between processes, which no graph can hold"
 
-# torch._C._dynamo.eval_frame: a code object can be marked so that Dynamo compiles neither its frames nor
-# those it calls. That costs nothing at a call, and torch._dynamo, whose import takes seconds, need not be
-# loaded. Without it a wrapper applies torch.compiler.disable as soon as torch._dynamo is loaded.
+# torch._C._dynamo.eval_frame: marks a code object so that Dynamo compiles neither its frames nor those it
+# calls. That costs nothing per call, and torch._dynamo, whose import takes seconds, need not be loaded.
+# Without it, a wrapper applies torch.compiler.disable as soon as torch._dynamo is loaded.
 try:
     from torch._C._dynamo import eval_frame as _eval_frame
 
@@ -30,11 +30,11 @@ except (ImportError, AttributeError):
 
 
 def compiler_disable(function: F) -> F:
-    """Return ``function`` so that ``torch.compile`` calls it as it is; as ``torch.compiler.disable``."""
+    """Return ``function`` so that ``torch.compile`` does not compile it, like ``torch.compiler.disable``."""
     if _SKIP is None:
         return _disabled_later(function)
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
-    # What Dynamo reads where traced code calls the function: it ends the graph, with this message.
+    # Dynamo reads this where traced code calls the function. It ends the graph with this message.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _MESSAGE  # type: ignore[attr-defined]
     return function
@@ -56,34 +56,34 @@ def _disabled_later(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-# torch._C._current_graph_task_id: the number of the backward pass that this thread works on, -1 outside of
-# one. Numbers rise: a pass within another has the higher one.
+# torch._C._current_graph_task_id: the id of the backward pass that this thread works on, -1 outside of one.
+# Ids increase: a pass within another pass has the higher id.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def has_run_backward() -> bool:
-    """Return whether this process has run a backward pass, other than by ``torch.distributed``."""
+    """Return True if this process has run a backward pass, other than through ``torch.distributed``."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed or "ringdance.torch.backend" in sys.modules:  # it may train by stages, without averages
+    if distributed or "ringdance.torch.backend" in sys.modules:  # May be pipeline training without averages.
         return False
     tasks: list[int] = []
     with torch.enable_grad():
-        one: Any = torch.ones(1, device="cpu", requires_grad=True)
-        one.register_hook(lambda _: tasks.append(graph_task()))
-        one.sum().backward()
-    return tasks[0] > 0  # they are numbered from 0
+        tensor: Any = torch.ones(1, device="cpu", requires_grad=True)
+        tensor.register_hook(lambda _: tasks.append(graph_task()))
+        tensor.sum().backward()
+    return tasks[0] > 0  # Passes are numbered from 0.
 
 
-# Variable._execution_engine.queue_callback: calls a function when the pass has ended; DDP uses it too.
+# Variable._execution_engine.queue_callback: calls a function at the end of the pass. DDP uses it too.
 _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None
 )
 
 
 def has_end_callback() -> bool:
-    """Return whether ``queue_callback`` will call back in this backward pass; without these names: no.
+    """Return True if ``queue_callback`` will call back in this backward pass. False without these names.
 
-    Compiled autograd accepts callbacks from what it has not compiled, and does not call them.
+    Compiled autograd accepts callbacks from code that it has not compiled, but does not call them.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     inside = getattr(compiled, "in_compiled_autograd_region", False)
@@ -96,27 +96,27 @@ def queue_callback(function: Callable[[], None]) -> None:
     _queue_callback(function)
 
 
-# torch._C._current_autograd_node: the node that this thread runs, None in the callbacks at a pass's end.
-# Without it these count as part of the pass.
+# torch._C._current_autograd_node: the node that this thread runs, None in the callbacks at the end of a pass.
+# Without it, these callbacks count as part of the pass.
 _node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: True)
 
 
 def end_is_ahead() -> bool:
-    """Return whether this thread works on a backward pass whose end ``queue_callback`` will notice."""
+    """Return True if this thread works on a backward pass whose end ``queue_callback`` will notice."""
     return has_end_callback() and _node() is not None
 
 
-# BackwardCFunction: its methods run the backward() of each torch.autograd.Function that is written in Python,
-# with the node of the graph as ``self``. Without it, passes within others count as passes of their own.
+# BackwardCFunction: its methods run the backward() of each torch.autograd.Function written in Python, with
+# the node of the graph as ``self``. Without it, passes within others count as separate passes.
 _RUNS_BACKWARD = frozenset(
     method.__code__ for method in vars(BackwardCFunction).values() if hasattr(method, "__code__")
 )
 
 
 def outermost_function_node() -> Any:
-    """Return the node of the outermost ``Function.backward`` that this thread is in; None outside of any.
+    """Return the node of the outermost ``Function.backward`` that this thread is in, or None outside of any.
 
-    A pass that starts within one is part of another: so does checkpointing with ``use_reentrant=True``.
+    A pass that starts inside one is part of another pass, as in checkpointing with ``use_reentrant=True``.
     """
     node, frame = None, sys._getframe(1)
     while True:
@@ -127,12 +127,12 @@ def outermost_function_node() -> Any:
         frame = frame.f_back
 
 
-# Attributes that torch itself reads from optimizers and their step(). Without them (another torch has other
-# names) learning rate schedulers warn that step() was not called, and hooks of a step may run twice.
+# Attributes that torch itself reads from optimizers and their step(). If a torch version uses other names,
+# learning rate schedulers warn that step() was not called, and hooks of a step may run twice.
 
 
 def note_step(optimizer: Any) -> None:
-    """Note that ``step()`` was called: learning rate schedulers warn if they are called before it."""
+    """Note that ``step()`` was called. Learning rate schedulers warn if they are called before it."""
     optimizer._opt_called = True
 
 
@@ -142,11 +142,11 @@ def counts_steps(step: Any) -> None:
 
 
 def hooks_run_inside(step: Any) -> None:
-    """Mark a ``step``: torch runs hooks around the optimizer's own step, within this one."""
+    """Mark a ``step``: torch runs hooks around the optimizer's own step, which this one calls."""
     step.hooked = True
 
 
-# torch.nn.modules.batchnorm._BatchNorm: the base of all batch norms. Without it only BatchNorm1d, its
+# torch.nn.modules.batchnorm._BatchNorm: the base class of all batch norms. Without it, only BatchNorm1d, its
 # subclasses and torch's SyncBatchNorm are converted.
 if TYPE_CHECKING:
     BatchNorm = torch.nn.modules.batchnorm._BatchNorm
@@ -154,10 +154,10 @@ else:
     BatchNorm = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
 
 
-# Tensor._indices and _values: the entries of a sparse tensor as they are. Without them equal ones are summed
-# first, which the public indices() and values() require.
+# Tensor._indices and _values: the entries of a sparse tensor as they are. Without them, equal entries are
+# first summed, which the public indices() and values() require.
 def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices, shape (dimensions, entries), and values of a sparse tensor."""
+    """Return the indices, shape (dimensions, entries), and the values of a sparse tensor."""
     plain = tensor.detach()
     if hasattr(plain, "_indices") and hasattr(plain, "_values"):
         return plain._indices(), plain._values()
@@ -165,30 +165,30 @@ def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return plain.indices(), plain.values()
 
 
-# GradScaler._per_optimizer_states: whose gradients have been unscaled since the last update(). A restored
-# state does not replace it. Without it unscale_() raises after an error between unscale_() and update().
+# GradScaler._per_optimizer_states: records which gradients were unscaled since the last update(). Restoring a
+# state does not reset it. Without it, unscale_() raises after an error between unscale_() and update().
 def forget_unscaled(scaler: Any) -> None:
-    """Let a GradScaler (of other objects nothing) take all gradients as not unscaled yet."""
+    """Make a GradScaler treat all gradients as not unscaled yet. Has no effect on other objects."""
     getattr(scaler, "_per_optimizer_states", {}).clear()
 
 
 def divided_by(tensor: Any) -> str | None:
-    """Return what of torch.distributed has divided a tensor over processes, None for a plain tensor.
+    """Return the part of torch.distributed that has sharded a tensor, or None for a plain tensor.
 
-    A DTensor has a device mesh, which is public. FSDP of the first kind marks its parameters with
-    ``_fsdp_flattened``; without that mark they are taken for plain ones.
+    A DTensor has a device mesh, which is a public attribute. FSDP1 marks its parameters with
+    ``_fsdp_flattened``. Without that mark, they are treated as plain tensors.
     """
     if hasattr(tensor, "device_mesh"):
         return "torch.distributed (it is a DTensor, as with fully_shard)"
     return "FullyShardedDataParallel" if getattr(tensor, "_fsdp_flattened", False) else None
 
 
-# Whether a profiler of torch is recording. Without it each wait makes a span, which takes some microseconds.
+# True while a profiler of torch is recording. Without it, each wait makes a span, which takes microseconds.
 profiler_running: Callable[[], bool] = functools.partial(
     getattr, torch.autograd.profiler, "_is_profiler_enabled", True
 )
 
-# Methods of torch's process groups that later versions call by other names.
+# Methods of torch's process groups that have other names in later versions.
 _OLDER = {
     "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base", "all_to_all_single": "alltoall_base",
@@ -197,13 +197,13 @@ _OLDER = {
 
 
 def renamed(group: Any, name: str) -> Any:
-    """Return the method of a process group, under the name that this version of torch has for it."""
+    """Return the method of a process group, under the name it has in this version of torch."""
     return getattr(group, name) if hasattr(group, name) else getattr(group, _OLDER[name])
 
 
-# torch._C._distributed_c10d: where torch.ops._c10d_functional.wait_tensor finds the work of a tensor. torch's
-# own groups register theirs in C++. Without these names wait_tensor of a tensor that was given to
-# dist.all_reduce(async_op=True) returns at once; functional collectives are registered by torch.
+# torch._C._distributed_c10d: the place where torch.ops._c10d_functional.wait_tensor finds a tensor's work.
+# torch's own groups register their works in C++. Without these names, wait_tensor returns at once for a
+# tensor that was passed to dist.all_reduce(async_op=True). torch itself registers functional collectives.
 _distributed: Any = getattr(torch._C, "_distributed_c10d", None)
 _registers_works: Callable[[], bool] = getattr(
     _distributed, "_allow_inflight_collective_as_graph_input", lambda: False
@@ -211,7 +211,7 @@ _registers_works: Callable[[], bool] = getattr(
 
 
 def register_work(tensors: Sequence[torch.Tensor], work: Any) -> None:
-    """Let ``wait_tensor`` of the tensors wait for a work, if the caller has asked torch for that."""
+    """Make ``wait_tensor`` of the tensors wait for a work, if the caller has asked torch for that."""
     if _registers_works():
         for tensor in tensors:
             _distributed._register_work(tensor, work)

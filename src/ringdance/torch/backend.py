@@ -1,11 +1,11 @@
 """The backend "ringdance" of torch.distributed: ``dist.init_process_group("ringdance")``.
 
-Collectives on CPU tensors go through the engine, so that DistributedDataParallel, FSDP and what is built on
-them exchange in shared memory and over MPI. Those on GPU tensors are left to NCCL. torch knows the backend by
-``ringdance.training.torch_entry_point``.
+Collectives on CPU tensors go through the engine, so DistributedDataParallel, FSDP and libraries built on them
+exchange through shared memory and MPI. Collectives on GPU tensors are left to NCCL. torch finds the backend
+through ``ringdance.training.torch_entry_point``.
 
-Results, orders and errors are those of torch's own backends: calls of a group match by their order, results
-replace output tensors, and a ``Work`` that has failed raises in ``wait()``.
+Results, order and errors match torch's own backends: calls of a group match by their order, results replace
+output tensors, and a ``Work`` that has failed raises in ``wait()``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _OPERATIONS = {
     "PRODUCT": ReduceOp.PRODUCT,
 }  # fmt: skip
 _SMALL_BYTES = 4096
-_TAGS = 1 << 30  # tags of messages
+_TAGS = 1 << 30  # Limit for the tags of messages.
 _prefixed: Any = vars(dist)["PrefixStore"]
 
 
 def create(options: Any, _: Any = None) -> ProcessGroup:
-    """Make a process group; torch calls this on its members. See ``groups.process_set``."""
+    """Create a process group. torch calls this on its members. See ``groups.process_set``."""
     options.store = of_this_attempt(options.store)
     return ProcessGroup(options, process_set(options))
 
@@ -61,14 +61,14 @@ def _by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave a call on GPU tensors to NCCL. An argument that is wrong here fails the call on the peers too."""
+    """Leave a call on GPU tensors to NCCL. A wrong argument on this rank fails the call on the peers too."""
 
     @functools.wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         number = self._set_id
         try:
             return method(self, *args, **kwargs)
-        except CollectiveError:  # it was submitted, or the job has ended
+        except CollectiveError:  # The call was submitted, or the job has ended.
             raise
         except Exception as error:
             Call(Collective.ALLREDUCE, set_id=number).refuse(session.engine(), error)
@@ -86,21 +86,21 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class ProcessGroup(Group):
-    """Some or all ranks; the methods are those that torch calls, with its options.
+    """Some or all ranks. torch calls the methods, with its own option objects.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
-        set_id: the ranks' process set in the engine.
+        set_id: The ranks' process set in the engine.
     """
 
     def __init__(self, options: Any, set_id: int) -> None:
         super().__init__(options, set_id)
         self._options, self._timeout = options, options.timeout
         self._name = self._description = ""
-        self._coalesced: list[GroupWork] | None = None  # the calls since start_coalescing
+        self._coalesced: list[GroupWork] | None = None  # The calls since start_coalescing.
         self._recent: deque[GroupWork] = deque(maxlen=1024)
 
-    # Which torch reads to see what a group can exchange.
+    # torch reads this to learn which devices a group supports.
     _device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def getBackendName(self) -> str:
@@ -124,7 +124,7 @@ class ProcessGroup(Group):
         self._timeout = timeout
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """Return what exchanges tensors on a device; torch 2.14 asks before point-to-point calls."""
+        """Return the group for tensors on a device. torch 2.14 calls this before point-to-point calls."""
         return self.nccl if torch.device(device).type != "cpu" and torch.cuda.is_available() else self
 
     def start_coalescing(self, device: Any) -> None:
@@ -142,13 +142,13 @@ class ProcessGroup(Group):
 
     @functools.cached_property
     def nccl(self) -> Any:
-        """The group of these ranks that exchanges GPU tensors."""
+        """The NCCL group of these ranks, which exchanges GPU tensors."""
         if not dist.is_nccl_available():
             raise RuntimeError('The backend "ringdance" leaves GPU tensors to NCCL, which this torch lacks.')
-        more = dist.ProcessGroupNCCL.Options()
-        more._timeout = self._timeout
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = self._timeout
         store = _prefixed("nccl", self._options.store)
-        return dist.ProcessGroupNCCL(store, self.rank(), self.size(), more)
+        return dist.ProcessGroupNCCL(store, self.rank(), self.size(), nccl_options)
 
     # -- reductions ------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class ProcessGroup(Group):
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         root = self._root("reduce", opts)
         if self.rank() != root:
-            tensors = [one.detach().clone() for one in tensors]
+            tensors = [tensor.detach().clone() for tensor in tensors]
         return self._reduce(tensors, opts, root)
 
     def _reduce(self, tensors: Tensors, opts: Any, root: int = -1) -> Any:
@@ -175,17 +175,17 @@ class ProcessGroup(Group):
         return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, operation, root)
 
     def _reduce_rows(self, tensor: Tensor, opts: Any) -> Any:
-        """Gather the entries of a sparse tensor, whose sum they are together."""
+        """Gather the entries of a sparse tensor. Together, they are the sum."""
         indices, values = sparse_entries(tensor)
         if _operation(opts) is not ReduceOp.SUM:
             raise ValueError('The backend "ringdance" reduces sparse tensors by SUM only.')
         arrays = [array_of(indices.t().contiguous()), array_of(values.contiguous())]
 
         def finish(results: list[Array]) -> None:
-            places, sums = (from_array(one) for one in results)
+            places, sums = (from_array(result) for result in results)
             total = torch.sparse_coo_tensor(places.t(), sums, tensor.shape, check_invariants=False)
             with torch.no_grad():
-                tensor.copy_(total.coalesce())  # a detached one would get entries of its own
+                tensor.copy_(total.coalesce())  # A detached tensor would get entries of its own.
 
         pattern = f"a sparse tensor of shape {tuple(tensor.shape)}"
         return self._start(Collective.ALLGATHER, arrays, None, [tensor], opts, finish, pattern=pattern)
@@ -201,15 +201,15 @@ class ProcessGroup(Group):
 
     @_collective
     def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any = None) -> Any:
-        sizes = [[one.numel() for one in parts] for parts in input_lists]
-        joined = [torch.cat([one.detach().reshape(-1) for one in parts]) for parts in input_lists]
+        sizes = [[part.numel() for part in parts] for parts in input_lists]
+        joined = [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in input_lists]
         pattern = f"inputs of {'; '.join(shapes_of(parts) for parts in input_lists)}"
         return self._reduce_scatter(outputs, joined, sizes, opts, pattern)
 
     def _reduce_scatter(
         self, outputs: Tensors, inputs: Tensors, sizes: list[list[int]], opts: Any, pattern: str
     ) -> Any:
-        """Reduce inputs; ``sizes``: for each, how many elements every rank gets."""
+        """Reduce inputs. ``sizes``: for each input, the number of elements for every rank."""
         opts = opts or dist.ReduceScatterOptions()
         sources, (targets, back), operation = flat(inputs)[0], flat(outputs), _operation(opts)
         check_dtypes("reduce_scatter", outputs, inputs)
@@ -217,7 +217,7 @@ class ProcessGroup(Group):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
                     f"reduce_scatter: an input of {source.size} elements cannot be divided into {counts}, "
-                    f"and this rank's output has {target.size}."
+                    f"or this rank's output has the wrong size, {target.size}."
                 )
         equal = all(len(set(counts)) == 1 for counts in sizes)
         if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -242,7 +242,7 @@ class ProcessGroup(Group):
         opts = opts or dist.BroadcastOptions()
         own, (arrays, back) = self._root("broadcast", opts), shaped(tensors, moved=True)
         root, pattern = session.engine().members(self._set_id)[own], bytes_note(tensors)
-        if own == self.rank():  # its tensors stay as they are, and may not be writable
+        if own == self.rank():  # The root's tensors do not change, and may not be writable.
             back = _nothing
         return self._start(
             Collective.BROADCAST, arrays, arrays, tensors, opts, back, root=root, pattern=pattern
@@ -260,7 +260,7 @@ class ProcessGroup(Group):
             if target.size != source.size * self.size():
                 raise ValueError(
                     f"all_gather: an output of {target.nbytes} bytes is not {self.size()} times "
-                    f"{source.nbytes}, those of the input."
+                    f"the input's {source.nbytes}."
                 )
             if source.ctypes.data != target[self.rank() * source.size :].ctypes.data:
                 sources[index] = apart(source, target)
@@ -270,10 +270,10 @@ class ProcessGroup(Group):
     @_collective
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         sources, _ = flat(inputs, moved=True)
-        sizes = [[one.numel() for one in parts] for parts in output_lists]
-        for given, counts in zip(inputs, sizes, strict=True):
-            if counts[self.rank()] != given.numel():
-                raise ValueError(f"all_gather: {given.numel()} elements do not fit outputs of {counts}.")
+        sizes = [[part.numel() for part in parts] for parts in output_lists]
+        for tensor, counts in zip(inputs, sizes, strict=True):
+            if counts[self.rank()] != tensor.numel():
+                raise ValueError(f"all_gather: {tensor.numel()} elements do not fit outputs of {counts}.")
 
         def finish(results: list[Array]) -> None:
             for result, outputs in zip(results, output_lists, strict=True):
@@ -293,13 +293,13 @@ class ProcessGroup(Group):
     ) -> Any:  # fmt: skip
         (source,), ((target,), back) = flat([given], moved=True)[0], flat([output], moved=True)
         rows, wanted = (
-            list(splits) or [len(one) // self.size()] * self.size()
-            for one, splits in ((given, input_splits), (output, output_splits))
+            list(splits) or [len(tensor) // self.size()] * self.size()
+            for tensor, splits in ((given, input_splits), (output, output_splits))
         )
         if sum(rows) != len(given) or sum(wanted) != len(output):
             raise ValueError(
                 f"all_to_all_single: splits {rows} and {wanted} do not add up to the rows of the input, "
-                f"{len(given)}, and the output, {len(output)}; without splits {self.size()} must divide them."
+                f"{len(given)}, and the output, {len(output)}. Without splits {self.size()} must divide them."
             )
         width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
         expected = [count * wide for count in wanted]
@@ -338,7 +338,7 @@ class ProcessGroup(Group):
         self, source: Array, splits: list[int], expected: list[int], outputs: Tensors, opts: Any,
         pattern: str, targets: list[Array] | None = None, finish: Finish | None = None,
     ) -> Any:
-        """Send parts of flat ``source`` to the ranks, and cut what comes, of ``expected`` sizes."""
+        """Send parts of flat ``source`` to the ranks, and split the received data of ``expected`` sizes."""
         finish = finish or (lambda results: distribute(results[0], outputs))
         rows = [np.array(splits, np.int64)]
         return self._start(
@@ -370,9 +370,9 @@ class ProcessGroup(Group):
         engine, ((array,), back) = session.engine(), flat(tensors, moved=True)
         state = engine.sets.find(self._set_id).state
         if state is None or not 0 <= tag < _TAGS:
-            raise ValueError(f"{verb}: this group has one rank only, or tag={tag} is not below {_TAGS}.")
+            raise ValueError(f"{verb}: this group has only one rank, or tag={tag} is not below {_TAGS}.")
         if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
-            raise ValueError(f"{verb}: rank {rank} is not another one of the {self.size()} in this group.")
+            raise ValueError(f"{verb}: rank {rank} is not another rank of the {self.size()} in this group.")
         if engine.closed:
             raise engine.end.error()
         pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)
@@ -383,15 +383,15 @@ class ProcessGroup(Group):
     # -- one path to the engine ------------------------------------------------------------------
 
     def _root(self, name: str, opts: Any) -> int:
-        """Return the rank in this group that a call has as its root."""
+        """Return the rank within this group that is a call's root."""
         root = int(opts.rootRank)
         if not 0 <= root < self.size():
-            raise ValueError(f"{name}: there is no rank {root} in this group of {self.size()}.")
+            raise ValueError(f"{name}: rank {root} does not exist in this group of {self.size()}.")
         return root
 
     def _seconds(self, opts: Any) -> float:
-        given = getattr(opts, "timeout", None)  # negative in torch's options for none
-        chosen = given if given is not None and given.total_seconds() > 0 else self._timeout
+        timeout = getattr(opts, "timeout", None)  # Negative in torch's options if not set.
+        chosen = timeout if timeout is not None and timeout.total_seconds() > 0 else self._timeout
         return float(chosen.total_seconds())
 
     def _start(
@@ -402,17 +402,17 @@ class ProcessGroup(Group):
         """Submit a call.
 
         Args:
-            kind: which collective.
-            arrays: what is sent.
-            targets: where results go; None for memory of the engine's.
-            tensors: what the ``Work`` has for its result.
+            kind: The collective.
+            arrays: Arrays to send.
+            targets: Memory for the results, or None to let the engine allocate.
+            tensors: Tensors that are the result of the ``Work``.
             opts: torch's options.
-            finish: called once with the results.
-            operation: of a reduction.
-            root: of a broadcast, a global rank; of a reduction in the group.
-            splits: of an alltoall.
-            expected: of an alltoall, what must come from each rank.
-            pattern: must be equal on all ranks.
+            finish: Called once with the results.
+            operation: Operation, if the call is a reduction.
+            root: Root: a global rank for a broadcast, a rank in the group for a reduction.
+            splits: Splits of an alltoall.
+            expected: For an alltoall, the sizes that must come from each rank.
+            pattern: Text that must be equal on all ranks.
         """
         engine, waits_later = session.engine(), getattr(opts, "asyncOp", True)
         call = prepared(kind, None, operation, 1.0, 1.0, self._set_id, root, len(arrays) > 1, pattern=pattern)
@@ -432,14 +432,14 @@ class ProcessGroup(Group):
         return started
 
     def _keep(self, work: GroupWork, number: Tensor) -> None:
-        """Keep the work of one number alive, for DistributedDataParallel.join().
+        """Keep the work of a single number alive, for DistributedDataParallel.join().
 
-        It leaves such a work to C++, which does not keep the Python object whose ``wait`` it calls.
+        It passes such a work to C++, which does not keep the Python object whose ``wait`` it calls.
         """
         if number.untyped_storage().nbytes() <= _SMALL_BYTES:
             self._recent.append(work)
 
-    # Names that torch calls these by as well.
+    # Other names by which torch calls these methods.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -451,7 +451,7 @@ class ProcessGroup(Group):
 def _operation(opts: Any) -> ReduceOp:
     name = str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2]
     if name not in _OPERATIONS:
-        raise ValueError(f'The backend "ringdance" lacks {name} here: use SUM, AVG, MIN, MAX or PRODUCT.')
+        raise ValueError(f'The backend "ringdance" lacks {name} here. Use SUM, AVG, MIN, MAX or PRODUCT.')
     return _OPERATIONS[name]
 
 

@@ -1,4 +1,4 @@
-"""Make the communicators of torch's that exchange tensors, and the streams on which they do so."""
+"""Create the torch communicators that exchange tensors, and the streams on which they run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torch import Tensor
 from ringdance.errors import RankLostError
 from ringdance.training import session
 
-dist: Any = torch.distributed  # whose stubs lack what is used here
-_FIRST_CALL = timedelta(minutes=5)  # for all ranks to connect
-# Of an exchange between GPUs that all ranks have enqueued. Of others, and by gloo, the engine finds the ranks
-# that are missing.
+dist: Any = torch.distributed  # Its stubs lack names that are used here.
+_FIRST_CALL = timedelta(minutes=5)  # Time for all ranks to connect.
+# TIMEOUT limits an exchange between GPUs that all ranks have enqueued. For other exchanges, and with gloo,
+# the engine finds missing ranks.
 TIMEOUT, NO_TIMEOUT = timedelta(minutes=10), timedelta(days=365)
 
 
@@ -31,8 +31,8 @@ class Streams:
     """The stream on which tensors are exchanged, and events. See Note [Streams].
 
     Args:
-        module: such as ``torch.cuda``.
-        device: whose stream it is.
+        module: torch's module for the device, such as ``torch.cuda``.
+        device: Device of the stream.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Streams:
 
     @contextlib.contextmanager
     def after(self, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Enqueue on the stream what the block does with the tensors, behind these events."""
+        """Enqueue the block's work on the tensors on the stream, after these events."""
         for event in events:
             self._stream.wait_event(event)
         with self._module.device(self._device), self._module.stream(self._stream):
@@ -49,11 +49,11 @@ class Streams:
             tensor.record_stream(self._stream)
 
     def synchronize(self) -> None:
-        """Let the host wait until the stream has done what it was given."""
+        """Make the host wait until the stream has finished its work."""
         self._stream.synchronize()
 
     def record(self) -> Any:
-        """Return an event behind what the stream has been given."""
+        """Return an event after the work enqueued on the stream so far."""
         event = self._module.Event()
         event.record(self._stream)
         return event
@@ -65,7 +65,7 @@ def module_of(device: torch.device) -> Any:
 
 
 def mark(tensor: Tensor) -> Any:
-    """Return an event behind what the current stream has been given; None on the CPU."""
+    """Return an event after the work enqueued on the current stream so far, or None on the CPU."""
     if tensor.is_cpu:
         return None
     module = module_of(tensor.device)
@@ -75,20 +75,20 @@ def mark(tensor: Tensor) -> Any:
 
 
 def wait_on_host(event: Any, seconds: float = 60.0) -> None:
-    """Let the host wait for an event, if there is one; it does not come where a peer was lost meanwhile."""
+    """Make the host wait for an event, if any, but not for long: it never comes if a peer was lost."""
     until = time.monotonic() + seconds
     while event is not None and not event.query() and time.monotonic() < until:
         time.sleep(1e-4)
 
 
 def supports_nccl() -> bool:
-    """Return whether this torch has NCCL, with the calls that are used here."""
+    """Return True if this torch has NCCL with the calls that are used here."""
     names = ("abort", "eager_connect_single_device", "shutdown")
     return bool(dist.is_nccl_available()) and all(hasattr(dist.ProcessGroupNCCL, name) for name in names)
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL that exchanges tensors on GPUs, such as 22304 for 2.23.4; 0 for none."""
+    """Return the NCCL version that exchanges GPU tensors, such as 22304 for 2.23.4, or 0 without NCCL."""
     if not supports_nccl():
         return 0
     if session.is_initialized() and session.engine().settings.gpu_operations == "mpi":
@@ -99,14 +99,15 @@ def nccl_built() -> int:
 
 
 def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Return a group of torch's; blocks until all ranks have called this with stores that belong together."""
+    """Return a torch group. Blocks until all ranks have called this with matching stores."""
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # NCCL would connect an algorithm's channels in the first call that uses it, where the host waits for the
-    # peers: a bucket is launched before it is known that they launch it too (Note [Direct buckets]).
-    # On errors abort the communicator; torch's default ends the process too.
+    # By default, NCCL connects an algorithm's channels in the first call that uses it, and the host then
+    # waits for the peers. But a bucket is launched before it is known that they launch it too (Note [Direct
+    # buckets]).
+    # On errors, only abort the communicator. torch's default also ends the process.
     with _environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
         group = dist.ProcessGroupNCCL(store, rank, size, options)
         with torch.cuda.device(device):
@@ -116,7 +117,7 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set variables that the user has not set, for the block alone: the user's own groups read them too."""
+    """Set variables that the user has not set, only within the block: the user's groups read them too."""
     missing = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in missing})
     try:
@@ -127,13 +128,13 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def failure_of(group: Any) -> str:
-    """Return what NCCL has reported, "" for nothing."""
+    """Return the error that NCCL has reported, or "" for none."""
     error = group.get_error() if hasattr(group, "get_error") else None
     return "" if error is None or error.name == "SUCCESS" else str(error.name)
 
 
 def host_and(namespace: str) -> str:
-    """Return text that is equal for processes in one namespace ("pid", "net") of one host."""
+    """Return text that is equal for processes in the same namespace ("pid", "net") of the same host."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -142,10 +143,10 @@ def host_and(namespace: str) -> str:
 
 
 def serve(size: int, networks: Sequence[str]) -> tuple[Any, list[Any]]:
-    """Return a store that this process serves at a free port, and what ``connect`` needs of it.
+    """Return a store that this process serves at a free port, and the data that ``connect`` needs.
 
-    It listens on the loopback if all ranks can reach that. Otherwise it listens on all addresses, and only
-    those who know a random prefix find the keys.
+    It listens on the loopback address if all ranks can reach it. Otherwise it listens on all addresses, and
+    only processes that know a random prefix find the keys.
 
     Args:
         size: Number of ranks.
@@ -165,13 +166,13 @@ def serve(size: int, networks: Sequence[str]) -> tuple[Any, list[Any]]:
 
 def addresses() -> list[str]:
     """Return this host's addresses that other hosts may reach, IPv4 first."""
-    rows = [one for rows in psutil.net_if_addrs().values() for one in rows]
-    found = [one.address for kind in (socket.AF_INET, socket.AF_INET6) for one in rows if one.family == kind]
-    return [address for address in found if not address.startswith(("127.", "::1", "fe80:"))]
+    rows = [row for rows in psutil.net_if_addrs().values() for row in rows]
+    known = [row.address for kind in (socket.AF_INET, socket.AF_INET6) for row in rows if row.family == kind]
+    return [address for address in known if not address.startswith(("127.", "::1", "fe80:"))]
 
 
 def connect(served: Sequence[Any], size: int) -> Any:
-    """Return the store that another process of ``serve``'s host, or of others, has made."""
+    """Return the store that another process has made with ``serve``, on this host or another one."""
     host, port, prefix, *places = served
     if host == socket.gethostname() or not places:
         places = [*places, "127.0.0.1"]
@@ -182,6 +183,6 @@ def connect(served: Sequence[Any], size: int) -> Any:
             return dist.PrefixStore(prefix, store)
     raise RankLostError(
         f"Rank 0 of the process set, on host {host}, cannot be reached from host {socket.gethostname()} at "
-        f"{', '.join(places)}, port {port}: see whether the hosts have a network in common, and no firewall "
+        f"{', '.join(places)}, port {port}. Check that the hosts share a network, and that no firewall "
         "is between them."
     )

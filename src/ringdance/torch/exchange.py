@@ -167,7 +167,7 @@ def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
 
 
 def copy_back(tensors: Tensors, work: Work) -> None:
-    """Copy results in pinned memory back to the GPU, after a call in place. All tensors are there or none."""
+    """After a call in place, copy results from pinned memory to the GPU, if the tensors are on a GPU."""
     if isinstance(work.result, DeviceResults):
         device.await_results(work.result)
     elif not tensors[0].is_cpu:

@@ -1,7 +1,7 @@
-"""Ranks that torchrun has started, which MPI does not know: torch's gloo between hosts, the window on each.
+"""Transport for ranks started by torchrun, unknown to MPI: gloo between hosts, the window within a host.
 
 torch's store brings the ranks together and carries their notes. The memory of a window is a memfd that the
-ranks of a host open through /proc, so that no name is left behind.
+ranks of a host open through /proc, so no file name is left behind.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from ringdance.core.transport.world import check_common
 from ringdance.errors import RankLostError
 from ringdance.torch.communicators import connect, host_and, serve
 
-dist: Any = torch.distributed  # whose stubs lack what is used here
+dist: Any = torch.distributed  # Its stubs lack names that are used here.
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT, "and": dist.ReduceOp.BAND,
 }  # fmt: skip
 _jobs = itertools.count()
 _LAST = timedelta(seconds=5)
-_NO_TAG = 1 << 30  # of no message: see backend.py
-_YEAR = timedelta(days=365)  # the engine's own checks find ranks that are missing
+_NO_TAG = 1 << 30  # Not the tag of any message: see backend.py.
+_YEAR = timedelta(days=365)  # Never reached: the engine's own checks find missing ranks.
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """Return a tensor of the same memory; what is only sent may be read-only."""
+    """Return a tensor that shares memory with an array. Arrays that are only sent may be read-only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)
 
 
 class _Started:
-    """A collective of gloo's, with the arrays that it uses; ``finish`` is called once when it is complete."""
+    """A gloo collective with the arrays that it uses. ``finish`` is called once when it is complete."""
 
     def __init__(self, work: Any, *keep: Any, finish: Any = None) -> None:
         self._work, self._keep, self._finish = work, keep, finish
@@ -59,7 +59,7 @@ class _Started:
     def test(self) -> bool:
         if not self._work.is_completed():
             return False
-        self._work.wait()  # raises what has happened
+        self._work.wait()  # Raises the error if the call failed.
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -67,7 +67,7 @@ class _Started:
 
 
 class _Transfer:
-    """A message between two ranks: gloo tells that it is complete only to who waits."""
+    """A message between two ranks. gloo reports its completion only to a thread that waits."""
 
     def __init__(self, group: Any, rank: int | None, work: Any, buffer: Array, received: bool) -> None:
         self._group, self._rank = group, rank
@@ -86,7 +86,7 @@ class _Transfer:
             self._error = error
 
     def give_up(self) -> None:
-        """End the thread: gloo closes a connection on which a call has timed out, and wakes its waiters."""
+        """Stop the thread: gloo closes a connection on which a call has timed out, and wakes its waiters."""
         if self._rank is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], self._rank, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -103,11 +103,11 @@ class _Transfer:
 _transfers: weakref.WeakSet[_Transfer] = weakref.WeakSet()
 
 
-@atexit.register  # before the job is joined: runs after the job has been left
+@atexit.register  # Registered before the job is joined, so it runs after the job was left.
 def _give_up() -> None:
-    """Leave no thread in gloo: one that woke while Python ends would abort the process."""
-    for one in list(_transfers):
-        one.give_up()
+    """Leave no thread in gloo: a thread that woke up while Python exits would abort the process."""
+    for transfer in list(_transfers):
+        transfer.give_up()
 
 
 def _host_of_this_process() -> str:
@@ -121,17 +121,17 @@ def world(
     """Return the transport of all ranks.
 
     Args:
-        store: of torch.distributed, for this alone.
-        rank: of this process.
-        size: number of ranks.
-        window_bytes: size of each rank's buffers in the window of a host, 0 for no window.
-        vector_bytes: longest agreement vector.
-        common: what must be equal on all ranks, by name.
+        store: Store of torch.distributed, used for this only.
+        rank: Rank of this process.
+        size: Number of ranks.
+        window_bytes: Size of each rank's buffers in the window of a host, or 0 for no window.
+        vector_bytes: Size of the longest agreement vector.
+        common: Values that must be equal on all ranks, by name.
 
     Raises:
-        SettingError: something of ``common`` differs; raised on all ranks.
+        SettingError: A value in ``common`` differs. Raised on all ranks.
     """
-    store = dist.PrefixStore(f"job {next(_jobs)}", store)  # all ranks count alike
+    store = dist.PrefixStore(f"job {next(_jobs)}", store)  # The count is equal on all ranks.
     own = [socket.gethostname(), os.getpid(), _host_of_this_process(), common]
     everyone = _gather(store, "who", rank, size, own)
     check_common([(host, theirs) for host, _, _, theirs in everyone])
@@ -140,13 +140,13 @@ def world(
     return GlooTransport(store, rank, identities, hosts, window_bytes, vector_bytes)
 
 
-_own: dict[tuple[int, int], Any] = {}  # by rank and size, this process's connection
+_own: dict[tuple[int, int], Any] = {}  # This process's connection, by rank and size.
 
 
 def own_store(store: Any, rank: int, size: int) -> Any:
     """Return a store that lives as long as rank 0's process.
 
-    torchrun's own does so too. Otherwise torch.distributed's store ends with its process group.
+    torchrun's own store does so too. Otherwise, torch.distributed's store ends with its process group.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store
@@ -161,16 +161,16 @@ def own_store(store: Any, rank: int, size: int) -> Any:
 
 
 def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Return every rank's value, which JSON can hold."""
+    """Return every rank's value. Values must be JSON."""
     keys = [f"{key}/{number}" for number in range(size)]
     try:
         store.set(f"{key}/{rank}", json.dumps(value))
         store.wait(keys)
-        return [json.loads(one) for one in store.multi_get(keys)]
+        return [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:
         raise RankLostError(
-            f"Rank {rank} of {size} on host {socket.gethostname()} does not meet the others in torch's "
-            f"store: has rank 0, or torchrun's agent, ended, or has a rank not been started? {error}"
+            f"Rank {rank} of {size} on host {socket.gethostname()} did not meet the other ranks in torch's "
+            f"store. Check if rank 0 or torchrun's agent has exited, and if all ranks were started. {error}"
         ) from error
 
 
@@ -178,12 +178,12 @@ class GlooTransport(Transport):
     """One communicator.
 
     Args:
-        store: of the members alone.
-        rank: among them.
-        identities: of the members.
-        hosts: the host of each, as text that is equal for those that share memory.
-        window_bytes, vector_bytes: see ``world``.
-        parent: the communicator that this is a part of.
+        store: Store of the members alone.
+        rank: This process's rank among the members.
+        identities: Identities of the members.
+        hosts: Each member's host, as text that is equal for members that share memory.
+        window_bytes, vector_bytes: Sizes as in ``world``.
+        parent: The communicator that this is a part of.
     """
 
     def __init__(
@@ -261,12 +261,12 @@ class GlooTransport(Transport):
         return _Started(work, source, target)
 
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        name = f"split {next(self._parts)}"  # all ranks count alike
+        name = f"split {next(self._parts)}"  # The count is equal on all ranks.
         return self._part(name, members, window_bytes) if self.rank in members else None
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
         key = str(sorted(members))
-        self._subsets[key] += 1  # all members count alike
+        self._subsets[key] += 1  # Equal on all members.
         return self._part(f"subset {key} {self._subsets[key]}", members, window_bytes)
 
     def _part(self, name: str, members: Sequence[int], window_bytes: int) -> GlooTransport:
@@ -277,7 +277,7 @@ class GlooTransport(Transport):
 
     def hierarchy(self) -> Hierarchy | None:
         hosts = list(dict.fromkeys(self._hosts))
-        members = [[i for i, host in enumerate(self._hosts) if host == one] for one in hosts]
+        members = [[i for i, name in enumerate(self._hosts) if name == host] for host in hosts]
         sizes = tuple(map(len, members))
         if len(hosts) == 1 or max(sizes) == 1 or not self._window_bytes:
             return None
@@ -319,7 +319,7 @@ class GlooTransport(Transport):
             yield
         except RuntimeError as error:
             who = self.identities[0]
-            text = f"The store by which ranks send notes cannot be reached. Has {who} ended? {error}"
+            text = f"The store through which ranks send notes cannot be reached. Has {who} exited? {error}"
             raise RankLostError(text) from error
 
     def state(self, rank: int) -> str:
@@ -329,12 +329,12 @@ class GlooTransport(Transport):
         if agreed:
             if self._cross is not None:
                 self._cross.close(True)
-            self.window = self.event_count = None  # the memory lives as long as its views
+            self.window = self.event_count = None  # The memory lives as long as views of it.
             if self._parent is None:
                 self._leave_store()
 
     def _leave_store(self) -> None:
-        """Let rank 0, which may serve the store, wait for the others: this is their last use of it."""
+        """Make rank 0, which may serve the store, wait for the others: this is their last use of it."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"closed/{self.rank}", "")
             if self.rank == 0:

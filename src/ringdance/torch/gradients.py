@@ -235,7 +235,7 @@ class Gradients:
             return None
         try:
             # Fails for None, and NumPy refuses tensors on a GPU, sparse, that require grad, or bfloat16.
-            views = tuple([self.parameters[index].grad.numpy() for index in indices])  # type: ignore[union-attr]
+            views = tuple([self.parameters[n].grad.numpy() for n in indices])  # type: ignore[union-attr]
         except (AttributeError, TypeError, RuntimeError):
             return None
         return views if all([view.flags.c_contiguous for view in views]) else None

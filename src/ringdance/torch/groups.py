@@ -1,7 +1,7 @@
 """Join the job that a torch.distributed process group needs, and number the groups.
 
-torch makes a group on its members alone. They meet by torch's store, agree on a number that none of them
-uses, and make a process set of the engine.
+torch creates a group on its members only. They meet through torch's store, agree on a number that none of
+them uses, and create a process set of the engine.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ringdance.training import basics, session
 from ringdance.training.startup.engines import launched_size
 
 _prefixed: Any = vars(dist)["PrefixStore"]
-_attempt = ""  # name of this process's part of the store
+_attempt = ""  # Name of this process's part of the store.
 _Base: Any = dist.ProcessGroup
 
 
 class Group(_Base):  # type: ignore[misc]
-    """What a process group has of the job: its process set in the engine.
+    """The job's side of a process group: its process set in the engine.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
@@ -49,19 +49,19 @@ class Group(_Base):  # type: ignore[misc]
         if self._destroyed:
             why = "was destroyed"
         elif self._engine() is engine and engine.sets.registered.get(self._number) is not self._known:
-            why = "was freed after a call in it had timed out"  # its number may be another group's now
+            why = "was freed after a call in it had timed out"  # Its number may now be another group's.
         elif self._engine() is engine or (not self._number and engine.size == self.size()):
             return self._number
         else:
             why = "belongs to the job as it was before shutdown() and init()"
         raise ArgumentError(
-            f"This process group of {self.size()} ranks {why} (rank {rank} in it, {engine.identity}): make "
-            "the group again by new_group() or init_process_group(), and what uses it, such as "
+            f"This process group of {self.size()} ranks {why} (rank {rank} in it, {engine.identity}). Create "
+            "the group again with new_group() or init_process_group(), and everything that uses it, such as "
             "DistributedDataParallel."
         )
 
     def shutdown(self) -> None:
-        """Free what a group of some ranks has; the job ends with the process, or by hvd.shutdown()."""
+        """Free a group of some ranks. The job itself ends with the process, or through hvd.shutdown()."""
         engine = self._engine()
         if self._number and not self._destroyed and engine is not None and not engine.closed:
             engine.leave_group(self._number)
@@ -71,7 +71,7 @@ class Group(_Base):  # type: ignore[misc]
 
 
 def process_set(options: Any) -> int:
-    """Return the number of a new group's process set; torch calls this on its members.
+    """Return the number of a new group's process set. torch calls this on the group's members.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
@@ -82,13 +82,13 @@ def process_set(options: Any) -> int:
     ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
     if list(ranks) != sorted(ranks):
         raise ArgumentError(
-            f'The backend "ringdance" needs ranks in ascending order, got {list(ranks)}: leave out '
-            "sort_ranks=False of new_group()."
+            f'The backend "ringdance" needs ranks in ascending order, got {list(ranks)}. Remove '
+            "sort_ranks=False from new_group()."
         )
     if not session.is_initialized():
         if ranks and size < dist.get_world_size():
             raise ArgumentError(
-                'The first group of the backend "ringdance" must have all ranks: call '
+                'The first group of the backend "ringdance" must have all ranks. Call '
                 'init_process_group("ringdance"), or hvd.init() on all ranks before new_group().'
             )
         if size > 1 and _started_by_torchrun():
@@ -104,18 +104,18 @@ def process_set(options: Any) -> int:
     if (rank, size) != (engine.rank, engine.size):
         raise ArgumentError(
             f"This process is rank {rank} of {size} for torch.distributed and rank {engine.rank} of "
-            f"{engine.size} in the job: start it by one launcher, torchrun or `ringdance run`, not by one "
-            "within the other; give init_process_group neither rank= nor world_size=; and leave RANK and "
-            "WORLD_SIZE as the launcher sets them."
+            f"{engine.size} in the job. Start it with one launcher, torchrun or `ringdance run`, not one "
+            "inside the other. Do not pass rank= or world_size= to init_process_group, and do not change "
+            "RANK and WORLD_SIZE."
         )
     return 0
 
 
 def of_this_attempt(store: Any) -> Any:
-    """Return the part of a store that ranks of an earlier attempt have not used.
+    """Return a part of the store that ranks of an earlier attempt have not used.
 
     torchrun's agents keep one store for all attempts of ``--max-restarts`` and for all members of
-    ``--nnodes=2:4``, with what was in it, and each agent counts its own attempts only.
+    ``--nnodes=2:4``, including its old content. Each agent counts only its own attempts.
     """
     global _attempt
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -126,11 +126,11 @@ def of_this_attempt(store: Any) -> Any:
 
 
 def _agreed(store: Any, rank: int, size: int) -> str:
-    """Return a name that rank 0 makes up. Nothing that is still in the store is mistaken for it."""
+    """Return a name that rank 0 generates. Old content of the store is never mistaken for it."""
     own, until = uuid4().hex, time.monotonic() + store.timeout.total_seconds()
     if rank:
         store.set(f"hello/{rank}", own)
-        name: str = store.get(own).decode()  # waits for the answer
+        name: str = store.get(own).decode()  # Waits for the answer.
         store.add(name, 1)
         return name
     while store.add(own, 0) < size - 1 and time.monotonic() < until:
@@ -138,20 +138,20 @@ def _agreed(store: Any, rank: int, size: int) -> str:
             if store.check([f"hello/{other}"]):
                 store.set(store.get(f"hello/{other}").decode(), own)
         time.sleep(0.01)
-    return own  # without all of them the next call says so
+    return own  # If some ranks are missing, the next call reports it.
 
 
 def _started_by_torchrun() -> bool:
-    """Return whether MPI does not know the ranks."""
-    own = LAUNCH_PREFIX in os.environ  # `ringdance run` sets torchrun's variables too
+    """Return True if MPI does not know the ranks."""
+    own = LAUNCH_PREFIX in os.environ  # `ringdance run` sets torchrun's variables too.
     return launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
 
 
 def _meet(engine: Engine, options: Any) -> int:
-    """Wait for the other members of a new group; return a number that none of them uses.
+    """Wait for the other members of a new group. Returns a number that none of them uses.
 
-    Nothing is left in the store: torch gives the next group of the same ranks the same part of it, if they
-    destroy this one and have made it by themselves.
+    Nothing is left in the store. If the members destroy this group and have created it on their own, torch
+    gives the same part of the store to the next group of the same ranks.
     """
     store, root, size, rank = options.store, options.store, options.group_size, options.group_rank
     if size == 1:
@@ -167,28 +167,28 @@ def _meet(engine: Engine, options: Any) -> int:
         _wait_for_members(engine, options)
         first, *used = map(json.loads, store.multi_get(keys))
     finally:
-        if store.add("read", 1) == size:  # before any member can go on: they make the process set together
+        if store.add("read", 1) == size:  # Before any member continues: they create the process set together.
             for key in (*keys, "arrived", "read", "decided"):
                 store.delete_key(key)
-    return _free(first, {number for one in used for number in one})
+    return _free(first, {number for numbers in used for number in numbers})
 
 
 def _wait_for_members(engine: Engine, options: Any) -> None:
-    """Return once all members have arrived, or raise on all of them: the first to decide does so for all."""
+    """Return once all members have arrived, or raise on all of them. The first to decide does so for all."""
     store, size, begun, pause = options.store, options.group_size, time.monotonic(), 1e-3
-    ranks, said = list(options.global_ranks_in_group), False
-    # A blocking call would keep others from the store.
+    ranks, reported = list(options.global_ranks_in_group), False
+    # A blocking call would keep other threads from the store.
     while (arrived := store.add("arrived", 0)) < size:
         late = time.monotonic() - begun
         gives_up = engine.closed or late > options.timeout.total_seconds()
         if gives_up and store.compare_set("decided", "", "failed") == b"failed":
             break
-        if not said and late > engine.settings.stall_check_time:
-            said = True
+        if not reported and late > engine.settings.stall_check_time:
+            reported = True
             engine.report(
                 f"{engine.identity} waits in new_group({ranks}), which only {arrived} of {size} members have "
-                "joined: all of them call it, in one order with others; with use_local_synchronization=True, "
-                "after as many other groups as the rest."
+                "joined. All of them must call it, in the same order as other groups. With "
+                "use_local_synchronization=True, all must have created the same number of groups before."
             )
         time.sleep(pause)
         pause = min(0.02, 1.2 * pause)
@@ -197,16 +197,16 @@ def _wait_for_members(engine: Engine, options: Any) -> None:
             raise engine.end.error()
         raise dist.DistStoreError(
             f"new_group({ranks}): not all {size} members called it within {options.timeout} (timeout= of the "
-            "rank that called it first). Call it on all members at about the same time, or give more time."
+            "rank that called it first). Call it on all members at about the same time, or pass a longer one."
         )
 
 
 def _free(first: int, used: Any) -> int:
-    """Return the first number that is not used, from ``first`` on and round."""
+    """Return the first unused number, starting at ``first`` and wrapping around."""
     for number in range(first, first + FIRST_GROUP):
         if number % FIRST_GROUP not in used:
             return number % FIRST_GROUP
     raise ArgumentError(
-        f"The members of this group are in {FIRST_GROUP} process groups, and no more can be numbered: "
-        "destroy those that are not needed."
+        f"The members of this group are in {FIRST_GROUP} process groups, and no more can be numbered. "
+        "Destroy groups that are not needed."
     )

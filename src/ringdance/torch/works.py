@@ -1,11 +1,12 @@
-"""What the calls of the backend "ringdance" return: torch's ``Work``, complete when the engine's is.
+"""The results of calls of the backend "ringdance": torch's ``Work``, complete when the engine's work is.
 
 Note [Who waits]
-A thread that calls ``wait`` of a work or of its future steps the engine. DistributedDataParallel waits for
-the futures of its buckets in C++, where no thread of ours can help. So the works of a backward pass are
-waited for at its end, by a callback that torch runs before that of DistributedDataParallel: in their order,
-the same on all ranks, also if callbacks of futures make calls of their own. Without spare cores nothing is
-exchanged before (``wants_overlap``). Other futures are completed by a thread, for those who wait in C++.
+A thread that calls ``wait`` on a work or on its future steps the engine. DistributedDataParallel waits for
+the futures of its buckets in C++, where our threads cannot help. So the works of a backward pass are waited
+for at its end, in a callback that torch runs before DistributedDataParallel's callback. They are waited for
+in their order, which is the same on all ranks, even if callbacks of futures make further calls. Without
+spare cores nothing is exchanged before that (``wants_overlap``). Other futures are completed by a thread,
+for callers that wait in C++.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from ringdance.training.gradients.options import wants_overlap
 Finish = Callable[[list[Array]], None]
 
 _NO_TIMEOUT = timedelta(0)
-_PASSES = 64  # backward passes under way, in threads and in one another
+_PASSES = 64  # Maximum number of backward passes in progress, in threads and inside each other.
 
 
 class _Future(torch.futures.Future[Any]):
-    """The future of a work, or of a callback after it: who waits in Python completes it."""
+    """The future of a work, or of a callback after it. A caller that waits in Python completes it."""
 
     def __init__(self, work: GroupWork) -> None:
         super().__init__()
@@ -88,11 +89,11 @@ class GroupWork(dist.Work):
         self._tensors, self._finish, self._timeout = list(tensors), finish, timeout
         self._expected, self._lock = expected, threading.Lock()
         self._complete = False
-        self._seen = False  # a thread of the caller knows that it is complete
+        self._seen = False  # A thread of the caller knows that the work is complete.
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
-        self.in_pass = False  # waited for at the end of a backward pass
+        self.in_pass = False  # True if it is waited for at the end of a backward pass.
         for work in works:
             work.when_done(self._one_done)
 
@@ -111,19 +112,20 @@ class GroupWork(dist.Work):
         return cls(engine, set_id, works, [], tensors, finish, timeout)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the outputs hold the results; return True.
+        """Wait until the outputs hold the results. Returns True.
 
         Raises:
-            CollectiveError: The call failed on this rank or on all.
-            DistBackendError: It took longer than ``timeout``: wait again. Or than the timeout of the group,
-                which has failed on all ranks; the default group takes the job along.
+            CollectiveError: The call failed on this rank or on all ranks.
+            DistBackendError: It took longer than ``timeout``, and you can wait again. Or it took longer than
+                the timeout of the group, which has then failed on all ranks. For the default group, so has
+                the job.
         """
-        given = timeout.total_seconds()
+        seconds = timeout.total_seconds()
         try:
             for work in self._works:
-                work.wait(given or self._timeout)
+                work.wait(seconds or self._timeout)
         except TimeoutError:
-            self._give_up(given)
+            self._give_up(seconds)
         except Exception as error:
             self._deliver(error)
         self._deliver()
@@ -144,12 +146,12 @@ class GroupWork(dist.Work):
             "(timeout= of init_process_group or of the call)"
         )
         if given:
-            raise dist.DistBackendError(f"{text}. It is still running: wait for it again.")
+            raise dist.DistBackendError(f"{text}. It is still running. Wait for it again.")
         what = "its group" if self._set_id else "the job"
         text = f"{text}, so {what} has failed. See which ranks have not called it with `ringdance explain`."
         error = dist.DistBackendError(text)
         self._deliver(error)
-        if self._error is error:  # it did not complete just now
+        if self._error is error:  # It did not complete in the meantime.
             late = next((work for work in self._works if not work.done()), self._works[0])
             self._engine.give_up(self._set_id, getattr(late, "order", -1), text)
 
@@ -158,7 +160,7 @@ class GroupWork(dist.Work):
             self._deliver()
 
     def _deliver(self, error: BaseException | None = None) -> None:
-        """Put results into the outputs, or keep the error; once. Any thread."""
+        """Put results into the outputs, or keep the error. Has an effect once. Any thread may call it."""
         with self._lock:
             if self._complete:
                 return
@@ -189,7 +191,7 @@ class GroupWork(dist.Work):
             self._finish(results)
 
     def settle(self) -> None:
-        """Wait, and complete the future, with the error if the call failed."""
+        """Wait, and complete the future. If the call failed, the future gets the error."""
         with contextlib.suppress(Exception):
             self.wait()
         with self._lock:
@@ -205,8 +207,8 @@ class GroupWork(dist.Work):
     def is_completed(self) -> bool:
         try:
             if not self._complete and all(work.done() for work in self._works):
-                self._deliver()  # transfers, or another thread is about to do so
-        except Exception as error:  # of a transfer
+                self._deliver()  # For transfers, or if another thread is about to do so.
+        except Exception as error:  # The error of a transfer.
             self._deliver(error)
         if not self._complete and self.in_pass:
             self._engine.flush(self._set_id)
@@ -236,11 +238,11 @@ class GroupWork(dist.Work):
         """Return a future of the outputs. It has the error if the call failed."""
         if self._future is None:
             self._future = _Future(self)
-            # Callbacks may make calls, which match by their order: it must not depend on when the engine
-            # completes this one. So they run at the end of the pass, in a thread, or now if this rank waited.
+            # Callbacks may make calls, which match by order, so the order must not depend on when the engine
+            # completes this one. They run at the end of the pass, in a thread, or now if this rank waited.
             if self._seen:
                 self.settle()
-            elif not self._works or isinstance(self._works[0], Transfer):  # in no order
+            elif not self._works or isinstance(self._works[0], Transfer):  # These have no order.
                 threading.Thread(target=self.settle, name="ringdance transfer", daemon=True).start()
             elif not self.in_pass:
                 _waiters[self._set_id].put(self)
@@ -257,7 +259,7 @@ class _Waiter:
 
     def put(self, work: GroupWork) -> None:
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # or after a fork
+            if self._thread is None or not self._thread.is_alive():  # Not started yet, or lost in a fork.
                 self._thread = threading.Thread(target=self._run, name="ringdance futures", daemon=True)
                 self._thread.start()
         self._works.put(work)
@@ -267,8 +269,8 @@ class _Waiter:
             self._works.get().settle()
 
 
-_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # by process set: groups do not wait for others
-_passes: dict[int, list[GroupWork]] = {}  # by backward pass, what is waited for at its end
+_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # By process set: groups do not wait for others.
+_passes: dict[int, list[GroupWork]] = {}  # By backward pass: the works to wait for at its end.
 
 
 @lru_cache(maxsize=1)
@@ -277,19 +279,19 @@ def _overlaps(engine: Engine) -> bool:
 
 
 def starts_now(engine: Engine) -> bool:
-    """Return whether the engine thread shall start an asynchronous call made now: Note [Who waits]."""
+    """Return True if the engine thread should start an asynchronous call made now. See Note [Who waits]."""
     return not _private.end_is_ahead() or _overlaps(engine)
 
 
 def wait_at_end(work: GroupWork) -> None:
-    """Wait for a work at the end of the backward pass that this thread works on, if it does."""
+    """If this thread works on a backward pass, arrange to wait for a work at the end of the pass."""
     if not _private.end_is_ahead():
         return
     work.in_pass, task = True, _private.graph_task()
     if task in _passes:
         _passes[task].append(work)
         return
-    while len(_passes) > _PASSES:  # of passes that raised: it is never called back at their end
+    while len(_passes) > _PASSES:  # Drop passes that raised: their end is never called back.
         _passes.pop(min(_passes), None)
     _passes[task] = [work]
     _private.queue_callback(lambda: _wait_for_pass(task))

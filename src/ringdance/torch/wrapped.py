@@ -203,7 +203,7 @@ def names_of(
     The second result has these pairs by the parameter's id, for all named parameters.
 
     Raises:
-        ArgumentError: There are no pairs, a name appears twice, or an optimizer's parameter has no name.
+        ArgumentError: An entry is not a pair, a name appears twice, or an optimizer's parameter has no name.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     if named_parameters is None:

@@ -59,7 +59,7 @@ class Checkpoints:
         if not isinstance(keep, int) or keep < 1:
             raise ArgumentError(f"keep={keep!r} must be an integer of at least 1.")
         if "/" in name + suffix or suffix.endswith(TABLE):
-            raise ArgumentError(f"name={name!r}, suffix={suffix!r}: remove '/', and {TABLE} at the end.")
+            raise ArgumentError(f"name={name!r}, suffix={suffix!r}: must not have '/', nor end with {TABLE}.")
         self.directory = Path(directory)
         self._files = CheckpointFiles(self.directory, keep, name, suffix)
         self._is_writer, self._host = session.engine().rank == 0, session.engine().hosts[0]

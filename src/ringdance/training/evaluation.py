@@ -168,7 +168,7 @@ def _pairs_won_twice(counts: Array) -> int:
     """Return twice the number of pairs where the positive score is higher. Ties count half. Collective."""
     own = [won_twice(counts), *counts.sum(0).tolist()]
     won = lower = 0
-    for pairs, more, less in allgather_json(own, "binary_scores.pairs"):
-        won += pairs + 2 * more * lower
-        lower += less
+    for pairs, positives, negatives in allgather_json(own, "binary_scores.pairs"):
+        won += pairs + 2 * positives * lower
+        lower += negatives
     return won

@@ -120,7 +120,7 @@ def set_id(process_set: ProcessSet) -> int:
 
 
 def bound_id(process_set: ProcessSet) -> int:
-    """Give the object the id of the registered set with its ranks, and return it. Raises as ``set_id``."""
+    """Give the object the id of the registered set with its ranks, and return it. Errors as in ``set_id``."""
     if isinstance(process_set, ProcessSet):
         with contextlib.suppress(KeyError):
             bind([process_set])

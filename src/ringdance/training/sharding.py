@@ -118,7 +118,7 @@ class Shard:
         """
         for array in arrays:
             if len(array) != self.length:
-                raise ArgumentError(f"take: an array has {len(array)} rows, but the data set {self.length}.")
+                raise ArgumentError(f"take: an array has {len(array)} rows, the data set has {self.length}.")
         indices = self.indices()
         rows = tuple([array[indices] for array in arrays])
         return rows[0] if len(rows) == 1 else rows

@@ -1,1 +1,1 @@
-"""Seeded random programs of collectives, and the right results by NumPy."""
+"""Seeded random programs of collectives, and their correct results computed by NumPy."""

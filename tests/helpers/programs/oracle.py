@@ -1,4 +1,4 @@
-"""The right results, by NumPy, from a planned operation alone: no rank hears of another."""
+"""The correct results of a planned operation, computed by NumPy without any communication."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _shape(planned: Planned, tensor: int, place: int) -> tuple[int, ...]:
     return rest
 
 
-@lru_cache(maxsize=4096)  # in one process all ranks ask for the same
+@lru_cache(maxsize=4096)  # in one process, all ranks request the same values
 def _values(planned: Planned, tensor: int, place: int) -> Array:
-    """Whole numbers, different at each place. Not to be written.
+    """Return integers that differ between places, as a read-only array.
 
-    Integers that are not scaled are of the type's whole range, others small: sums of eight fit any dtype.
+    Unscaled integer types use their whole range. Other values are small: sums of eight fit any dtype.
     """
     shape = _shape(planned, tensor, place)
     dtype = dtype_of(planned.dtypes[tensor])
@@ -42,12 +42,12 @@ def _values(planned: Planned, tensor: int, place: int) -> Array:
         np.arange(math.prod(shape), dtype=np.int64) * 7 + planned.number * 13 + place * 5 + tensor * 3
     )
     if dtype.kind in "iu" and planned.prescale == planned.postscale == 1.0:
-        numbers *= 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number whose multiples are spread over all bits
+        numbers *= 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and its multiples spread over all bits
         numbers >>= 64 - 8 * dtype.itemsize
     elif planned.operation == ReduceOp.PRODUCT:
         numbers = numbers % 3 + 1
     elif planned.operation == ReduceOp.ADASUM:
-        numbers = numbers % 11 + 1  # of one sign: near a sum of 0 Adasum jumps with its rounding
+        numbers = numbers % 11 + 1  # all positive: near a sum of 0, Adasum amplifies rounding
     elif dtype == np.bool_:
         numbers = (numbers // 3) % 2
     elif dtype.kind == "u":
@@ -65,7 +65,7 @@ def brought(planned: Planned, place: int) -> list[Array]:
 
 
 def _parts(planned: Planned, tensor: int, members: int) -> list[Array]:
-    """Return what the members bring; those that have joined zeros, or nothing where zeros count."""
+    """Return the members' inputs. Joined members contribute zeros, or nothing if zeros would matter."""
     who = planned.contributors or tuple(range(members))
     if planned.operation in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
         return [_values(planned, tensor, place) for place in who]
@@ -89,7 +89,7 @@ def _adasum_pair(a: Array, b: Array) -> Array:
 
 @lru_cache(maxsize=4096)
 def _reduced(planned: Planned, tensor: int, members: int) -> Array:
-    """Computed in double or with Python's integers, then rounded or truncated once."""
+    """Reduce in double precision or with Python's integers, then round or truncate once."""
     parts = _parts(planned, tensor, members)
     dtype = parts[0].dtype
     operation = planned.operation
@@ -116,7 +116,7 @@ def _reduced(planned: Planned, tensor: int, members: int) -> Array:
 
 
 def expected(planned: Planned, place: int, members: int, root: int) -> tuple[list[Array], list[list[int]]]:
-    """Return (outputs, received splits) of the member at `place`; `root` is a place."""
+    """Return the outputs and received splits of the member at `place`. `root` is a place too."""
     outputs: list[Array] = []
     received: list[list[int]] = []
     for tensor in range(len(planned.dtypes)):
@@ -142,19 +142,19 @@ _TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 3e-6, "float64": 1
 
 
 def check(found: list[Array], right: list[Array]) -> str:
-    """Return what is wrong with `found`, or ""."""
+    """Return how `found` differs from `right`, or ""."""
     if len(found) != len(right):
         return f"{len(found)} results instead of {len(right)}"
-    for i, (one, other) in enumerate(zip(found, right, strict=True)):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return f"tensor {i}: {one.dtype} {one.shape} instead of {other.dtype} {other.shape}"
-        if one.tobytes() == other.tobytes():
+    for i, (actual, other) in enumerate(zip(found, right, strict=True)):
+        if actual.dtype != other.dtype or actual.shape != other.shape:
+            return f"tensor {i}: {actual.dtype} {actual.shape} instead of {other.dtype} {other.shape}"
+        if actual.tobytes() == other.tobytes():
             continue
-        tolerance = _TOLERANCE.get(str(one.dtype), 0.0)
-        a, b = one.astype(np.float64), other.astype(np.float64)
-        # Averages in 16 bits are rounded on each host before they cancel.
+        tolerance = _TOLERANCE.get(str(actual.dtype), 0.0)
+        a, b = actual.astype(np.float64), other.astype(np.float64)
+        # Averages of 16-bit floats are rounded on each host before they cancel.
         if not np.allclose(a, b, rtol=tolerance, atol=20 * tolerance if tolerance < 1e-4 else 10 * tolerance):
             where = np.argwhere(~np.isclose(a, b, rtol=tolerance))[:3].tolist()
-            values = f"{one.ravel()[:8]} is not {other.ravel()[:8]}"
-            return f"tensor {i} ({one.dtype} {one.shape}) differs at {where}: {values}"
+            values = f"{actual.ravel()[:8]} is not {other.ravel()[:8]}"
+            return f"tensor {i} ({actual.dtype} {actual.shape}) differs at {where}: {values}"
     return ""

@@ -1,8 +1,8 @@
-"""A random program as plain data: `make(seed, size)` returns the same on every rank.
+"""A random program as plain data: `make(seed, size)` returns the same program on every rank.
 
-A program is a list of steps which all ranks go through in the same order. In a step each rank
-submits its operations from several threads, in an order of its own, and then waits for them in
-another. What a rank does differently from the others (orders, delays) is drawn while it plays.
+A program is a list of steps, which all ranks run in the same order. In a step, each rank submits its
+operations from several threads in its own order, and then waits for them in a different order. Whatever
+differs between ranks (orders, delays) is drawn while the program runs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ COLLECTIVES = (C.ALLREDUCE, C.ALLGATHER, C.BROADCAST, C.ALLTOALL, C.REDUCESCATTE
 
 @dataclass(frozen=True)
 class Planned:
-    """One operation, as all ranks know it.
+    """One operation, known to all ranks.
 
     Attributes:
-        number: unique in the program; the values of its tensors follow from it.
-        key: its name, or None for an unnamed one (then `thread` is 0).
-        where: the key of its process set; "" is the set of all ranks.
-        shapes: for allgather and alltoall without the first dimension, which is in `rows`.
-        rows: [tensor][place]: rows of an allgather; [tensor][from][to]: splits of an alltoall.
-        spare: rows of an alltoall that are sent to no rank.
-        contributors: places of the set's members that submit it; the others have joined.
-        fault: why it fails on all that submit it, or "": how one member's call differs, or what
-            is wrong with everybody's ("scalar", "joined").
-        culprit: global rank of that one member.
+        number: Unique number in the program. Determines the values of the tensors.
+        key: Name, or None for an unnamed operation (then `thread` is 0).
+        where: Key of the process set. "" is the set of all ranks.
+        shapes: Shapes of the tensors. For allgather and alltoall without the first dimension (see `rows`).
+        rows: Rows of an allgather as [tensor][place], or splits of an alltoall as [tensor][from][to].
+        spare: Rows of an alltoall that are not sent to any rank.
+        contributors: Places of the set's members that submit it. The others have joined.
+        fault: Reason why it fails on all ranks that submit it, or "". Names the difference in one member's
+            call, or what is wrong in every member's call ("scalar", "joined").
+        culprit: Global rank of the member whose call differs.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Operations:
-    """All members of each set submit; `flush`: the sets flushed after submitting."""
+    """Operations that all members of each set submit. `flush` lists the sets to flush afterwards."""
 
     operations: tuple[Planned, ...]
     threads: int = 1
@@ -77,7 +77,7 @@ class AddSet:
 
 @dataclass(frozen=True)
 class RemoveSet:
-    """`orphan`: an operation that only one member of the set submits before; it fails on removal."""
+    """Removes a set. Before that, only `submitter` submits `orphan`, which fails when the set is removed."""
 
     where: str
     orphan: Planned | None
@@ -86,7 +86,7 @@ class RemoveSet:
 
 @dataclass(frozen=True)
 class Join:
-    """Each member of a set submits a number of the operations, then joins; `counts` by place."""
+    """Each member of a set submits some of the operations, then joins. `counts` has their number by place."""
 
     where: str
     operations: tuple[Planned, ...]
@@ -98,7 +98,7 @@ Step = Operations | AddSet | RemoveSet | Join
 
 @dataclass(frozen=True)
 class Options:
-    """What is given to the engine and to the loopback world. A window of one host is the usual case."""
+    """Options for the engine and the loopback world. Most programs have one host with a window."""
 
     hosts: tuple[str, ...] | None
     window: bool
@@ -124,7 +124,7 @@ class Program:
 
     @property
     def planted(self) -> Planned | None:
-        """The operation that one member calls wrongly."""
+        """The operation that one member calls incorrectly, or None."""
         for step in self.steps:
             if isinstance(step, Operations):
                 for planned in step.operations:
@@ -137,7 +137,7 @@ class Program:
 
 
 def make(seed: int, size: int, *, mismatch: bool = False) -> Program:
-    """Return the program of a seed; `mismatch` plants one wrong call in it."""
+    """Return the program for a seed. `mismatch` plants one incorrect call in it."""
     return _Maker(seed, size).program(mismatch)
 
 
@@ -209,7 +209,7 @@ class _Maker:
         return out
 
     def _add(self) -> None:
-        """A set of some ranks that does not exist yet; all pairs of them may overlap."""
+        """Add a set of random ranks, unless it exists already. Any two sets may overlap."""
         ranks = tuple(sorted(self.random.sample(range(self.size), self.random.randint(1, self.size))))
         if ranks in self.alive.values():
             return
@@ -275,21 +275,21 @@ class _Maker:
         return Operations(tuple(made), threads, (lazy_set,) if flush else ())
 
     def _scalar(self, where: str) -> Planned:
-        """A tensor without dimensions cannot be scattered: wrong on all ranks alike."""
+        """Plan a reducescatter of a tensor without dimensions, which is wrong on every rank."""
         number = self._next()
         return Planned(
             number, f"scalar{number}", where, Collective.REDUCESCATTER, ("float32",), ((),), fault="scalar"
         )
 
     def _crowd(self, threads: int) -> list[Planned]:
-        """Small named all-reduces: more than 1,024, or more than a small table holds."""
+        """Plan small named all-reduces: more than 1,024, or more than a small cache holds."""
         large = self.out.options.cache_capacity == 1024 and self.random.random() < 0.3
         count = 1100 if large else 80
-        found = []
+        crowd = []
         for i in range(count):
             planned = Planned(self._next(), f"crowd{i}", "", Collective.ALLREDUCE, ("float32",), ((i % 5,),))
-            found.append(replace(planned, thread=self.random.randrange(threads)))
-        return found
+            crowd.append(replace(planned, thread=self.random.randrange(threads)))
+        return crowd
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class _Maker:
         if kind == Collective.BARRIER:
             return base
         several = chance.randint(2, 4) if "groups" in self.out.features and chance.random() < 0.3 else 1
-        # Without "changing sizes" a name has one signature, whatever the step.
+        # Without "changing sizes", a name always has the same signature, in every step.
         if "changing sizes" not in self.out.features:
             chance = random.Random(f"{self.out.seed} {key or self.number} {where} {kind}")
         dtypes = tuple(chance.choice(REDUCIBLE) for _ in range(several))
@@ -352,7 +352,7 @@ class _Maker:
     # -- a wrong call ----------------------------------------------------------------------------
 
     def _plant(self) -> None:
-        """Let one member call one operation wrongly."""
+        """Make one member call one operation incorrectly."""
         places = [
             (s, i)
             for s, step in enumerate(self.out.steps)
@@ -374,11 +374,11 @@ class _Maker:
     def _faults(planned: Planned) -> list[str]:
         if planned.kind == Collective.BARRIER:
             return ["kind"]
-        found = ["dtype", "kind", "group", "refusal"]
+        faults = ["dtype", "kind", "group", "refusal"]
         if planned.kind in (Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCESCATTER):
-            found.append("shape")
+            faults.append("shape")
         if planned.kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
-            found += ["operation", "prescale", "postscale"]
+            faults += ["operation", "prescale", "postscale"]
         if planned.kind == Collective.BROADCAST:
-            found.append("root")
-        return found
+            faults.append("root")
+        return faults

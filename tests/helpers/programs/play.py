@@ -1,4 +1,4 @@
-"""One rank's part in a random program: submits, waits, compares with the oracle."""
+"""One rank's part in a random program: submit, wait, and compare with the oracle."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedErro
 
 __all__ = ["Report", "play"]
 
-_OFTEN = 0.2  # how often a rank is delayed before a call,
-_NAPS = 16  # and how many times about in a row of them: a thousand calls need no more
+_OFTEN = 0.2  # probability of delaying a rank before a call
+_NAPS = 16  # approximate number of delays in a row of calls; even a thousand calls do not need more
 REFUSED = "the caller gave something wrong"
-# What a mismatch message has to speak of, by planted fault.
+# What a mismatch message must mention, by planted fault.
 TITLES = {
     "dtype": "element types",
     "shape": "shapes",
@@ -39,7 +39,7 @@ TITLES = {
 
 @dataclass
 class Report:
-    """What one rank found: `wrong` must be empty, `said` equal on all ranks that have the key."""
+    """One rank's findings. `wrong` must be empty. `said` must be equal on all ranks that have the key."""
 
     wrong: list[str] = field(default_factory=list)
     said: dict[str, str] = field(default_factory=dict)
@@ -55,20 +55,20 @@ class _Flight:
 
 
 def play(engine: Engine, program: Program) -> Report:
-    """Run the whole program on this rank. Does not shut the engine down."""
+    """Run the whole program on this rank. Does not shut down the engine."""
     player = _Player(engine, program)
     for number, step in enumerate(program.steps):
         player.step(number, step)
     for where in [
         where for where in player.ids if where
-    ]:  # what is left, so that the next program begins alike
+    ]:  # remove remaining sets, so that the next program starts clean
         engine.remove_process_set(player.ids[where])
     engine.submit(Request(Description(Collective.BARRIER), name="end of program"), wake=False).wait()
     return player.report
 
 
 def differing(planned: Planned, members: Sequence[int]) -> Planned:
-    """Return what the culprit calls instead."""
+    """Return what the culprit submits instead."""
     other = replace(planned, in_place=False)
     fault = planned.fault
     if fault == "dtype":
@@ -171,7 +171,7 @@ class _Player:
             self._wait(flight, chance)
 
     def _order(self, job: list[Planned], chance: random.Random) -> list[Planned]:
-        """Named operations in any order; unnamed ones keep theirs."""
+        """Shuffle the named operations. Unnamed operations keep their relative order."""
         if "shuffled waits" not in self.program.features:
             return job
         places = list(range(len(job)))
@@ -245,20 +245,20 @@ class _Player:
         splits = None
         if called.kind == Collective.ALLTOALL:
             splits = tuple(np.array(table[place], np.int64) for table in called.rows)
-        given = None
+        buffers = None
         if called.kind in (Collective.ALLREDUCE, Collective.BROADCAST):
             if called.in_place:
-                given = inputs
+                buffers = inputs
             elif chance.random() < 0.3:
-                given = [np.empty_like(view) for view in inputs]
-        outputs = None if given is None else tuple(given)
+                buffers = [np.empty_like(view) for view in inputs]
+        outputs = None if buffers is None else tuple(buffers)
         where = self.ids[planned.where] if set_id is None else set_id
         request = Request(description, tuple(inputs), outputs, planned.key, where, splits)
         if planned.fault == "refusal" and planned.culprit == self.engine.rank:
             self.engine.refuse(request, REFUSED)
-            return _Flight(planned, place, request, given, None)
+            return _Flight(planned, place, request, buffers, None)
         work = self.engine.submit(request, wake=planned.wake)
-        return _Flight(planned, place, request, given, work)
+        return _Flight(planned, place, request, buffers, work)
 
     def _wait(self, flight: _Flight, chance: random.Random) -> None:
         work, planned = flight.work, flight.planned

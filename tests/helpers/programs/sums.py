@@ -1,7 +1,7 @@
-"""Random programs of floating-point sums whose rounding shows in which order they were taken.
+"""Random programs of floating-point sums whose rounding reveals the order of summation.
 
-``ringdance run ... python -m programs.sums COUNT`` (in the directory ``tests``) plays programs twice each
-under different delays on real ranks; with RINGDANCE_DETERMINISTIC=1 all must be bit-equal.
+``ringdance run ... python -m programs.sums COUNT`` (in the directory ``tests``) runs each program twice on
+real ranks, with different delays. With RINGDANCE_DETERMINISTIC=1, all results must be bit-equal.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _values(seed: str, size: int, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def digest(engine: Engine, seed: int, delays: int, steps: int = 3) -> str:
-    """Play a program on this rank; return a digest of all result bits.
+    """Run a program on this rank and return a digest of all result bits.
 
     Args:
-        engine: this rank's.
-        seed: of the program and its values.
-        delays: seed of what must not matter: the order of submission, pauses, who starts and who waits first.
+        engine: This rank's engine.
+        seed: Seed of the program and its values.
+        delays: Seed of what must not matter: submission order, pauses, who starts first and who waits first.
     """
     program = random.Random(f"program {seed}")
     chance = random.Random(f"delays {delays} {engine.rank}")
@@ -50,7 +50,7 @@ def digest(engine: Engine, seed: int, delays: int, steps: int = 3) -> str:
         dtype, size = program.choice(DTYPES), program.choice(SIZES)
         scale = program.choice((1.0, 1.0, 0.3))
         calls.append((f"t{number}", dtype, size, operation, scale, program.random() < 0.2))
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for step in range(steps):
         works = {}
         for name, dtype, size, operation, scale, rows in chance.sample(calls, len(calls)):
@@ -67,19 +67,19 @@ def digest(engine: Engine, seed: int, delays: int, steps: int = 3) -> str:
         for name in chance.sample(names, len(names)):
             works[name].wait(60.0)
         for name in names:
-            found.update(works[name].result[0].tobytes())
-    return found.hexdigest()
+            hasher.update(works[name].result[0].tobytes())
+    return hasher.hexdigest()
 
 
 def main() -> int:
-    """Play programs on the ranks of this job; return 1 if one differs."""
+    """Run programs on the ranks of this job. Return 1 if any result differs."""
     session.init()
     engine, wrong = session.engine(), 0
     for seed in range(int(sys.argv[1])):
         first, second = (digest(engine, seed, 1000 * turn + seed) for turn in (1, 2))
         if first != second:
             wrong += 1
-            print(f"rank {engine.rank}: program {seed} has other bits the second time", flush=True)
+            print(f"rank {engine.rank}: program {seed} gives different bits the second time", flush=True)
     if engine.rank == 0:
         print(f"{sys.argv[1]} programs twice on {engine.size} ranks, {len(set(engine.hosts))} hosts: "
               f"{'bit-equal' if not wrong else f'{wrong} differ'}", flush=True)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Random programs on a loopback world: play one, and say everything about one that hangs.
+"""Run random programs on a loopback world, and report the full state of a program that hangs.
 
 `python -m programs.worlds FIRST COUNT [--mismatch]` (in the directory `tests`) tries many seeds.
 """
@@ -24,12 +24,12 @@ from ringdance.settings import Settings
 
 __all__ = ["on_loopback", "problems", "settings_of", "size_of", "try_seeds"]
 
-LIMIT = 60.0  # seconds for one program; a loaded machine is slow, and what hangs hangs for ever
-FRESH = 2_000  # programs after which new processes go on
+LIMIT = 60.0  # seconds for one program; generous, because a busy machine is slow
+FRESH = 2_000  # number of programs after which the processes are replaced
 
 
 def size_of(seed: int) -> int:
-    """The number of ranks on which a seed is played here."""
+    """Return the number of ranks on which a seed runs."""
     return (2, 3, 5, 8)[seed % 4]
 
 
@@ -48,23 +48,23 @@ def settings_of(program: Program) -> Settings:
 
 
 def problems(program: Program, reports: list[Report]) -> list[str]:
-    """What is wrong with a program that has ended: results, and what only some ranks were told."""
-    found = [f"rank {rank}: {text}" for rank, report in enumerate(reports) for text in report.wrong]
+    """Return the problems of a completed program: wrong results, and reports that differ between ranks."""
+    problems = [f"rank {rank}: {text}" for rank, report in enumerate(reports) for text in report.wrong]
     for key in sorted({key for report in reports for key in report.said}):
         texts = {report.said[key] for report in reports if key in report.said}
         if len(texts) > 1:
-            found.append(f"{key}: ranks were told different things: {sorted(texts)}")
+            problems.append(f"{key}: ranks got different reports: {sorted(texts)}")
     planted = program.planted
     if planted is not None:
         told = sum(f"error of {planted.number}" in report.said for report in reports)
         right = len(program.sets[planted.where]) - (planted.fault == "refusal")
         if told != right:
-            found.append(f"{planted}: {told} ranks were told, not {right}")
-    return found
+            problems.append(f"{planted}: {told} ranks reported it, not {right}")
+    return problems
 
 
 def on_loopback(program: Program, limit: float = LIMIT) -> list[str]:
-    """Play a program on threads; return what is wrong with it."""
+    """Run a program on threads and return its problems."""
     o = program.options
     settings = settings_of(program)
     world = LoopbackWorld(
@@ -84,7 +84,7 @@ def on_loopback(program: Program, limit: float = LIMIT) -> list[str]:
         report = play(engine, program)
         if not engine.shutdown():
             report.wrong.append("shutdown was not agreed")
-        if engine.context.in_transit:  # it would poll where it can sleep
+        if engine.context.in_transit:  # it would poll instead of sleeping
             report.wrong.append(f"{engine.context.in_transit} exchanges are in transit at the end")
         return report
 
@@ -112,41 +112,41 @@ def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
         if thread.ident not in before and frame is not None:
             parts.append(f"{thread.name}:\n" + "".join(traceback.format_stack(frame)[-6:]))
     for engine in engines.values():
-        engine.end.closed = True  # its threads end; the program is lost anyway
+        engine.end.closed = True  # stops its threads; the program has failed anyway
     return "\n".join(parts)
 
 
 def try_seed(seed: int, mismatch: bool) -> str:
-    """Return what is wrong with one seed, or ""."""
+    """Return the problems of one seed, or ""."""
     program = make(seed, size_of(seed), mismatch=mismatch)
-    found = on_loopback(program)
+    issues = on_loopback(program)
     return (
-        "" if not found else "\n  ".join([f"{program}, mismatch={mismatch}, {program.options}", *found[:6]])
+        "" if not issues else "\n  ".join([f"{program}, mismatch={mismatch}, {program.options}", *issues[:6]])
     )
 
 
 def try_seeds(
     seeds: Sequence[int], mismatch: bool = False, processes: int = 1, stop_after: int = 3
 ) -> list[str]:
-    """Play many programs; return what is wrong with those that fail (no more are begun after some)."""
+    """Run many programs and return the failures' problems. Stops early after ``stop_after`` failures."""
     shown = ", ".join(map(str, seeds)) if len(seeds) < 100 else f"{seeds[0]} to {seeds[-1]}"
     print(f"random programs on loopback: seeds {shown}, mismatch={mismatch}", flush=True)
-    found: list[str] = []
+    failures: list[str] = []
     if processes == 1:
         for seed in seeds:
-            found += filter(None, [try_seed(seed, mismatch)])
-            if len(found) >= stop_after:
+            failures += filter(None, [try_seed(seed, mismatch)])
+            if len(failures) >= stop_after:
                 break
-        return found
-    # New processes now and then; with max_tasks_per_child the pool of Python 3.11 can wait for ever.
+        return failures
+    # Replace the processes now and then. With max_tasks_per_child, Python 3.11's pool can wait forever.
     for part in (seeds[first : first + FRESH] for first in range(0, len(seeds), FRESH)):
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
             for problem in pool.map(try_seed, part, [mismatch] * len(part), chunksize=10):
-                found += filter(None, [problem])
-                if len(found) >= stop_after:
+                failures += filter(None, [problem])
+                if len(failures) >= stop_after:
                     pool.shutdown(wait=False, cancel_futures=True)
-                    return found
-    return found
+                    return failures
+    return failures
 
 
 def main() -> int:
@@ -158,9 +158,9 @@ def main() -> int:
     parser.add_argument("--stop-after", type=int, default=3)
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.count)
-    found = try_seeds(seeds, arguments.mismatch, arguments.processes, arguments.stop_after)
-    print("\n\n".join(found) or "all right")
-    return bool(found)
+    failures = try_seeds(seeds, arguments.mismatch, arguments.processes, arguments.stop_after)
+    print("\n\n".join(failures) or "all right")
+    return bool(failures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""JAX with several devices in one process. All tests here need them, so they are a job of their own."""
+"""JAX with several devices in one process. All tests here need them, so they form their own job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ringdance.jax as hvd
 from ringdance.errors import ArgumentError
 from ringdance.jax import _private
 
-jax.config.update("jax_num_cpu_devices", 2)  # before the first array of this process
+jax.config.update("jax_num_cpu_devices", 2)  # must precede the first array of this process
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 SEVERAL_DEVICES = jax.__version_info__ >= (0, 10)
@@ -43,7 +43,7 @@ def test_a_program_for_two_devices_exchanges_once() -> None:
 
 @pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
 def test_broadcast_values_go_into_programs_for_two_devices() -> None:
-    """What was not committed to a device still is not; JAX refuses a program with a mixture."""
+    """Values keep whether they are committed to a device: JAX refuses programs with a mixture of devices."""
     params = {"a": sharded(jnp.full(4, RANK + 1.0), "here"), "b": jnp.full(4, RANK + 2.0)}
     params = hvd.broadcast_parameters(params)
     assert params["a"].committed
@@ -54,7 +54,7 @@ def test_broadcast_values_go_into_programs_for_two_devices() -> None:
 @pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
 @pytest.mark.ranks(2, 3)
 def test_after_a_failure_programs_exchange_again() -> None:
-    """JAX hands the failure on: a call outside of programs raises it once more, a new job drops it."""
+    """JAX passes a failure on. A call outside programs raises it once more, and a new job discards it."""
     total = jax.jit(partial(hvd.allreduce, op=hvd.Sum))
     for again in (False, True):
         with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError"):
@@ -70,7 +70,7 @@ def test_after_a_failure_programs_exchange_again() -> None:
 
 
 def test_rows_that_cannot_be_divided_among_the_devices() -> None:
-    """At once, where shapes may change: an odd number of rows for two devices."""
+    """Eagerly, where shapes may change, an odd number of rows is accepted for two devices."""
     rows = sharded(jnp.arange(4.0 * SIZE - 2), "here")
     part = hvd.reducescatter(rows, op=hvd.Sum)
     assert part.tolist() == [SIZE * one for one in np.array_split(np.arange(4.0 * SIZE - 2), SIZE)[RANK]]
@@ -87,7 +87,7 @@ def test_older_versions_say_that_they_cannot() -> None:
 
 @pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
 def test_training_on_two_devices_of_each_rank() -> None:
-    """Data-parallel on the devices here, by XLA, and over the ranks: as one process on all rows."""
+    """Data-parallel training over local devices (by XLA) and ranks equals one process on all rows."""
     rows = jax.random.normal(jax.random.key(0), (SIZE, 4, 3))
 
     def train(tx: Any, x: Any, w: Any) -> Any:
@@ -125,15 +125,15 @@ def test_within_shard_map_there_is_an_error() -> None:
 
 
 def test_programs_on_different_devices_keep_their_order() -> None:
-    """Each device works by itself: only the token that JAX hands on keeps the second from being first."""
+    """Each device runs independently, so only the token that JAX passes on keeps two programs in order."""
     total = jax.jit(partial(hvd.allreduce, op=hvd.Sum))
-    # No product of matrices: XLA of JAX 0.9.2 crashes on some.
+    # Without a matrix product, because some crash XLA in JAX 0.9.2.
     work = lambda x: jax.lax.fori_loop(0, 20, lambda _, y: jnp.sin(y), jnp.full(90_000, 1e-9) * x)  # noqa: E731
     late = jax.jit(lambda x: total(x + work(x).sum() * 0))
     here, there = jax.local_devices()
     numbers = [jnp.float32(number) for number in range(10)]
     pairs = [(jax.device_put(one, here), jax.device_put(one + 100, there)) for one in numbers]
-    for first, second in jax.block_until_ready(pairs):  # makes the programs, and shows what they give
+    for first, second in jax.block_until_ready(pairs):  # compiles the programs and checks their results
         assert (float(late(first)), float(total(second))) == (SIZE * float(first), SIZE * float(second))
     found = [(late(first), total(second)) for first, second in pairs]
     for (first, second), (one, other) in zip(pairs, found, strict=True):

@@ -1,4 +1,4 @@
-"""Rank tests of ringdance.keras. KERAS_BACKEND is chosen before: see tests/dropin/test_keras.py."""
+"""Rank tests of ringdance.keras. KERAS_BACKEND is chosen beforehand: see tests/dropin/test_keras.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-sys.path.insert(0, str(Path(__file__).parent))  # for `nets`
+sys.path.insert(0, str(Path(__file__).parent))  # makes `nets` importable
 
 from sampled import case_of, drawn
 
@@ -18,11 +18,11 @@ OTHERS = ("tensorflow", "jax")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add a limit of minutes, and leave to make test-all what one backend shows as well as three.
+    """Add a time limit in minutes, and leave to make test-all what one backend covers as well as three.
 
-    TensorFlow and JAX compile a program in most tests. make test runs all on PyTorch, and half of the cases
-    of tests with parameters on a day. What is marked ``every_backend`` it runs daily on PyTorch, and on one
-    of the others by the day; on both if ``daily`` is set.
+    TensorFlow and JAX compile a program in most tests. On PyTorch, make test runs all tests, but each day
+    only half of the cases of tests with parameters. Tests marked ``every_backend`` run daily on PyTorch, and
+    daily on one of the other backends, or on both if ``daily`` is set.
     """
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_due(item: pytest.Item) -> bool:
-    """Whether today a test has its turn on this backend."""
+    """Return True if a test is due today on this backend."""
     marker = item.get_closest_marker("every_backend")
     if BACKEND == "torch" and marker is None:
         return not hasattr(item, "callspec") or bool(drawn(case_of(item), (False, True), 1)[0])

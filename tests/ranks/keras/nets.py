@@ -1,4 +1,4 @@
-"""A small model, its data, and training of it on one rank's share or on the joined batches."""
+"""A small model, its data, and its training on one rank's share or on the joined batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import ringdance.keras as hvd
 
 STEPS, ROWS = 20, 4
-# For compile(), where few steps are made: TensorFlow then takes less time without a graph, JAX more.
+# Options of compile() for few steps: TensorFlow is then faster without a graph, and JAX with one.
 FEW_STEPS = {"run_eagerly": keras.backend.backend() == "tensorflow"}
 
 Weights = list[np.ndarray[Any, Any]]
@@ -27,7 +27,7 @@ def model(seed: int = 0, policy: Any = "float32") -> Any:
 
 
 def data(ranks: list[int], steps: int = STEPS, spoiled: dict[int, int] | None = None) -> tuple[Any, Any]:
-    """Batches of these ranks, joined for each step. `spoiled`: step -> rank that has a value too large."""
+    """Return these ranks' batches, joined per step. `spoiled` maps a step to the rank with a huge value."""
     everything = []
     for step in range(steps):
         for rank in ranks:
@@ -50,12 +50,12 @@ def fit(optimizer: Any, ranks: list[int], seed: int = 0, **options: Any) -> Any:
 
 
 def by_rank_zero(work: Callable[[], Any]) -> Any:
-    """What `work` gives on rank 0, on all ranks; the others wait. For what one process would do."""
+    """Run `work` on rank 0 and return its result on all ranks, which wait. For what one process would do."""
     return hvd.broadcast_object(work() if hvd.rank() == 0 else None)
 
 
 def alone(optimizer: Any, ranks: list[int], **options: Any) -> Weights:
-    """The weights after one process has trained on the joined batches of these ranks."""
+    """Return the weights after one process has trained on the joined batches of these ranks."""
     weights: Weights = by_rank_zero(lambda: fit(optimizer, ranks, **options).get_weights())
     return weights
 

@@ -41,12 +41,12 @@ callbacks = hvd.callbacks
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory for all ranks."""
+    """Return one directory for all ranks."""
     return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("shared"))))
 
 
 class Spy(keras.callbacks.Callback):
-    """Notes the learning rate in each batch and the logs of each epoch."""
+    """Records the learning rate in each batch and the logs of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_ranks_that_begin_differently_train_as_rank_zero() -> None:
 
 
 class Lazy(keras.Model):
-    """One layer has no variables before the first step, though the model is built."""
+    """A model that is built although one layer has no variables before the first step."""
 
     def __init__(self, trainable: bool) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_layers_built_in_the_first_step_are_broadcast(trainable: bool) -> None:
 
 
 class TwoOptimizers(keras.Model):
-    """As GANs: each half has an optimizer, which is an attribute; a step moves both by their variables."""
+    """Like a GAN: each half has its own optimizer, held as an attribute. A step updates both halves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class TwoOptimizers(keras.Model):
 
 
 def test_optimizers_held_as_attributes_are_broadcast() -> None:
-    """Rank 0 alone goes on with momentum from a file; after the first step all have it."""
+    """Only rank 0 has momentum, as from a file. After the first step all ranks must have it."""
     keras.utils.set_random_seed(RANK)
     net = TwoOptimizers()
     net(np.ones((1, 8), "float32"))
@@ -245,7 +245,7 @@ def test_best_model_is_written_by_rank_zero(tmp_path: Path) -> None:
 
 
 def test_what_writes_is_for_rank_zero(shared: Path) -> None:
-    """Files come from rank 0 only, and what changes training acts on all ranks alike."""
+    """Files come from rank 0 only, while callbacks that change training act equally on all ranks."""
     log, kept = shared / "log.csv", shared / "kept.keras"
     net = model(RANK)
     net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
@@ -264,11 +264,11 @@ def test_what_writes_is_for_rank_zero(shared: Path) -> None:
 
 @keras.saving.register_keras_serializable("tests")
 class Custom(keras.optimizers.SGD):
-    """An optimizer of the user's own."""
+    """A user-defined optimizer."""
 
 
 def test_save_and_load(shared: Path) -> None:
-    """What is saved is a plain model; loaded again, it goes on as if it had not been."""
+    """The saved file holds a plain model. Loaded again, training continues as if it had not been saved."""
     path = shared / "model.keras"
     net = fit(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), [RANK])
     if RANK == 0:
@@ -292,7 +292,7 @@ def test_save_and_load(shared: Path) -> None:
 
 @pytest.mark.every_backend
 def test_a_loaded_optimizer_reduces_as_the_saved_one(shared: Path) -> None:
-    """A sum over two passes and over the ranks."""
+    """A loaded optimizer sums over two passes and over the ranks, like the saved one."""
     path, net = shared / "options.keras", model()
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.01), op=hvd.Sum, backward_passes_per_step=2, scale_local_gradients=False,
@@ -314,7 +314,7 @@ def test_a_loaded_optimizer_reduces_as_the_saved_one(shared: Path) -> None:
 
 
 class WithAnother(keras.Model):
-    """It holds an optimizer of its own, beside the one it is compiled with."""
+    """Holds its own optimizer, in addition to the one passed to compile()."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -335,7 +335,7 @@ def test_the_options_of_another_optimizer_are_not_taken(tmp_path: Path) -> None:
 
 
 class OwnFile(keras.optimizers.SGD):
-    """An optimizer that saves a file of its own."""
+    """An optimizer that saves its own file."""
 
     def save_assets(self, directory: str) -> None:
         Path(directory, "own.txt").write_text("own")
@@ -356,7 +356,7 @@ def test_what_is_saved_beside_the_options(tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2, 3)
 def test_local_layers_and_process_sets_are_refused(tmp_path: Path) -> None:
-    """Loaded with the default options they would be reduced over all ranks without a word."""
+    """With default options, loading would silently reduce them over all ranks, so saving is refused."""
     nets, first = [model(), model()], hvd.add_process_set([0])
     local = hvd.PartialDistributedOptimizer(sgd(), local_layers=nets[0].layers[-1])
     for net, optimizer in zip(nets, (local, hvd.DistributedOptimizer(sgd(), process_set=first)), strict=True):
@@ -380,7 +380,7 @@ def test_files_without_options_give_the_defaults_with_a_warning(tmp_path: Path) 
 
 
 class WithLate(keras.Model):
-    """Its local layer comes after its optimizer in the order of names."""
+    """Its local layer comes after its optimizer in name order."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -411,7 +411,7 @@ def test_a_file_is_loaded_without_us(shared: Path) -> None:
             f"optimizer = keras.models.load_model({str(path)!r}).optimizer\n"
             "assert isinstance(optimizer, keras.optimizers.Adam), optimizer"
         )
-        # A file is of no backend, and JAX's is imported in half the time. Torch would know our backend.
+        # The file does not depend on a backend. JAX imports fastest, and torch would load our backend.
         backend = "jax" if find_spec("jax") else keras.backend.backend()
         without = os.environ | {"KERAS_BACKEND": backend, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         subprocess.run([sys.executable, "-c", lines], check=True, timeout=200, env=without)
@@ -504,7 +504,7 @@ def test_every_epoch_is_trained_once_though_some_fail(absolute: bool) -> None:
 
 
 def _halfway() -> Any:
-    """A model after the first of two passes, with gradients of each rank's own."""
+    """Return a model after the first of two passes, with different gradients on each rank."""
     net = model(RANK)
     net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2), "mse")
     net.optimizer.build(net.trainable_variables)
@@ -520,7 +520,7 @@ def _half_step(net: Any) -> None:
 @pytest.mark.every_backend
 @pytest.mark.parametrize("how", ["callback", "values", "tensorflow", "rank zero alone", "state"])
 def test_sums_between_passes_stay_each_ranks_own(how: str) -> None:
-    """The step is that of all ranks' gradients in both passes."""
+    """The step must use all ranks' gradients of both passes."""
     net = _halfway()
     sums = _private.accumulators(net.optimizer)
     mean = (SIZE + 1) / 2
@@ -542,7 +542,7 @@ def test_sums_between_passes_stay_each_ranks_own(how: str) -> None:
         state.restore()
         state.sync()
     else:
-        if how == "rank zero alone" and RANK:  # as if the others had not loaded the checkpoint
+        if how == "rank zero alone" and RANK:  # as if only rank 0 had loaded the checkpoint
             for one in sums:
                 one.assign(keras.ops.zeros(one.shape))
         if how == "rank zero alone":
@@ -584,7 +584,7 @@ def test_ranks_that_write_to_one_path_are_noticed(shared: Path) -> None:
         for text in said:
             assert f"CSVLogger writes to {log} on ranks {ALL} of " in text
             assert "if hvd.rank() == 0: callbacks.append(keras.callbacks.CSVLogger(...))" in text
-    assert dict(callbacks._PATHS) == {  # as Keras names them
+    assert dict(callbacks._PATHS) == {  # named as in Keras
         name: attribute for name, attribute in callbacks._PATHS.items()
         if hasattr(getattr(keras.callbacks, name)("a.keras"), attribute)
     }
@@ -594,7 +594,7 @@ def test_ranks_that_write_to_one_path_are_noticed(shared: Path) -> None:
 
 @pytest.mark.every_backend
 def test_a_backup_for_each_rank_goes_on_where_it_was(tmp_path: Path) -> None:
-    """As the error advises."""
+    """Separate backup directories, which the error recommends, resume training."""
     begun: list[int] = []
 
     def train(until: int) -> Any:

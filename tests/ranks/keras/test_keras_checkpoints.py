@@ -1,4 +1,4 @@
-"""Keras' part of docs/howto/data/checkpoints.md: what was saved goes on where it was, on all ranks."""
+"""Keras's part of docs/howto/data/checkpoints.md: training resumes where it was saved, on all ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "howto" / "data" / "checkpoints.md"
 
 
 def trained(text: str, epochs: int, share: int) -> Any:
-    """Run the page's block on a fresh model, to the end of so many epochs; ``share``: samples of a rank."""
-    keras.utils.set_random_seed(hvd.rank())  # the ranks begin differently
+    """Run the page's block on a new model for `epochs` epochs, with `share` samples on each rank."""
+    keras.utils.set_random_seed(hvd.rank())  # ranks start with different weights
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
     x = np.random.default_rng(hvd.rank()).normal(size=(share, 4)).astype("float32")
     names = {"model": model, "x": x, "y": x[:, :1]}
@@ -31,11 +31,11 @@ def trained(text: str, epochs: int, share: int) -> Any:
 
 @pytest.mark.every_backend
 def test_training_goes_on_from_what_rank_0_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / str(hvd.rank())  # only rank 0 sees its files
+    place = tmp_path / str(hvd.rank())  # other ranks do not see rank 0's files
     place.mkdir()
     monkeypatch.chdir(place)
     [block] = [one.text for one in blocks(PAGE) if "LambdaCallback" in one.text]
-    # In the second run a rank has half as much, as with twice as many ranks.
+    # The second run has half as many samples per rank, as with twice as many ranks.
     for epochs, share, iterations in ((2, 64, 8), (4, 32, 12)):
         model = trained(block, epochs, share)
         assert same_on_all_ranks(model.get_weights())

@@ -1,4 +1,4 @@
-"""What Horovod's tests of Keras check, on whatever backend; its module's own names on TensorFlow."""
+"""What Horovod's Keras tests check, on any backend, and the module's own names on TensorFlow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sgd(**options: Any) -> Any:
 
 
 class Trace(keras.callbacks.Callback):
-    """Learning rate and a velocity as each batch begins with them."""
+    """Records the learning rate and one velocity at the start of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class Trace(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         optimizer = self.model.optimizer
-        made = getattr(optimizer, "momentums", None)  # with TensorFlow and PyTorch in the first step
+        made = getattr(optimizer, "momentums", None)  # TensorFlow and PyTorch create them in the first step
         velocity = np.array(keras.ops.convert_to_numpy(made[0].value)) if made else np.zeros(1)
         self.seen.append((number(optimizer.learning_rate), velocity))
 
 
 @pytest.mark.every_backend
 def test_schedule_over_batches() -> None:
-    """Where the rate changes, the velocity is multiplied by new / old, in a compiled step too."""
+    """When the learning rate changes, the velocity is multiplied by new / old, also in a compiled step."""
     before, after, net = Trace(), Trace(), model()
     schedule = hvd.callbacks.LearningRateScheduleCallback(0.05, lambda epoch: 0.5**epoch, start_epoch=1)
     net.compile(hvd.DistributedOptimizer(sgd()), "mse")
@@ -63,7 +63,7 @@ def embedding_model() -> Any:
 
 
 def words(ranks: list[int], steps: int = 8) -> tuple[Any, Any]:
-    """Some rows are touched by all ranks, some by one, some twice by one, most by none."""
+    """Return words: all ranks touch some rows, one rank touches others (some twice), most are unused."""
     everything = [
         np.random.default_rng([step, rank]).integers(rank, rank + 6, (ROWS, 3))
         for step in range(steps) for rank in ranks
@@ -112,7 +112,7 @@ def filled(*values: float) -> list[Any]:
 
 
 def test_aggregation_of_infinite_gradients() -> None:
-    """What is summed over the passes is set to zero afterwards: an infinity does not stay."""
+    """The sums over the passes are reset after each update: an infinity does not persist."""
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=True
     )
@@ -135,7 +135,7 @@ def test_aggregation_of_infinite_gradients() -> None:
     (True, "none"), (True, "scaled"), (True, "unscaled"),
 ])
 def test_aggregation(average: bool, local: str) -> None:
-    """Values of variables after each pass, with and without variables that stay local."""
+    """Variables have the right values after each pass, with and without variables that stay local."""
     passes, variable, own = 3, *variables()
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(1.0), backward_passes_per_step=passes, average_aggregated_gradients=average,
@@ -218,7 +218,7 @@ def test_a_set_of_ranks_averages_for_itself() -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """One directory for all ranks."""
+    """Return one directory for all ranks."""
     return Path(by_rank_zero(lambda: str(tmp_path)))
 
 
@@ -240,7 +240,7 @@ def test_load_a_model_with_objects_of_ones_own(directory: Path) -> None:
 
 
 def test_rank_zero_loads_and_the_others_are_given_it(directory: Path) -> None:
-    """A checkpoint that only rank 0 sees: weights, slots and iterations go to the others."""
+    """If only rank 0 sees a checkpoint, its weights, slots and iterations reach the other ranks."""
     before = fit(hvd.DistributedOptimizer(sgd()), [RANK])
     if RANK == 0:
         before.save(directory / "model.keras")
@@ -258,7 +258,7 @@ def test_rank_zero_loads_and_the_others_are_given_it(directory: Path) -> None:
 
 
 def test_an_optimizer_that_one_rank_has_more(directory: Path) -> None:
-    """Names go by use, so a model that only rank 0 loads does not disturb the others."""
+    """Names are assigned on first use, so a model that only rank 0 loads does not disturb the others."""
     if RANK == 0:
         net = model()
         net.compile(sgd(), "mse")
@@ -269,7 +269,7 @@ def test_an_optimizer_that_one_rank_has_more(directory: Path) -> None:
 
 def test_keras_of_tensorflow_2_is_told_apart() -> None:
     class Adam:
-        """As tf_keras has it: no optimizer of Keras 3."""
+        """As in tf_keras: not an optimizer of Keras 3."""
 
         __module__ = "tf_keras.src.optimizers.adam"
 

@@ -1,4 +1,4 @@
-"""The DeepFM recipe on TensorFlow: it learns, and parts of a sharded training are a whole replicated one."""
+"""The DeepFM recipe on TensorFlow: it learns, and sharded training equals replicated training."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = [
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, CHECKED, TABLE, BATCH = 24_000, 4_000, 20_011, 512
-STEPS = ROWS // (BATCH // SIZE * SIZE)  # whole batches
+STEPS = ROWS // (BATCH // SIZE * SIZE)  # complete batches only
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A directory that all ranks share, with rows that have a planted signal."""
+    """Return a directory shared by all ranks, with rows that have a planted signal."""
     path = Path(hvd.broadcast_object(str(tmp_path)))
     if RANK == 0:
         for split, count, day in (("train", ROWS, 0), ("validation", CHECKED, 1)):
@@ -69,7 +69,7 @@ def run(recipe: Any, monkeypatch: pytest.MonkeyPatch, data: Path, name: str, wor
 
 
 def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Position and arrays of the newest checkpoint."""
+    """Return position and arrays of the newest checkpoint."""
     path = max(directory.glob("checkpoint-*.npz"))
     with np.load(path) as saved:
         names = sorted({*saved.files} - {"position", "options", "arrays"})
@@ -100,12 +100,12 @@ def test_parts_of_a_sharded_training_are_the_whole_of_a_replicated_one(
 
 
 def scored(data: Path) -> tuple[Any, Any]:
-    """Probabilities of the validation rows by the exported files alone, and their labels."""
+    """Score the validation rows with the exported files only. Return probabilities and labels."""
     import tensorflow as tf
 
     rows = Table.open(data, "validation").read(np.arange(CHECKED))
     keys, places = np.unique(rows.ids, return_inverse=True)
     table = np.load(data / "model" / "table.npy")[0][keys]
-    layers = tf.saved_model.load(str(data / "model" / "layers"))  # a name: it owns the variables
+    layers = tf.saved_model.load(str(data / "model" / "layers"))  # named: it owns the variables
     logits = layers.serve(table, places.reshape(rows.ids.shape), rows.values).numpy()
     return 1 / (1 + np.exp(-logits.astype(np.float64))), rows.labels

@@ -54,7 +54,7 @@ def test_fit_is_that_of_all_samples_resumed_or_not() -> None:
     trained.fit(loader, epochs=2, shuffle=False, verbose=0, callbacks=[loader.callback])
     assert loader.loader.plan.epoch == 2
 
-    # In one process: the mean gradient of each global batch, in the order of the epochs.
+    # One process computes the mean gradient of each global batch, in the order of the epochs.
     weights = np.full(8 * 8 * 3 + 1, 1e-3)
     for epoch in range(2):
         order = np.random.RandomState([3, epoch]).permutation(length)
@@ -114,7 +114,7 @@ def torch_loader() -> Any:
 
 
 INPUTS = {"tf": tf_data, "torch": torch_loader, "py": Sequence, "py3": lambda: Sequence(workers=3)}
-# Importing another framework takes seconds: each one's input is for its own backend.
+# Importing another framework takes seconds, so each backend gets its own kind of input.
 OWN = {"tensorflow": "tf", "torch": "torch"}.get(keras.backend.backend(), "py")
 MARKS = {"tf": [slow], "torch": [slow], "py": [], "py3": [every_backend]}
 

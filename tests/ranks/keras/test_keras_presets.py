@@ -1,4 +1,4 @@
-"""A preset is one algorithm: Keras and PyTorch agree through warm-up and decay from equal weights."""
+"""A preset is one algorithm: from equal weights, Keras and PyTorch agree through warm-up and decay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keras_net(classes: int, image_size: int, width: int) -> Any:
     x = keras.layers.Normalization(mean=(123.675, 116.28, 103.53), variance=(3410.0, 3262.7, 3291.9))(images)
     y = keras.layers.Conv2D(4, 3, use_bias=False)(x)
     y = keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(y)
-    y = keras.layers.Activation("tanh")(y)  # a kink would make of rounding errors other weights
+    y = keras.layers.Activation("tanh")(y)  # a kink would amplify rounding errors to different weights
     y = keras.layers.GlobalAveragePooling2D()(y)
     return keras.Model(images, keras.layers.Dense(classes, dtype="float32")(y))
 
@@ -41,7 +41,7 @@ def torch_net(classes: int, width: int) -> Any:
 
 
 def as_torch(weights: list[Any]) -> list[Any]:
-    """Return weights of Keras's layers, in their order, in PyTorch's layouts."""
+    """Return weights of Keras layers, in the same order, in PyTorch's layouts."""
     axes = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}
     return [np.transpose(one, axes[one.ndim]) for one in weights]
 

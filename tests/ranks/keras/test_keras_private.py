@@ -1,4 +1,4 @@
-"""What the Keras binding does where a private name of Keras 3 is missing: see ringdance.keras._private."""
+"""How the Keras binding behaves if a private name of Keras 3 is missing: see ringdance.keras._private."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Optimizer = keras.src.optimizers.base_optimizer.BaseOptimizer
 
 @pytest.mark.parametrize("name", ["_backend_apply_gradients", "_clip_gradients"])
 def test_without_hooks_of_accumulation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several passes are refused; one pass needs none of them."""
+    """Several passes are refused. A single pass does not need the hooks."""
     for kind in keras.optimizers.SGD.__mro__:
         if name in vars(kind):
             monkeypatch.delattr(kind, name)
@@ -56,7 +56,7 @@ def test_without_accumulators_and_names(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_the_choice_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keras is left as it is; where a step is traced an error asks for jit_compile=False."""
+    """Keras is left unchanged. Tracing a step raises an error that asks for jit_compile=False."""
     trainer = keras.src.trainers.trainer.Trainer
     monkeypatch.delattr(trainer, "_resolve_auto_jit_compile")
     _private.without_xla(lambda optimizer: True)

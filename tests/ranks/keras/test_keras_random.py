@@ -1,4 +1,4 @@
-"""Random Keras models and loops on several ranks, against one process that computes the mean itself."""
+"""Random Keras models and loops on several ranks, compared with one process that computes the mean itself."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 BACKEND = keras.backend.backend()
 layers = keras.layers
-_compiled: dict[Any, Any] = {}  # programs of JAX
+_compiled: dict[Any, Any] = {}  # compiled JAX functions
 
 
 @keras.saving.register_keras_serializable("tests", "RandomNet")
 class Net(keras.Model):
-    """The model of a program, as a rank runs it."""
+    """The model of a program, as one rank runs it."""
 
     def __init__(self, seed: int, rank: int, **options: Any) -> None:
         super().__init__(**options)
@@ -40,7 +40,7 @@ class Net(keras.Model):
         self.program = program = make(seed, SIZE)
         self.rank = rank
         self.table = layers.Embedding(ROWS_OF_TABLE, 3) if program.sparse != "no" else None
-        for index in range(program.hidden):  # Keras on torch resets no gradients of those in a list
+        for index in range(program.hidden):  # Keras on torch does not reset gradients of layers in a list
             setattr(self, f"dense{index}", layers.Dense(program.width, activation="tanh"))
         self.dense0.trainable = not program.frozen
         self.zlast = layers.Dense(1, dtype="float32")
@@ -74,7 +74,7 @@ class Net(keras.Model):
 
 @contextlib.contextmanager
 def precision(program: Program) -> Iterator[None]:
-    """float16 where the program has it."""
+    """Use float16 if the program asks for it."""
     keras.mixed_precision.set_global_policy("mixed_float16" if program.half else "float32")
     try:
         yield
@@ -106,7 +106,7 @@ def optimizer_of(program: Program) -> Any:
 
 
 def gradients_of(net: Any, program: Program, step: int, rank: int, optimizer: Any) -> list[Any]:
-    """The gradients of one rank's batch, by the framework itself."""
+    """Return the gradients of one rank's batch, computed by the framework itself."""
     x, ids, y = batch(program, step, rank)
     net.rank = rank
     scale = getattr(optimizer, "scale_loss", None) or (lambda loss: loss)
@@ -147,7 +147,7 @@ def dense(gradient: Any) -> Any:
 
 
 def apply(optimizers: list[Any], gradients: list[Any], variables: list[Any]) -> None:
-    """A step by one optimizer, or by two for the halves of the variables."""
+    """Make a step with one optimizer, or with two that have half of the variables each."""
     with contextlib.ExitStack() as stack:
         if BACKEND == "torch":
             import torch
@@ -181,13 +181,13 @@ def apply_in_jax(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
 
 
 def train(program: Program, directory: Path) -> list[Any]:
-    """Train this rank's part; return the weights."""
+    """Train this rank's part and return the weights."""
     late = program.late and (BACKEND == "tensorflow" or not program.loop)
     net = net_of(program, RANK, 7 if late else 7 + RANK, late)
     options = {
         "op": hvd.Sum if program.sum else hvd.Average, "gradient_predivide_factor": program.predivide,
         "backward_passes_per_step": program.passes, "average_aggregated_gradients": program.average,
-        "sparse_as_dense": KERAS2 and program.passes > 1,  # it sums no rows
+        "sparse_as_dense": KERAS2 and program.passes > 1,  # Keras 2 cannot sum rows
     }
     if program.loop:
         return train_by_apply(program, net, options)
@@ -218,7 +218,7 @@ def train(program: Program, directory: Path) -> list[Any]:
 
 
 def fits_of(program: Program) -> list[Sequence[int]]:
-    """The epochs of each call of fit()."""
+    """Return the epochs of each call of fit()."""
     every = range(program.epochs)
     return [[one] for one in every] if program.reload else [every]
 
@@ -235,7 +235,7 @@ def train_by_apply(program: Program, net: Any, options: dict[str, Any]) -> list[
 
 
 def optimizers_of(program: Program) -> list[Any]:
-    """Plain ones, as a loop uses them."""
+    """Return plain optimizers, as a training loop uses them."""
     made = [optimizer_of(program) for _ in range(2 if program.two and not program.half else 1)]
     if program.half:
         return [keras.mixed_precision.LossScaleOptimizer(one) for one in made]
@@ -243,7 +243,7 @@ def optimizers_of(program: Program) -> list[Any]:
 
 
 def alone(program: Program) -> list[Any]:
-    """Train as one process that has all ranks' batches; return the weights."""
+    """Train as one process that has all ranks' batches, and return the weights."""
     net = net_of(program, 0, 7)
     optimizers = optimizers_of(program) if program.loop else [optimizer_of(program)]
     if program.half and not program.loop:
@@ -252,7 +252,7 @@ def alone(program: Program) -> list[Any]:
         inner = getattr(one, "inner_optimizer", one)
         if program.passes > 1 and not KERAS2:
             inner.gradient_accumulation_steps = program.passes
-    # Keras 3 takes the mean of the passes; for Keras 2 they are summed here.
+    # Keras 3 averages over the passes. For Keras 2, they are summed here.
     times = (1 / program.passes if KERAS2 else 1.0) if program.average else 1.0 if KERAS2 else program.passes
     passes: list[Any] = []
     for epochs in fits_of(program):
@@ -277,18 +277,18 @@ def alone(program: Program) -> list[Any]:
 
 
 def refusal(program: Program) -> str:
-    """What the error says, if the ranks' gradients do not match."""
+    """Return the expected error text if the ranks' gradients do not match."""
     if BACKEND != "jax" and program.only and set(program.only) != set(range(SIZE)):
         return "gradients"
-    # What Keras accumulates is dense. A LossScaleOptimizer of the user's reduces before that.
+    # What Keras accumulates is dense. A user's LossScaleOptimizer reduces before accumulation.
     reduces_sums = program.passes > 1 and (KERAS2 or not (program.half and program.loop))
     return "gradients" if BACKEND == "tensorflow" and program.sparse == "mixed" and not reduces_sums else ""
 
 
 def run_one(program: Program, directory: Path) -> None:
-    """Run a program; directory: for files, shared by the ranks."""
+    """Run a program. `directory` is for files and is shared by the ranks."""
     if KERAS2 and program.half and program.loop and program.only:
-        return  # its LossScaleOptimizer drops None before it calls ours: a DeadlockError, half a minute later
+        return  # its LossScaleOptimizer drops None before calling ours: a DeadlockError after half a minute
     keras.backend.clear_session()
     _compiled.clear()
     with precision(program):

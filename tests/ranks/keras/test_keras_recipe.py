@@ -1,4 +1,4 @@
-"""The ResNet-50 recipe on two ranks, with a small net: stopped in mid-epoch, resumed, evaluated."""
+"""The ResNet-50 recipe on two ranks with a small net: stopped in mid-epoch, resumed, evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ image = pytest.importorskip("PIL.Image")
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-IMAGES = 8 * SIZE + 3  # two steps in an epoch, and three images that are left out
+IMAGES = 8 * SIZE + 3  # two steps per epoch, and three images are left out
 
 
 def small(classes: int, image_size: int, width: int) -> Any:
@@ -47,7 +47,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A directory that all ranks share, with a data set in which the colour tells the class."""
+    """Return a directory shared by all ranks, with a data set in which the color determines the class."""
     directory = Path(hvd.broadcast_object(str(tmp_path)))
     if RANK == 0:
         samples = []
@@ -72,7 +72,7 @@ def run(recipe: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, name: str
 
 
 def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
-    """State and variables of the newest checkpoint."""
+    """Return state and variables of the newest checkpoint."""
     return read(max(directory.glob("checkpoint-*")))
 
 

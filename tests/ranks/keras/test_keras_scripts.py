@@ -1,4 +1,4 @@
-"""Whole scripts: the one of docs/tutorials/frameworks.md, the example, and one written for Horovod."""
+"""Whole scripts: the one in docs/tutorials/frameworks.md, the example, and one written for Horovod."""
 
 from __future__ import annotations
 

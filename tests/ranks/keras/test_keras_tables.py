@@ -20,7 +20,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 
 @pytest.mark.every_backend
 def test_fit_on_a_table() -> None:
-    """Two epochs of a linear model, as one process computes them from the global batches."""
+    """Two epochs of a linear model match what one process computes from the global batches."""
     length, table_size = 256 + 5, 7
     random = np.random.default_rng(0)
     rows = Rows(

@@ -1,4 +1,4 @@
-"""Training on n ranks equals training of one process on the joined batch, on whatever backend."""
+"""Training on n ranks equals one process training on the joined batch, on any backend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adamw(**options: Any) -> Any:
 @every_backend
 @pytest.mark.parametrize(("differ", "broadcast"), [(False, False), (True, False), (True, True)])
 def test_weights_that_differ_are_noticed(differ: bool, broadcast: bool) -> None:
-    """A seed of dropout is each rank's own."""
+    """Different weights are reported. Each rank's dropout seed may differ."""
     keras.utils.set_random_seed(1 + RANK * differ)
     dropout = keras.layers.Dropout(0.5, seed=RANK)
     net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), dropout, keras.layers.Dense(1)])
@@ -105,13 +105,13 @@ def test_other_gradients_on_rank_0_are_refused(dropped: bool) -> None:
 def test_an_overflow_on_one_rank_is_skipped_by_all(
     policy: str, wrapped: str, options: dict[str, Any]
 ) -> None:
-    """Loss scaling: the same steps are skipped as in one process; no rank waits.
+    """With loss scaling, all ranks skip the steps that one process would skip, and none waits.
 
-    Keras scales the loss by itself for float16; for bfloat16 if told so, before or after it is distributed.
+    Keras scales the loss itself for float16. For bfloat16 it does so on request, before or after wrapping.
     """
     spoiled = {3: SIZE - 1, 7: 0, 8: SIZE - 1}
     scaling = keras.optimizers.LossScaleOptimizer
-    # A small loss: the first scale, 32,768, is not to be too much for usual batches.
+    # A small loss, because the first scale, 32,768, must not overflow for usual batches.
     setting = {"policy": policy, "spoiled": spoiled, "compiled": {"loss_weights": [1 / 8]}}
 
     def trained(distributed: bool) -> tuple[list[Any], float, float]:
@@ -121,7 +121,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(
         optimizer = scaling(optimizer) if wrapped == "after" else optimizer
         net = fit(optimizer, [RANK] if distributed else ALL, **setting)
         assert isinstance(net.optimizer, scaling)
-        updates = net.optimizer.inner_optimizer.iterations  # older versions do not tell of them outside
+        updates = net.optimizer.inner_optimizer.iterations  # older versions hide it outside
         return net.get_weights(), number(net.optimizer.dynamic_scale), number(updates)
 
     before = keras.config.dtype_policy()
@@ -142,7 +142,7 @@ def test_bfloat16_policy() -> None:
     net = fit(hvd.DistributedOptimizer(sgd()), [RANK], policy="mixed_bfloat16")
     assert same_on_all_ranks(net.get_weights())
     assert far(net.get_weights(), alone(sgd(), ALL, policy="mixed_bfloat16")) < 2e-2
-    # Without loss scaling an overflow goes into the weights, in one process and on all ranks; no rank waits.
+    # Without loss scaling, an overflow reaches the weights, in one process and on all ranks. No rank waits.
     net = fit(hvd.DistributedOptimizer(sgd()), [RANK], policy="mixed_bfloat16", spoiled={3: SIZE - 1})
     assert same_on_all_ranks([np.isfinite(one) for one in net.get_weights()])
     assert not np.isfinite(net.get_weights()[0]).all()
@@ -169,7 +169,7 @@ def test_options() -> None:
         rounded = fit(hvd.DistributedOptimizer(sgd(), compression=compression), [RANK]).get_weights()
         assert same_on_all_ranks(rounded)
         assert far(rounded, expected) < 2e-2
-    several = {} if BACKEND == "torch" else {"steps_per_execution": 4}  # Keras has it not for torch
+    several = {} if BACKEND == "torch" else {"steps_per_execution": 4}  # Keras does not support it for torch
     for compiled in ({"run_eagerly": True}, several):
         options = {"compiled": compiled}
         assert far(fit(hvd.DistributedOptimizer(sgd()), [RANK], **options).get_weights(), expected) < 1e-6
@@ -178,7 +178,7 @@ def test_options() -> None:
 @every_day
 @pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a C++ compiler, and minutes")
 def test_jit_compile_true() -> None:
-    """XLA compiles a step of JAX; for TensorFlow it cannot, and all ranks are told what to say instead."""
+    """XLA compiles a JAX step. For TensorFlow it cannot, and the error on all ranks says what to use."""
 
     def train() -> Any:
         return fit(hvd.DistributedOptimizer(sgd()), [RANK], compiled={"jit_compile": True}).get_weights()
@@ -191,7 +191,7 @@ def test_jit_compile_true() -> None:
 
 
 def one_step(net: Any, optimizer: Any, x: Any, y: Any) -> None:
-    """A step as people write it without fit()."""
+    """Make a step as users write it without fit()."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
@@ -242,7 +242,7 @@ def test_a_loop_of_ones_own(options: dict[str, Any]) -> None:
 
 
 def test_local_variables_stay_local() -> None:
-    """The gradient of a local variable is divided by the number of ranks, and not exchanged."""
+    """A local variable's gradient is divided by the number of ranks and not exchanged."""
     net = model()
     optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=net.layers[-1])
     before = net.get_weights()

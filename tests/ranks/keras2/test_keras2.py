@@ -1,4 +1,4 @@
-"""What scripts for Keras 2 do with Horovod: fit, loops of their own, callbacks, files, elastic states."""
+"""What scripts for Keras 2 do with Horovod: fit, custom loops, callbacks, files, elastic states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.limit(300)
 
 
 def kinds(test: Any) -> Any:
-    """Try both kinds of optimizers: of a day, one of them in each test."""
+    """Try both kinds of optimizers. Each test runs one of them per day."""
     cases = sampled(test.__name__, ["new", "legacy"], 1)
     return pytest.mark.parametrize("kind", cases)(test)
 
@@ -49,7 +49,7 @@ def model(seed: int = 0) -> Any:
 
 
 def data(ranks: list[int], steps: int) -> tuple[Any, Any]:
-    """Batches of these ranks, joined for each step."""
+    """Return the batches of these ranks, joined per step."""
     rows = [
         np.random.default_rng([step, rank]).normal(size=(ROWS, 6)) for step in range(steps) for rank in ranks
     ]
@@ -72,7 +72,7 @@ def same_on_all_ranks(net: Any) -> bool:
 
 
 def shared(path: Path) -> Path:
-    """Rank 0's directory, on all ranks."""
+    """Return rank 0's directory on all ranks."""
     return Path(hvd_tensorflow.broadcast_object(str(path)))
 
 
@@ -101,7 +101,7 @@ def test_fit_is_that_of_one_process_on_all_data(kind: str, passes: int) -> None:
     ("new", True), ("legacy", False), ("legacy", True), ("new", False),
 ], 1))
 def test_gradients_are_reduced_once(kind: str, compiled: bool) -> None:
-    """By compute_gradients if it was called, else by apply_gradients; op=Sum shows what is reduced twice."""
+    """compute_gradients reduces if called, otherwise apply_gradients. op=Sum would reveal two reductions."""
     optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
     optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), op=hvd.Sum)
     weight, own = tf.Variable([0.0]), tf.Variable([0.0])
@@ -145,7 +145,7 @@ def test_gradients_are_reduced_once(kind: str, compiled: bool) -> None:
 
 @kinds
 def test_passes_in_a_loop(kind: str) -> None:
-    """A custom optimizer, rows of an embedding, an infinity: sums are those of one row of passes each."""
+    """A custom optimizer, embedding rows and an infinity: each update sums its own passes only."""
     base = keras.optimizers.Optimizer if kind == "new" else keras.optimizers.legacy.Optimizer
 
     class Adding(base):  # type: ignore[misc,valid-type]
@@ -189,7 +189,7 @@ def test_passes_in_a_loop(kind: str) -> None:
 
 @kinds
 def test_all_ranks_skip_a_step_with_an_infinity(kind: str) -> None:
-    """compile() under mixed_float16 wraps the optimizer; so may a script, before or after us."""
+    """compile() under mixed_float16 wraps the optimizer. A script may do so too, before or after us."""
     wrapped = keras.mixed_precision.LossScaleOptimizer(sgd(kind), initial_scale=64)
     assert hvd.DistributedOptimizer(wrapped) is wrapped
     wrapped.register_local_var(tf.Variable(0.0))
@@ -225,7 +225,7 @@ def test_callbacks(kind: str, tmp_path: Path) -> None:
     lengths: dict[str, list[float]] = {"before": [], "after": []}
 
     class Length(keras.callbacks.Callback):
-        """Of the velocities."""
+        """Records the norm of the velocities."""
 
         def __init__(self, when: str) -> None:
             super().__init__()
@@ -266,7 +266,7 @@ def test_callbacks(kind: str, tmp_path: Path) -> None:
     ("new", "model.keras"), ("legacy", "model.h5"), ("new", "model"),
 ], 1))
 def test_a_saved_model_goes_on(kind: str, name: str, tmp_path: Path) -> None:
-    """Loaded with Ringdance it trains as if nothing had been; without it, it has the plain optimizer."""
+    """Loaded with Ringdance, it trains as if never saved. Loaded without, it has the plain optimizer."""
     path = shared(tmp_path) / name
     net = model()
     net.compile(hvd.DistributedOptimizer(sgd(kind)), "mse")
@@ -403,7 +403,7 @@ def test_verbs_and_what_does_not_fit() -> None:
     assert hvd.broadcast(np.array([RANK]), 1).numpy().tolist() == [1]
 
     class SGD:
-        """As Keras 3 has it: no optimizer of Keras 2."""
+        """As in Keras 3: not an optimizer of Keras 2."""
 
         __module__ = "keras.src.optimizers.sgd"
 

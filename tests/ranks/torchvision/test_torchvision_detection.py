@@ -1,4 +1,4 @@
-"""The detection recipe: a step, an evaluation that is one process's, resumption, weights, what it refuses."""
+"""The detection recipe: a step, evaluation as in one process, resumption, weights, and what it refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RESNET50 = DIRECTORY.with_name("resnet50")
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[Any]:
-    """The script, with the modules beside it."""
+    """Return the script, with the modules next to it."""
     hvd.init()
     before = {name: sys.modules.pop(name, None) for name in ("presets", "batches", "coco", "train")}
     sys.path.insert(0, str(DIRECTORY))
@@ -47,7 +47,7 @@ IMAGES = 7
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A directory that all ranks share, in COCO's layout: coloured rectangles on noise, wide and high."""
+    """Return a directory shared by all ranks, in COCO's layout: wide and high colored rectangles on noise."""
     directory = Path(hvd.broadcast_object(str(tmp_path)))
     if hvd.rank() == 0:
         random = np.random.RandomState(0)
@@ -135,7 +135,7 @@ def small_model(recipe: Any, photos: Path, kind: str, **changes: Any) -> Any:
 
 @pytest.mark.limit(200)
 def test_an_evaluation_is_one_process_and_its_detections_are_found(recipe: Any, photos: Path) -> None:
-    """With a model that knows what is on the images: each image counts once, whichever rank had it."""
+    """With a model that knows the images' contents, each image counts once, whichever rank had it."""
     model, _ = small_model(recipe, photos, "maskrcnn")
     check, seen = model.check, []
 
@@ -182,9 +182,9 @@ def test_ranks_keep_the_same_weights_and_clip_the_same_norm(recipe: Any, photos:
 
 
 def changed(photos: Path, split: str, **parts: Any) -> None:
-    """Write the annotations of a split: those of train2017 with other parts."""
+    """Write a split's annotations: those for train2017 with other parts."""
     directory = photos / "annotations"
-    hvd.barrier()  # no rank reads the old ones any more
+    hvd.barrier()  # no rank still reads the old annotations
     if hvd.rank() == 0:
         table = json.loads((directory / "instances_train2017.json").read_text()) | parts
         (directory / f"instances_{split}.json").write_text(json.dumps(table))

@@ -1,4 +1,4 @@
-"""The ResNet-50 recipe with torchvision: its own weights fit theirs, and their classifiers train."""
+"""The ResNet-50 recipe with torchvision: its weights fit torchvision's models, whose classifiers train."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_state_dict_of_ours_is_one_of_theirs() -> None:
     for source, target in ((ours, theirs), (theirs, ours)):
         for one in source.modules():
             if isinstance(one, torch.nn.BatchNorm2d):
-                torch.nn.init.uniform_(one.weight, 0.5, 1.5)  # some begin with 0: all branches must count
+                torch.nn.init.uniform_(one.weight, 0.5, 1.5)  # some start at 0, but all branches must matter
                 torch.nn.init.uniform_(one.running_mean)
         target.load_state_dict(source.state_dict())
         torch.testing.assert_close(target.eval()(images), source.eval()(images))
@@ -62,7 +62,7 @@ def test_a_classifier_takes_a_step(name: str, tmp_path: Path) -> None:
     assert any(not torch.equal(one, two) for one, two in pairs)
     sums = hvd.allgather_object([float(one.detach().sum()) for one in training.model.parameters()])
     assert sums[0] == sums[1], "equal on all ranks"
-    training.average_statistics()  # of some models there are none
+    training.average_statistics()  # some models have no statistics
     training.restore(training.state())
     training.export(tmp_path)
 

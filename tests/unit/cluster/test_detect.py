@@ -1,4 +1,4 @@
-"""What schedulers say in the environment, read as hosts and slots."""
+"""Detect hosts and slots from the environment variables that job schedulers set."""
 
 from __future__ import annotations
 
@@ -54,16 +54,19 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "PATH": "/nowhere"
     ],
 )
 def test_a_slurm_allocation(more: dict[str, str], slots: list[int]) -> None:
-    found = detect({**SLURM, **more})
-    assert found
-    assert list(found.hosts) == list(zip(["n1", "n2", "n3"], slots, strict=True))
-    assert (found.source, found.method) == ("Slurm job 7", "ssh")
+    allocation = detect({**SLURM, **more})
+    assert allocation
+    assert list(allocation.hosts) == list(zip(["n1", "n2", "n3"], slots, strict=True))
+    assert (allocation.source, allocation.method) == ("Slurm job 7", "ssh")
 
 
 def test_a_step_is_not_confined_to_one_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What srun reads of its environment, by the man pages of Slurm 22.05 and later ones."""
+    """A job step drops the variables that would confine srun to one task (Slurm 22.05 and later).
+
+    Source: the man pages of srun.
+    """
     names = (
         "CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "CPUS_PER_GPU", "GPUS",
         "NTASKS_PER_GPU", "MEM_PER_CPU", "NTASKS_PER_CORE", "THREADS_PER_CORE", "GPU_BIND", "TRES_BIND",
@@ -103,9 +106,9 @@ def test_a_slurm_allocation_that_contradicts_itself() -> None:
 def test_srun_reaches_the_nodes_where_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
-    found = detect({**SLURM, "PATH": str(tmp_path)})
-    assert found
-    assert found.method == "srun"
+    allocation = detect({**SLURM, "PATH": str(tmp_path)})
+    assert allocation
+    assert allocation.method == "srun"
 
 
 @pytest.mark.parametrize(
@@ -124,31 +127,31 @@ def test_the_launcher_pod_of_an_mpijob(tmp_path: Path, name: str, text: str, mor
         "K_MPI_JOB_ROLE": "launcher",
         "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
     }
-    found = detect({**environ, **more})
-    assert found
-    assert list(found.hosts) == [("w-0.j.ns.svc", 2), ("w-1.j.ns.svc", 2)]
-    assert list(found.ssh_arguments) == ["-o", "ConnectionAttempts=10"]
-    assert found.start_timeout > 0
-    assert name in found.source
+    allocation = detect({**environ, **more})
+    assert allocation
+    assert list(allocation.hosts) == [("w-0.j.ns.svc", 2), ("w-1.j.ns.svc", 2)]
+    assert list(allocation.ssh_arguments) == ["-o", "ConnectionAttempts=10"]
+    assert allocation.start_timeout > 0
+    assert name in allocation.source
 
 
 def test_sagemaker() -> None:
     environ = {"SM_HOSTS": json.dumps(["algo-1", "algo-2"]), "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "0"}
-    found = detect(environ)
-    assert found
-    assert found == Allocation(
-        [("algo-1", 1), ("algo-2", 1)], "SageMaker", start_timeout=300.0, start=found.start
+    allocation = detect(environ)
+    assert allocation
+    assert allocation == Allocation(
+        [("algo-1", 1), ("algo-2", 1)], "SageMaker", start_timeout=300.0, start=allocation.start
     )
     parameters = json.dumps({"sagemaker_mpi_num_of_processes_per_host": 3})
-    found = detect({**environ, "SM_HPS": "{}", "SM_FRAMEWORK_PARAMS": parameters, "SM_NUM_GPUS": "8"})
-    assert found
-    assert list(found.hosts) == [("algo-1", 3), ("algo-2", 3)]
+    allocation = detect({**environ, "SM_HPS": "{}", "SM_FRAMEWORK_PARAMS": parameters, "SM_NUM_GPUS": "8"})
+    assert allocation
+    assert list(allocation.hosts) == [("algo-1", 3), ("algo-2", 3)]
     with pytest.raises(LaunchError, match="SM_HOSTS"):
         detect({**environ, "SM_HOSTS": "algo-1"})
 
 
 def test_only_sagemaker_s_first_host_starts_ranks_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without MPI its toolkit runs the script on every host."""
+    """Without MPI, SageMaker's toolkit runs the script on every host."""
     monkeypatch.setenv("SM_HOSTS", json.dumps(["algo-1", "algo-2"]))
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
     assert JobSpec(["x"]).resolved().ranks == 2
@@ -168,23 +171,23 @@ def test_only_sagemaker_s_first_host_starts_ranks_on_all(monkeypatch: pytest.Mon
     ],
 )
 def test_lsf(more: dict[str, str]) -> None:
-    found = detect({"LSB_JOBID": "9", **more})
-    assert found
-    assert (list(found.hosts), found.source) == ([("n1", 4), ("n2", 2)], "LSF job 9")
+    allocation = detect({"LSB_JOBID": "9", **more})
+    assert allocation
+    assert (list(allocation.hosts), allocation.source) == ([("n1", 4), ("n2", 2)], "LSF job 9")
 
 
 def test_a_batch_node_is_left_out_where_the_others_have_more_slots() -> None:
-    found = detect({"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "batch1 1 batch2 1 batch3 1"})
-    assert found
-    assert [name for name, _ in found.hosts] == ["batch1", "batch2", "batch3"]
+    allocation = detect({"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "batch1 1 batch2 1 batch3 1"})
+    assert allocation
+    assert [name for name, _ in allocation.hosts] == ["batch1", "batch2", "batch3"]
 
 
 def test_lsf_by_its_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("n1\nn1\nn2\n")
-    found = detect({"LSB_JOBID": "9", "LSB_DJOB_HOSTFILE": str(path)})
-    assert found
-    assert list(found.hosts) == [("n1", 2), ("n2", 1)]
+    allocation = detect({"LSB_JOBID": "9", "LSB_DJOB_HOSTFILE": str(path)})
+    assert allocation
+    assert list(allocation.hosts) == [("n1", 2), ("n2", 1)]
 
 
 @pytest.mark.parametrize(
@@ -199,9 +202,9 @@ def test_a_plain_machine(environ: dict[str, str]) -> None:
 def test_the_program_that_reaches_pods(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("w1 slots=2\n")
     named = {"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"), "OMPI_MCA_plm_rsh_args": "-q"}
-    found = detect({**named, "OMPI_MCA_plm_rsh_agent": "/usr/bin/ssh -p 2222"})
-    assert found
-    assert list(found.ssh_arguments) == ["-p", "2222", "-q"]
+    allocation = detect({**named, "OMPI_MCA_plm_rsh_agent": "/usr/bin/ssh -p 2222"})
+    assert allocation
+    assert list(allocation.ssh_arguments) == ["-p", "2222", "-q"]
     with pytest.raises(LaunchError, match=r"OMPI_MCA_plm_rsh_args=-o 'x: No closing quotation"):
         detect({**named, "OMPI_MCA_plm_rsh_args": "-o 'x"})
     with pytest.raises(LaunchError, match="An old MPIJob"):
@@ -240,8 +243,8 @@ SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}
         (BATCH, 3),
         ({**BATCH, "SLURM_STEP_NUM_TASKS": "1"}, 0),  # srun --ntasks=1
         ({**BATCH, "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "8"}, 0),
-        ({**BATCH, "SLURM_JOB_NODELIST": "n[1-"}, 0),  # `ringdance run` says what is wrong with it
-        (SLURM, 0),  # the shell of salloc
+        ({**BATCH, "SLURM_JOB_NODELIST": "n[1-"}, 0),  # `ringdance run` reports the error
+        (SLURM, 0),  # a shell that salloc started
         (LSF, 2),
         ({**LSF, "LSB_INTERACTIVE": "Y"}, 0),
         (SAGEMAKER, 2),
@@ -250,15 +253,15 @@ SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}
     ],
 )
 def test_hosts_that_a_lone_process_leaves_idle(environ: dict[str, str], idle: int) -> None:
-    found = left_idle(environ, launched=False)
-    assert len(found.hosts if found else []) == idle
+    allocation = left_idle(environ, launched=False)
+    assert len(allocation.hosts if allocation else []) == idle
     assert not left_idle(environ, launched=True)
 
 
 def test_ranks_in_the_launcher_s_pod_leave_the_workers_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Open MPI 5 does not read the name by which the operators give it their host file."""
+    """Open MPI 5 does not read the variable in which MPI operators pass the host file."""
     file = tmp_path / "hostfile"
     file.write_text("job-worker-0.job.ns.svc slots=8\n")
     environ = {"OMPI_MCA_orte_default_hostfile": str(file)}
@@ -266,9 +269,9 @@ def test_ranks_in_the_launcher_s_pod_leave_the_workers_idle(
     for pod in ({"K_MPI_JOB_ROLE": "launcher"}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}):
         for launched in (True, False):
             assert left_idle({**environ, **pod}, launched)
-    assert not left_idle(environ, False)  # a user's own host file
+    assert not left_idle(environ, False)  # a host file that the user wrote
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    assert not left_idle({**environ, "OMPI_MCA_plm_rsh_args": "-o 'x", **pod}, False)  # cannot be read
+    assert not left_idle({**environ, "OMPI_MCA_plm_rsh_args": "-o 'x", **pod}, False)  # cannot be parsed
     for own in ("localhost", "127.0.0.1"):
         file.write_text(f"{own} slots=8\n")
         for launched in (True, False):

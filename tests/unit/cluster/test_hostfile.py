@@ -1,4 +1,4 @@
-"""Hosts and slots as people and schedulers write them."""
+"""Parse hosts and slots as users and schedulers write them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringdance.host.schedulers.hostfile import hosts_text, parse_hostfile, parse
         ("a,[fe80::1],b:2,a,2001:db8::5", [("a", 2), ("fe80::1", 1), ("b", 2), ("2001:db8::5", 1)]),
         ("1:2:3:4:5:6:7:8,1:2:3:4:5:6:7:9:2", [("1:2:3:4:5:6:7:8", 1), ("1:2:3:4:5:6:7:9", 2)]),
         ("[fd00::10:2],fe80::1%eth0", [("fd00::10:2", 1), ("fe80::1%eth0", 1)]),
-        # What cannot be a number of slots is part of the address, and a number is no part of an interface.
+        # Text that cannot be a slot count is part of the address. A number is not part of an interface name.
         ("fd00::a:b1,::ffff:1.2.3.4", [("fd00::a:b1", 1), ("::ffff:1.2.3.4", 1)]),
         ("2001:db8::1:ff,fe80::1%eth0:4", [("2001:db8::1:ff", 1), ("fe80::1%eth0", 4)]),
     ],
@@ -33,9 +33,9 @@ def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize(
     ("entry", "hint"),
     [
-        ("fe80::1:4", r"Write \[fe80::1\]:4, or \[fe80::1:4\] for an address alone"),
-        ("me@h1:2", 'Give the user to ssh: h1:2 with --ssh-args="-l me"'),
-        ("me@h1", 'Give the user to ssh: h1 with --ssh-args="-l me"'),
+        ("fe80::1:4", r"Write \[fe80::1\]:4, or \[fe80::1:4\] for an address only"),
+        ("me@h1:2", 'Pass the user to ssh: h1:2 with --ssh-args="-l me"'),
+        ("me@h1", 'Pass the user to ssh: h1 with --ssh-args="-l me"'),
     ],
 )
 def test_what_is_probably_meant(tmp_path: Path, entry: str, hint: str) -> None:

@@ -1,4 +1,4 @@
-"""Loaders that work ahead: order, epochs, errors, ends."""
+"""Data loaders that prefetch: order, epochs, errors and shutdown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Ahead(AsyncDataLoaderMixin, Numbers):
 
 
 def epoch_of(number: int, length: int) -> list[tuple[int, int, int]]:
-    return [(number, one, threading.get_ident()) for one in range(length)]
+    return [(number, item, threading.get_ident()) for item in range(length)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 64])
@@ -69,7 +69,7 @@ def test_an_error_is_raised_where_the_loader_is_used(size: int) -> None:
     assert [next(second), next(second)] == epoch_of(2, 4)[:2]
     with pytest.raises(OSError, match="the disk is gone"):
         next(second)
-    assert list(loader) == epoch_of(3, 4)  # begins anew
+    assert list(loader) == epoch_of(3, 4)  # starts again
     loader.close_async_loader()
 
 

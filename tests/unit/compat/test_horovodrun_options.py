@@ -1,4 +1,4 @@
-"""horovodrun's command line: what it accepts, which variables it sets, and the configuration file."""
+"""The command line of horovodrun: accepted options, the variables they set, and the configuration file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod.runner.launch import parse_args
 
 
 def variables(*words: str, **own: str) -> dict[str, str]:
-    """The environment that `own` becomes with these options."""
+    """Return the environment that these options make of ``own``."""
     env = dict(own)
     config_parser.set_env_from_args(env, parse_args(["-np", "2", *words, "python", "train.py"]))
     return env
@@ -20,7 +20,7 @@ def variables(*words: str, **own: str) -> dict[str, str]:
 
 @pytest.fixture
 def config(tmp_path: Path):
-    """Options that read a configuration file of the given text."""
+    """Return a function that writes a configuration file and returns the options to read it."""
 
     def write(text: str) -> list[str]:
         path = tmp_path / "config.yaml"
@@ -75,7 +75,7 @@ def test_an_option_sets_its_variable_and_nothing_else(words, expected):
 
 
 def test_every_option_and_key_is_in_the_table():
-    """So that none is forgotten by one of the three that use it: parser, file, environment."""
+    """The parser, the configuration file and the environment all use one table, so no option is forgotten."""
     args = parse_args(["-np", "2", "true"])
     assert all(getattr(args, setting.dest) is None for setting in config_parser.SETTINGS)
     assert len({setting.variable for setting in config_parser.SETTINGS}) == len(config_parser.SETTINGS) == 23
@@ -108,8 +108,8 @@ def test_autotune_with_its_own_options():
 
 
 def test_autotune_with_fixed_parameters():
-    found = variables("--autotune", "--cache-capacity", "1024", "--no-hierarchical-allgather")
-    assert found == {
+    environment = variables("--autotune", "--cache-capacity", "1024", "--no-hierarchical-allgather")
+    assert environment == {
         "HOROVOD_AUTOTUNE": "1",
         "HOROVOD_CACHE_CAPACITY": "1024",
         "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
@@ -186,11 +186,11 @@ def test_the_command_line_wins_over_the_file_wherever_it_stands(config, first):
     own = ["--fusion-threshold-mb", "10", "--no-hierarchical-allreduce", "--stall-check", "--gloo"]
     words = [*own, *config(CONFIG)] if first else [*config(CONFIG), *own]
     args = parse_args(["-np", "2", *words, "python"])
-    found = config_parser.set_env_from_args({}, args)
-    assert found["HOROVOD_FUSION_THRESHOLD"] == str(10 << 20)
-    assert found["HOROVOD_HIERARCHICAL_ALLREDUCE"] == "0"
-    assert found["HOROVOD_STALL_CHECK_DISABLE"] == "0"
-    assert found["HOROVOD_CYCLE_TIME"] == "20.0"
+    environment = config_parser.set_env_from_args({}, args)
+    assert environment["HOROVOD_FUSION_THRESHOLD"] == str(10 << 20)
+    assert environment["HOROVOD_HIERARCHICAL_ALLREDUCE"] == "0"
+    assert environment["HOROVOD_STALL_CHECK_DISABLE"] == "0"
+    assert environment["HOROVOD_CYCLE_TIME"] == "20.0"
     assert (args.use_gloo, args.use_mpi) == (True, False)
 
 

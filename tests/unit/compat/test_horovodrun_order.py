@@ -1,4 +1,4 @@
-"""From Horovod's arguments to what is started: sizes, hosts, options of mpiexec, and what is said."""
+"""Translate Horovod's arguments into a job: sizes, hosts, options for mpiexec, and messages."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_nothing_is_said_of_what_works(tmp_path):
     assert line.endswith("params.cycle_tme is not known and has no effect")
 
 
-# Every variable that Horovod's runtime reads, with a text that differs from its default.
+# Every variable that Horovod's runtime reads, with a value that differs from its default.
 RUNTIME = {
     "FUSION_THRESHOLD": "1048576", "CYCLE_TIME": "2", "CACHE_CAPACITY": "16", "HIERARCHICAL_ALLREDUCE": "1",
     "HIERARCHICAL_ALLGATHER": "1", "TORUS_ALLREDUCE": "1", "AUTOTUNE": "1", "AUTOTUNE_LOG": "a.csv",
@@ -191,7 +191,7 @@ def test_every_variable_of_horovod_s_is_honoured_or_answered(name, recwarn):
     environ = {f"HOROVOD_{name}": RUNTIME[name]}
     settings = load(environ)
     lines = [str(warning.message) for warning in recwarn]
-    if name in NO_EFFECT and name != "DYNAMIC_PROCESS_SETS":  # which can always be changed
+    if name in NO_EFFECT and name != "DYNAMIC_PROCESS_SETS":  # process sets can always be changed
         reason = NO_EFFECT[name][1]
         assert lines == [f"HOROVOD_{name}={RUNTIME[name]} has no effect: {reason}."]
         assert without_effect(environ) == [(f"HOROVOD_{name}", RUNTIME[name], reason)]
@@ -217,8 +217,8 @@ def test_hosts_for_scripts(tmp_path):
 
 
 def test_places_of_ranks():
-    found = hosts.get_host_assignments([HostInfo("a", 2), HostInfo("b", 2)], 4)
-    assert found == [
+    assignments = hosts.get_host_assignments([HostInfo("a", 2), HostInfo("b", 2)], 4)
+    assert assignments == [
         SlotInfo("a", rank=0, local_rank=0, cross_rank=0, size=4, local_size=2, cross_size=2),
         SlotInfo("a", rank=1, local_rank=1, cross_rank=0, size=4, local_size=2, cross_size=2),
         SlotInfo("b", rank=2, local_rank=0, cross_rank=1, size=4, local_size=2, cross_size=2),
@@ -227,9 +227,9 @@ def test_places_of_ranks():
 
 
 def test_places_on_unequal_hosts():
-    found = hosts.get_host_assignments([HostInfo("a", 1), HostInfo("b", 2)], 3)
+    ranks = hosts.get_host_assignments([HostInfo("a", 1), HostInfo("b", 2)], 3)
     assert [
-        (slot.hostname, slot.local_rank, slot.cross_rank, slot.local_size, slot.cross_size) for slot in found
+        (slot.hostname, slot.local_rank, slot.cross_rank, slot.local_size, slot.cross_size) for slot in ranks
     ] == [
         ("a", 0, 0, 1, 2),
         ("b", 0, 1, 2, 2),
@@ -289,8 +289,8 @@ def test_modules_that_are_not_here_say_what_is(module, advice):
 
 
 def test_the_library_is_known():
-    found = [mpi_run.is_open_mpi(), mpi_run.is_mpich(), mpi_run.is_intel_mpi(), mpi_run.is_spectrum_mpi()]
-    assert sum(found) == mpi_run.mpi_available() == 1
+    libraries = [mpi_run.is_open_mpi(), mpi_run.is_mpich(), mpi_run.is_intel_mpi(), mpi_run.is_spectrum_mpi()]
+    assert sum(libraries) == mpi_run.mpi_available() == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Horovod's modules: what importing them brings, what is not here, and the small things in horovod.common."""
+"""Horovod's modules: their imports, the modules that are absent, and the helpers in ``horovod.common``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from horovod.common import exceptions, util
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process."""
+    """Run code in a new Python process."""
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -33,7 +33,8 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("code", ["", "import types; types.no_such_name"])  # as MXNet with a newer NumPy
+# as MXNet fails with a newer NumPy
+@pytest.mark.parametrize("code", ["", "import types; types.no_such_name"])
 def test_mxnet_that_cannot_be_imported_names_the_versions(tmp_path: Path, code: str) -> None:
     if not code and importlib.util.find_spec("mxnet"):
         pytest.skip("MXNet is installed")
@@ -63,7 +64,7 @@ def test_no_framework_is_imported(names: str) -> None:
 
 
 def test_ranks_that_wait_for_each_other_are_only_warned_of() -> None:
-    """Without the names of Horovod they raise DeadlockError."""
+    """Without importing Horovod's names, ranks that wait for each other raise DeadlockError."""
     ask = "from ringdance import session; session.init(); print(session.engine().settings.deadlock_time)"
     assert python(ask).stdout == "30.0\n"
     assert python(f"import horovod; {ask}").stdout == "0.0\n"
@@ -71,7 +72,7 @@ def test_ranks_that_wait_for_each_other_are_only_warned_of() -> None:
 
 
 def test_the_original_is_noticed(tmp_path: Path) -> None:
-    """Its package would be mixed with this one, whichever was installed last."""
+    """Its package would be mixed with this one, no matter which was installed last."""
     directory = tmp_path / "horovod-0.28.1.dist-info"
     directory.mkdir()
     (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
@@ -107,8 +108,8 @@ def test_what_is_not_here_says_what_to_use(statement: str, advice: str) -> None:
 
 def test_names_are_those_of_ringdance() -> None:
     for name in ringdance.torch.__all__:
-        own = getattr(hvd.mpi_ops if name == "synchronize" else ringdance.torch, name)
-        assert getattr(hvd, name) is own
+        expected = getattr(hvd.mpi_ops if name == "synchronize" else ringdance.torch, name)
+        assert getattr(hvd, name) is expected
     assert hvd.elastic.run is ringdance.torch.elastic.run
     assert hvd.optimizer.__name__ == "horovod.torch.optimizer"
 
@@ -136,7 +137,7 @@ def test_built_before_init() -> None:
 
 
 def test_gloo_is_built_where_scripts_find_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take HOROVOD_RANK for Gloo's: horovodrun and init() set it."""
+    """Scripts take HOROVOD_RANK as a sign of Gloo. Both horovodrun and ``init()`` set it."""
     modules = (hvd, hvd.mpi_ops, hvd.mpi_ops._basics, util)
     monkeypatch.delenv("HOROVOD_RANK", raising=False)
     assert not any(module.gloo_built() for module in modules)

@@ -1,4 +1,4 @@
-"""Horovod's names and signatures: the list in the repository holds, strictly, and its page is current."""
+"""Horovod's names and signatures: the list in the repository matches exactly, and its page is up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Old ways of calling: in a job of one process, without MPI."""
+"""Older ways to call Horovod, in a job of one process without MPI."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_process_sets_that_cannot_be(wrong: Any) -> None:
 def test_process_sets_of_init() -> None:
     alone = hvd.ProcessSet([0])
     with pytest.raises(ValueError, match="must differ"):
-        hvd.init(process_sets=[alone])  # the global one has these ranks
+        hvd.init(process_sets=[alone])  # the global process set already has these ranks
     assert hvd.is_initialized()
     assert alone.process_set_id is None
     hvd.init(process_sets="Dynamic")
@@ -158,19 +158,19 @@ def test_timeline(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
 def test_average_and_positions() -> None:
     hvd.init()
-    given = torch.tensor([2.0])
+    tensor = torch.tensor([2.0])
     for average in (True, False):
         with pytest.warns(DeprecationWarning, match="op=") as seen:
-            assert hvd.allreduce(given, average).item() == 2.0
+            assert hvd.allreduce(tensor, average).item() == 2.0
         assert len(seen) == 1
         assert seen[0].filename == __file__
     with pytest.raises(ValueError, match="not both"):
-        hvd.allreduce(given, average=True, op=hvd.Sum)
+        hvd.allreduce(tensor, average=True, op=hvd.Sum)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert hvd.allreduce(given, None, "name", hvd.Compression.fp16).dtype == torch.float32
-        assert hvd.reducescatter(given, "name", hvd.Compression.fp16).dtype == torch.float32
-        assert hvd.broadcast_(given, 0, "name") is given
+        assert hvd.allreduce(tensor, None, "name", hvd.Compression.fp16).dtype == torch.float32
+        assert hvd.reducescatter(tensor, "name", hvd.Compression.fp16).dtype == torch.float32
+        assert hvd.broadcast_(tensor, 0, "name") is tensor
 
 
 def test_handles_are_used_once() -> None:
@@ -195,7 +195,7 @@ def test_what_is_no_tensor(kind: str) -> None:
     root = (0,) if kind == "broadcast" else ()
     for wrong in ([1.0], torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex32)):
         if wrong == [1.0] and kind == "reducescatter":
-            continue  # the compression sees it first
+            continue  # the compression raises another error first
         with pytest.raises(ValueError, match=r"Tensor|tensor|complex32"):
             getattr(hvd, kind)(wrong, *root)
 
@@ -230,9 +230,9 @@ def test_splits() -> None:
 
 def test_sparse_is_gathered_and_not_merged() -> None:
     hvd.init()
-    given = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
+    tensor = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
     for op in (hvd.Average, hvd.Sum):
-        result = hvd.sparse_allreduce_async(given, "sparse", op)()
+        result = hvd.sparse_allreduce_async(tensor, "sparse", op)()
         assert result._nnz() == 2
         assert result.to_dense().tolist() == [0, 5, 0, 0]
     with pytest.raises(ValueError, match="sparse"):
@@ -240,21 +240,21 @@ def test_sparse_is_gathered_and_not_merged() -> None:
 
 
 class Halved(Compressor):
-    """Written against the base class."""
+    """A compressor that derives from the base class."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Half."""
+        """Halve the tensor."""
         return tensor / 2, 2
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Whole."""
+        """Restore the tensor."""
         return tensor * ctx
 
 
 class Doubled:
-    """An object with the two methods, and state."""
+    """An instance with the two methods, and with state."""
 
     calls = 0
 
@@ -268,11 +268,11 @@ class Doubled:
 
 def test_compression_of_the_user_s_own() -> None:
     hvd.init()
-    mine = Doubled()
-    for compression in (Halved, Halved(), mine):
+    doubled = Doubled()
+    for compression in (Halved, Halved(), doubled):
         assert hvd.allreduce(torch.full((2,), 4.0), compression=compression).tolist() == [4.0, 4.0]
         assert hvd.grouped_allreduce([torch.ones(1)], compression=compression)[0].item() == 1.0
-    assert mine.calls == 2
+    assert doubled.calls == 2
     small, context = hvd.Compression.fp16.compress(torch.ones(2))
     assert (small.dtype, context) == (torch.float16, torch.float32)
     assert hvd.Compression.fp16.decompress(small, context).dtype == torch.float32

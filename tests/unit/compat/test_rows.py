@@ -1,4 +1,4 @@
-"""The list of what Horovod's tests check: every test that it names exists, and its page is current."""
+"""The list of checks in Horovod's tests: every test that it names exists, and its page is up to date."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def rows() -> ModuleType:
 
 @pytest.mark.slow
 def test_every_check_names_tests_that_exist_or_a_reason(rows: ModuleType) -> None:
-    found = rows.here(rows.load())
-    assert rows.mistakes(found, rows.collected(found)) == []
+    loaded = rows.here(rows.load())
+    assert rows.mistakes(loaded, rows.collected(loaded)) == []
 
 
 def test_every_check_names_functions_that_exist(rows: ModuleType) -> None:
-    """Without importing frameworks, as collecting the tests with their parameters does."""
+    """This check does not import frameworks. Collecting the tests with their parameters would."""
     for where, check in rows.checks(rows.load()):
         for test in check.get("tests", []):
             file, _, name = test.partition("[")[0].partition("::")
@@ -43,7 +43,7 @@ def test_every_check_names_functions_that_exist(rows: ModuleType) -> None:
 def test_no_test_of_the_original_is_left_out(rows: ModuleType) -> None:
     counts: Counter[str] = Counter()
     for row in rows.load():
-        if not row["name"].endswith(".py"):  # smaller files of the original are beside these
+        if not row["name"].endswith(".py"):  # the list also has smaller files of Horovod's tests
             counts[row["part"]] += row["count"]
     assert counts["PyTorch"] == 115
     assert counts["TensorFlow"] == 143
@@ -79,5 +79,5 @@ def test_the_page_is_current(rows: ModuleType) -> None:
     ],
 )
 def test_mistakes_are_found(rows: ModuleType, checks: list[Any], message: str) -> None:
-    found = rows.mistakes([{"part": "P", "name": "n", "count": 1, "checks": checks}], {"f.py::test_one"})
-    assert any(message in one for one in found), found
+    mistakes = rows.mistakes([{"part": "P", "name": "n", "count": 1, "checks": checks}], {"f.py::test_one"})
+    assert any(message in mistake for mistake in mistakes), mistakes

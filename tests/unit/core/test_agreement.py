@@ -1,4 +1,4 @@
-"""The vector of a round and the response cache."""
+"""The agreement vector of a round and the response cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_fields_of_a_vector_do_not_touch(size: int) -> None:
         layout.everyone << layout.joined_at,
         layout.unnamed_field,
     ]
-    assert sum(fields) == layout.neutral  # no bit twice, none left out
+    assert sum(fields) == layout.neutral  # every bit is used exactly once
     assert layout.neutral.bit_length() == layout.piggyback_at
     for entries in (0, 1, 8, 9, 1024):
         assert 8 * layout.width(entries) >= layout.ready_at + entries
@@ -55,13 +55,13 @@ def equal(layout: VectorLayout, *members: list[int]) -> int:
 
 def test_unnamed_requests_agree_or_not() -> None:
     layout = VectorLayout(3)
-    one, other = described(1).digest(), described(2).digest()
-    assert equal(layout, [one], [one]) == 1
-    assert equal(layout, [one, other], [one, other], [one, other]) == 2
-    assert equal(layout, [one, other], [one]) == 1
-    assert equal(layout, [one, other], [one, one]) == 1
-    assert equal(layout, [other, one], [one, one]) == 0
-    assert equal(layout, [one] * UNNAMED, [one] * UNNAMED) == UNNAMED
+    first, other = described(1).digest(), described(2).digest()
+    assert equal(layout, [first], [first]) == 1
+    assert equal(layout, [first, other], [first, other], [first, other]) == 2
+    assert equal(layout, [first, other], [first]) == 1
+    assert equal(layout, [first, other], [first, first]) == 1
+    assert equal(layout, [other, first], [first, first]) == 0
+    assert equal(layout, [first] * UNNAMED, [first] * UNNAMED) == UNNAMED
 
 
 def test_random_numbers_agree_only_when_equal() -> None:
@@ -94,7 +94,7 @@ def test_cache_finds_what_was_entered() -> None:
     assert install(cache, "a", described(2), 2, False) == slot
     assert cache.find("a", described(2)) == slot
     assert install(cache, "b", described(2), 2, True) != slot
-    assert cache.find("b", described(7)) is not None  # mismatched: whatever is submitted takes part
+    assert cache.find("b", described(7)) is not None  # mismatched, so any request with this name joins in
     cache.remove(slot)
     assert cache.find("a", described(2)) is None
     assert install(cache, "c", described(1), 3, False) == slot

@@ -1,4 +1,4 @@
-"""Rounding rules, each against exact arithmetic."""
+"""Rounding rules, each compared with exact arithmetic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ringdance.core.request import ReduceOp
 
 
 def run(parts: list[np.ndarray], operation: ReduceOp, pre: float = 1.0, post: float = 1.0) -> np.ndarray:
-    """As an exchange does: each prepares its part, one combines, all deliver."""
+    """Reduce as an exchange does: each rank prepares its part, one combines, and all deliver."""
     how = reduction(str(parts[0].dtype.name), operation, pre, post, len(parts))
     prepared = []
     for part in parts:
@@ -49,13 +49,14 @@ def test_names_of_types() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 49, 98, 103, 107, 161, 187, 197])
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "int16"])
 def test_averages_of_integers_are_exact(size: int, dtype: str) -> None:
-    """Multiplying by 1/49 and such would make some one too small; negative ones are cut off toward zero."""
+    """Averages truncate toward zero. Multiplying by 1/49, for example, would give results that are too small.
+    """
     limit = np.iinfo(dtype)
     wanted = np.arange(-40 if limit.min else 0, 41)
     sums = [int(n) * size + extra for n in wanted for extra in (0, 1, size - 1)]
     sums = [n for n in sums if limit.min <= n <= limit.max]
     parts = [np.array(sums, dtype)] + [np.zeros(len(sums), dtype)] * (size - 1)
-    want = [int(Fraction(n, size)) for n in sums]  # int() cuts off toward zero
+    want = [int(Fraction(n, size)) for n in sums]  # int() truncates toward zero
     assert run(parts, ReduceOp.AVERAGE).tolist() == want
 
 
@@ -70,7 +71,7 @@ def test_averages_whose_sums_do_not_fit(case: tuple[str, int]) -> None:
     for end in (np.iinfo(dtype).min, np.iinfo(dtype).max):
         ends = [np.full((), end, dtype)] * size
         same(run(ends, ReduceOp.AVERAGE), ends[0])
-        if dtype not in ("int64", "uint64"):  # computed in double
+        if dtype not in ("int64", "uint64"):  # computed in double precision
             same(run(ends, ReduceOp.AVERAGE, post=0.5), np.trunc(ends[0] * 0.5).astype(dtype))
 
 
@@ -93,7 +94,7 @@ def test_like_numpy_in_rank_order(dtype: str, size: int) -> None:
     parts = all_values(size, dtype, (1000,))
     for name, number in OPERATIONS.items():
         if dtype in INTEGERS and name == "product" and size == 8:
-            continue  # wraps, in NumPy's 64 bits elsewhere
+            continue  # the product wraps around, and NumPy uses 64 bits for some types
         same(run(parts, ReduceOp(number)), reduced(parts, name))
         if dtype in FLOATS:
             same(run(parts, ReduceOp(number), 2.0, 0.25), reduced(parts, name, 2.0, 0.25))
@@ -101,7 +102,7 @@ def test_like_numpy_in_rank_order(dtype: str, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_halves_are_summed_in_float32(dtype: str) -> None:
-    """2048 ones and then more: 16 bits would stop counting (float16) or much earlier (bfloat16)."""
+    """Sums in 16 bits would stop growing at 2048 ones (float16) or much earlier (bfloat16)."""
     ones = [np.ones(3, dtype_of(dtype))] * 3000
     assert (
         run(ones, ReduceOp.SUM).astype(np.float64).tolist()
@@ -109,7 +110,7 @@ def test_halves_are_summed_in_float32(dtype: str) -> None:
     )
     assert run(ones, ReduceOp.AVERAGE).astype(np.float64).tolist() == [1.0] * 3
     largest = [np.full(2, np.finfo(np.float16).max if dtype == "float16" else 3e38, dtype_of(dtype))] * 2
-    if dtype == "float16":  # the sum overflows 16 bits, its half does not
+    if dtype == "float16":  # the sum overflows 16 bits, but half of it does not
         same(run(largest, ReduceOp.AVERAGE), largest[0])
 
 
@@ -155,20 +156,20 @@ def test_not_numbers_and_infinities_pass() -> None:
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
 def test_of_one_rank(dtype: str) -> None:
-    (given,) = all_values(1, dtype, (5, 3))
+    (values,) = all_values(1, dtype, (5, 3))
     for operation in ReduceOp:
         how = reduction(dtype, operation, 1.0, 1.0, 1)
-        out = np.empty_like(given)
-        how.alone(given, out)
-        same(out, given)
+        out = np.empty_like(values)
+        how.alone(values, out)
+        same(out, values)
     how = reduction(dtype, ReduceOp.AVERAGE, 2.0, 3.0, 1)
-    array = given.copy()
+    array = values.copy()
     how.alone(array, array)
-    same(array, reduced([given], "average", 2.0, 3.0))
+    same(array, reduced([values], "average", 2.0, 3.0))
 
 
 def test_infinities_are_results_and_no_warnings() -> None:
-    """Also where the user's program turns warnings into errors, which would break the engine."""
+    """Infinities must not warn, because a program may turn warnings into errors and break the engine."""
     program = (
         "import numpy as np\n"
         "from ringdance.core.exchange.arithmetic import reduction\n"

@@ -1,4 +1,4 @@
-"""Plans: each element of each tensor is in one block of one limit, and batches keep their promises."""
+"""Chunk plans and batches: each element is in exactly one block, and no batch mixes kinds."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_chunks_are_about_equal() -> None:
 
 
 def test_segments_cut_at_tensor_borders() -> None:
-    found = segments([0, 3, 3, 10], 1, 8, 5)
-    assert [tuple(part) for part in found] == [(0, 1, 3, 5, 7), (2, 0, 5, 7, 12)]
+    parts = segments([0, 3, 3, 10], 1, 8, 5)
+    assert [tuple(part) for part in parts] == [(0, 1, 3, 5, 7), (2, 0, 5, 7, 12)]
 
 
 def test_even_rows() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other's operations get an error; ranks that may go on do not."""
+"""Ranks that wait for each other's operations get an error. Ranks that may still continue do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ringdance.errors import DeadlockError, ShutDownError
 from ringdance.settings import Settings
 
 SOON = 0.8
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; elsewhere there are only warnings")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc; other systems only warn")
 
 
 def crossed(engine: Engine) -> None:
@@ -42,7 +42,7 @@ def other_collective(engine: Engine) -> None:
 
 
 def around_sets(engine: Engine) -> None:
-    """Each waits in a set with its neighbour, who waits in another."""
+    """Each rank waits in a set for its neighbor, which waits in another set."""
     sets = [hvd.add_process_set([i, (i + 1) % 3]) for i in range(3)]
     hvd.barrier(sets[engine.rank])
 
@@ -80,7 +80,7 @@ def test_all_ranks_are_told(program: Callable[[Engine], None], words: tuple[str,
 
 
 def test_who_computes_may_go_on() -> None:
-    """A rank is late for much longer than the time, and has other work in flight."""
+    """A rank that computes for longer than the deadlock time, with other work in flight, causes no error."""
 
     def program(engine: Engine) -> None:
         handle = hvd.allreduce(np.ones(3), name="x", wait=False) if engine.rank == 0 else None
@@ -94,7 +94,7 @@ def test_who_computes_may_go_on() -> None:
 
 
 def test_others_go_on_in_a_set_of_their_own() -> None:
-    """Two ranks wait for long while the others exchange: after each inquiry that is seen anew."""
+    """Two ranks may wait long while the others exchange in their own set: each inquiry sees new progress."""
 
     def program(engine: Engine) -> None:
         pair = hvd.add_process_set([2, 3])
@@ -113,7 +113,7 @@ def submit(engine: Engine, name: str) -> Work:
 
 
 def late_result(engine: Engine) -> None:
-    """A thread that has never called submits, after long work, what rank 1 waits for."""
+    """On rank 0, a thread that has never called submits what rank 1 waits for, after long work."""
     if engine.rank == 1:
         hvd.allreduce(np.ones(3), name="result")
 
@@ -131,7 +131,7 @@ def late_result(engine: Engine) -> None:
 
 
 def limited_wait(engine: Engine) -> None:
-    """Rank 0 gives up after long, and submits what rank 1 waits for."""
+    """Rank 0 times out after a long wait, then submits what rank 1 waits for."""
     if engine.rank == 0:
         work = submit(engine, "late")
         with pytest.raises(TimeoutError):
@@ -144,7 +144,7 @@ def limited_wait(engine: Engine) -> None:
 
 
 def one_of_two_gives_up(engine: Engine) -> None:
-    """Two threads wait for one Work, and the one that came last does not wait to the end."""
+    """Two threads wait for the same ``Work``. The one that came last gives up before the end."""
     work = submit(engine, f"of {engine.rank}")
     thread = threading.Thread(target=work.wait)
     thread.start()
@@ -162,7 +162,7 @@ def test_who_may_submit_later_is_waited_for(program: Callable[[Engine], None]) -
 
 
 def wait_in_c() -> None:
-    """Wait for a thread of C that sleeps, as a graph waits for its data."""
+    """Wait for a sleeping C thread, as a TensorFlow graph waits for its data."""
     libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
     libc.pthread_create(ctypes.byref(thread), None, libc.sleep, ctypes.c_void_p(1))
     libc.pthread_join(thread, None)
@@ -183,16 +183,16 @@ def wait_in_c() -> None:
     ],
 )
 def test_who_is_woken_by_threads_alone(call: Callable[[threading.Lock], object], expected: str) -> None:
-    held, found = threading.Lock(), set()
+    held, states = threading.Lock(), set()
     held.acquire()
     thread = threading.Thread(target=call, args=(held,))
     thread.start()
-    while thread.is_alive() and expected not in found:
-        found.add(wakeable(thread.native_id or 0)[1])
+    while thread.is_alive() and expected not in states:
+        states.add(wakeable(thread.native_id or 0)[1])
     held.release()
     thread.join()
-    assert expected in found
-    assert "sleeps" not in found or expected == "sleeps"
+    assert expected in states
+    assert "sleeps" not in states or expected == "sleeps"
 
 
 def test_zero_only_warns() -> None:

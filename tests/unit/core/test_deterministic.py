@@ -1,4 +1,4 @@
-"""The setting ``deterministic``: what is summed in which order does not depend on time."""
+"""The setting ``deterministic``: timing does not change what is summed or in which order."""
 
 from __future__ import annotations
 

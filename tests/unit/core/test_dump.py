@@ -1,4 +1,4 @@
-"""Stacks of other processes."""
+"""Read the stacks of other processes."""
 
 from __future__ import annotations
 

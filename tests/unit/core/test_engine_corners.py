@@ -1,4 +1,4 @@
-"""Corners of the engine that random programs have found, each by itself, on loopback worlds."""
+"""Corner cases of the engine that random programs have found, one test each, on loopback worlds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def error_of(work: Work) -> str:
 
 
 def test_a_signal_handler_submits_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that runs while its thread, which waits, holds the lock of the requests."""
+    """A signal handler may submit while its thread waits and holds the lock of the requests."""
     engines: list[Engine] = []
     works: list[Work] = []
     compose = ProcessSetState._compose
@@ -73,9 +73,9 @@ def test_a_signal_handler_submits_within_a_step(monkeypatch: pytest.MonkeyPatch)
             allreduce(engine, np.ones(2), "of the thread").wait()
             return works[0].wait()[0].tolist()
         other = allreduce(engine, np.ones(2), "of the thread")
-        found = allreduce(engine, np.ones(2), "of the handler").wait()[0].tolist()
+        result = allreduce(engine, np.ones(2), "of the handler").wait()[0].tolist()
         other.wait()
-        return found
+        return result
 
     assert on_ranks(2, program) == [[2.0, 2.0]] * 2
 
@@ -83,7 +83,7 @@ def test_a_signal_handler_submits_within_a_step(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 @pytest.mark.parametrize("leader", [0, 1])
 def test_more_in_flight_than_the_cache_holds(capacity: int, leader: int) -> None:
-    """One rank has all names in flight, the other submits and waits one by one, from the last."""
+    """One rank has all names in flight. The other waits for one at a time, starting from the last."""
     count = 24
 
     def program(engine: Engine) -> list[float]:
@@ -91,8 +91,8 @@ def test_more_in_flight_than_the_cache_holds(capacity: int, leader: int) -> None
         if engine.rank == leader:
             works = [allreduce(engine, views[i], f"t{i}") for i in range(count)]
             return [float(work.wait()[0][0]) for work in works]
-        found = {i: float(allreduce(engine, views[i], f"t{i}").wait()[0][0]) for i in reversed(range(count))}
-        return [found[i] for i in range(count)]
+        totals = {i: float(allreduce(engine, views[i], f"t{i}").wait()[0][0]) for i in reversed(range(count))}
+        return [totals[i] for i in range(count)]
 
     right = [2 * i + 100.0 for i in range(count)]
     assert on_ranks(2, program, cache_capacity=capacity) == [right, right]
@@ -111,7 +111,7 @@ def test_unnamed_requests_match_after_a_join_of_unequal_ranks() -> None:
 
 
 def test_a_name_used_again_at_once_after_a_refused_call() -> None:
-    """The peers hear of the refused call, and the next call meets theirs, however quick it is."""
+    """The other ranks learn of the refused call, and the next call matches theirs, however soon it comes."""
 
     def program(engine: Engine) -> tuple[str, float]:
         view = np.full(2, engine.rank + 1.0)
@@ -162,9 +162,9 @@ def test_chunks_smaller_than_a_share_for_each_member(chunk: int) -> None:
         return scattered.tolist(), engine.submit(moved).wait()[0].tolist()
 
     for rank, (scattered, moved) in enumerate(on_ranks(3, program, chunk_bytes=chunk, small_bytes=0)):
-        own = np.arange(10) + 10.0 * rank
-        assert scattered == (3 * own + 3).tolist()
-        assert moved == np.concatenate([own, own + 1, own + 2]).tolist()
+        scattered_part = np.arange(10) + 10.0 * rank
+        assert scattered == (3 * scattered_part + 3).tolist()
+        assert moved == np.concatenate([scattered_part, scattered_part + 1, scattered_part + 2]).tolist()
 
 
 def test_a_thread_that_submits_while_its_set_is_removed_gets_an_error() -> None:
@@ -173,7 +173,7 @@ def test_a_thread_that_submits_while_its_set_is_removed_gets_an_error() -> None:
         ended: list[str] = []
 
         def submit_on() -> None:
-            """Only this rank submits these, so none of them can ever be done."""
+            """Submit requests that no other rank submits, so that none of them can complete."""
             works = []
             for i in range(100_000):
                 try:
@@ -207,19 +207,19 @@ def test_a_table_larger_than_the_number_of_what_rides_along() -> None:
         view = np.full(3, 1.0 + engine.rank)
         allreduce(engine, view, "first").wait()
         cache = engine.sets.states()[0].pending.cache
-        cache.entries += [None] * (PIGGYBACK_ENTRIES + 10)  # as if so many had been cached
+        cache.entries += [None] * (PIGGYBACK_ENTRIES + 10)  # as if this many names had been cached
         return [float(allreduce(engine, view, name).wait()[0][0]) for name in "abab" for _ in range(3)]
 
     assert on_ranks(2, program, cache_capacity=capacity) == [[3.0] * 12] * 2
 
 
 def test_reports_list_what_is_pending_while_other_threads_submit() -> None:
-    """Without a lock: a report must not end the engine."""
+    """Reports take no lock, so a submission during a report must not stop the engine."""
     pending = PendingRequests(8)
 
     class Queue(list[Work]):
         def __iter__(self) -> Iterator[Work]:
-            pending.held[f"another {len(pending.held)}"] = []  # as a thread that submits
+            pending.held[f"another {len(pending.held)}"] = []  # as another thread does when it submits
             return super().__iter__()
 
     pending.held = {"a": Queue(), "b": Queue()}

@@ -1,4 +1,4 @@
-"""How an engine ends: agreed, killed, interrupted, stalled; and what is written down."""
+"""How an engine ends: by agreement, kill, interrupt or stall, and what it records."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def request_of(name: str | None, value: float = 1.0, length: int = 3) -> Request
 
 
 def test_timeout_of_a_wait(settings: Settings) -> None:
-    """It leaves the operation alone: the same work is waited for again."""
+    """A timed-out wait leaves the operation running, and the same work can be waited for again."""
 
     def program(engine: Engine) -> None:
         if engine.rank == 0:
@@ -63,7 +63,7 @@ def test_nothing_starts_before_it_is_wanted(settings: Settings) -> None:
         time.sleep(0.01)
         other = engine.submit(request_of("flushed"), wake=False)
         engine.flush()
-        while not other.done():  # the engine's own thread does it
+        while not other.done():  # the engine's own thread completes it
             time.sleep(0.001)
         same(quiet.wait()[0], np.full(3, 2.0))
 
@@ -84,9 +84,9 @@ def test_an_idle_engine_takes_no_steps(settings: Settings, monkeypatch: pytest.M
 
         monkeypatch.setattr(engine, "step", counted)
         time.sleep(0.5)
-        found = steps
+        counted_steps = steps
         hvd.barrier()
-        return found
+        return counted_steps
 
     assert job(2, program, settings) == [0, 0]
 
@@ -98,7 +98,7 @@ def test_a_killed_rank_is_named(settings: Settings, tmp_path: Path) -> None:
         hvd.barrier()
         if engine.rank == 1:
             world.kill(1)
-            engine.end.closed = True  # its process is gone: no thread of it goes on
+            engine.end.closed = True  # the process is dead, so none of its threads continues
             raise RankKilled
         with pytest.raises(RankLostError, match=r"rank 1 on host loopback \(pid \d+\) died"):
             hvd.allreduce(np.ones(3), name="never")
@@ -115,7 +115,7 @@ def test_a_killed_rank_is_named(settings: Settings, tmp_path: Path) -> None:
 def test_a_flight_record_is_left_only_where_an_error_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
-    """A rank that fails shows its own exception, and the others name that rank."""
+    """A failing rank shows its own exception, and the other ranks name that rank."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def program(engine: Engine) -> list[str]:
@@ -128,9 +128,9 @@ def test_a_flight_record_is_left_only_where_an_error_names_it(
         return re.findall(r"Last batches: (\S+)\)", str(caught.value))
 
     settings = Settings(stall_check_time=0.3, stall_shutdown_time=0.6)
-    named = [path for found in job(3, program, settings, report=lambda text: None) for path in found]
+    named = [path for paths in job(3, program, settings, report=lambda text: None) for path in paths]
     assert sorted(named) == sorted(map(str, tmp_path.glob("ringdance-flight-*")))
-    assert bool(named) == (not leaves)  # two ranks may find a stall at the same time
+    assert bool(named) == (not leaves)  # two ranks may detect a stall at the same time
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
@@ -173,7 +173,7 @@ def test_an_exception_in_a_step_breaks_the_engine_everywhere(
 
 @pytest.mark.parametrize("waiting", [True, False])
 def test_an_error_while_looking_for_notes_breaks_the_engine(settings: Settings, waiting: bool) -> None:
-    """Also on the engine's own thread, where no caller would see it."""
+    """An error also breaks the engine on its own thread, where no caller would see it."""
 
     def program(engine: Engine) -> None:
         hvd.barrier()
@@ -247,10 +247,10 @@ def test_a_stall_is_said_by_the_lowest_rank_and_ends_the_job_in_time(tmp_path: P
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_what_an_interrupt_has_taken_out_fails_too(settings: Settings, threaded: bool) -> None:
-    """Ctrl-C after a Work has left the lists, before it is finished: who waits for it is not left alone."""
+    """A Ctrl-C between removing a ``Work`` from the lists and completing it must fail its waiters."""
 
     def program(engine: Engine) -> None:
-        engine.submit(request_of("x"), wake=False).wait()  # from now on its data ride along
+        engine.submit(request_of("x"), wake=False).wait()  # from now on, its data travel with the vector
 
         def interrupted(*record: object) -> None:
             raise KeyboardInterrupt
@@ -310,7 +310,7 @@ def test_a_clean_end(settings: Settings) -> None:
 
 
 def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> None:
-    """Its engine takes no part; shutdown gives up after its timeout and says who."""
+    """If the engine of a rank does not respond, shutdown gives up after its timeout and names that rank."""
     world = world_for(settings, 2)
     over = threading.Event()
 
@@ -331,7 +331,7 @@ def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> No
 def test_one_thread_at_a_time_sends_and_reads_notes(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """MPI would test the requests of the same notes on two threads."""
+    """Only one thread at a time sends and reads notes, or MPI would test the same requests on two threads."""
     monkeypatch.setattr(progress, "_IDLE", 1e-4)
     monkeypatch.setattr(progress, "_CHECK_EVERY", 0.0)
     busy: set[LoopbackTransport] = set()

@@ -1,4 +1,4 @@
-"""Sets that overlap, and changes of sets that only some ranks make rightly."""
+"""Overlapping process sets, and changes of sets that only some ranks make correctly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringdance.errors import RingdanceError
 def test_two_sets_waited_for_in_opposite_orders(threaded: bool, hosts: tuple[str, ...] | None) -> None:
     def program(engine: Engine) -> list[float]:
         other = engine.add_process_set([0, 1])
-        found = []
+        values_seen = []
         for step in range(20):
             works = []
             for set_id in (0, other):
@@ -31,12 +31,12 @@ def test_two_sets_waited_for_in_opposite_orders(threaded: bool, hosts: tuple[str
             order = works if engine.rank == 0 else works[::-1]
             for work in order:
                 work.wait(20.0)
-            found += [float(work.result[0][0]) for work in works]
-        return found
+            values_seen += [float(work.result[0][0]) for work in works]
+        return values_seen
 
-    for rank, found in enumerate(job(3, program, hosts=hosts, threaded=threaded)):
+    for rank, values_seen in enumerate(job(3, program, hosts=hosts, threaded=threaded)):
         both = [[3 * step + 3.0, 2 * step + 1.0] for step in range(20)]
-        assert found == [value for pair in both for value in pair[: 2 if rank < 2 else 1]]
+        assert values_seen == [value for pair in both for value in pair[: 2 if rank < 2 else 1]]
 
 
 def attempt(call: Callable[[], Any]) -> str:
@@ -49,7 +49,7 @@ def attempt(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("threaded", [True, False])
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_wrong_change_of_sets_on_one_rank(culprit: int, threaded: bool) -> None:
-    """The others hear of it, and who was wrong; the next call, at once, goes well."""
+    """The other ranks learn of the error and which rank caused it. An immediate next call succeeds."""
 
     def program(engine: Engine) -> list[str]:
         wrong = engine.rank == culprit

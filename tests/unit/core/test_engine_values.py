@@ -1,4 +1,4 @@
-"""All collectives on loopback worlds: several hosts, no shared memory, delays, small tables, many threads."""
+"""All collectives on loopback worlds: several hosts, no shared memory, delays, small caches, many threads."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ SETTINGS = {
 
 
 def pairs(name: str, layouts: Iterable[str], settings: Iterable[str]) -> list[Any]:
-    """All pairs, of which `make test` has three a day."""
+    """Return all pairs, from which `make test` takes three a day."""
     return sampled(name, list(product(layouts, settings)), 3)
 
 
 def close(got: np.ndarray, want: np.ndarray) -> None:
-    """Floats are added by hosts first, and 16 bits rounded on each, before they are added across hosts."""
+    """Compare with a tolerance: hosts add their floats first, and each host rounds its 16-bit sums."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     if got.dtype in (np.float32, np.float64, np.complex64):
@@ -112,7 +112,7 @@ def test_every_verb(case: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("case", pairs("averages of integers", MORE_LAYOUTS, SETTINGS), ids=str)
 def test_averages_of_integers_are_exact(case: tuple[str, str]) -> None:
-    """Also where no partial sum fits into the type, by any of the ways in which data move."""
+    """Averages of integers are exact on every data path, even if no partial sum fits into the type."""
     layout, setting = case
     how = dict(MORE_LAYOUTS[layout])
     size = how.pop("size")
@@ -121,20 +121,20 @@ def test_averages_of_integers_are_exact(case: tuple[str, str]) -> None:
         for dtype in INTEGERS:
             for shape in ((), (7, 3), (2001,)):
                 inputs = [any_integers(rank, dtype, shape) for rank in range(size)]
-                want, given = integer_average(inputs), inputs[engine.rank]
-                same(hvd.allreduce(given), want)
-                for got in hvd.allreduce([given, given]):
+                want, own_input = integer_average(inputs), inputs[engine.rank]
+                same(hvd.allreduce(own_input), want)
+                for got in hvd.allreduce([own_input, own_input]):
                     same(got, want)
                 for _ in range(2):
-                    same(hvd.allreduce(given, name=f"{dtype} {shape}"), want)
-            same(hvd.reducescatter(given), want[rows_of(engine.rank, 2001, size)])
+                    same(hvd.allreduce(own_input, name=f"{dtype} {shape}"), want)
+            same(hvd.reducescatter(own_input), want[rows_of(engine.rank, 2001, size)])
 
     job(size, program, SETTINGS[setting], **how)
 
 
 @pytest.mark.parametrize("case", pairs("a joined rank", MORE_LAYOUTS, ["tiny", "messages"]), ids=str)
 def test_a_joined_rank_changes_no_result(case: tuple[str, str]) -> None:
-    """But averages, which are divided by the number of all ranks."""
+    """A joined rank changes no result except averages, which are still divided by the number of all ranks."""
     layout, setting = case
     how = dict(MORE_LAYOUTS[layout])
     size = how.pop("size")
@@ -145,14 +145,14 @@ def test_a_joined_rank_changes_no_result(case: tuple[str, str]) -> None:
                 for shape in ((5, 3), (1001,)):
                     inputs = all_values(size, dtype, shape, seed=len(shape))
                     for name in allowed(dtype):
-                        given, op = inputs.copy(), OPERATIONS[name]
+                        present, op = inputs.copy(), OPERATIONS[name]
                         if name in ("min", "max", "product"):
-                            del given[1]
+                            del present[1]
                         else:
-                            given[1] = np.zeros_like(given[1])
+                            present[1] = np.zeros_like(present[1])
                         key = f"{dtype} {shape} {name}" if op in (hvd.Min, hvd.Product) else None
                         for _ in range(2):
-                            close(hvd.allreduce(inputs[engine.rank], op=op, name=key), reduced(given, name))
+                            close(hvd.allreduce(inputs[engine.rank], op=op, name=key), reduced(present, name))
             ordered = [dtype for dtype in DTYPES if "min" in allowed(dtype)]
             group = [all_values(size, dtype, (4,))[engine.rank] for dtype in ordered]
             for got, dtype in zip(hvd.allreduce(group, op=hvd.Min), ordered, strict=True):
@@ -168,7 +168,7 @@ def test_a_joined_rank_changes_no_result(case: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("hosts", [None, ("a", "a", "b", "b"), ("a", "b", "c", "d")])
 def test_all_ranks_have_the_same_bits(hosts: tuple[str, ...] | None) -> None:
-    """In whatever order hosts add: what they get is one number."""
+    """All ranks get the same bits, no matter in which order the hosts add."""
 
     def program(engine: Engine) -> list[bytes]:
         return [
@@ -177,7 +177,7 @@ def test_all_ranks_have_the_same_bits(hosts: tuple[str, ...] | None) -> None:
         ]
 
     results = job(4, program, Settings(chunk_bytes=8192), hosts=hosts)
-    assert all(found == results[0] for found in results)
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.5])
@@ -196,7 +196,7 @@ def test_places_on_hosts(delay: float) -> None:
 
 @pytest.mark.parametrize("capacity", [0, 1, 5])
 def test_more_names_than_the_table_holds(capacity: int) -> None:
-    """Names are pushed out and come again, in other orders on each rank."""
+    """Names are evicted from the cache and come back, in a different order on each rank."""
 
     def program(engine: Engine) -> None:
         made = np.random.default_rng(engine.rank)
@@ -239,18 +239,18 @@ def test_several_threads_submit_and_wait(threaded: bool) -> None:
 
 
 def test_sets_on_hosts_of_their_own() -> None:
-    """A set within one host shares memory, one across hosts does not; both at once."""
+    """A set within one host shares memory, and a set across hosts does not. Both work at the same time."""
 
     def program(engine: Engine) -> None:
         sets = {ranks: engine.add_process_set(ranks) for ranks in ((0, 1), (2, 3), (1, 2), (0, 3), (0, 1, 2))}
         assert sorted(engine.process_sets()) == [0, 1, 2, 3, 4, 5]
         for ranks, number in sets.items():
             if engine.rank in ranks:
-                one = hvd.ProcessSet(ranks)
-                one.process_set_id = number
+                process_set = hvd.ProcessSet(ranks)
+                process_set.process_set_id = number
                 inputs = all_values(ranks, "int32", (5000,))
                 same(
-                    hvd.allreduce(inputs[ranks.index(engine.rank)], op=hvd.Sum, process_set=one),
+                    hvd.allreduce(inputs[ranks.index(engine.rank)], op=hvd.Sum, process_set=process_set),
                     reduced(inputs, "sum"),
                 )
         for number in sets.values():
@@ -275,11 +275,11 @@ def test_more_hosts_than_send_their_parts_to_all() -> None:
 
 
 def test_settings_of_one_rank_do_not_reach_another_world() -> None:
-    """Two jobs in one process at once know nothing of each other."""
-    found: dict[int, list[np.ndarray]] = {}
+    """Two jobs in one process at the same time do not affect each other."""
+    results: dict[int, list[np.ndarray]] = {}
 
     def other(value: int) -> None:
-        found[value] = job(2, lambda engine: hvd.allreduce(np.full(9, value), name="same", op=hvd.Sum))
+        results[value] = job(2, lambda engine: hvd.allreduce(np.full(9, value), name="same", op=hvd.Sum))
 
     threads = [threading.Thread(target=other, args=(value,)) for value in (1, 10)]
     for thread in threads:
@@ -287,7 +287,7 @@ def test_settings_of_one_rank_do_not_reach_another_world() -> None:
     for thread in threads:
         thread.join()
     for value in (1, 10):
-        for result in found[value]:
+        for result in results[value]:
             same(result, np.full(9, 2 * value))
 
 

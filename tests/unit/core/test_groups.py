@@ -29,7 +29,7 @@ def submitted(engine: Engine, set_id: int) -> Work:
 
 
 def free(engine: Engine) -> list[int]:
-    """Wait until no group is left; return what is."""
+    """Wait until no group is left, for at most 10 seconds, and return the groups that remain."""
     until = time.monotonic() + 10
     while engine.group_numbers() and time.monotonic() < until:
         time.sleep(0.01)
@@ -41,11 +41,12 @@ def test_what_a_rank_that_leaves_has_not_submitted_fails_at_once(size: int) -> N
     def program(engine: Engine) -> list[str]:
         group = engine.add_group(7, tuple(range(size)))
         submitted(engine, group).wait(20.0)
-        last = submitted(engine, group)  # by all: it completes, though rank 0 does not wait for it
+        # submitted by all ranks, so it completes although rank 0 does not wait for it
+        last = submitted(engine, group)
         if engine.rank == 0:
             engine.leave_group(group)
         said = []
-        for _ in range(2 if engine.rank == 1 else 0):  # rank 2 makes no call meanwhile
+        for _ in range(2 if engine.rank == 1 else 0):  # rank 2 makes no call in the meantime
             with pytest.raises(ProcessSetRemovedError) as caught:
                 submitted(engine, group).wait(20.0)
             said.append(str(caught.value))
@@ -99,7 +100,7 @@ def test_a_group_made_while_another_thread_is_long_in_a_step(monkeypatch: pytest
 
 
 class Message:
-    """A transport's request that is complete once ``there`` is set."""
+    """A transport's request that completes once ``there`` is set."""
 
     source = 0
 
@@ -118,7 +119,7 @@ def receive(engine: Engine, set_id: int = 0, pending: Any = None, verb: str = "r
 
 @pytest.mark.parametrize("give_up", [0.0, 0.8])
 def test_two_ranks_that_wait_for_messages_of_each_other(give_up: float) -> None:
-    """Reported by the stall check, and seen by `ringdance explain`."""
+    """The stall check reports them, and `ringdance explain` recognizes their stacks."""
     said: list[str] = []
     seen: list[int] = []
     stacks: list[str] = []
@@ -149,7 +150,7 @@ def test_two_ranks_that_wait_for_messages_of_each_other(give_up: float) -> None:
         assert "Each message needs a send and a receive with the same size and tag." in said[0]
         assert all(seen)
         frames = [line for line in stacks[0].splitlines() if "core/transfers.py" in line]
-        assert explain._WAITS.search("\n".join(frames).replace(", in", " in"))  # as faulthandler writes
+        assert explain._WAITS.search("\n".join(frames).replace(", in", " in"))  # as faulthandler writes them
 
 
 def test_a_message_under_way_is_not_reported() -> None:

@@ -1,4 +1,4 @@
-"""All-reduce across hosts with equal and unequal numbers of ranks: bytes that leave a host, and values."""
+"""All-reduce across hosts with equal and unequal numbers of ranks: results and bytes sent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from ringdance.core.engine import Engine
 from ringdance.settings import Settings
 
 LAYOUTS = ("aabb", "aaabb", "abbb", "abab", "abbaacc", "bacccb")
-MANY = "abcdefghijklmnopqr"  # more than send blocks to each other on a power of two, and no power of two
+# too many for hosts to send blocks directly to each other, and not a power of two
+MANY = "abcdefghijklmnopqr"
 SMALL = Settings(chunk_bytes=4096, small_bytes=64)
 LENGTH = 20_011
 
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the bytes that leave each host, large or not, by any collective but the agreement's."""
+    """Count the bytes that leave each host through any collective except the agreement's."""
     sent: Counter[str] = Counter()
 
     def away(self: LoopbackTransport) -> list[bool]:
@@ -62,7 +63,7 @@ SENT += [(MANY, "float32"), (2 * MANY, "float32")]
 
 @pytest.mark.parametrize("case", sampled("bytes that leave a host", SENT, 8, SENT[-2:-1]), ids=str)
 def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, case: tuple[str, str]) -> None:
-    """2·S·(n - 1)/n of S bytes between n hosts, for any type and numbers of ranks."""
+    """A host sends about 2·S·(n - 1)/n bytes for S bytes on n hosts, for any type and number of ranks."""
     hosts, dtype = case
     sent = count_bytes(monkeypatch)
     inputs = all_values(len(hosts), dtype, (1 << 18,))
@@ -80,7 +81,7 @@ def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, case: tuple[st
 
 @pytest.mark.parametrize("hosts", sampled("values across hosts", LAYOUTS, 3))
 def test_values(hosts: str) -> None:
-    """Integers and comparisons exactly, sums of floats but for the order of rounding."""
+    """Integers and comparisons are exact. Sums of floats may differ by the order of rounding."""
     size = len(hosts)
 
     def program(engine: Engine) -> None:
@@ -120,7 +121,8 @@ def test_sums_in_16_bits_are_rounded_once_on_each_host_and_once_at_the_end(case:
                 )
                 shares = np.stack([exact[ranks].sum(0) for ranks in members]) * (pre * post / divisor)
                 bound = unit * (abs(shares).sum(0) + abs(shares.sum(0))) * 1.01
-                bound += 1e-6 * abs(exact).sum(0) + 1e-7  # of float32, and where float16 has fewer bits
+                # rounding of float32, and float16 values with fewer bits
+                bound += 1e-6 * abs(exact).sum(0) + 1e-7
                 assert (abs(got.astype(np.float64) - shares.sum(0)) <= bound).all()
 
     job(size, program, SMALL, hosts=tuple(hosts))
@@ -130,9 +132,9 @@ def test_an_average_in_16_bits_does_not_overflow() -> None:
     hosts = "aaabb"
 
     def program(engine: Engine) -> None:
-        given = np.full(LENGTH, 60_000, np.float16)
-        given[::2] *= -1 if hosts[engine.rank] == "a" else 1
-        got = hvd.allreduce(given)
+        values = np.full(LENGTH, 60_000, np.float16)
+        values[::2] *= -1 if hosts[engine.rank] == "a" else 1
+        got = hvd.allreduce(values)
         assert set(got[1::2].tolist()) == {60_000.0}
         np.testing.assert_allclose(got[::2], 60_000 * (2 - 3) / 5, rtol=2e-3)
 
@@ -148,4 +150,4 @@ def test_all_ranks_have_the_same_bits(hosts: str) -> None:
         ]
 
     results = job(len(hosts), program, SMALL, hosts=tuple(hosts), delay=0.2, seed=5)
-    assert all(found == results[0] for found in results)
+    assert all(result == results[0] for result in results)

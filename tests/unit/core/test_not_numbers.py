@@ -1,4 +1,4 @@
-"""NaN and infinities go through every reduction, whatever the size, type, rank and way."""
+"""NaN and infinities pass through every reduction, for any size, type, rank and data path."""
 
 from __future__ import annotations
 

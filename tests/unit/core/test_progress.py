@@ -32,13 +32,13 @@ def start(engine: Engine, name: str, wake: bool = False) -> Work:
 def until(what: Callable[[], bool]) -> None:
     limit = time.monotonic() + 15
     while not what():
-        assert time.monotonic() < limit, "it did not come"
+        assert time.monotonic() < limit, "The condition did not become true within 15 seconds."
         time.sleep(1e-3)
 
 
 @pytest.fixture
 def no_idle_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine thread finds work only by being woken."""
+    """Make sure that the engine thread finds work only after a wake-up."""
     monkeypatch.setattr(progress, "_IDLE", 60.0)
 
 
@@ -63,7 +63,7 @@ def test_asynchronous_work_goes_on_after_a_blocking_call() -> None:
 
 @pytest.mark.usefixtures("no_idle_look")
 def test_a_submission_while_the_engine_thread_lies_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its look for work and its sleep."""
+    """A submission between the engine thread's check for work and its sleep must not be lost."""
     local = threading.local()
     original = ProcessSetState.next_due
 
@@ -77,18 +77,18 @@ def test_a_submission_while_the_engine_thread_lies_down(monkeypatch: pytest.Monk
 
     def program(engine: Engine) -> None:
         start(engine, "A").wait()
-        found: list[Work] = []
+        submitted_works: list[Work] = []
         assert engine._progress_engine is not None
         run = engine._progress_engine._rest
 
-        def rest() -> None:  # on the engine thread, which has just found nothing to do
-            if not found:
-                local.submit = lambda: found.append(start(engine, "A", wake=True))
+        def rest() -> None:  # on the engine thread, which has just seen that there is nothing to do
+            if not submitted_works:
+                local.submit = lambda: submitted_works.append(start(engine, "A", wake=True))
             run()
 
         monkeypatch.setattr(engine._progress_engine, "_rest", rest)
         engine._progress_engine.wake()
-        until(lambda: bool(found) and found[0].done())
+        until(lambda: bool(submitted_works) and submitted_works[0].done())
 
     monkeypatch.setattr(ProcessSetState, "next_due", next_due)
     job(2, program)
@@ -118,7 +118,7 @@ def test_an_engine_thread_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_followers_are_promoted_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads wait: the leader promotes another when its own operation is complete."""
+    """If several threads wait, the leader promotes another when its own operation completes."""
     monkeypatch.setattr(progress, "_FOLLOWER_POLL", 60.0)
 
     def program(engine: Engine) -> None:
@@ -137,10 +137,10 @@ def test_followers_are_promoted_without_polling(monkeypatch: pytest.MonkeyPatch)
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt, from the trace function."""
+    """Stands for KeyboardInterrupt, raised by the trace function."""
 
 
-# Where CPython looks for signals, beside the start of a function.
+# Instructions after which CPython checks for signals. It also checks at the start of a function.
 _LOOKS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "CALL_KW")
 
 
@@ -153,7 +153,7 @@ def after_looks(code: CodeType) -> Iterator[int]:
 
 
 def interrupt(call: Callable[[], Any], codes: dict[CodeType, set[int]], at: int) -> bool:
-    """Raise at the ``at``-th place where a signal could be seen; return whether there was one."""
+    """Raise at the ``at``-th place where a signal could arrive. Returns True if there was such a place."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -187,26 +187,26 @@ def test_an_interrupt_anywhere_leaves_nothing_taken() -> None:
     def program(engine: Engine) -> int:
         driver = engine._progress_engine
         assert driver is not None
-        for places in range(1, 2000):  # a busy machine polls for long before the work is done
+        for places in range(1, 2000):  # a busy machine polls for a long time before the work is done
             name = f"n{places}"
-            work, found = start(engine, name), False
+            work, interrupted = start(engine, name), False
             if engine.rank == 0:
-                found = interrupt(lambda work=work: work.wait(), codes, places)  # type: ignore[misc]
+                interrupted = interrupt(lambda work=work: work.wait(), codes, places)  # type: ignore[misc]
                 assert not engine.callers.waiting
-            work.wait(20.0)  # also what an interrupt has left
-            again = np.array([found])
+            work.wait(20.0)  # also completes work that an interrupt left behind
+            again = np.array([interrupted])
             call = Call(Collective.ALLREDUCE, "again", ReduceOp.MAX)
             work = call.submit(engine, (again,), (again,), wake=True)
             work.wait(20.0)
             if not again[0]:
                 return places
-        raise AssertionError("there was always one more")
+        raise AssertionError("There was still another place to interrupt after 2000.")
 
     assert job(2, program, Settings())[0] > 15
 
 
 def test_without_threads_mpi_is_called_on_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI_THREAD_SINGLE: a process set is split off on the thread that made MPI."""
+    """With MPI_THREAD_SINGLE, a process set is split off on the thread that initialized MPI."""
     monkeypatch.setattr(LoopbackTransport, "several_threads", False)
     callers: list[tuple[int, int]] = []
     split = LoopbackTransport.split
@@ -226,7 +226,7 @@ def test_without_threads_mpi_is_called_on_this_one(monkeypatch: pytest.MonkeyPat
 
 
 def test_notes_are_read_during_a_long_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step achieves something, so that no thread sleeps; inquiries are answered all the same."""
+    """Every step makes progress, so no thread sleeps, but inquiries must be answered anyway."""
     checked: list[int] = []
     check = Engine.check_peers
 

@@ -1,4 +1,4 @@
-"""The ring of a rank's records."""
+"""The ring buffer of a rank's records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_is_written_is_read_in_order() -> None:
 
 
 def test_what_a_killed_thread_has_begun_hides_nothing() -> None:
-    """A record that it has not completed, and a count of records that another thread wrote before."""
+    """A record that a killed thread did not complete, or an older count of records, hides no other record."""
     ring = Ring()
     reader = RingReader(ring.memory)
     ring.add(Kind.STEP, a=1)
@@ -68,26 +68,26 @@ def test_a_label_is_written_once_and_never_beyond_its_room() -> None:
 
 
 def test_threads_add_labels_one_after_the_other() -> None:
-    """While one writes a label, another adds the same one, and one more."""
-    ring, found = Ring(), {}
+    """While one thread writes a label, another adds the same label and a new one."""
+    ring, numbers = Ring(), {}
     reader = RingReader(ring.memory)
 
     def work() -> None:
-        found.update({name: ring.label(name) for name in ("same", ("same", "other"), "other")})
+        numbers.update({name: ring.label(name) for name in ("same", ("same", "other"), "other")})
 
     class Paused:
         def __setitem__(self, place: slice, data: bytes) -> None:
             ring.view = view
             other.start()
-            other.join(0.2)  # it waits for this one
+            other.join(0.2)  # the other thread waits for this one
             view[place] = data
 
     other, view = threading.Thread(target=work), ring.view
     ring.view = Paused()  # type: ignore[assignment]
     same = ring.label("same")
     other.join()
-    assert same == found["same"]
-    assert {reader.name(number): number for number in found.values()} == found
+    assert same == numbers["same"]
+    assert {reader.name(number): number for number in numbers.values()} == numbers
     assert reader.labels == ["", "same", "other", ("same", "other")]
 
 
@@ -96,9 +96,9 @@ def test_a_slow_reader_knows_how_much_it_has_lost() -> None:
     reader = RingReader(ring.memory)
     for number in range(CAPACITY + 10):
         ring.add(Kind.STEP, a=number)
-    found = [record.values[0] for record in reader.read()]
+    values = [record.values[0] for record in reader.read()]
     lost = 10 + ring_module._WRITERS  # these slots might be overwritten while they are copied
-    assert found == list(range(lost, CAPACITY + 10))
+    assert values == list(range(lost, CAPACITY + 10))
     assert reader.lost == lost
     ring.add(Kind.STEP, a=77)
     reader.skip()
@@ -116,19 +116,19 @@ def test_threads_write_without_losing_a_record() -> None:
     threads = [threading.Thread(target=write, args=(kind,)) for kind in (1, 2, 3)]
     for thread in threads:
         thread.start()
-    found = []
+    read_records = []
     while any(thread.is_alive() for thread in threads):
-        found += list(reader.read())
-    found += list(reader.read())
+        read_records += list(reader.read())
+    read_records += list(reader.read())
     for kind in (1, 2, 3):
-        assert [record.values[0] for record in found if record.kind == kind] == list(range(each))
+        assert [record.values[0] for record in read_records if record.kind == kind] == list(range(each))
 
 
 def test_a_record_that_is_not_complete_is_left_for_later() -> None:
     ring = Ring()
     reader = RingReader(ring.memory)
     ring.add(Kind.STEP, a=0)
-    unfinished = next(ring.numbers)  # of a thread that has not written yet
+    unfinished = next(ring.numbers)  # by a thread that has not written its record yet
     ring.add(Kind.STEP, a=2)
     assert [record.values[0] for record in reader.read()] == [0]
     ring.numbers = iter([unfinished, 3])
@@ -164,10 +164,10 @@ def test_of_several_rings_of_a_process_the_open_one_is_found() -> None:
     for number, ring in enumerate(rings):
         ring.describe(number, 3, "h")
         ring.words[Word.CLOSED] = number != 1
-    found = open_ring(os.getpid())
+    reader = open_ring(os.getpid())
     if hasattr(os, "memfd_create"):
-        assert found
-        assert found.who.rank == 1
+        assert reader
+        assert reader.who.rank == 1
 
 
 def test_marks_of_a_higher_kind_count_alone() -> None:
@@ -178,8 +178,8 @@ def test_marks_of_a_higher_kind_count_alone() -> None:
         recorder.step(mark)
         counts.append(recorder.words[Word.STEPS])
     assert counts == [1, 2, 1, 1, 2, 1, 1, 2, 2, 3]
-    steps = [one for one in RingReader(recorder.ring.memory).read() if one.kind == Kind.STEP]
-    assert [one.values[0] for one in steps] == [1, 2, 1, 2, 1, 2, 3]
+    steps = [record for record in RingReader(recorder.ring.memory).read() if record.kind == Kind.STEP]
+    assert [record.values[0] for record in steps] == [1, 2, 1, 2, 1, 2, 3]
     assert steps[-1].time == recorder.words[Word.LAST_STEP]
 
 

@@ -1,4 +1,7 @@
-"""Data of any size move in bounded rounds: MPI's counts end at 2^31, and packing it all would cost memory."""
+"""Data of any size move in bounded rounds.
+
+MPI's counts end at 2^31, and packing all data at once would take too much memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ringdance.core.exchange import Context, exchange_for
 from ringdance.settings import Settings
 
 PIECE = 1 << 16
-MOST = 32 * PIECE  # bytes that one call of MPI sends or receives
+MOST = 32 * PIECE  # bytes that one MPI call may send or receive
 LENGTH = 5_000_003
 
 

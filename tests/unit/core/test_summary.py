@@ -18,7 +18,7 @@ RANKS = [Identity(rank, f"h{rank // 2}", 100 + rank) for rank in range(4)]
 
 
 def figures(*busy: float, step: float = 0.02, steps: int = 1000) -> dict[int, Figures]:
-    return {rank: Figures(steps, steps * step, steps * (step - one)) for rank, one in enumerate(busy)}
+    return {rank: Figures(steps, steps * step, steps * (step - seconds)) for rank, seconds in enumerate(busy)}
 
 
 def test_three_lines_name_the_rank_that_waits_least() -> None:
@@ -76,7 +76,7 @@ def test_waiting_that_cannot_be_seen_is_not_said_to_be_none() -> None:
 def test_who_polls_or_never_waits_has_no_figures() -> None:
     def program(engine: Engine) -> list[bool]:
         known = [engine.summary.figures().known]
-        engine.recorder.words[Word.BATCHES] = 1  # as if all results had come by themselves
+        engine.recorder.words[Word.BATCHES] = 1  # as if no caller had waited for a result
         known.append(engine.summary.figures().known)
         hvd.allreduce(np.ones(3), name="x")
         engine.recorder.publish()
@@ -96,7 +96,7 @@ def test_who_polls_or_never_waits_has_no_figures() -> None:
 
 def test_the_figures_of_all_ranks_are_at_rank_0_when_they_have_stopped() -> None:
     lines = job(3, ended, Settings(summary_time=1e-6))
-    assert [len(found) for found in lines] == [3, 0, 0]
+    assert [len(rank_lines) for rank_lines in lines] == [3, 0, 0]
     assert lines[0][2].startswith("slowest rank: rank ")
 
 

@@ -1,4 +1,4 @@
-"""What is said of a late rank's threads, by the system calls and the libraries that they are in."""
+"""What reports say about a late rank's threads, based on their system calls and libraries."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from ringdance.core.reports.stacks import place_of, thread_locations
 
 SERIALIZATION = "/x/site-packages/torch/serialization.py"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 @contextmanager
 def running(work: Callable[[], object]) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """Run ``work`` in a thread; give a function that returns its entries once the first does as a pattern."""
+    """Run ``work`` in a thread. Yields a function that returns its entries once the first matches."""
     thread = threading.Thread(target=work, name="late")
     thread.start()
 
     def entries(pattern: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        locations: list[dict[str, Any]] = []
         until = time.monotonic() + 10
         while time.monotonic() < until:
-            found = [one for one in thread_locations() if one["name"] != "main thread"]
-            if found and re.fullmatch(pattern, found[0]["doing"]):
-                return found
-        raise AssertionError(found)
+            locations = [location for location in thread_locations() if location["name"] != "main thread"]
+            if locations and re.fullmatch(pattern, locations[0]["doing"]):
+                return locations
+        raise AssertionError(locations)
 
     yield entries
     thread.join(10)
@@ -52,7 +52,7 @@ def running(work: Callable[[], object]) -> Iterator[Callable[[str], list[dict[st
 def test_a_server_waits_for_a_connection_at_its_own_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, running(server.accept):
         address = server.getsockname()
-        native = next(one.native_id for one in threading.enumerate() if one.name == "late")
+        native = next(candidate.native_id for candidate in threading.enumerate() if candidate.name == "late")
         words = f"waits for a connection to 127.0.0.1:{address[1]}"
         until = time.monotonic() + 10
         while (doing := activity(os.getpid(), native or 0)) != words and time.monotonic() < until:
@@ -63,7 +63,8 @@ def test_a_server_waits_for_a_connection_at_its_own_address() -> None:
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_library_that_reads_a_fifo_waits_for_its_writer(tmp_path: Path, opened: bool) -> None:
-    """As torch.load of a FIFO: that a model is loaded is not what takes time."""
+    """If ``torch.load`` reads a FIFO, for example, the report names the FIFO and not the loading of a model.
+    """
     path = tmp_path / "model"
     os.mkfifo(path)
     space: dict[str, Any] = {}
@@ -71,11 +72,11 @@ def test_a_library_that_reads_a_fifo_waits_for_its_writer(tmp_path: Path, opened
     with running(lambda: space["load"](path)) as entries:
         if opened:
             with open(path, "wb"):
-                (found,) = entries(f"waits for data from the FIFO {path}")
+                (location,) = entries(f"waits for data from the FIFO {path}")
         else:
-            (found,) = entries(f"waits for data from the FIFO {path}")
+            (location,) = entries(f"waits for data from the FIFO {path}")
             path.open("wb").close()
-    assert found["frames"][0].startswith(f"{__file__}:")
+    assert location["frames"][0].startswith(f"{__file__}:")
 
 
 def test_a_library_that_reads_a_file_is_named() -> None:
@@ -89,17 +90,17 @@ def test_a_library_that_reads_a_file_is_named() -> None:
 
 
 def test_a_loader_is_waited_for_by_a_thread_that_waits() -> None:
-    """One without workers reads and computes itself; outside of libraries they do not count."""
+    """A thread that waits below a data loader waits for its data. One that reads or computes does not."""
     loader = ["/x/queue.py", "/x/site-packages/torch/utils/data/dataloader.py"]
     said = ["waits for a socket or a pipe", "waits for data from 1.2.3.4:5", "reads /x", "computes", ""]
-    assert [stacks.doing_in(loader, one) for one in said] == [
+    assert [stacks.doing_in(loader, activity_text) for activity_text in said] == [
         "waits for its data loader", *said[1:4], "waits for its data loader"
     ]  # fmt: skip
     space: dict[str, Any] = {"lock": threading.Lock()}
     space["lock"].acquire()
     exec(compile("def __next__(item):\n    item()", loader[1], "exec"), space)
     with running(lambda: space["__next__"](lambda: space["lock"].acquire())) as entries:
-        entries(procfs._LOCKED)  # in the user's code, below the loader
+        entries(procfs._LOCKED)  # in the user's code, which the loader has called
         space["lock"].release()
 
 
@@ -120,7 +121,10 @@ def test_what_is_not_a_frame_ends_a_stack() -> None:
 
 @pytest.mark.parametrize("what", ["waits", "status", "pending", "sets"])
 def test_what_another_thread_adds_while_garbage_is_collected(what: str) -> None:
-    """In Python 3.11 any allocation may collect garbage, whose end may let another thread run."""
+    """Reports survive changes by other threads.
+
+    In Python 3.11, any allocation may collect garbage, which may let another thread run.
+    """
     callers, pending = Callers(), PendingRequests(8)
     sets = Namespace(registered={})
     looks: dict[str, tuple[dict[Any, Any], Callable[[], object]]] = {

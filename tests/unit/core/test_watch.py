@@ -1,4 +1,4 @@
-"""What is said of a stall, for each thing that the others may be doing."""
+"""What a stall report says about each thing that the other ranks may be doing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ringdance.settings import Settings
 from ringdance.training.collectives import Call, join
 
 WHO = tuple(Identity(rank, f"host{rank // 2}", 100 + rank) for rank in range(4))
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def thread(*frames: str, name: str = "main thread", pending: bool = False) -> dict[str, Any]:
@@ -106,12 +106,12 @@ def test_the_rank_that_alone_waits_for_something_is_named() -> None:
     [
         (answer("barrier"), True),
         (answer("barrier", joined=True), False),
-        (answer(waiting=False), False),  # it sleeps, say
-        (answer("allreduce.loss", waiting=False), False),  # and has submitted something before
+        (answer(waiting=False), False),  # for example, it sleeps
+        (answer("allreduce.loss", waiting=False), False),  # and has submitted something earlier
     ],
 )
 def test_steps_that_a_rank_has_not_made(found: dict[str, Any], fewer_steps: bool) -> None:
-    """Of a rank that waits elsewhere two causes are named, not one, and how far the ranks are."""
+    """If a rank waits elsewhere, the report names two possible causes and each rank's number of steps."""
     status = OWN | {"after": "8 steps"}
     answers = {0: answer("allreduce.grad"), 2: found}
     said = message(answers, name="allreduce.grad", others=[0, 2], status=status)
@@ -126,21 +126,21 @@ def test_what_a_rank_has_marked_is_named() -> None:
 
 
 def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
-    """Nine steps of 8 s, in which this rank waits 6 s, then a compilation of 60 s, or of ten minutes."""
-    given = Settings(origins={"stall_check_time": "environment variable X"})
+    """Nine steps of 8 s, of which this rank waits 6 s. A compilation of 60 s or ten minutes follows."""
+    explicit = Settings(origins={"stall_check_time": "environment variable X"})
     now = time.monotonic()
-    for settings, limits in ((Settings(), (4.0, 8.0, 60.0, 120.0)), (given, (4.0,) * 4)):
+    for settings, limits in ((Settings(), (4.0, 8.0, 60.0, 120.0)), (explicit, (4.0,) * 4)):
         engine = Engine(SingleTransport(), settings)
         recorder, callers = engine.recorder, engine.callers
         watch = StallWatch(engine.transport, settings, engine.sets, callers, recorder)
-        found = [watch._limit(now + 1)]
+        measured = [watch._limit(now + 1)]
         for number in range(9):
             recorder.words[Word.BATCHES] += 1
             recorder.words[Word.STEPS] += 1
             recorder.words[Word.WAITED] += 6 * 10**9
             watch._note_pace(now + 8 * number)
-        found += [watch._limit(now + 64 + seconds) for seconds in (1, 60, 600)]
-        assert found == pytest.approx(limits, abs=0.1)
+        measured += [watch._limit(now + 64 + seconds) for seconds in (1, 60, 600)]
+        assert measured == pytest.approx(limits, abs=0.1)
 
 
 def test_a_rank_that_does_not_answer_is_not_said_to_be_late() -> None:
@@ -195,7 +195,7 @@ def test_an_exchange_that_moves_is_no_stall() -> None:
         ({0: answer("grad"), 3: answer("grad", due=False)}, [3]),  # rank 2 has not answered
         ({0: answer("grad"), 3: answer("grad")}, [2]),
         ({rank: answer("grad") for rank in (0, 2, 3)}, [0]),
-        ({rank: answer("loss") for rank in (0, 2, 3)}, [1]),  # this rank alone has submitted it
+        ({rank: answer("loss") for rank in (0, 2, 3)}, [1]),  # only this rank has submitted it
         ({0: answer("loss"), 2: answer("loss"), 3: answer("metric")}, [0, 2, 3]),
     ],
 )
@@ -238,7 +238,7 @@ def test_other_threads_are_shown_where_they_matter() -> None:
     [
         ("grouped_allreduce.gradients.1a2b.0", 0, True),
         ("allreduce.loss", 0, True),
-        ("allgather.rows", 0, False),  # joining would not help
+        ("allgather.rows", 0, False),  # ``hvd.join()`` would not help
         ("allreduce.loss", 2, False),
     ],
 )
@@ -253,12 +253,12 @@ def test_threads_in_the_users_code_are_found() -> None:
     done = threading.Event()
 
     def work() -> None:
-        done.wait()  # here the other thread is
+        done.wait()  # the other thread is here
 
     other = threading.Thread(target=work, name="worker")
     other.start()
     try:
-        while not any(found["name"] == "thread 'worker'" for found in thread_locations()):
+        while not any(location["name"] == "thread 'worker'" for location in thread_locations()):
             time.sleep(0.01)
         first, second = thread_locations([other.ident])[:2]
     finally:
@@ -314,7 +314,7 @@ def test_a_process_seen_from_outside(script: str, words: str) -> None:
 
 
 def test_a_host_that_does_not_answer_is_not_looked_into() -> None:
-    """Of it no rank answers: it may be switched off."""
+    """If no rank of a host answers, the host may be switched off."""
     transport = Mock(identities=WHO, **{"state.return_value": "unknown"})
     watch = StallWatch(transport, Settings(), Mock(), Mock(), Mock(words=[0] * 64))
     inquiry = Mock(seen={2: {"text": "its main thread sleeps", "stacks": "x"}}, cpu={3: None})
@@ -327,31 +327,36 @@ def test_a_host_that_does_not_answer_is_not_looked_into() -> None:
 
 
 def run_late(program: Callable[[Engine, list[str]], None], **settings: Any) -> list[str]:
-    """Run a program on two ranks; return what is said."""
+    """Run a program on two ranks and return the messages it reports."""
     said: list[str] = []
-    found = Settings(stall_check_time=0.4, origins={"stall_check_time": "environment variable"}, **settings)
-    job(2, lambda engine: program(engine, said), found, report=said.append)
+    limits = Settings(stall_check_time=0.4, origins={"stall_check_time": "environment variable"}, **settings)
+    job(2, lambda engine: program(engine, said), limits, report=said.append)
     return said
 
 
 def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> None:
-    """Both submit early without waking the engine, as where all cores compute; one waits 1 s earlier."""
+    """Waiting starts when a thread waits, not at submission.
+
+    Both ranks submit early without waking the engine, as if all cores computed. One of them waits 1 s
+    earlier.
+    """
 
     def program(engine: Engine, said: list[str]) -> None:
         work = Call(Collective.ALLREDUCE, "gradient", ReduceOp.AVERAGE).submit(engine, (np.ones(3),))
         time.sleep(0.6)
-        assert not said  # longer than stall_check_time, but no thread has waited
+        assert not said  # longer than stall_check_time, but no thread has waited yet
         if engine.rank == 1:
             time.sleep(1.0)
         work.wait()
 
     text = run_late(program)[0]
-    assert re.search("has waited [01] s for 'allreduce.gradient'", text)  # and not 2 since it was submitted
+    # and not 2 s, counted from its submission
+    assert re.search("has waited [01] s for 'allreduce.gradient'", text)
     assert "Submitted but not yet waited for by rank 1" in text
 
 
 def test_a_rank_in_join_is_seen_to_wait() -> None:
-    """So ``ringdance explain`` does not call it late."""
+    """``ringdance explain`` must not call a rank in ``hvd.join()`` late."""
     engines = []
 
     def program(engine: Engine, said: list[str]) -> None:
@@ -376,7 +381,7 @@ def test_one_report_speaks_for_all_that_is_behind() -> None:
         for work in works:
             work.wait()
 
-    assert len(run_late(program)) <= 3  # at least 0.4 s apart
+    assert len(run_late(program)) <= 3  # reports are at least 0.4 s apart
 
 
 def test_more_names_than_are_sent() -> None:

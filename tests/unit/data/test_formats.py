@@ -1,4 +1,4 @@
-"""Both formats, written and read by this project and by others."""
+"""Both file formats, written and read by this project and by other libraries."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def jpeg(number: int, height: int = 24, width: int = 32) -> bytes:
 def test_what_is_written_is_read(tmp_path, format):
     samples = [(jpeg(number), number % 3) for number in range(7)]
     write(tmp_path, samples, format=format, shards=2, classes=["n1", "n2", "n3"])
-    found = Dataset.open(tmp_path)
-    assert [found.read(number) for number in range(7)] == [image for image, _ in samples]
-    assert list(found.rows["label"]) == [label for _, label in samples]
-    assert [file.samples for file in found.files] == [4, 3]
-    assert all(file.size == (tmp_path / file.name).stat().st_size for file in found.files)
-    assert list(found.classes) == ["n1", "n2", "n3"]
+    dataset = Dataset.open(tmp_path)
+    assert [dataset.read(number) for number in range(7)] == [image for image, _ in samples]
+    assert list(dataset.rows["label"]) == [label for _, label in samples]
+    assert [file.samples for file in dataset.files] == [4, 3]
+    assert all(file.size == (tmp_path / file.name).stat().st_size for file in dataset.files)
+    assert list(dataset.classes) == ["n1", "n2", "n3"]
     assert not list(tmp_path.glob(".*"))
 
 
@@ -38,10 +38,10 @@ def test_tars_have_keys_labels_and_nothing_of_the_machine(tmp_path):
     write(tmp_path, [(jpeg(1), 0), (jpeg(2), 1)], format="webdataset", classes=["n1.x", "n2"])
     with tarfile.open(tmp_path / "train-00000-of-00001.tar") as tar:
         members = tar.getmembers()
-        assert [member.name for member in members] == [
+        assert [m.name for m in members] == [
             "n1_x/00000000.jpg", "n1_x/00000000.cls", "n2/00000001.jpg", "n2/00000001.cls",
         ]  # fmt: skip
-        assert {(one.mtime, one.uid, one.uname, one.mode) for one in members} == {(0, 0, "", 0o644)}
+        assert {(m.mtime, m.uid, m.uname, m.mode) for m in members} == {(0, 0, "", 0o644)}
         assert tar.extractfile(members[3]).read() == b"1"
 
 
@@ -61,8 +61,8 @@ def test_a_damaged_record_is_found(tmp_path):
 def test_integers_of_any_sign_and_bytes_of_any_length():
     features = {"a": -5, "b": 1 << 40, "c": b"x" * 300, "d": b""}
     image = bytes(70_000)
-    found = tfrecord.parse(tfrecord.encode(features, "z", image) + image)
-    assert {name: value for name, (value, _) in found.items()} == features | {"z": image}
+    parsed = tfrecord.parse(tfrecord.encode(features, "z", image) + image)
+    assert {name: value for name, (value, _) in parsed.items()} == features | {"z": image}
     with pytest.raises(ArgumentError, match=r"hold a tf\.train\.Example"):
         tfrecord.parse(b"not a protocol buffer")
 

@@ -1,4 +1,4 @@
-"""The loader: exact resumption at every number of ranks, the same whatever the threads, no threads left."""
+"""The data loader: exact resumption with any number of ranks and threads, and no threads left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def encoded(pixels: Any, kind: str = "JPEG", **options: Any) -> bytes:
 
 
 class Memory:
-    """Small images of random colours in memory, each in the file format of its turn."""
+    """Small images of random colors in memory, encoded as JPEG."""
 
     def __init__(self, length: int) -> None:
         random = np.random.RandomState(1)
@@ -63,12 +63,12 @@ class Memory:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
-    """Go through part of an epoch with each number of ranks, go on with each other, and with a third."""
+    """Read part of an epoch with one number of ranks, continue with another, and finish with a third."""
     cases = list(itertools.product((0, 7, 31), (1, 3), itertools.product(SIZES, repeat=3)))
     for length, batch, (first, second, third) in part("resumed at any size", cases, 60):
         whole = Plan(length, batch, shuffle, 5, 0, 1)
         whole.set_epoch(2)
-        order = [one for numbers, *_ in whole.batches() for one in numbers.tolist()]
+        order = [sample for numbers, *_ in whole.batches() for sample in numbers.tolist()]
         seen: list[int] = []
         position = 0
         for size, steps in ((first, 2), (second, 1), (third, 10**6)):
@@ -79,14 +79,14 @@ def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
             rounds = list(zip(*[list(plan.batches()) for plan in plans], strict=True))
             assert len(rounds) == len(plans[0])
             for parts in rounds[:steps]:
-                mine = [numbers.tolist() for numbers, weight, _, _ in parts if weight]
-                assert {end for _, _, end, _ in parts} == {position + sum(map(len, mine))}
-                assert {count for *_, count in parts} == {sum(map(len, mine))}
+                consumed = [numbers.tolist() for numbers, weight, _, _ in parts if weight]
+                assert {end for _, _, end, _ in parts} == {position + sum(map(len, consumed))}
+                assert {count for *_, count in parts} == {sum(map(len, consumed))}
                 assert all(1 <= len(numbers) <= batch for numbers, *_ in parts)
                 # The average over ranks of weight times a rank's mean is the mean over all samples.
                 means = [weight * np.mean(numbers) for numbers, weight, _, _ in parts]
-                assert np.isclose(np.mean(means), np.mean([*itertools.chain(*mine)]))
-                seen += [*itertools.chain(*mine)]
+                assert np.isclose(np.mean(means), np.mean([*itertools.chain(*consumed)]))
+                seen += [*itertools.chain(*consumed)]
                 position = parts[0][2]
         assert seen == order
         assert Counter(seen) == Counter(range(length))
@@ -94,9 +94,9 @@ def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 1), (2, 2)])
 def test_short_batches_are_left_out_also_after_a_resumption(first: int, second: int) -> None:
-    """Of 31 samples in batches of 4 for each rank; each at most once, in whole batches."""
+    """Each of 31 samples is used at most once, and only in whole batches of 4 per rank."""
     order = Plan(31, 4, True, 5, 0, 1)
-    everything = [one for numbers, *_ in order.batches() for one in numbers.tolist()]
+    everything = [sample for numbers, *_ in order.batches() for sample in numbers.tolist()]
     seen: list[int] = []
     position = 0
     for size, steps in ((first, 2), (second, 10**6)):
@@ -109,7 +109,7 @@ def test_short_batches_are_left_out_also_after_a_resumption(first: int, second: 
         assert len(rounds) == len(plans[0])
         for parts in rounds[:steps]:
             assert [len(numbers) for numbers, *_ in parts] == [4] * size
-            seen += [one for numbers, *_ in parts for one in numbers.tolist()]
+            seen += [sample for numbers, *_ in parts for sample in numbers.tolist()]
             position = parts[0][2]
     assert position == plans[0].end
     assert seen == everything[:position]
@@ -126,20 +126,20 @@ def pixels_of(loader: Loader) -> dict[int, bytes]:
 
 def test_a_sample_is_augmented_alike_on_any_rank() -> None:
     data = Memory(13)
-    found = []
+    by_size = []
     for size in (1, 3, 5):
         parts: dict[int, bytes] = {}
         for rank in range(size):
             loader = Loader(data, 2, image_size=16, seed=3, rank=rank, size=size, threads=1 + rank % 3)
             loader.set_epoch(1)
-            mine = pixels_of(loader)
-            assert not mine.keys() & parts.keys()
-            parts |= mine
-        found.append(parts)
-    assert found[0] == found[1] == found[2]
-    assert sorted(found[0]) == list(range(13))
+            own_pixels = pixels_of(loader)
+            assert not own_pixels.keys() & parts.keys()
+            parts |= own_pixels
+        by_size.append(parts)
+    assert by_size[0] == by_size[1] == by_size[2]
+    assert sorted(by_size[0]) == list(range(13))
     loader.set_epoch(2)
-    assert all(found[0][number] != image for number, image in pixels_of(loader).items())
+    assert all(by_size[0][number] != image for number, image in pixels_of(loader).items())
 
 
 def test_a_transform_follows_the_crop_and_draws_alike_on_any_rank() -> None:
@@ -148,15 +148,15 @@ def test_a_transform_follows_the_crop_and_draws_alike_on_any_rank() -> None:
         return image // 2 + np.uint8(draw(0, 100))
 
     data = Memory(13)
-    found = [
-        pixels_of(Loader(data, 13, image_size=16, seed=3, shuffle=False, threads=threads, transform=one))
-        for threads, one in ((1, transform), (3, transform), (1, None))
+    runs = [
+        pixels_of(Loader(data, 13, image_size=16, seed=3, shuffle=False, threads=threads, transform=chosen))
+        for threads, chosen in ((1, transform), (3, transform), (1, None))
     ]
-    assert found[0] == found[1]
-    pixels = [np.array([np.frombuffer(one[number], np.uint8) for number in range(13)]) for one in found]
+    assert runs[0] == runs[1]
+    pixels = [np.array([np.frombuffer(run[number], np.uint8) for number in range(13)]) for run in runs]
     added = (pixels[0] - pixels[2] // 2).reshape(13, -1)
-    assert (added == added[:, :1]).all(), "of the cropped image"
-    assert len({*added[:, 0].tolist()}) > 5, "other draws for each"
+    assert (added == added[:, :1]).all(), "The transform must get the cropped image."
+    assert len({*added[:, 0].tolist()}) > 5, "Each sample must get different random draws."
     for wrong in (lambda image, draw: image / 255, lambda image, draw: image[:, :, :1]):
         with pytest.raises(ArgumentError, match="transform returned"):
             next(iter(Loader(data, 13, image_size=16, augment=False, transform=wrong)))
@@ -186,7 +186,8 @@ def no_threads_of_other_tests() -> Iterator[None]:
     yield
     until = time.monotonic() + 20
     while decoding() and time.monotonic() < until:
-        gc.collect()  # the next epoch's threads end with their loader, when they have done what they are at
+        # the next epoch's threads exit with their loader once they have finished their current work
+        gc.collect()
         time.sleep(0.02)
     assert not decoding()
 
@@ -207,7 +208,7 @@ def test_no_thread_is_left() -> None:
     assert not decoding()
     assert list(held) == []
     assert sum(len(batch.labels) for batch in loader) == 20
-    assert decoding()  # the next epoch
+    assert decoding()  # threads of the next epoch
     loader.close()
     assert not decoding()
 
@@ -230,9 +231,9 @@ def test_the_next_epoch_is_prepared_while_this_one_ends() -> None:
     loader.close()
     assert labels(0) == first
     assert loader._following is not None
-    second = labels(1)  # what was prepared
-    assert second == labels(1) != first  # not what was prepared: that is of epoch 2
-    assert loader._following is None  # nor is it tried again
+    second = labels(1)  # the epoch that was prepared
+    assert second == labels(1) != first  # not the prepared epoch, which is epoch 2
+    assert loader._following is None  # nor does it prepare another epoch
     assert labels(1, 6) == second[2:]
     assert labels(0) == first
 
@@ -278,16 +279,16 @@ def run_script(text: str) -> str:
 
 
 def test_nothing_is_read_for_an_epoch_that_nobody_will_ask_for() -> None:
-    found = run_script("""
+    output = run_script("""
 loader = Loader(Data(), 40, image_size=8, read_bytes=2)
 list(loader)
 os.write(1, b"end")
 """)
-    assert found.partition("end")[2].count("r") <= 8  # by its four threads; 180 are submitted
+    assert output.partition("end")[2].count("r") <= 8  # by its four threads; 180 are submitted
 
 
 def test_a_forked_process_prepares_its_epochs_itself() -> None:
-    found = run_script("""
+    output = run_script("""
 loader = Loader(Data(), 40, image_size=8, threads=2)
 list(loader)
 loader.set_epoch(1)
@@ -306,7 +307,7 @@ else:
     loader.close()
     os._exit(0)
 """)
-    assert found == "10\nA forked process cannot continue this iteration. Start a new one there.\n10 9\n"
+    assert output == "10\nA forked process cannot continue this iteration. Start a new one there.\n10 9\n"
 
 
 def test_a_file_that_opens_slowly_holds_up_no_other() -> None:
@@ -329,7 +330,7 @@ def test_a_file_that_opens_slowly_holds_up_no_other() -> None:
 
 
 def test_a_data_set_that_was_read_is_pickled_and_copied(tmp_path: Path) -> None:
-    write(tmp_path, ((one, 0) for one in Memory(6).data), shards=3)
+    write(tmp_path, ((image, 0) for image in Memory(6).data), shards=3)
     data = Dataset.open(tmp_path)
     first = data.read(0)
     assert pickle.loads(pickle.dumps(data)).read(0) == copy.deepcopy(data).read(0) == first
@@ -341,24 +342,24 @@ def test_iterations_of_one_loader_do_not_end_one_another() -> None:
     left = iter(loader)
     next(left)
     other = iter(loader)
-    found = [next(other).indices.tolist()]
-    del left  # in the middle
+    indices = [next(other).indices.tolist()]
+    del left  # in the middle of its epoch
     gc.collect()
-    found += [batch.indices.tolist() for batch in other]
-    assert found == expected
+    indices += [batch.indices.tolist() for batch in other]
+    assert indices == expected
     first, second = iter(loader), iter(loader)
-    for one, another, numbers in zip(first, second, expected, strict=True):
-        assert one.indices.tolist() == another.indices.tolist() == numbers
+    for first_batch, second_batch, numbers in zip(first, second, expected, strict=True):
+        assert first_batch.indices.tolist() == second_batch.indices.tolist() == numbers
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 def test_a_file_stays_open_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, ((one, 0) for one in Memory(6).data), shards=3)
+    write(tmp_path, ((image, 0) for image in Memory(6).data), shards=3)
     data = Dataset.open(tmp_path)
     pread, names = os.pread, []
 
     def read(number: int, size: int, offset: int) -> bytes:
-        data.close()  # as another thread does that needs the descriptor
+        data.close()  # as another thread does when it needs the descriptor
         names.append(os.readlink(f"/proc/self/fd/{number}"))
         return pread(number, size, offset)
 
@@ -371,33 +372,33 @@ def test_a_file_stays_open_while_it_is_read(tmp_path: Path, monkeypatch: pytest.
 def test_the_order_by_pieces_has_each_sample_once_with_any_number_of_ranks(size: int) -> None:
     length, piece = 10_007, 16
     plans = [Plan(length, 24 // size, True, 5, rank, size, piece=piece) for rank in range(size)]
-    found = [list(plan.batches()) for plan in plans]
-    used = [np.concatenate([part[0][: len(part[0]) if part[1] else 0] for part in parts]) for parts in found]
+    rounds = [list(plan.batches()) for plan in plans]
+    used = [np.concatenate([part[0][: len(part[0]) if part[1] else 0] for part in parts]) for parts in rounds]
     assert np.sort(np.concatenate(used)).tolist() == list(range(length))
-    # Resumed after 100 batches on two ranks: the same samples, in batches of the same size.
+    # Resume after 100 batches, on two ranks: they see the same samples, in batches of the same size.
     again = [Plan(length, 12, True, 5, rank, 2, piece=piece) for rank in range(2)]
     for plan in again:
         plan.set_epoch(0, 2400)
     left = [part for plan in again for part in plan.batches()]
     rest = np.concatenate([part[0][: len(part[0]) if part[1] else 0] for part in left])
-    before = np.concatenate([part[0] for parts in found for part in parts[:100]])
+    before = np.concatenate([part[0] for parts in rounds for part in parts[:100]])
     assert np.sort(np.concatenate([before, rest])).tolist() == list(range(length))
     other = Plan(length, 24, True, 5, 0, 1, piece=piece)
     other.set_epoch(1)
-    assert next(other.batches())[0].tolist() != next(iter(found[0]))[0].tolist()
+    assert next(other.batches())[0].tolist() != next(iter(rounds[0]))[0].tolist()
 
 
 @pytest.mark.parametrize(("length", "piece"), [(1, 1), (100, 7), (10_007, 16), (65_536, 64), (999, 1000)])
 def test_the_order_by_pieces_is_that_of_random_places(length: int, piece: int) -> None:
-    """By a sort of all samples, which takes much more memory than by a lane at a time."""
+    """The order equals a sort of all samples by random places, which takes much more memory."""
     random = np.random.RandomState([5, 1])
     place = np.argsort(random.permutation(-(-length // piece)))
     lane, begin = np.repeat(place % 64, piece)[:length], np.repeat(place // 64, piece)[:length]
-    found = np.lexsort((begin + 4 * random.random_sample(length), lane))
+    sorted_order = np.lexsort((begin + 4 * random.random_sample(length), lane))
     counts = np.bincount(lane)
     turns = np.concatenate([np.arange(count) for count in counts])
     order, lanes = by_pieces(length, piece, 5, 1)
-    assert order.tolist() == found[np.argsort(turns, kind="stable")].tolist()
+    assert order.tolist() == sorted_order[np.argsort(turns, kind="stable")].tolist()
     assert lanes.tolist() == (place % 64).tolist()
 
 
@@ -405,7 +406,8 @@ def test_the_order_by_pieces_needs_little_memory() -> None:
     tracemalloc.start()
     try:
         by_pieces(300_000, 31, 5, 1)
-        assert tracemalloc.get_traced_memory()[1] < 28 * 300_000  # 55 where all are sorted at once
+        # 55 bytes per sample if all are sorted at once
+        assert tracemalloc.get_traced_memory()[1] < 28 * 300_000
     finally:
         tracemalloc.stop()
 
@@ -415,8 +417,8 @@ def test_ranks_read_pieces_of_their_own_which_a_batch_mixes() -> None:
     plans = [Plan(length, 64, True, 5, rank, size, piece=piece) for rank in range(size)]
     pieces = [[set((part[0] // piece).tolist()) for part in plan.batches()] for plan in plans]
     read = sum(len(set.union(*batches)) for batches in pieces)
-    assert read == length // piece  # in batches of which all lanes are a divisor
-    assert np.mean([len(set.union(*some)) for some in zip(*pieces, strict=True)]) > 150  # of 256 at most
+    assert read == length // piece  # if the number of lanes is a multiple of the batch size
+    assert np.mean([len(set.union(*some)) for some in zip(*pieces, strict=True)]) > 150  # of at most 256
     odd = [Plan(length, 50, True, 5, rank, size, piece=piece) for rank in range(size)]
     read = sum(len({*np.concatenate([part[0] for part in plan.batches()]) // piece}) for plan in odd)
     assert read < 1.25 * length // piece
@@ -435,16 +437,16 @@ def test_pieces_are_read_before_their_samples(tmp_path: Path) -> None:
 
     object.__setattr__(data, "will_need", noted)
     loader = Loader(data, 8, image_size=8, read_bytes=10 * len(photograph), rank=1, size=2)
-    piece = loader.piece  # fewer: records have a frame
+    piece = loader.piece  # fewer than 10, because each record has a frame
     assert 5 < piece < 10
     seen = np.concatenate([batch.indices for batch in loader])
-    own = {(one, one + piece) for one in (seen // piece * piece).tolist()}
+    expected = {(start, start + piece) for start in (seen // piece * piece).tolist()}
     loader.close()
-    assert set(asked) >= own  # and those of the next epoch's first batches
+    assert set(asked) >= expected  # plus the first batches of the next epoch
     asked.clear()
     list(Loader(data, 8, image_size=8, read_bytes=4096, augment=False, rank=1, size=2))
     assert sorted(asked) == [*((first, first + 8) for first in range(8, 192, 16)), (196, 200)]
-    assert Loader(data, 8).piece == 0  # 16 GiB and more
+    assert Loader(data, 8).piece == 0  # only used for 16 GiB or more
     with pytest.raises(ArgumentError, match="read_bytes=-1 is negative"):
         Loader(data, 8, read_bytes=-1)
 
@@ -469,7 +471,7 @@ def test_a_broken_image_is_named() -> None:
 
 def test_other_failures_of_threads_are_raised() -> None:
     data = Memory(9)
-    data.rows = {"label": np.arange(4)}  # fails where the memory of a batch is made
+    data.rows = {"label": np.arange(4)}  # allocating a batch fails
     with pytest.raises(IndexError):
         list(Loader(data, 3, image_size=8))
     assert not decoding()
@@ -507,7 +509,7 @@ def test_sixteen_bits_are_scaled_and_transparent_pixels_are_white() -> None:
 
 @pytest.mark.parametrize("side", [350, 224, 56])
 def test_the_centre_is_that_of_resize_and_crop(side: int) -> None:
-    """Also where the JPEG is decoded at a part of its size."""
+    """Also if the JPEG is decoded at a reduced size."""
     wave = np.sin(np.arange(512) / 25)[:, None, None] * np.cos(np.arange(1024) / 30)[None, :, None]
     picture = Image.fromarray((127 + 120 * wave * [1, 0.5, -1]).astype(np.uint8))
     out = np.zeros((side, side, 3), np.uint8)
@@ -532,9 +534,10 @@ def test_random_parts() -> None:
         areas.append((right - left) * (bottom - top) / (500 * 375))
         flips += draw() < 0.5
     assert 0.07 < min(areas) < 0.12
-    assert 0.38 < np.mean(areas) < 0.48  # large ones fit less often
+    assert 0.38 < np.mean(areas) < 0.48  # large boxes fit less often
     assert 160 < flips < 240
-    assert random_box(1000, 10, Draws(0, 0, 0))[3] == 10  # no part has an allowed ratio: the centre
+    # no box has an allowed aspect ratio, so the center is used
+    assert random_box(1000, 10, Draws(0, 0, 0))[3] == 10
     assert centre_box(640, 480) == (110, 30, 530, 450)
 
 
@@ -555,11 +558,11 @@ def test_without_opencv_the_pixels_are_nearly_the_same(monkeypatch: pytest.Monke
     pytest.importorskip("cv2")
     noise = np.random.RandomState(2).randint(0, 256, (9, 12, 3), np.uint8)
     data = [*Memory(40).data, encoded(Image.fromarray(noise).resize((400, 300)))]
-    for number, one in enumerate(data):
-        found = []
+    for number, encoded_image in enumerate(data):
+        decoded = []
         for _ in range(2):
-            found.append(np.zeros((24, 24, 3), np.uint8))
-            decode_into(found[-1], one, Draws(0, 0, number))
+            decoded.append(np.zeros((24, 24, 3), np.uint8))
+            decode_into(decoded[-1], encoded_image, Draws(0, 0, number))
             monkeypatch.setattr(images, "cv2", None)
         monkeypatch.undo()
-        assert np.abs(found[0].astype(int) - found[1]).mean() < 5
+        assert np.abs(decoded[0].astype(int) - decoded[1]).mean() < 5

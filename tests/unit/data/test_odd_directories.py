@@ -1,4 +1,4 @@
-"""Directories as people have them: each sample is in the data set, or it is counted and named."""
+"""Directories as users have them: each sample is either in the data set, or counted and named."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def tar(path: Path, *members: tuple[str, bytes], form: int = tarfile.PAX_FORMAT,
 
 
 def shard(*pairs: tuple[str, bytes, str], **options: object) -> Make:
-    """A tar of images with a label file each: name, image, label."""
+    """Return a maker of a tar with a label file for each image, from tuples (name, image, label)."""
     members = [
-        one
+        member
         for name, data, label in pairs
-        for one in (
+        for member in (
             (name, data),
             (f"{name.rpartition('.')[0]}.{'json' if label[:1] == '{' else 'cls'}", label.encode()),
         )
@@ -85,7 +85,7 @@ def both(*makers: Make) -> Make:
 
 
 def damaged(root: Path) -> None:
-    """The header of the second of four images is overwritten."""
+    """Write a tar of four images and overwrite the header of the second one."""
     data = bytearray(
         tar(
             root / "train-0.tar",
@@ -99,7 +99,7 @@ def damaged(root: Path) -> None:
 
 GOOD = shard(("a.jpg", JPG, "0"), ("b.jpg", JPG, "1"))
 INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
-    # what is made, samples, exit code, words in what is told or in the list
+    # Maker, samples, exit code, words expected in the output or in the list of problems.
     "dots in names": (
         shard(("IMG1.jpg", JPG, "0"), ("IMG2.v2.jpg", JPG, "1"), ("v1.0/a.jpg", JPG, "2")),
         2,
@@ -259,7 +259,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
     "other files": (
         both(
             GOOD,
-            lambda root: [(root / one).write_text("x") for one in ("README.md", "labels.txt", ".DS_Store")],
+            lambda root: [(root / name).write_text("x") for name in ("README.md", "labels.txt", ".DS_Store")],
         ),
         2,
         0,
@@ -335,7 +335,7 @@ def test_index(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
             (WEBP, 2),
         ]
     assert main(["verify", str(tmp_path), "--decode"]) == 0
-    assert main(["index", str(tmp_path)]) == code, "with its own index beside"
+    assert main(["index", str(tmp_path)]) == code, "indexing again gives another exit code"
 
 
 def test_index_of_files_in_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -433,11 +433,11 @@ def test_images(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert code == (2 if splits is None else 0), told
     assert "Traceback" not in told
     assert not [word for word in words if word not in told], told
-    found = {
+    split_sizes = {
         path.stem: len(Dataset.open(tmp_path / "dst", path.stem))
         for path in (tmp_path / "dst").glob("*.json")
     }
-    assert found == (splits or {})
+    assert split_sizes == (splits or {})
 
 
 @pytest.fixture(scope="module")
@@ -484,9 +484,9 @@ def test_click_logs_of_all_kinds(
     assert main(["prepare", "criteo", str(source), str(tmp_path / "dst"), "-np", "1"]) == 0
     assert f"not read, because of their names: 5 ({', '.join([*others, 'sub'])})" in capfd.readouterr().err
     (tmp_path / "all").write_bytes(b"".join(lines))
-    expected, found = Table.open(tmp_path / "all", table_size=1_000_000), Table.open(tmp_path / "dst")
-    rows = [sorted(row.tobytes() for row in one.read(np.arange(70)).packed()) for one in (expected, found)]
-    assert len(found) == len(expected)
+    expected, prepared = Table.open(tmp_path / "all", table_size=1_000_000), Table.open(tmp_path / "dst")
+    rows = [sorted(row.tobytes() for row in t.read(np.arange(70)).packed()) for t in (expected, prepared)]
+    assert len(prepared) == len(expected)
     assert rows[0] == rows[1]
 
 

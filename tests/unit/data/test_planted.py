@@ -1,4 +1,4 @@
-"""Click logs with a planted signal: the same for any number of rows, and in any format."""
+"""Click logs with a planted signal: independent of the number of rows, and equal in every format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_fewer_rows_are_the_first_of_more():
     (other,) = planted(500, seed=3, day=1)
     assert criteo_lines(few) != criteo_lines(other)
     later = list(planted(20_000, seed=3, start=300))
-    assert [len(one.labels) for one in later] == [16_384 - 300, 20_300 - 16_384]
+    assert [len(part.labels) for part in later] == [16_384 - 300, 20_300 - 16_384]
     assert criteo_lines(later[0]).splitlines()[:200] == criteo_lines(few).splitlines()[300:]
     for a, b in zip(later[0].part(0, 200).rows(), few.rows().part(300, 500), strict=True):
         assert a.tobytes() == b.tobytes()
@@ -60,9 +60,9 @@ def test_the_command_writes_these_rows(tmp_path, capsys):
     assert cli.main([*words, "--validation", "0.1"]) == 0
     (whole,) = planted(3000)
     for split, start, stop in (("train", 0, 2700), ("validation", 2700, 3000)):
-        found = Table.open(tmp_path, split).read(np.arange(stop - start))
-        for one, other in zip(found, whole.part(start, stop).rows(5000), strict=True):
-            assert one.tobytes() == other.tobytes()
+        written = Table.open(tmp_path, split).read(np.arange(stop - start))
+        for column, other in zip(written, whole.part(start, stop).rows(5000), strict=True):
+            assert column.tobytes() == other.tobytes()
     best = auc(whole.probabilities[:2700], whole.labels[:2700])
     assert f"AUC of the true probabilities {best:.5f}" in capsys.readouterr().out
     assert cli.main(words) == 2

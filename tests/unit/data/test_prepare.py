@@ -1,4 +1,4 @@
-"""`ringdance data` in this process: layouts of the source, unusual images, errors, files of others."""
+"""`ringdance data` in this process: source layouts, unusual images, errors, and data of other programs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CLASSES = ["n01440764", "n01443537", "n02119789"]
 
 
 def image(number: int, kind: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (48, 40)) -> bytes:
-    """An image in one colour, with its number in it."""
+    """Return an image in one color that encodes its number."""
     data = io.BytesIO()
     PIL.new("RGB", size, (number * 37 % 256, number * 91 % 256, 64)).convert(mode).save(data, kind)
     return data.getvalue()
 
 
 def turned() -> bytes:
-    """An image that EXIF says to be turned by a quarter."""
+    """Return an image whose EXIF data say that it is rotated by 90 degrees."""
     exif, data = PIL.Exif(), io.BytesIO()
     exif[0x0112] = 6
     PIL.open(io.BytesIO(image(9))).save(data, "JPEG", exif=exif)
@@ -41,7 +41,7 @@ def turned() -> bytes:
 
 
 def class_directories(root: Path, each: int = 4) -> dict[str, bytes]:
-    """Images in directories of classes; returns them by name."""
+    """Write images in class directories and return them by name."""
     images = {f"{c}/{c}_{n}.JPEG": image(10 * k + n) for k, c in enumerate(CLASSES) for n in range(each)}
     for name, data in images.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -83,11 +83,11 @@ def by_class(images: dict[str, bytes]) -> set[tuple[bytes, int]]:
 def test_class_directories_keep_every_byte(tmp_path, capfd, format):
     images = class_directories(tmp_path / "src")
     assert prepare(tmp_path / "src", tmp_path / "dst", "--format", format, "--shards", 3) == 0
-    found = Dataset.open(tmp_path / "dst")
-    assert list(found.classes) == CLASSES
-    assert pairs(found) == by_class(images)
-    assert [file.samples for file in found.files] == [4, 4, 4]
-    assert list(found.rows["label"]) != sorted(found.rows["label"])  # shuffled
+    dataset = Dataset.open(tmp_path / "dst")
+    assert list(dataset.classes) == CLASSES
+    assert pairs(dataset) == by_class(images)
+    assert [file.samples for file in dataset.files] == [4, 4, 4]
+    assert list(dataset.rows["label"]) != sorted(dataset.rows["label"])  # shuffled
     assert run("verify", tmp_path / "dst", "--decode") == 0
     capfd.readouterr()
     assert run("info", tmp_path / "dst") == 0
@@ -109,10 +109,10 @@ def test_kaggle(tmp_path, below):
     labels_of_kaggle(base, sorted(validation), classes)
     assert prepare(base / below, tmp_path / "dst", "--shards", 2) == 0
     assert pairs(Dataset.open(tmp_path / "dst")) == by_class(train)
-    found = Dataset.open(tmp_path / "dst", "validation")
-    assert len(found.files) == 1
+    dataset = Dataset.open(tmp_path / "dst", "validation")
+    assert len(dataset.files) == 1
     expected = zip(sorted(validation), classes, strict=True)
-    assert pairs(found) == {(validation[name], CLASSES.index(c)) for name, c in expected}
+    assert pairs(dataset) == {(validation[name], CLASSES.index(c)) for name, c in expected}
 
 
 def official(base: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -174,17 +174,17 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
         ("converted", "png.JPEG"), ("converted", "cmyk.JPEG"), ("converted", "middle.JPEG"),
         ("converted", "alpha.png"), ("converted", "turned.JPEG"),
     }  # fmt: skip
-    for number in (1, 2):  # files of images in an order of their own, and another process
+    for number in (1, 2):  # twice, with other files of images in another order: with one process and with two
         again = tmp_path / f"again{number}"
         command = ["prepare", "imagenet", tmp_path / "src", again, "--max-broken", 3, "-np", number]
         assert run(*command) == 3
         assert filecmp.cmp(again / "train.problems.tsv", tmp_path / "dst/train.problems.tsv", shallow=False)
-    found = Dataset.open(tmp_path / "dst")
-    assert len(found) == 18
-    sizes = {PIL.open(io.BytesIO(found.read(number))).size for number in range(len(found))}
+    dataset = Dataset.open(tmp_path / "dst")
+    assert len(dataset) == 18
+    sizes = {PIL.open(io.BytesIO(dataset.read(number))).size for number in range(len(dataset))}
     assert (40, 48) in sizes, "upright"
-    assert {*by_class(images), (special["grey.JPEG"], 0)} < pairs(found)
-    modes = {PIL.open(io.BytesIO(data)).mode for data, _ in pairs(found)}
+    assert {*by_class(images), (special["grey.JPEG"], 0)} < pairs(dataset)
+    modes = {PIL.open(io.BytesIO(data)).mode for data, _ in pairs(dataset)}
     assert modes == {"RGB", "L"}
     assert run("verify", tmp_path / "dst", "--decode") == 0
 
@@ -197,8 +197,8 @@ def test_resize_makes_larger_images_smaller_and_keeps_the_others(tmp_path):
     small = image(1)
     (tmp_path / "src/a/small.jpg").write_bytes(small)
     assert prepare(tmp_path / "src", tmp_path / "dst", "--resize", 60) == 0
-    found = Dataset.open(tmp_path / "dst")
-    data = {found.read(0), found.read(1)} - {small}
+    dataset = Dataset.open(tmp_path / "dst")
+    data = {dataset.read(0), dataset.read(1)} - {small}
     with PIL.open(io.BytesIO(data.pop())) as made:
         assert made.size == (80, 60)
         expected = np.asarray(PIL.fromarray(pixels).resize((80, 60), PIL.LANCZOS), np.float32)
@@ -231,7 +231,7 @@ def test_a_changed_option_or_source_is_refused(tmp_path, capfd, change, words, m
 
 
 def test_an_image_that_changed_at_equal_size_is_noticed(tmp_path, capfd):
-    """A data set of two states of the source is refused; for a complete one it is said."""
+    """Preparing from two states of the source is refused. For a complete data set, the change is reported."""
     class_directories(tmp_path / "src")
     changed = tmp_path / "src" / CLASSES[1] / f"{CLASSES[1]}_1.JPEG"
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
@@ -241,7 +241,7 @@ def test_an_image_that_changed_at_equal_size_is_noticed(tmp_path, capfd):
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
     said = capfd.readouterr().err
     assert "train: files with its images were changed or copied again since\ntrain: complete since" in said
-    (tmp_path / "dst/train.json").unlink()  # as if it had been interrupted
+    (tmp_path / "dst/train.json").unlink()  # as if the run had been interrupted
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 2
     assert "started differently. Now: files with its images were changed or copied" in capfd.readouterr().err
 
@@ -288,7 +288,7 @@ def test_errors_say_what_to_do(tmp_path, capfd):
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # Python would cut its .pyc files without a word
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # Python would silently truncate its .pyc files
     class_directories(tmp_path / "src", 40)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -354,7 +354,7 @@ DAMAGE = {
 
 
 def test_a_damaged_index_is_named(tmp_path, capfd):
-    """By `info`, `verify` and who opens it: the file, what is wrong, what to do; no traceback."""
+    """`info`, `verify` and `Dataset.open()` name the damaged file, the problem and the fix."""
     directory = tmp_path / "dst"
     class_directories(tmp_path / "src")
     prepare(tmp_path / "src", directory)
@@ -394,7 +394,7 @@ def test_a_damaged_file_of_rows_is_named(tmp_path, capfd):
 
 
 def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
-    """Nothing is read or written: a FIFO, links to directories above, names that are not UTF-8."""
+    """FIFOs, links to parent directories and names that are not UTF-8 are refused before any work."""
     class_directories(tmp_path / "src")
 
     def refused() -> str:
@@ -416,7 +416,7 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
         assert f"/{name}" in (error := refused())
         assert "is a broken link" in error or "train: No such file" in error
         (tmp_path / "src" / name).unlink()
-    ring = [tmp_path / "src" / one / "next" for one in CLASSES]  # each links to the next class
+    ring = [tmp_path / "src" / c / "next" for c in CLASSES]  # each links to the next class
     for link, to in zip(ring, [*CLASSES[1:], CLASSES[0]], strict=True):
         link.symlink_to(f"../{to}")
     assert f"{CLASSES[0]}/next/next/next links to a directory above it" in refused()
@@ -427,25 +427,26 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
 
 
 def test_looking_through_a_source_holds_no_objects_of_its_images(tmp_path):
-    """ImageNet-21k has 14 million: names of 31 bytes, less than 100 bytes of each image in all."""
+    """Finding images takes less than 100 bytes each, of which the name takes 31. ImageNet-21k has 14 million.
+    """
     for number in range(10_000):
         name = f"n{number // 300:08}/n{number // 300:08}_{number:05}.JPEG"
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mknod(tmp_path / name)
     tracemalloc.start()
     try:
-        [found] = find(tmp_path)
+        [part] = find(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 100 * 10_000
     finally:
         tracemalloc.stop()
-    assert len(found.ends) == len(found.places) == 10_000
-    assert [found.name(number) for number in (0, 9_999)] == ["n00000000/n00000000_00000.JPEG", name]
-    assert found.places["label"].tolist() == [number // 300 for number in range(10_000)]
+    assert len(part.ends) == len(part.places) == 10_000
+    assert [part.name(number) for number in (0, 9_999)] == ["n00000000/n00000000_00000.JPEG", name]
+    assert part.places["label"].tolist() == [number // 300 for number in range(10_000)]
 
 
 @pytest.mark.parametrize("begun", ["train.json", "criteo.json"])
 def test_info_after_an_interruption_says_to_resume(tmp_path, capfd, begun):
-    """While processes wrote, or before, between the passes, and after too many broken ones."""
+    """`info` says so no matter in which phase the run stopped, and after too many broken images."""
     (tmp_path / "dst/.prepare" / begun).mkdir(parents=True)
     assert run("info", tmp_path / "dst") == 2
     assert "run the same command again to resume" in (error := capfd.readouterr().err)
@@ -453,7 +454,7 @@ def test_info_after_an_interruption_says_to_resume(tmp_path, capfd, begun):
 
 
 def test_half_an_index_is_no_circle(tmp_path, capfd):
-    """`verify`, `info` and `prepare` say of either half what to do, which helps; not that all is well."""
+    """If half of an index is missing, `verify`, `info` and `prepare` say so and name a fix that works."""
     class_directories(tmp_path / "src/train")
     flat_validation(tmp_path / "src/val")
     (tmp_path / "labels.txt").write_text("n01440764\n" * 6)
@@ -567,9 +568,9 @@ def test_an_index_of_tars_made_by_others(tmp_path, capfd):
             if not number % 2:
                 add(tar, f"./{number:05}.cls", b"%d\n" % number)
     assert run("index", tmp_path) == 0
-    found = Dataset.open(tmp_path)
-    assert [found.read(number) for number in range(4)] == images
-    assert list(found.rows["label"]) == [0, 1, 2, 3]
+    dataset = Dataset.open(tmp_path)
+    assert [dataset.read(number) for number in range(4)] == images
+    assert list(dataset.rows["label"]) == [0, 1, 2, 3]
     assert run("verify", tmp_path, "--decode") == 0
     with tarfile.open(tmp_path / "val-000000.tar", "w") as tar:
         add(tar, "1.jpg", images[0])

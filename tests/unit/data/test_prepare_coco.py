@@ -1,4 +1,4 @@
-"""`ringdance data prepare coco`: what is broken is left out and named, the rest stays as it is."""
+"""`ringdance data prepare coco` leaves out and names what is broken, and keeps the rest unchanged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OUTLINE = [[2, 3, 12, 3, 12, 11]]
 
 
 def annotation(number: int, **changes: Any) -> dict[str, Any]:
-    one = {"id": number, "image_id": 1, "category_id": 7, "bbox": BOX, "area": 80, "iscrowd": 0}
-    return {**one, "segmentation": OUTLINE, **changes}
+    fields = {"id": number, "image_id": 1, "category_id": 7, "bbox": BOX, "area": 80, "iscrowd": 0}
+    return {**fields, "segmentation": OUTLINE, **changes}
 
 
 def runs(*counts: Any, size: Any = (24, 32)) -> dict[str, Any]:
@@ -58,7 +58,10 @@ BROKEN = {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Two whole images, and a missing, a cut, another size's and a doubled one, with objects on them."""
+    """Write two intact images, and a missing, a truncated, a wrongly sized and a duplicate one.
+
+    All of them have objects.
+    """
     directory = tmp_path / "coco"
     (directory / "annotations").mkdir(parents=True)
     (directory / "train2017").mkdir()
@@ -89,23 +92,23 @@ def test_what_is_broken_is_left_out_and_named(
     target = tmp_path / "checked"
     assert main(["data", "prepare", "coco", str(source), str(target), "--max-broken", "100"]) == 3
     told = problems(target)
-    for why, one in BROKEN.items():
-        number = "entry 19" if why == "no id" else str(one["id"])
+    for why, entry in BROKEN.items():
+        number = "entry 19" if why == "no id" else str(entry["id"])
         assert any(kind == "annotation" and its == number and why in text for kind, its, text in told), why
     reasons = {"3": "No such file", "4": "cannot be decoded", "5": "24 x 32 pixels, not 32 x 24"}
     for number, why in reasons.items():
         assert any(kind == "image" and its == number and why in text for kind, its, text in told), why
     assert len(told) == len(BROKEN) + 5
     made = json.loads((target / "annotations" / "instances_train2017.json").read_text())
-    assert [one["id"] for one in made["images"]] == [1, 2]
+    assert [entry["id"] for entry in made["images"]] == [1, 2]
     assert made["annotations"][:5] == WHOLE[:5]
     assert made["annotations"][5] == {**WHOLE[5], "area": 80, "iscrowd": 0}
     assert len(made["annotations"]) == 6
-    assert [one["name"] for one in made["categories"]] == ["cat", "dog"]
+    assert [entry["name"] for entry in made["categories"]] == ["cat", "dog"]
     assert made["info"] == {"year": 2017}
     assert (target / "train2017" / "1.jpg").read_bytes() == (source / "train2017" / "1.jpg").read_bytes()
     assert "2 images with 6 objects of 2 categories" in capsys.readouterr().err
-    # What was prepared is whole.
+    # The prepared data set must have no problems of its own.
     assert main(["data", "prepare", "coco", str(target), str(tmp_path / "again")]) == 0
     assert not (tmp_path / "again" / "train2017.problems.tsv").exists()
 
@@ -146,7 +149,7 @@ def test_annotations_go_with_their_images_after_another_source(
     assert main(["data", "prepare", "coco", str(first), str(target)]) == 2
     assert "is not a link and may have other images" in capsys.readouterr().err
     table = json.loads((target / "annotations" / "instances_val.json").read_text())
-    assert [one["id"] for one in table["annotations"]] == [2], "refused, it is as it was"
+    assert [one["id"] for one in table["annotations"]] == [2], "a refused run changes nothing"
 
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "annotations").symlink_to(first / "annotations")
@@ -164,7 +167,7 @@ def test_a_name_that_no_image_has_is_listed(name: str, tmp_path: Path) -> None:
 
 
 def test_outlines_that_are_empty_or_slivers_keep_their_objects(tmp_path: Path) -> None:
-    """An empty one is as none; of several polygons, one of two points goes alone, and is named."""
+    """An empty outline counts as none, and only the polygon with two points is dropped and named."""
     source, target = one_image(tmp_path / "a", 1), tmp_path / "made"
     path = source / "annotations" / "instances_val.json"
     table = json.loads(path.read_text())
@@ -205,5 +208,5 @@ def test_run_lengths_of_compressed_text() -> None:
     flat = np.flatnonzero(np.diff(inside.ravel(order="F")))
     ends = [*(flat + 1).tolist(), 768]
     expected = np.diff([0, *ends]).tolist()
-    found = run_lengths(text.decode() if isinstance(text, bytes) else text)
-    assert found == (expected if not inside[0, 0] else [0, *expected])
+    lengths = run_lengths(text.decode() if isinstance(text, bytes) else text)
+    assert lengths == (expected if not inside[0, 0] else [0, *expected])

@@ -1,4 +1,4 @@
-"""`ringdance data prepare criteo` in this process: sources, order, broken rows."""
+"""`ringdance data prepare criteo` in this process: sources, order and broken rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringdance.data.tables.criteo import mixed
 from ringdance.tools.data import main
 
 pytest.importorskip("pyarrow")
-ROWS = 9000  # of two files of about 1 MB each
+ROWS = 9000  # two files of about 1 MB each
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def lines() -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def source(lines, tmp_path_factory) -> Path:
-    """Files of Criteo's click logs by day: day_10 comes after day_2."""
+    """Write Criteo's click logs in one file per day. The file day_10 comes after day_2."""
     root = tmp_path_factory.mktemp("days")
     (root / "day_2").write_bytes(b"".join(lines[:5000]))
     (root / "day_10").write_bytes(b"".join(lines[5000:]))
@@ -61,19 +61,19 @@ def prepared(source, tmp_path_factory) -> Path:
 
 def test_all_rows_are_there_once_in_another_order(source, prepared):
     first, second = (Table.open(source / day, table_size=5000, format="csv") for day in ("day_2", "day_10"))
-    there = [row.tobytes() for one in (first, second) for row in one.read(np.arange(len(one))).packed()]
+    there = [row.tobytes() for table in (first, second) for row in table.read(np.arange(len(table))).packed()]
     assert Table.open(prepared).only_label() is None
     train, validation = rows(prepared), rows(prepared, "validation")
     assert sorted(train + validation) == sorted(there)
-    assert abs(len(validation) - ROWS / 10) < 120  # by a hash
-    where = np.array([there.index(row) for row in train[:400]])  # of the first file
+    assert abs(len(validation) - ROWS / 10) < 120  # chosen by a hash
+    where = np.array([there.index(row) for row in train[:400]])  # rows of the first file
     assert abs((where < 5000).mean() - 5 / 9) < 0.1
     assert (np.abs(np.diff(where)) > 50).mean() > 0.9
 
 
 @pytest.mark.parametrize("label", [b"0", b"1"])
 def test_labels_of_one_class_are_a_warning(lines, tmp_path, capsys, label):
-    (tmp_path / "day").write_bytes(b"".join(label + one[1:] for one in lines[:300]))
+    (tmp_path / "day").write_bytes(b"".join(label + line[1:] for line in lines[:300]))
     assert prepare(tmp_path / "day", tmp_path / "set", "--validation", 0.1) == 0
     shown = capsys.readouterr()
     for split in ("train", "validation"):
@@ -109,7 +109,7 @@ def test_broken_lines(tmp_path, lines, capsys):
     broken = list(lines[:300])
     broken[100] = b"0\tonly\n"
     broken[200] = broken[200].replace(b"\t", b"\tx", 1)
-    broken[299] = b"7" + broken[299].rstrip(b"\n")[1:]  # the last one has no end
+    broken[299] = b"7" + broken[299].rstrip(b"\n")[1:]  # the last line has no newline
     path = tmp_path / "train.txt"
     path.write_bytes(b"".join(broken))
     words = (path, tmp_path / "out")
@@ -186,7 +186,7 @@ def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, 
 
 
 def test_empty_files_of_a_directory_are_named_and_left_out(source, tmp_path, capsys):
-    """As Spark writes them."""
+    """Spark writes such files."""
     logs = tmp_path / "logs"
     shutil.copytree(source, logs)
     for name in ("_SUCCESS", "part-7"):
@@ -197,7 +197,7 @@ def test_empty_files_of_a_directory_are_named_and_left_out(source, tmp_path, cap
 
 @pytest.mark.parametrize("format", ["csv", "rows", "tfrecord"])
 def test_a_source_that_changes_meanwhile_is_refused(source, prepared, tmp_path, monkeypatch, capsys, format):
-    """While a chunk is parsed it grows by a row, or half of it is cut."""
+    """While a chunk is parsed, its source grows by a byte or loses half its size."""
     if format == "tfrecord":
         assert prepare(prepared, tmp_path / "made", "--format", format) == 0
     of_format = {"csv": source / "day_2", "rows": prepared / "train-00000-of-00004.npy"}
@@ -232,14 +232,14 @@ def test_a_damaged_file_of_a_prepared_source_is_named(source, tmp_path, capsys, 
 
 
 def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path, monkeypatch, capsys):
-    """In both passes: notes, offsets, what is sorted."""
+    """In both passes, damaged notes, offsets and sorted rows are made again."""
     words = ("--shards", 3, "--format", "tfrecord", "--chunk", 0.2)
-    whole, out, gather, found = tmp_path / "whole", tmp_path / "out", criteo.gather, []
+    whole, out, gather, damaged_names = tmp_path / "whole", tmp_path / "out", criteo.gather, []
     assert prepare(source / "day_10", whole, *words) == 0
     own = out / ".prepare"
 
     def interrupted() -> None:
-        left = iter((1, 1, 0))  # two files of pass 2 are written
+        left = iter((1, 1, 0))  # two files of pass 2 are written before the interruption
         with monkeypatch.context() as patch:
             patch.setattr(criteo, "gather", lambda *words: (1 // next(left), gather(*words))[1])
             with pytest.raises(ZeroDivisionError):
@@ -259,12 +259,12 @@ def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path
         for damage in (cut, flip):
             interrupted()
             paths = [path for path in own.glob(name) if damage is not flip or path.suffix == ".npy"]
-            found += [path.name for path in paths]
+            damaged_names += [path.name for path in paths]
             for path in paths[:1]:
                 damage(path)
             assert prepare(source / "day_10", out, *words) == 0
             assert contents(out) == contents(whole), (name, damage)
-    assert {"cuts.npy", "runs.json"} < {*found}
+    assert {"cuts.npy", "runs.json"} < {*damaged_names}
     interrupted()
     cut(own / "criteo.json")
     assert prepare(source / "day_10", out, *words) == 2
@@ -276,7 +276,7 @@ def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path
 
 
 def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):
-    """Named as those of a data set, but by no index or plan; nor what is read."""
+    """Files that no index or plan lists are never removed, nor are the files being read."""
     own = tmp_path / "own"
     assert prepare(prepared, own, "--shards", 2, "--format", "tfrecord") == 0
     before = contents(own)
@@ -319,7 +319,7 @@ def test_real_rows(tmp_path):
         pytest.skip("needs the sample of Criteo's rows")
     assert prepare(path, tmp_path, "--shards", 3) == 0
     assert len(rows(tmp_path)) == 200
-    sizes = [one.rows for one in Table.open(tmp_path).files]
+    sizes = [file.rows for file in Table.open(tmp_path).files]
     assert (len(sizes), sum(sizes)) == (3, 200)
     assert min(sizes) > 40
 
@@ -330,10 +330,10 @@ def test_each_file_gets_its_share_of_the_rows(share):
     plan = shuffle.ShufflePlan([], names, held, "rows", 100, share, None, 1)
     keys = mixed(np.arange(70_000, dtype=np.uint64))
     expected = np.where(np.arange(7) < held, share / max(held, 1), (1 - share) / (7 - held))
-    found = np.bincount(plan.file_of(keys, 0), minlength=7) / len(keys)
-    assert np.abs(found - expected).max() < 0.005
+    shares = np.bincount(plan.file_of(keys, 0), minlength=7) / len(keys)
+    assert np.abs(shares - expected).max() < 0.005
     if held:
-        assert (plan.file_of(keys, 1) < held).all(), "rows that are all of the validation"
+        assert (plan.file_of(keys, 1) < held).all(), "validation rows in training files"
     last = plan.file_of(np.array([0, 2**64 - 1], np.uint64), 0)
     assert last.tolist() == [0, 6]
 
@@ -358,7 +358,7 @@ sys.exit(code)
     (150, 64, 1), pytest.param(20_000, 1024, 2, marks=[pytest.mark.slow, pytest.mark.limit(1800)]),
 ])  # fmt: skip
 def test_many_runs_need_few_open_files_and_little_memory(tmp_path, runs, limit, processes):
-    """Each row is there once; every run has some rows for every file."""
+    """Each row is there exactly once. Every run has some rows for every file."""
     source, chunk, count = tmp_path / "train.txt", 2048, 0
     with open(source, "wb") as file:
         for part in planted(runs * 10, seed=5):
@@ -370,9 +370,9 @@ def test_many_runs_need_few_open_files_and_little_memory(tmp_path, runs, limit, 
     command = [sys.executable, "-c", MEASURED, *map(str, [limit, *words])]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 1 << 20, "1 GB, in kB"
+    assert int(done.stdout.split()[-1]) < 1 << 20, "The peak memory must be below 1 GiB (in KiB)."
     table = Table.open(source, table_size=1_000_000, format="csv")
     there = table.read(np.arange(len(table))).packed()
-    found = Table.open(tmp_path / "out").read(np.arange(count)).packed()
-    assert len(found) == len(there) == count
-    assert sorted(row.tobytes() for row in found) == sorted(row.tobytes() for row in there)
+    written = Table.open(tmp_path / "out").read(np.arange(count)).packed()
+    assert len(written) == len(there) == count
+    assert sorted(row.tobytes() for row in written) == sorted(row.tobytes() for row in there)

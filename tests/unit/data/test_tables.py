@@ -1,4 +1,4 @@
-"""Tables of click logs: four formats with the same batches, in the same order on any number of ranks."""
+"""Tables of click logs: four formats give the same batches, in the same order on any number of ranks."""
 
 import copy
 import csv
@@ -24,15 +24,15 @@ from ringdance.data.tables.writing import TableWriter, Written, write_index
 from ringdance.errors import ArgumentError
 
 pytest.importorskip("pyarrow")
-SIZE = 100_003  # of the table
+SIZE = 100_003  # of the embedding table
 FORMATS = ("rows", "tfrecord", "libsvm", "csv")
 ENDS = {"rows": "npy", "tfrecord": "tfrecord", "libsvm": "libsvm"}
-FILES = (700, 0, 512, 1, 130)  # rows of each: blocks end within files, and files within blocks
+FILES = (700, 0, 512, 1, 130)  # Rows per file. Blocks end within files, and files end within blocks.
 ROWS = sum(FILES)
 
 
 def raw_lines(count, seed=0):
-    """Return lines of Criteo's columns: missing ones, negative numbers, long texts too."""
+    """Return lines of Criteo's columns, including missing values, negative numbers and long texts."""
     random = np.random.default_rng(seed)
     lines = []
     for _ in range(count):
@@ -48,7 +48,7 @@ def raw_lines(count, seed=0):
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    """Return the same rows as a table in each format, in files that are unlike one another."""
+    """Return the same rows as a table in each format, in files of different sizes."""
     directory = tmp_path_factory.mktemp("tables")
     lines, head = raw_lines(ROWS), ",".join(criteo.COLUMNS).encode() + b"\n"
     (directory / "raw.csv").write_bytes(head + b"".join(lines))
@@ -74,7 +74,7 @@ def tables(tmp_path_factory):
 
 
 def text_file(path, first, lines):
-    """Write lines after a first one, and return what the index of a table needs."""
+    """Write a file of these lines after ``first``. Returns what the index of a table needs."""
     path.write_bytes(first + b"".join(lines))
     ends = len(first) + np.cumsum([0, *map(len, lines)])
     offsets = np.append(ends[:-1:BLOCK], ends[-1]).astype(np.uint64)
@@ -82,7 +82,7 @@ def text_file(path, first, lines):
 
 
 def joined(batches):
-    return Rows(*(np.concatenate([getattr(one, name) for one in batches]) for name in Rows._fields))
+    return Rows(*(np.concatenate([getattr(batch, name) for batch in batches]) for name in Rows._fields))
 
 
 def equal(one, other):
@@ -91,7 +91,7 @@ def equal(one, other):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_formats_give_bit_equal_batches_on_any_number_of_ranks(tables, form):
-    """One epoch on one rank is the reference; others divide it, and one resumes in its middle."""
+    """Three ranks that divide an epoch, and one that resumes in its middle, see what a single rank sees."""
     reference = TableLoader(tables["rows"], 64, seed=5)
     reference.set_epoch(3)
     whole = list(reference)
@@ -103,9 +103,9 @@ def test_formats_give_bit_equal_batches_on_any_number_of_ranks(tables, form):
     for loader in loaders:
         loader.set_epoch(3)
     for together in zip(*loaders, strict=True):
-        assert len({(one.position, one.count) for one in together}) == 1
+        assert len({(batch.position, batch.count) for batch in together}) == 1
         assert together[0].position == position + together[0].count
-        assert sum(one.weight for one in together) == pytest.approx(3)
+        assert sum(batch.weight for batch in together) == pytest.approx(3)
         position = together[0].position
         parts += together
         if position > ROWS // 2:
@@ -118,7 +118,10 @@ def test_formats_give_bit_equal_batches_on_any_number_of_ranks(tables, form):
 
 
 def test_raw_files_open_without_an_index(tables, tmp_path):
-    """By name or by what they begin with; with or without header, final newline, or a space at line ends."""
+    """The format follows from the name or the first bytes.
+
+    A header, a final newline and a space at line ends are optional.
+    """
     table = tables["csv"]
     whole = table.read(np.arange(ROWS))
     lines = [line for name in table.files for line in (table.path / name.name).read_bytes().splitlines(True)]
@@ -126,7 +129,7 @@ def test_raw_files_open_without_an_index(tables, tmp_path):
     (tmp_path / "day_0").write_bytes(b"".join(lines).replace(b",", b"\t")[:-1])
     day = Table.open(tmp_path / "day_0", table_size=SIZE)
     assert (day.format, len(day), equal(day.read(np.arange(ROWS)), whole)) == ("csv", ROWS, True)
-    turned = np.roll(np.arange(ROWS), 100)  # the last line, which has no newline, before the first
+    turned = np.roll(np.arange(ROWS), 100)  # read the last line, which has no newline, before the first
     assert equal(day.read(turned), Rows(*(array[turned] for array in whole)))
     for one in ("libsvm", "tfrecord", "rows"):
         data = (tables[one].path / tables[one].files[0].name).read_bytes()
@@ -138,7 +141,7 @@ def test_raw_files_open_without_an_index(tables, tmp_path):
 
 
 def test_real_rows_of_criteo():
-    """13 numbers of which some are missing or negative, and 26 categories with ids of their own columns."""
+    """13 numbers, some missing or negative, and 26 categories whose ids depend on their column."""
     sample = Path(__file__).parents[4] / "shared" / "data" / "ctr" / "criteo_sample.csv"
     if not sample.exists():
         pytest.skip(f"{sample} is not here")
@@ -158,7 +161,7 @@ def test_real_rows_of_criteo():
 
 
 def test_the_hash_of_texts_stays_as_it_is():
-    """Files that were prepared long ago must go on to fit: compared with one text after the other."""
+    """Files that were prepared long ago must keep their ids. The reference hashes one text at a time."""
     texts = [b"", b"68fd1e64", b"a", b"12345678a", b"12345678b", b"1234567812345678x", "Köln".encode(), b"\0"]
 
     def reference(column, text):
@@ -169,19 +172,19 @@ def test_the_hash_of_texts_stays_as_it_is():
 
     arrow = pytest.importorskip("pyarrow")
     columns = [arrow.array(texts, arrow.binary()), arrow.array([b"x", *texts], arrow.binary())[1:]]
-    found = criteo.hash_texts([criteo.texts(column) for column in columns])
-    assert found.tolist() == [reference(column, text) for column in (0, 1) for text in texts]
-    assert len(set(found.tolist())) == 2 * len(texts)
-    assert found[1] == 15180856735898547163
+    hashes = criteo.hash_texts([criteo.texts(column) for column in columns])
+    assert hashes.tolist() == [reference(column, text) for column in (0, 1) for text in texts]
+    assert len(set(hashes.tolist())) == 2 * len(texts)
+    assert hashes[1] == 15180856735898547163
 
 
 def broken(directory, form, content):
     name = directory / f"broken.{ENDS.get(form, form)}"
     name.write_bytes(content)
     table = Table.open(name, table_size=SIZE)
-    with pytest.raises(ArgumentError) as found:
+    with pytest.raises(ArgumentError) as caught:
         table.read(np.arange(len(table)))
-    return str(found.value).removeprefix(f"{directory}/broken.")
+    return str(caught.value).removeprefix(f"{directory}/broken.")
 
 
 def test_broken_lines_are_named(tables, tmp_path):
@@ -218,18 +221,18 @@ def test_broken_records_are_named(tables, tmp_path):
     image = tfrecord.encode({"image/height": 3}, "image/encoded", b"")
     length = len(image).to_bytes(8, "little")
     record = length + tfrecord.masked(crc32c(length)).to_bytes(4, "little") + image + b"0000"
-    found = broken(tmp_path, "tfrecord", records + record)
-    assert found.startswith("tfrecord, record 301: expected a tf.train.Example with label (one number), ids")
+    text = broken(tmp_path, "tfrecord", records + record)
+    assert text.startswith("tfrecord, record 301: expected a tf.train.Example with label (one number), ids")
     (tmp_path / "short.tfrecord").write_bytes(records[:-7])
     with pytest.raises(ArgumentError, match=r"short.tfrecord: the records do not end at byte \d+: damaged"):
         Table.open(tmp_path / "short.tfrecord", table_size=SIZE)
     rows.ids[299, 3] = SIZE
-    found = broken(tmp_path, "rows", header(300, dtype(39)) + rows.packed().tobytes())
-    assert found == "npy, row 300: id 100003 (from 0) is beyond the table: expected 0 to 100002"
+    text = broken(tmp_path, "rows", header(300, dtype(39)) + rows.packed().tobytes())
+    assert text == "npy, row 300: id 100003 (from 0) is beyond the table: expected 0 to 100002"
 
 
 def test_damaged_records_end_in_an_error_or_in_rows(tables):
-    """Whatever bytes there are: no other exception, and an end."""
+    """Any damage ends in a ``RowError`` or in rows, never in another exception or an endless loop."""
     rows = tables["rows"].read(np.arange(4))
     records = np.frombuffer(examples.encode(rows), np.uint8)
     starts = examples.bounds(records)
@@ -298,12 +301,12 @@ def test_several_arrays_in_an_npy_are_refused(tables, tmp_path):
     shutil.copytree(tables["rows"].path, tmp_path / "copy")
     name = tmp_path / "copy" / tables["rows"].files[0].name
     data = np.load(name)
-    for count in range(1, 200):  # of the size that the index says, too
+    for count in range(1, 200):  # until the file is at most as large as the index says
         with open(name, "wb") as file:
             np.savez(file, data[:-count])
-        if (more := tables["rows"].files[0].size - name.stat().st_size) >= 0:
+        if (padding := tables["rows"].files[0].size - name.stat().st_size) >= 0:
             break
-    name.write_bytes(name.read_bytes() + bytes(more))
+    name.write_bytes(name.read_bytes() + bytes(padding))
     with pytest.raises(ArgumentError, match=f"{name}"):
         Table.open(tmp_path / "copy", "rows").read(np.arange(3))
     with pytest.raises(ArgumentError, match=f"{name}: "):
@@ -312,11 +315,11 @@ def test_several_arrays_in_an_npy_are_refused(tables, tmp_path):
 
 def test_an_iteration_that_is_left_early_leaves_no_threads(tables):
     def alive():
-        return [one for one in threading.enumerate() if one.name.startswith("ringdance-table")]
+        return [thread for thread in threading.enumerate() if thread.name.startswith("ringdance-table")]
 
     until = time.monotonic() + 20
     while alive() and time.monotonic() < until:
-        gc.collect()  # loaders of other tests
+        gc.collect()  # loaders of other tests exit first
         time.sleep(0.02)
     loader = TableLoader(tables["csv"], 4, threads=3, prefetch=5)
     batches = iter(loader)

@@ -1,6 +1,6 @@
-"""Machines that are broken on purpose: the real probes run on them, in a process of their own.
+"""Machines that are broken on purpose. The real probes run on them, each in its own process.
 
-What needs root (a mount, a network) is made in namespaces that end with the process.
+Anything that needs root (a mount, a network) is made in namespaces that end with the process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ HERE = "here"
 NOTHING = Usage()
 OTHER = Usage(hosts=("one", "two", "three"))
 SOURCE = Path(__file__).resolve().parents[3] / "src"
-_sound: dict[str, dict[str, Any]] = {}  # facts of a sound machine, by what was asked
+_sound: dict[str, dict[str, Any]] = {}  # facts of an intact machine, by request
 
 
 def breaks(*names: str) -> Callable[[T], T]:
-    """Says which checks a test breaks the thing of; test_registry.py reads it from the source."""
+    """Declare which checks a test provokes by breaking a machine. ``test_examine.py`` reads this."""
     return lambda test: test
 
 
@@ -44,22 +44,22 @@ def _namespaces(flags: tuple[str, ...]) -> bool:
 
 
 def need_namespaces(*flags: str) -> None:
-    """Skip where this user cannot make namespaces."""
+    """Skip the test if this user cannot create these namespaces."""
     if shutil.which("unshare") is None or os.getuid() != 0 or not _namespaces(flags):
         pytest.skip(f"needs root that can do `unshare {' '.join(flags)}`")
 
 
 @dataclass
 class Machine:
-    """How a probe process is started, so that it sees something broken.
+    """Starts a probe process so that it sees a broken machine.
 
     Attributes:
-        env: variables to set; None removes one.
-        shell: commands that run before it, as root in namespaces of its own.
-        spaces: the namespaces besides that of mounts.
-        limits: soft and hard limits, by constant.
-        python: the interpreter.
-        prefix: words before its command line.
+        env: Environment variables to set. None removes a variable.
+        shell: Commands to run first, as root in separate namespaces.
+        spaces: Flags for namespaces in addition to the mount namespace.
+        limits: Soft and hard limit of a resource, by the name of its constant.
+        python: Python interpreter.
+        prefix: Words before the command line of the probe.
     """
 
     env: Mapping[str, str | None] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Machine:
     prefix: Sequence[str] = ()
 
     def facts(self, probes: Iterable[str], usage: Usage = NOTHING, seconds: float = 100.0) -> dict[str, Any]:
-        """What the probes find there."""
+        """Run the probes on this machine and return their facts."""
         words = [*self.prefix, self.python, "-m", "ringdance.tools.doctor.probe"]
         if self.shell:
             flags = ("--mount", "--propagation", "private", *self.spaces)
@@ -83,12 +83,12 @@ class Machine:
             assert process.stdin
             assert process.stdout
             process.stdin.write(request(probes, usage, seconds).encode())
-            process.stdin.flush()  # and it stays open: the process ends with it
+            process.stdin.flush()  # stdin stays open, because the probe exits when it closes
             output = process.stdout.read().decode()
         line = next((line for line in output.splitlines() if line.startswith(MARK)), "")
         assert line, (process.returncode, output[-2000:])
-        found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-        return found
+        facts: dict[str, Any] = json.loads(line.removeprefix(MARK))
+        return facts
 
     def _limit(self) -> None:
         for name, value in self.limits.items():
@@ -96,7 +96,7 @@ class Machine:
 
 
 def sound_facts(probes: Iterable[str], usage: Usage) -> dict[str, Any]:
-    """What the probes find where nothing is broken: asked once."""
+    """Return the probes' facts on an intact machine. Each request runs once."""
     asked = request(probes, usage)
     if asked not in _sound:
         _sound[asked] = Machine().facts(probes, usage)
@@ -104,13 +104,13 @@ def sound_facts(probes: Iterable[str], usage: Usage) -> dict[str, Any]:
 
 
 def request(probes: Iterable[str], usage: Usage = NOTHING, seconds: float = 100.0) -> str:
-    """What a probe process reads."""
+    """Return the request that a probe process reads."""
     asked = {"probes": list(probes), "usage": asdict(usage), "seconds": seconds}
     return json.dumps(asked) + "\n"
 
 
 def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """A shell's environment in which nothing is odd, but for the changes."""
+    """Return a plain shell environment with these changes."""
     kept = {
         "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": os.environ.get("HOME", "/tmp"),
@@ -121,37 +121,37 @@ def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def judged(check: str, facts: Facts, usage: Usage = NOTHING, slots: int = 0) -> list[Result]:
-    """What a check says of these facts."""
+    """Return what a check reports about these facts."""
     if slots:
         usage = Usage(**{**vars(usage), "slots": {HERE: slots}})
     return examine({HERE: facts}, usage, [check])
 
 
 def wrong(check: str, facts: Facts, usage: Usage = NOTHING, slots: int = 0) -> list[Result]:
-    """What it finds wrong; each must have a fix."""
-    found = judged(check, facts, usage, slots)
-    assert not any(result.severity == "unknown" for result in found), found
-    for result in found:
+    """Return the problems that a check finds. Each must have a fix."""
+    results = judged(check, facts, usage, slots)
+    assert not any(result.severity == "unknown" for result in results), results
+    for result in results:
         assert "\n" not in result.text + result.fix
         assert result.wrong == bool(result.fix)
-    return [result for result in found if result.wrong]
+    return [result for result in results if result.wrong]
 
 
 def expect(
     check: str, broken: Machine, says: str, *, usage: Usage = NOTHING, slots: int = 0,
     sound: Machine | None = None, sound_usage: Usage | None = None,
 ) -> None:  # fmt: skip
-    """The check finds it on the broken machine, in these words, and does not say so of the sound one."""
+    """Assert that a check reports these words on the broken machine, and not on the intact one."""
     needs = CHECKS[check].needs
-    found = wrong(check, broken.facts(needs, usage), usage, slots)
-    assert any(says in result.text for result in found), found
+    problems = wrong(check, broken.facts(needs, usage), usage, slots)
+    assert any(says in result.text for result in problems), problems
     usage = sound_usage or usage
     usual = wrong(check, sound.facts(needs, usage) if sound else sound_facts(needs, usage), usage)
     assert not any(says in result.text for result in usual), usual
 
 
 def program(path: Path, text: str) -> Path:
-    """A program of the shell."""
+    """Write an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
@@ -159,12 +159,12 @@ def program(path: Path, text: str) -> Path:
 
 
 def distribution(directory: Path, name: str, version: str, files: Sequence[str] = ()) -> Path:
-    """What pip leaves of an installed distribution."""
+    """Write the metadata that pip leaves of an installed distribution."""
     info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
-    for file in files:  # Python 3.12 lists no others
+    for file in files:  # Python 3.12 only lists files that exist
         (directory / file).parent.mkdir(exist_ok=True)
         (directory / file).touch()
     return directory

@@ -1,7 +1,7 @@
-"""Checks that compare hosts, or ask how they are reached.
+"""Checks that compare hosts or test how they are reached.
 
-``ssh`` here is a program of the test's that runs the command in a namespace: what a host answers is what the
-real probes find there, and hosts can be made to differ.
+Here, ``ssh`` is a program of the test that runs the command in a namespace. A host's answer is what the real
+probes find there, and hosts can be made to differ.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ def facts_of(
 
 
 class Cluster:
-    """Three hosts behind an ssh of the test's own: a file for each says, in shell, what is odd there."""
+    """Three hosts behind the test's own ``ssh``. One file per host holds the shell commands that make it
+    differ.
+    """
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         need_namespaces("--uts")
         self.directory = directory
         program(
             directory / "ssh",
-            # ... -- HOST COMMAND: the command as one word, for the shell there. Each has a name of its own.
+            # Arguments: ... -- HOST COMMAND. The command is one word, for the host's shell. Each host has its
+            # own hostname.
             '[ "$NAMED" ] || NAMED=1 exec unshare --uts "$0" "$@"; unset NAMED\n'
             'while [ "$1" != -- ]; do shift; done; host=$2; command=$3\n'
             "echo $host >/proc/sys/kernel/hostname\n"
@@ -57,7 +60,7 @@ class Cluster:
         monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
 
     def odd(self, host: str, shell: str) -> None:
-        """Lines of shell that run in place of the command, which is in ``$command``."""
+        """Run these lines of shell on a host instead of the command, which is in ``$command``."""
         (self.directory / f"{host}.local").write_text(shell + "\n")
 
     def facts(self, check: str, usage: Usage = OTHER) -> dict[str, dict[str, Any]]:
@@ -65,10 +68,10 @@ class Cluster:
         return facts_of(HOSTS, RemoteShell(), probes, usage)
 
     def wrong(self, check: str, usage: Usage = OTHER) -> list[Result]:
-        found = examine(self.facts(check, usage), usage, [check])
-        for result in found:
+        results = examine(self.facts(check, usage), usage, [check])
+        for result in results:
             assert "\n" not in result.text + result.fix
-        return [result for result in found if result.wrong]
+        return [result for result in results if result.wrong]
 
 
 @pytest.fixture
@@ -103,7 +106,7 @@ def test_a_host_that_does_not_answer_in_time(cluster: Cluster, monkeypatch: pyte
     monkeypatch.setattr(module, "_SPARE_S", 3.0)
     site = cluster.directory / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")  # an agent does not load it
+    (site / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")  # the agent does not load it
     cluster.odd("two", f'export PYTHONPATH={site}; exec sh -c "$command"')
     with closing(HostSet(dict.fromkeys(HOSTS, 0), RemoteShell())) as hosts:
         hosts.connect(15.0)
@@ -146,7 +149,7 @@ def test_probes_end_with_their_agent(cluster: Cluster) -> None:
 
 @pytest.fixture
 def sshd(tmp_path: Path) -> Iterator[tuple[int, Path]]:
-    """The port of a real sshd that lets in who has the key, and the key."""
+    """Yield the port of a real sshd and the key that it accepts."""
     daemon = shutil.which("sshd") or "/usr/sbin/sshd"
     if not os.path.exists(daemon) or not shutil.which("ssh-keygen") or os.getuid():
         pytest.skip("needs root and an sshd")
@@ -163,7 +166,7 @@ def sshd(tmp_path: Path) -> Iterator[tuple[int, Path]]:
         "PidFile none\nUsePAM no\n"
     )
     os.makedirs("/run/sshd", exist_ok=True)
-    need_namespaces("--uts")  # under this machine's own name it would be this machine once more
+    need_namespaces("--uts")  # with this machine's own hostname, it would count as this machine
     named = ["unshare", "--uts", "sh", "-ec", 'echo there >/proc/sys/kernel/hostname; exec "$@"', "sh"]
     process = subprocess.Popen(
         [*named, daemon, "-D", "-e", "-f", str(tmp_path / "config")], stderr=subprocess.DEVNULL
@@ -178,18 +181,18 @@ def sshd(tmp_path: Path) -> Iterator[tuple[int, Path]]:
 @breaks("reached")
 def test_a_real_sshd(sshd: tuple[int, Path], tmp_path: Path) -> None:
     port, key = sshd
-    own = ("-F", "none", "-o", f"UserKnownHostsFile={tmp_path}/known", "-o", "ConnectionAttempts=5")
+    arguments = ("-F", "none", "-o", f"UserKnownHostsFile={tmp_path}/known", "-o", "ConnectionAttempts=5")
 
     def outcome(shell: RemoteShell) -> str:
         facts = facts_of(["127.0.0.1"], shell, ["machine"], Usage())
         (result,) = examine(facts, Usage(), ["reached"])
         return f"{result.text} {result.fix}".strip()
 
-    assert outcome(RemoteShell(port=port, identity=str(key), arguments=own)) == "reached"
-    wrong = (*own, "-o", "IdentitiesOnly=yes")
+    assert outcome(RemoteShell(port=port, identity=str(key), arguments=arguments)) == "reached"
+    wrong = (*arguments, "-o", "IdentitiesOnly=yes")
     other = str(tmp_path / "host")
     assert "asks for a password" in outcome(RemoteShell(port=port, identity=other, arguments=wrong))
-    assert "no sshd answers" in outcome(RemoteShell(port=1, identity=str(key), arguments=own))
+    assert "no sshd answers" in outcome(RemoteShell(port=1, identity=str(key), arguments=arguments))
 
 
 @breaks("reached")
@@ -221,7 +224,7 @@ def test_another_ringdance(cluster: Cluster) -> None:
 
 @breaks("reached")
 def test_another_python(cluster: Cluster) -> None:
-    # Only one Python is here: two's says that it is another one.
+    # Only one Python is installed here, so host two pretends to have another version.
     lie = "import platform;platform.python_version = lambda: chr(51) + chr(46) + chr(57);import sys;sys.path"
     cluster.odd("two", f'''exec sh -c "$(echo "$command" | sed "s,import sys;sys.path,{lie},")"''')
     (result,) = cluster.wrong("reached")
@@ -249,7 +252,7 @@ def test_another_nccl(cluster: Cluster) -> None:
     assert cluster.wrong("same-nccl") == []
     cluster.odd("two", f'export PYTHONPATH={cluster.directory}/site; exec sh -c "$command"')
     (result,) = cluster.wrong("same-nccl")
-    assert re.search("NCCL 0.1.* on two, but", result.text)  # PyTorch may have brought one
+    assert re.search("NCCL 0.1.* on two, but", result.text)  # PyTorch may have installed another NCCL
 
 
 DIFFERENT = [

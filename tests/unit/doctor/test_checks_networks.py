@@ -1,4 +1,4 @@
-"""Checks of networks of several hosts: each host is a network namespace, joined by a real (virtual) cable."""
+"""Checks of networks between hosts. Each host is a network namespace, and a virtual cable joins them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ HOSTS = ("10.99.0.1", "10.99.0.2")
 
 
 class Pair:
-    """Two hosts, by their addresses."""
+    """Two hosts, identified by their addresses."""
 
     def __init__(self, spaces: list[int]) -> None:
         self._spaces = dict(zip(HOSTS, spaces, strict=True))
 
     def on(self, host: str, line: str) -> None:
-        """Run a command in the network of a host."""
+        """Run a command in a host's network namespace."""
         subprocess.run(
             ["nsenter", "-t", str(self._spaces[host]), "-n", "sh", "-ec", line], check=True, timeout=30
         )
@@ -36,7 +36,7 @@ class Pair:
         with closing(HostSet(dict.fromkeys(HOSTS, 0), RemoteShell())) as hosts:
             hosts.connect(15.0)
             facts = collect(hosts, ["network"], Usage(hosts=HOSTS), 30.0)
-        assert not any(found["reach"]["error"] for found in facts.values()), facts
+        assert not any(host_facts["reach"]["error"] for host_facts in facts.values()), facts
         return examine(facts, Usage(hosts=HOSTS), [check])
 
 
@@ -45,7 +45,8 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     need_namespaces("--net", "--mount")
     if not shutil.which("ip") or not shutil.which("nsenter"):
         pytest.skip("needs ip and nsenter")
-    # Each sleeps in its own network until the test ends; sysfs must be mounted anew to show it.
+    # Each process sleeps in its own network until the test ends. Mounting sysfs again makes it show that
+    # network.
     keepers = [
         subprocess.Popen(
             ["unshare", "--net", "--mount", "--uts", "sh", "-ec",
@@ -57,12 +58,12 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     try:
         for keeper in keepers:
             assert keeper.stdout
-            assert keeper.stdout.readline() == b"\n", "its network is not there"
+            assert keeper.stdout.readline() == b"\n", "the network namespace was not created"
         made = Pair([keeper.pid for keeper in keepers])
         made.on(HOSTS[0], f"ip link add e0 type veth peer name e0 netns {keepers[1].pid}")
         for host in HOSTS:
             made.on(host, f"ip link set lo up; ip addr add {host}/24 dev e0; ip link set e0 up")
-        for host in HOSTS:  # the kernel marks a link as running a moment later
+        for host in HOSTS:  # the kernel marks a link as up a moment later
             made.on(host, "until ip link show e0 | grep -q 'state UP'; do sleep 0.05; done")
         cases = "".join(f"{host}) pid={keeper.pid} ;;" for host, keeper in zip(HOSTS, keepers, strict=True))
         program(

@@ -1,4 +1,4 @@
-"""Checks of what a shell sets: variables, limits."""
+"""Checks of what a shell sets: variables and limits."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def test_a_prefix_of_another_place() -> None:
 
 @breaks("limit-address-space")
 def test_a_limit() -> None:
-    expect("limit-address-space", Machine(limits={"RLIMIT_AS": 64 << 30}), "address space: 64 GiB only")
+    expect("limit-address-space", Machine(limits={"RLIMIT_AS": 64 << 30}), "limited to 64 GiB")

@@ -1,4 +1,4 @@
-"""The command: what it prints, its exit codes; the checks before a job."""
+"""The command `ringdance doctor`: output and exit codes, and the checks before a job."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_what_is_wrong_is_said_with_its_fix(
 
 def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--check", "limit-address-space", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [result["check"] for result in found["results"]] == ["limit-address-space"]
-    assert found["facts"][os.uname().nodename]["limits"].keys() >= {"memlock", "address"}
+    report = json.loads(capsys.readouterr().out)
+    assert [result["check"] for result in report["results"]] == ["limit-address-space"]
+    assert report["facts"][os.uname().nodename]["limits"].keys() >= {"memlock", "address"}
 
 
 @pytest.mark.parametrize("area", AREAS)
@@ -110,7 +110,7 @@ def test_the_checks_before_a_job_use_its_agents_and_leave_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(tmp_path / "ssh", "exit 255")
-    shell = RemoteShell(local=("far.invalid",))  # in place of an ssh
+    shell = RemoteShell(local=("far.invalid",))  # instead of going through ssh
     (agent,) = connect(["far.invalid"], shell, 30.0)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     try:
@@ -133,7 +133,7 @@ def test_the_checks_that_count_less_before_a_job_exist() -> None:
 
 
 class _Ready:
-    """A job over two hosts, about to start."""
+    """A job on two hosts that is about to start."""
 
     def __init__(self, other: str = "b", remotes: Sequence[Remote] = ()) -> None:
         self.closed, self.remotes = False, remotes
@@ -147,7 +147,7 @@ class _Ready:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
-    """What the checks of two hosts find."""
+    """Replace the checks of two hosts and return the list of their results, which a test fills."""
     results: list[Result] = []
 
     def inspect(hosts: HostSet, usage: Usage, *more: object) -> tuple[dict[str, object], list[Result]]:
@@ -177,7 +177,7 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
         "    fix: enlarge it",
         "  hosts a, b: mpi4py 4 on b, but 5 on a",
         "    fix: fix it",
-        "(--no-check starts nevertheless)",
+        "(start anyway: --no-check)",
     ]
     assert ready.closed
     assert said == []

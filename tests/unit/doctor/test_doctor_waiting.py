@@ -1,4 +1,4 @@
-"""What the doctor does while a person waits for it."""
+"""What the doctor does while a user waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdance.tools.doctor.check import Usage
 
 def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ("torch", "tensorflow", "jax")
-    # Each waits until all have begun.
+    # Each script waits until all three have started.
     text = (
         "import pathlib, time\ndirectory = pathlib.Path({directory!r})\n(directory / {own!r}).touch()\n"
         "until = time.monotonic() + 20\n"
@@ -36,7 +36,7 @@ def test_a_terminal_shows_what_is_waited_for() -> None:
     shown = os.read(ours, 1 << 16)
     os.close(ours)
     assert b"checking localhost \x1b[33m0:00:00" in shown
-    assert shown.endswith(b"\x1b[2K"), "the line is removed"
+    assert shown.endswith(b"\x1b[2K"), "the progress line must be erased"
     assert b"checking" not in done.stdout
     quiet = subprocess.run(line, capture_output=True, timeout=60, check=False)
     assert quiet.stderr == b""

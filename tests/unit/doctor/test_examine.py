@@ -1,4 +1,4 @@
-"""The list of checks: whole, well formed, and each with a test that breaks the thing."""
+"""The list of checks: complete, well formed, and each with a test that really breaks a machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdance.tools.doctor.probe import PROBES
 
 
 def _broken() -> set[str]:
-    """Names in ``@breaks(...)``, and first words of the tuples of the files' tables."""
+    """Return the names in ``@breaks(...)`` and the first words of the rows in each file's tables."""
     found: set[str] = set()
     for path in Path(__file__).parent.glob("test_*.py"):
         tree = ast.parse(path.read_text())
@@ -81,7 +81,7 @@ def test_a_probe_process_answers_even_if_a_probe_is_unknown() -> None:
     ],
 )
 def test_what_a_host_answers(answer: dict[str, str], error: str, fix: str) -> None:
-    found = module._facts("node1", {"problem": "", **answer}, RemoteShell())["reach"]
-    assert error in found["error"]
-    assert fix in found.get("fix", "")
-    assert bool(found["error"]) == bool(error)
+    reach = module._facts("node1", {"problem": "", **answer}, RemoteShell())["reach"]
+    assert error in reach["error"]
+    assert fix in reach.get("fix", "")
+    assert bool(reach["error"]) == bool(error)

@@ -21,7 +21,7 @@ from ringdance.tools.hosts import files
 from ringdance.tools.hosts.chain import addresses
 from ringdance.tools.hosts.progress import CopyProgress
 
-# --- what is copied ----------------------------------------------------------------------------
+# --- files to copy ------------------------------------------------------------------------------
 
 
 def test_where_things_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,8 +30,8 @@ def test_where_things_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
 
     def places(what: str, where: str) -> list[str]:
-        found = files.collect(what, where)
-        return [os.path.join(found.root, entry.path).rstrip("/") for entry in found.entries]
+        collection = files.collect(what, where)
+        return [os.path.join(collection.root, entry.path).rstrip("/") for entry in collection.entries]
 
     assert places("directory", "/there") == ["/there", "/there/file"]
     assert places("directory/", "/there/") == ["/there/directory", "/there/directory/file"]
@@ -50,7 +50,7 @@ def test_what_cannot_be_copied_is_reported(tmp_path: Path) -> None:
         files.collect(str(tmp_path / "nothing"), "/x")
 
 
-# --- a file that comes -------------------------------------------------------------------------
+# --- a received file ----------------------------------------------------------------------------
 
 DATA = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -61,24 +61,24 @@ def target(directory: Path) -> ReceivedFile:
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    one = target(tmp_path)
-    assert one.check(set()) == 0
-    assert one.write(0, DATA[:1000]) == 1000
-    assert one.write(0, DATA[:1000]) == 0
+    file = target(tmp_path)
+    assert file.check(set()) == 0
+    assert file.write(0, DATA[:1000]) == 1000
+    assert file.write(0, DATA[:1000]) == 0
     assert not (tmp_path / "file").exists()
     (draft,) = tmp_path.iterdir()
     assert draft.stat().st_mode & 0o777 == 0o600
     with pytest.raises(OSError, match="are missing"):
-        one.write(2000, DATA[2000:])
-    one.close()
+        file.write(2000, DATA[2000:])
+    file.close()
 
-    two = target(tmp_path)
-    assert two.check(partials_in(str(tmp_path))) == 1000
-    assert two.write(500, DATA[500:]) == len(DATA) - 1000
-    assert not two.ready
-    two.digest = DIGEST
-    assert two.ready
-    assert two.finish()
+    again = target(tmp_path)
+    assert again.check(partials_in(str(tmp_path))) == 1000
+    assert again.write(500, DATA[500:]) == len(DATA) - 1000
+    assert not again.ready
+    again.digest = DIGEST
+    assert again.ready
+    assert again.finish()
     assert (tmp_path / "file").read_bytes() == DATA
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -87,11 +87,11 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_what_is_not_what_was_sent_is_not_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("as it was")
-    one = target(tmp_path)
-    one.check(set())
-    one.write(0, b"?" + DATA[1:])
-    one.digest = DIGEST
-    assert not one.finish()
+    file = target(tmp_path)
+    file.check(set())
+    file.write(0, b"?" + DATA[1:])
+    file.digest = DIGEST
+    assert not file.finish()
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "as it was"}
 
 
@@ -101,18 +101,18 @@ def test_the_rest_of_another_state_of_the_file_is_removed(tmp_path: Path) -> Non
     old.write(0, b"x" * 1000)
     busy = target(tmp_path)
     assert busy.check(partials_in(str(tmp_path))) == 0
-    assert len(list(tmp_path.iterdir())) == 1, "it is being written"
+    assert len(list(tmp_path.iterdir())) == 1, "the other copy is still being written"
     old.close()
     assert target(tmp_path).check(partials_in(str(tmp_path))) == 0
     assert not list(tmp_path.iterdir())
 
 
 def test_two_copies_do_not_write_the_same_file(tmp_path: Path) -> None:
-    one, two = target(tmp_path), target(tmp_path)
-    one.check(set())
-    one.write(0, DATA[:10])
-    two.check(partials_in(str(tmp_path)))
-    for copy in (two, one):
+    first, second = target(tmp_path), target(tmp_path)
+    first.check(set())
+    first.write(0, DATA[:10])
+    second.check(partials_in(str(tmp_path)))
+    for copy in (second, first):
         copy.write(0, DATA)
         copy.digest = DIGEST
         assert copy.finish()
@@ -121,10 +121,10 @@ def test_two_copies_do_not_write_the_same_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["owner", "mode", "link", "pipe"])
 def test_what_others_could_have_put_there_is_not_gone_on_with(tmp_path: Path, how: str) -> None:
-    one = target(tmp_path)
-    one.check(set())
-    one.write(0, DATA[:1000])
-    one.close()
+    file = target(tmp_path)
+    file.check(set())
+    file.write(0, DATA[:1000])
+    file.close()
     (draft,) = tmp_path.iterdir()
     if how == "owner":
         if os.getuid():
@@ -137,11 +137,11 @@ def test_what_others_could_have_put_there_is_not_gone_on_with(tmp_path: Path, ho
     else:
         draft.unlink()
         os.mkfifo(draft)
-    two = target(tmp_path)
-    assert two.check(partials_in(str(tmp_path))) == 0
-    two.write(0, DATA)
-    two.digest = DIGEST
-    assert two.finish()
+    again = target(tmp_path)
+    assert again.check(partials_in(str(tmp_path))) == 0
+    again.write(0, DATA)
+    again.digest = DIGEST
+    assert again.finish()
     assert draft.name not in {path.name for path in tmp_path.iterdir() if path.samefile(tmp_path / "file")}
     assert (tmp_path / "file").stat().st_uid == os.getuid()
 
@@ -150,9 +150,9 @@ def test_no_one_can_know_the_name_of_a_half_copied_file(tmp_path: Path) -> None:
     drafts = set()
     for directory in (tmp_path / "a", tmp_path / "b"):
         directory.mkdir()
-        one = target(directory)
-        one.check(set())
-        one.write(0, DATA[:1000])
+        file = target(directory)
+        file.check(set())
+        file.write(0, DATA[:1000])
         drafts |= {path.name for path in directory.iterdir()}
     assert len(drafts) == 2
 
@@ -161,17 +161,17 @@ def test_no_one_can_know_the_name_of_a_half_copied_file(tmp_path: Path) -> None:
 
 
 def meet(own: bytes, theirs: bytes) -> tuple[socket.socket | None, socket.socket | None, str]:
-    """A listener's and a caller's connection, and what the caller complains of."""
-    found: list[socket.socket | None] = []
+    """Return a listener's and a caller's connection, and the caller's error message."""
+    accepted: list[socket.socket | None] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=lambda: found.append(tcp.accept(listener, own)))
+        thread = threading.Thread(target=lambda: accepted.append(tcp.accept(listener, own)))
         thread.start()
         try:
             called, message = tcp.connect(["127.0.0.1"], listener.getsockname()[1], theirs), ""
         except OSError as error:
             called, message = None, str(error)
         thread.join()
-    return found[0], called, message
+    return accepted[0], called, message
 
 
 def test_hosts_that_know_the_token_meet() -> None:
@@ -222,7 +222,7 @@ def test_shared_networks_come_first() -> None:
     }
 
 
-# --- which hosts -------------------------------------------------------------------------------
+# --- host names ----------------------------------------------------------------------------------
 
 
 def test_hosts_with_and_without_slots() -> None:
@@ -244,7 +244,7 @@ def test_this_machine_needs_no_ssh() -> None:
         RemoteShell(local={"-oX"}).command("-oX", ["x"])
 
 
-# --- what is shown -----------------------------------------------------------------------------
+# --- progress ------------------------------------------------------------------------------------
 
 
 def test_the_bar_shows_the_slowest_host(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the launcher makes of the silence of a host, and of problems of many."""
+"""How the launcher handles hosts that fall silent, and equal problems of many hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringdance.launch.remote.connect import Remote, folded, start_local
 
 
 class Reports:
-    """A listener that notes what it is told."""
+    """A listener that records its notifications."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -78,12 +78,12 @@ def test_pings_need_no_file_system() -> None:
     other, there = remote("node2")
     local = start_local("here", dict(os.environ), -1, [other])
     try:
-        found: list[object] = []
+        received: list[object] = []
         until = time.monotonic() + 20.0
-        while {"ping": True} not in found and time.monotonic() < until:
-            found += [message for message, _ in there.receive()[0]]
+        while {"ping": True} not in received and time.monotonic() < until:
+            received += [message for message, _ in there.receive()[0]]
             time.sleep(0.02)
-        assert {"ping": True} in found
+        assert {"ping": True} in received
         assert other.frames.shared
         assert os.readlink(f"/proc/self/fd/{other.frames.shared[0]}").startswith("/memfd:")
         fcntl.lockf(other.frames.shared[0], fcntl.LOCK_EX, 1, 0)
@@ -99,7 +99,7 @@ def test_equal_problems_of_many_hosts_are_one_line() -> None:
 
 @pytest.fixture
 def remotes() -> Iterator[list[Remote]]:
-    """The agents of h1, the launcher's host, and three others; none ever answers."""
+    """Yield the agents of h1, the launcher's host, and of three others. None of them ever answers."""
     with ExitStack() as stack:
         made = []
         for number in range(1, 5):

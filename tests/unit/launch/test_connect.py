@@ -1,4 +1,4 @@
-"""Agents on many hosts: what a process must be allowed for them."""
+"""Agents on many hosts: the limits that a process needs for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-# Agents as local processes: where a name stands for this machine, no ssh is needed.
+# Agents are local processes: a host name that stands for this machine needs no ssh.
 BEGIN = """
 import os, resource, sys
 from ringdance.errors import LaunchError
@@ -33,7 +33,7 @@ def run(text: str) -> str:
 
 
 def test_ctrl_c_leaves_no_ssh_whose_host_hangs(tmp_path: Path) -> None:
-    """One host answers, one hangs, and one is tried again."""
+    """One host answers, one hangs, and the connection to a third is retried."""
     (tmp_path / "ssh").write_text(
         '#!/bin/sh\ncase "$*" in *-G*) exit 0;; *" fails "*) exit 255;; esac\nexec sleep 1000\n'
     )
@@ -46,10 +46,10 @@ def test_ctrl_c_leaves_no_ssh_whose_host_hangs(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.PIPE, env=environ) as process:
         children: list[psutil.Process] = []
         until = time.monotonic() + 20.0
-        while time.monotonic() < until and len(children) < 2:  # the agent here, and one ssh
+        while time.monotonic() < until and len(children) < 2:  # the local agent, and one ssh
             time.sleep(0.05)
             children = psutil.Process(process.pid).children(recursive=True)
-            children = [one for one in children if one.name() in ("sleep", "python")]
+            children = [child for child in children if child.name() in ("sleep", "python")]
         process.send_signal(signal.SIGINT)
         try:
             said = process.communicate(timeout=20.0)[1]

@@ -1,4 +1,4 @@
-"""Which variables other hosts get, and which values are never shown."""
+"""Which variables other hosts receive, and which values are never shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of other launchers, and mistyped ones: the error says what to write here, or nothing."""
+"""For options of other launchers and mistyped options, the error says what to write instead, if anything."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ RUN = {
     "--dryrun train.py": "did you mean --dry-run?",
     "--detatch train.py": "did you mean --detach?",
     "--start_timeout=9 train.py": "did you mean --start-timeout?",
-    # nothing here is like it
+    # no option here is similar
     "--mem 4G train.py": "",
     "--preserve train.py": "",
     "--version train.py": "",
@@ -122,7 +122,7 @@ def test_several_options_get_an_answer_each(capsys: pytest.CaptureFixture[str]) 
     first, *others = [hint.partition(": ") for hint in hints.split("; ")]
     assert first[0] == "--standalone"
     assert first[2].startswith(OUT)
-    assert [one[0] for one in others] == ["--nnodes", "--nproc_per_node", "--master_port"]
+    assert [answer[0] for answer in others] == ["--nnodes", "--nproc_per_node", "--master_port"]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_what_belongs_to_the_command_is_left_alone(line: str, capsys: pytest.Cap
 
 
 def test_horovodrun_answers_too_and_keeps_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    own = parse_args(["-np", "2", "-hostfile", "x", "--gloo", "--min-np", "1", "--output", "logs", "true"])
-    assert (own.hostfile, own.use_gloo, own.min_num_proc, own.output_filename) == ("x", True, 1, "logs")
+    args = parse_args(["-np", "2", "-hostfile", "x", "--gloo", "--min-np", "1", "--output", "logs", "true"])
+    assert (args.hostfile, args.use_gloo, args.min_num_proc, args.output_filename) == ("x", True, 1, "logs")
     for word, hint in (("--nproc_per_node=4", EACH), ("--hostfiles=x", "did you mean --hostfile?")):
         with pytest.raises(SystemExit):
             parse_args([word, "true"])
@@ -151,7 +151,7 @@ def test_horovodrun_answers_too_and_keeps_its_own(capsys: pytest.CaptureFixture[
 def test_a_launcher_in_a_job_is_refused(
     outer: str, inner: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each rank would start a job of its own, all of which would end well."""
+    """Each rank would start its own job, and each of these jobs would succeed."""
     assert main([*outer.split(), "--", *inner.split(), "python", "train.py"]) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -163,7 +163,7 @@ def test_a_launcher_that_joins_its_like_or_runs_alone_is_not_refused(tmp_path: P
     words = [f"torchrun {options} train.py" for options in joining]
     for line in (*words, "-- python mpirun.py", ""):
         refuse_launcher(line.split())
-    # A trial of `ringdance search` that starts its ranks itself.
+    # A trial of `ringdance search` may start its ranks itself.
     (tmp_path / "mpirun").write_text("#!/bin/sh\n")
     (tmp_path / "mpirun").chmod(0o755)
     assert resolve_command([str(tmp_path / "mpirun"), "-np", "2"])[1:] == ["-np", "2"]

@@ -1,4 +1,4 @@
-"""Commands that take hosts: all take the same options, and reach the hosts as these say."""
+"""All commands that take hosts have the same options, and reach the hosts as these options say."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOW = ["--ssh-port=2222", "--ssh-identity-file=/k", "--python=/opt/bin/python", 
 def test_every_command_has_all_of_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out
-    long = [one.split("=")[0] for one in HOW]
+    long = [option.split("=")[0] for option in HOW]
     for option in ("-H", "--hosts", "--hostfile", "-p", "-i", *long):
         assert re.search(rf"(^|\s){option}\b", shown), option
 
@@ -94,8 +94,8 @@ def test_tune_threads_starts_its_trials_there(
     assert main(["tune", "threads", "--hostfile", hostfile, "--bind", bind, *HOW, "--", "true"]) == 130
     kind, *words = lines[0]
     assert words[:8] == ["-np", "2", "-H", "h1:1,[fe80::1]:1", *HOW]
-    if kind == "mpirun":  # which understands them, too
+    if kind == "mpirun":  # which also accepts these options
         line = parse(words, {})
         assert line.ssh == ["-o", "User=me"]
-        assert [one for one in HOW[:3] if one not in line.options] == []
+        assert [option for option in HOW[:3] if option not in line.options] == []
         assert mpirun_cli.cli.parser().parse_args([*line.options, "true"]).ssh_port == 2222

@@ -1,4 +1,4 @@
-"""Where the ranks go, what numbers they have, and over which networks they meet."""
+"""Where ranks are placed, how they are numbered, and over which networks they communicate."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_spans(numbers: list[int], text: str) -> None:
 
 
 def test_names_of_this_machine() -> None:
-    own = os.uname().nodename
-    names = ["localhost", "127.0.0.1", "127.0.0.2", own, "no-such-host.invalid", "192.0.2.7"]
-    assert {"localhost", "127.0.0.1", own} <= local_names(names) <= set(names[:4])
+    hostname = os.uname().nodename
+    names = ["localhost", "127.0.0.1", "127.0.0.2", hostname, "no-such-host.invalid", "192.0.2.7"]
+    assert {"localhost", "127.0.0.1", hostname} <= local_names(names) <= set(names[:4])
 
 
 def test_names_are_looked_up_at_the_same_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +50,8 @@ def test_ranks_fill_hosts_in_the_order_given() -> None:
 
 
 def test_numbers_of_ranks_on_uneven_hosts() -> None:
-    found = rank_numbers(assign_ranks(4, [("a", 2), ("b", 1), ("c", 1)]))
-    assert [list(numbers.values()) for numbers in found] == [
+    numbering = rank_numbers(assign_ranks(4, [("a", 2), ("b", 1), ("c", 1)]))
+    assert [list(numbers.values()) for numbers in numbering] == [
         [0, 4, 0, 2, 0, 3],
         [1, 4, 1, 2, 0, 1],
         [2, 4, 0, 1, 1, 3],
@@ -67,14 +67,14 @@ DOCKER = ("docker0", "172.17.0.1", 16)
 
 
 def test_hosts_meet_on_the_network_by_which_they_are_reached() -> None:
-    found = shared_networks(
+    networks = shared_networks(
         {
             "a": facts(("eth0", "10.0.0.1", 24), ("ib0", "10.9.0.1", 16), DOCKER),
             "b": facts(("ens3", "10.0.0.2", 24), ("ib0", "10.9.0.2", 16), DOCKER, reached="10.0.0.2"),
         }
     )
-    assert found.include == ("10.0.0.0/24",)
-    assert found.interfaces == {"a": ("eth0",), "b": ("ens3",)}
+    assert networks.include == ("10.0.0.0/24",)
+    assert networks.interfaces == {"a": ("eth0",), "b": ("ens3",)}
 
 
 def test_a_bridge_with_one_address_on_all_hosts_is_no_way_between_them() -> None:
@@ -82,8 +82,8 @@ def test_a_bridge_with_one_address_on_all_hosts_is_no_way_between_them() -> None
         "a": facts(("eth0", "10.1.1.5", 24), DOCKER),
         "b": facts(("eth0", "10.1.2.5", 24), DOCKER, reached="10.1.2.5"),
     }
-    found = shared_networks(pods)
-    assert (found.include, found.exclude) == ((), ("172.17.0.0/16",))
+    networks = shared_networks(pods)
+    assert (networks.include, networks.exclude) == ((), ("172.17.0.0/16",))
     both = {name: facts(("eth0", f"10.0.0.{n}", 8), DOCKER) for n, name in enumerate("ab", 1)}
     assert shared_networks(both).include == ("10.0.0.0/8",)
 
@@ -91,9 +91,9 @@ def test_a_bridge_with_one_address_on_all_hosts_is_no_way_between_them() -> None
 def test_ipv6_where_there_is_nothing_else() -> None:
     docker = facts(DOCKER, ("eth0", "fd00::1", 64))
     other = facts(DOCKER, ("ens3", "fd00::2", 64), ("ib0", "fd01::2", 64))
-    found = shared_networks({"a": docker, "b": other})
-    assert (found.include, found.ipv6) == (("fd00::/64",), True)
-    assert found.interfaces == {"a": ("eth0",), "b": ("ens3",)}
+    networks = shared_networks({"a": docker, "b": other})
+    assert (networks.include, networks.ipv6) == (("fd00::/64",), True)
+    assert networks.interfaces == {"a": ("eth0",), "b": ("ens3",)}
     both = {
         name: facts(("eth0", f"10.0.0.{n}", 8), ("eth0", f"fd00::{n}", 64), reached=f"fd00::{n}")
         for n, name in enumerate("ab", 1)

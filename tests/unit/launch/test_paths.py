@@ -1,4 +1,4 @@
-"""Hosts whose environment or directory is another one than the launcher's."""
+"""Hosts whose environment or directory differs from the launcher's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ THERE = {"python": "/far/env/bin/python", "prefix": "/far/env", "package": "/far
 
 def test_paths_of_the_launchers_environment_become_those_of_this_one() -> None:
     site = "/far/src/ringdance/host/site"
-    given = {"PATH": "/far/env/bin:/bin:/far/environment", "PYTHONPATH": site, "A": "/far/env"}
-    assert paths.translated(given, THERE) == {
+    environ = {"PATH": "/far/env/bin:/bin:/far/environment", "PYTHONPATH": site, "A": "/far/env"}
+    assert paths.translated(environ, THERE) == {
         "PATH": f"{sys.prefix}/bin:/bin:/far/environment",
         "PYTHONPATH": f"{package_directory()}/host/site",
         "A": "/far/env",

@@ -1,4 +1,4 @@
-"""The plan is pure data: what would be started, for which MPI, with which variables."""
+"""The plan is pure data: the command lines to start, for which MPI library and with which variables."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OF_SPEC = {field.name for field in fields(JobSpec)}
 
 
 def plan(**changes: object) -> Plan:
-    given = {"mpi": OPENMPI, "cores": 8, "environ": {}, **changes}
-    asked = {"ranks": 2} | {name: given.pop(name) for name in changes if name in _OF_SPEC}
-    shell = {name: given.pop(name) for name in ("method", "python") if name in given}
+    arguments = {"mpi": OPENMPI, "cores": 8, "environ": {}, **changes}
+    job = {"ranks": 2} | {name: arguments.pop(name) for name in changes if name in _OF_SPEC}
+    ssh = {name: arguments.pop(name) for name in ("method", "python") if name in arguments}
     spec = JobSpec(
-        ["/env/bin/python", "train.py"], shell=RemoteShell(**shell), **asked  # type: ignore[arg-type]
+        ["/env/bin/python", "train.py"], shell=RemoteShell(**ssh), **job,  # type: ignore[arg-type]
     )
-    return build_plan(spec, **given)  # type: ignore[arg-type]
+    return build_plan(spec, **arguments)  # type: ignore[arg-type]
 
 
 def test_openmpi_line_unbinds_and_yields() -> None:
@@ -70,17 +70,18 @@ def test_the_users_own_thread_count_wins() -> None:
 
 
 def test_the_users_own_mpi_parameters_win() -> None:
-    own = {"OMPI_MCA_osc": "rdma", "PMIX_MCA_psec": "munge", "PMIX_MCA_gds": "hash", "PRTE_MCA_x": "1"}
-    own |= {"HYDRA_IFACE": "eth0", "HYDRA_FULL_ERROR": "1"}  # the latter: of a library for configurations
-    made = plan(environ=own)
-    assert made.environ(own).items() >= own.items()
-    assert made.forwarded(own).items() >= own.items()
+    environ = {"OMPI_MCA_osc": "rdma", "PMIX_MCA_psec": "munge", "PMIX_MCA_gds": "hash", "PRTE_MCA_x": "1"}
+    # HYDRA_FULL_ERROR is a variable of a configuration library
+    environ |= {"HYDRA_IFACE": "eth0", "HYDRA_FULL_ERROR": "1"}
+    made = plan(environ=environ)
+    assert made.environ(environ).items() >= environ.items()
+    assert made.forwarded(environ).items() >= environ.items()
 
 
 def test_variables_of_a_job_around_this_one_are_removed() -> None:
-    own = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_FD": "9", "OMPI_MCA_btl": "tcp", "HOME": "/h"}
-    own[STARTED_BY] = "{}"
-    environ = plan(environ=own).environ(own)
+    old = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_FD": "9", "OMPI_MCA_btl": "tcp", "HOME": "/h"}
+    old[STARTED_BY] = "{}"
+    environ = plan(environ=old).environ(old)
     assert {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_FD", STARTED_BY}.isdisjoint(environ)
     assert environ["OMPI_MCA_btl"] == "tcp"
     assert environ["HOME"] == "/h"
@@ -88,22 +89,23 @@ def test_variables_of_a_job_around_this_one_are_removed() -> None:
 
 def test_where_torch_distributed_meets() -> None:
     assert dict(plan().environment)["MASTER_ADDR"] == "127.0.0.1"
-    assert dict(plan(**WIDE).environment)["MASTER_ADDR"] == "10.0.0.2"  # rank 0's host, in the network of all
+    # rank 0's host, in the network that all hosts share
+    assert dict(plan(**WIDE).environment)["MASTER_ADDR"] == "10.0.0.2"
     own = {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
     assert plan(environ=own).environ(own).items() >= own.items()
-    nested = own | {"RINGDANCE_JOB": "0123456789abcdef"}  # these are the outer job's
+    nested = own | {"RINGDANCE_JOB": "0123456789abcdef"}  # these two belong to the outer job
     environ = plan(environ=nested).environ(nested)
     assert environ["MASTER_ADDR"] == "127.0.0.1"
     assert "MASTER_PORT" not in environ
 
 
 def test_session_files_go_with_the_job() -> None:
-    found = session_environment("openmpi", "/tmp/job", "/dev/shm/job")
-    assert found["PRTE_MCA_prte_tmpdir_base"] == "/tmp/job"
-    assert found["OMPI_MCA_osc_sm_backing_directory"] == "/dev/shm/job"
-    # The script there is read by a shell: on a noexec /tmp it could not be executed.
-    found = session_environment("mpich", "/tmp/job", "/dev/shm/job")
-    assert found == {"HYDRA_LAUNCHER_EXTRA_ARGS": "/tmp/job/ssh"}
+    environment = session_environment("openmpi", "/tmp/job", "/dev/shm/job")
+    assert environment["PRTE_MCA_prte_tmpdir_base"] == "/tmp/job"
+    assert environment["OMPI_MCA_osc_sm_backing_directory"] == "/dev/shm/job"
+    # A shell reads this script, because a noexec /tmp would not allow executing it.
+    environment = session_environment("mpich", "/tmp/job", "/dev/shm/job")
+    assert environment == {"HYDRA_LAUNCHER_EXTRA_ARGS": "/tmp/job/ssh"}
 
 
 def test_one_machine_under_several_names_is_one_host() -> None:
@@ -173,11 +175,11 @@ def test_lines_for_several_hosts(mpi: Mpi, words: str) -> None:
 def test_what_stands_in_the_file_of_machines() -> None:
     hosts = plan(**WIDE, mpi=OPENMPI).hosts
     assert machine_file(hosts, "intel") == "a:2\nme:1\nb:1\n"
-    assert machine_file(hosts, "openmpi") == "a\na\nme\nb\n"  # a line for each rank, in its order
+    assert machine_file(hosts, "openmpi") == "a\na\nme\nb\n"  # a line for each rank, in rank order
 
 
 def test_networks_that_the_user_excludes_replace_those_we_include() -> None:
-    # Open MPI refuses to start with both.
+    # Open MPI refuses to start with both variables.
     environ = plan(**WIDE, mpi_args=["-mca", "btl_tcp_if_exclude", "docker0"]).environ({})
     assert "OMPI_MCA_btl_tcp_if_include" not in environ
     assert "OMPI_MCA_btl_tcp_if_include" in plan(**WIDE).environ({})
@@ -204,7 +206,7 @@ def test_ipv6_networks_are_given_to_mpi_by_interface() -> None:
 
 def test_no_shared_memory_transport_where_a_host_has_no_room_for_it() -> None:
     facts: dict[str, HostFacts] = WIDE["facts"]
-    room = {name: replace(found, shared_memory=18 << 20) for name, found in facts.items()}
+    room = {name: replace(host_facts, shared_memory=18 << 20) for name, host_facts in facts.items()}
     plain = dict(plan(**{**WIDE, "facts": room}).environment)["OMPI_MCA_btl"]
     assert "sm" not in plain
     made = plan(**{**WIDE, "facts": room | {"a": replace(room["a"], shared_memory=(18 << 20) - 1)}})
@@ -216,9 +218,9 @@ def test_no_shared_memory_transport_where_a_host_has_no_room_for_it() -> None:
 def test_an_ipv6_address_has_another_name_towards_mpiexec() -> None:
     made = plan(hosts=[("fe80::1", 2)], local=())
     assert "--host host0:2" in " ".join(made.mpiexec)
-    found = made.host_of("host0")
-    assert found
-    assert found.name == "fe80::1"
+    host = made.host_of("host0")
+    assert host
+    assert host.name == "fe80::1"
     assert made.host_of("fe80::1") is None
 
 
@@ -235,8 +237,8 @@ def test_an_ipv6_address_has_another_name_towards_mpiexec() -> None:
     ],
 )
 def test_gpus_that_ranks_see(devices: int, variable: str | None, count: int) -> None:
-    found = HostFacts(devices=["H100"] * devices, visible_devices=variable)
-    assert list(found.visible) == ["H100"] * count
+    facts = HostFacts(devices=["H100"] * devices, visible_devices=variable)
+    assert list(facts.visible) == ["H100"] * count
 
 
 def test_a_variable_that_is_given_decides_which_gpus_all_hosts_show() -> None:
@@ -254,8 +256,8 @@ def test_gpus_are_counted_by_their_device_files(monkeypatch: pytest.MonkeyPatch)
         for n in (1, 2)
     }
     for files, names in ((["/dev/nvidia2"], ["NVIDIA H200"]), ([], ["NVIDIA H100", "NVIDIA H200"])):
-        found = {"/proc/driver/nvidia/gpus/*/information": [*texts], "/dev/nvidia[0-9]*": files}
-        monkeypatch.setattr(machine.glob, "glob", found.get)
+        paths = {"/proc/driver/nvidia/gpus/*/information": [*texts], "/dev/nvidia[0-9]*": files}
+        monkeypatch.setattr(machine.glob, "glob", paths.get)
         monkeypatch.setattr(machine.linux, "text", texts.get)
         assert machine.devices() == names
 
@@ -277,11 +279,11 @@ def test_what_is_a_machines_own_is_not_forwarded() -> None:
 
 
 def test_what_srun_must_not_have_reaches_the_ranks() -> None:
-    own = {"SLURM_CPUS_PER_TASK": "4", "SLURM_PROCID": "0", "SRUN_CPUS_PER_TASK": "4", "SLURM_GPUS": "2"}
+    environ = {"SLURM_CPUS_PER_TASK": "4", "SLURM_PROCID": "0", "SRUN_CPUS_PER_TASK": "4", "SLURM_GPUS": "2"}
     for forward in (True, False):
-        found = plan(**WIDE, environ=own, forward=forward, method="srun").forwarded(own)
-        assert {name: found.get(name) for name in own} == own | {"SLURM_PROCID": None}
-    assert "SLURM_CPUS_PER_TASK" not in plan(**WIDE, environ=own).forwarded(own)
+        forwarded = plan(**WIDE, environ=environ, forward=forward, method="srun").forwarded(environ)
+        assert {name: forwarded.get(name) for name in environ} == environ | {"SLURM_PROCID": None}
+    assert "SLURM_CPUS_PER_TASK" not in plan(**WIDE, environ=environ).forwarded(environ)
 
 
 def test_secrets_are_in_no_plan() -> None:
@@ -311,8 +313,8 @@ def test_the_users_own_binding_replaces_ours(family: str, given: dict[str, objec
 
 
 def test_options_with_one_dash_are_spelt_as_open_mpi_5_wants_them() -> None:
-    own = ["-bind-to", "none", "-mca", "btl", "tcp,self", "-x", "HOME", "-np"]
-    made = plan(mpi_args=own)
+    options = ["-bind-to", "none", "-mca", "btl", "tcp,self", "-x", "HOME", "-np"]
+    made = plan(mpi_args=options)
     assert " ".join(made.mpiexec).endswith("--bind-to none --mca btl tcp,self -x HOME -np -n 2")
     assert "OMPI_MCA_btl" not in dict(made.environment)
     assert "OMPI_MCA_pml" in dict(made.environment)

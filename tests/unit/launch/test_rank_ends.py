@@ -1,4 +1,4 @@
-"""What a rank's wrapper does about signals, and finds out about one that has ended the rank."""
+"""What a rank's wrapper does about signals, and learns about a signal that has ended the rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_other_signals() -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_rank_has_got_no_signal_that_came_before_it(early: bool) -> None:
-    """A signal to all processes reaches the wrapper; the rank gets it from there if it had not started."""
+    """The wrapper also gets a signal to all processes. It passes the signal on only to a later rank."""
     with tempfile.TemporaryDirectory(prefix="rdt-") as base, socket.socket(socket.AF_UNIX) as listener:
         directory = Path(host_directory(base, job := os.urandom(16).hex()))
         directory.mkdir(mode=0o700)
@@ -74,8 +74,8 @@ def test_a_rank_has_got_no_signal_that_came_before_it(early: bool) -> None:
         ((pid,), _, _), began = channel.receive(), time.monotonic()
         time.sleep(0.1)
         if not early:
-            for one in (supervisor, pid["pid"]):
-                os.kill(one, signal.SIGTERM)
+            for receiver in (supervisor, pid["pid"]):
+                os.kill(receiver, signal.SIGTERM)
         channel.send({"signal": int(signal.SIGTERM), "stay": 0.1})
         ((ended,), _, _) = channel.receive()
         assert ended["ended"] == -signal.SIGTERM

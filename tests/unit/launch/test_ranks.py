@@ -21,7 +21,7 @@ from ringdance.launch.remote.connect import Remote
 
 
 def steps_of(action: Callable[[], Any]) -> int:
-    """Return how many lines of Python, and turns of comprehensions, an action takes."""
+    """Return how many lines of Python and iterations of comprehensions an action takes."""
     count = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -39,7 +39,7 @@ def steps_of(action: Callable[[], Any]) -> int:
 
 
 def steps_of_a_job(ranks: int) -> list[int]:
-    """Return the steps for numbers of ranks, and for each report of the last rank, with the loop's turn."""
+    """Return the steps per rank for numbering, for each report of the last rank, and for one loop turn."""
     hosts = assign_ranks(ranks, [(f"h{n}", 4) for n in range(ranks // 4)])
     plan: Any = SimpleNamespace(hosts=hosts, ranks=ranks)
     spec = SimpleNamespace(output_directory="")
@@ -79,7 +79,7 @@ def test_the_work_for_a_report_does_not_grow_with_the_number_of_ranks() -> None:
 
 
 def reported(table: Any, remotes: list[Remote], rank: int, message: str, when: float) -> None:
-    """A rank reports an error by its host's clock, and then its wrapper the end."""
+    """Let a rank report an error by its host's clock, and then let its wrapper report the exit."""
     cause = Cause(rank, remotes[rank].host, 100 + rank, when, "exception", message, "Traceback ...")
     line = f"::ringdance-cause:: {json.dumps(asdict(cause))}\n"
     table.write(table._ranks[rank].link, 1, line.encode())
@@ -92,7 +92,7 @@ def reported(table: Any, remotes: list[Remote], rank: int, message: str, when: f
 def test_the_first_failure_does_not_depend_on_the_clocks_of_hosts(
     monkeypatch: pytest.MonkeyPatch, off: float, first: int
 ) -> None:
-    """The other host's clock is off; messages take a millisecond, those that report ends up to 20."""
+    """The other host's clock is off. Messages take 1 ms, and reports of exits up to 20 ms."""
     now = [1e9]
     monkeypatch.setattr(time, "time", lambda: now[0])
     hosts = [Host("here", 1, (0,), local=True), Host("there", 1, (1,))]
@@ -105,7 +105,7 @@ def test_the_first_failure_does_not_depend_on_the_clocks_of_hosts(
         link = RankLink(remote, number)
         table._ranks[number] = Rank(link, number, remote.host, streams, 100 + number)
         table._by_link[link] = table._ranks[number]
-        remote.time_here(now[0] - 0.001 + number * off)  # it has started
+        remote.time_here(now[0] - 0.001 + number * off)  # the rank has started
     for rank, message in ((first, "ValueError: image 17"), (1 - first, "EOFError")):
         now[0] += 0.05
         reported(table, remotes, rank, message, now[0] - 0.02 + rank * off)

@@ -32,7 +32,7 @@ def test_a_file_that_rank_0_cannot_read_is_not_dropped_in_silence(
 
 
 def test_bytes_that_wait() -> None:
-    """A shell passes a here-document as a pipe; that of a service or of cron may be empty for ever."""
+    """A shell passes a here-document as a pipe. The pipe of a service or of cron may stay empty forever."""
     read, write = os.pipe()
     with open(read, "rb"), open(write, "wb") as sender, open(os.devnull, "rb") as nothing:
         assert not terminal._waits(nothing.fileno())

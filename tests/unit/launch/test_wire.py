@@ -1,4 +1,4 @@
-"""Messages between hosts, and the command lines that lead there."""
+"""Messages between hosts, and the command lines that connect them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_messages_come_whole_however_they_are_cut() -> None:
     theirs.send({"a": 1})
     theirs.send({"b": "ü"}, payload)
     theirs.send({"c": None})
-    found = []
-    while len(found) < 3:
+    received = []
+    while len(received) < 3:
         theirs.flush()
         messages, alive = ours.receive()
         assert alive
-        found += messages
-    assert found == [({"a": 1}, b""), ({"b": "ü"}, payload), ({"c": None}, b"")]
+        received += messages
+    assert received == [({"a": 1}, b""), ({"b": "ü"}, payload), ({"c": None}, b"")]
     assert theirs.unsent == 0
 
 
@@ -135,15 +135,15 @@ def test_names_that_are_no_hosts(name: str) -> None:
 
 
 def test_a_payload_of_any_size_comes_whole() -> None:
-    """Larger than what a frame may claim; meanwhile nothing of it is copied for the sender."""
+    """The payload is larger than a frame may claim, and the sender does not copy it."""
     ours, theirs = pair()
     payload = bytes(range(256)) * (70 << 12)
     theirs.send({"a": 1}, payload)
     theirs.send({"b": 2})
-    found = []
-    while len(found) < 2:
+    received = []
+    while len(received) < 2:
         theirs.flush()
-        found += ours.receive()[0]
-    assert [message for message, _ in found] == [{"a": 1}, {"b": 2}]
-    assert found[0][1] == payload
+        received += ours.receive()[0]
+    assert [message for message, _ in received] == [{"a": 1}, {"b": 2}]
+    assert received[0][1] == payload
     assert theirs.unsent == 0

@@ -1,4 +1,4 @@
-"""The monitor of a host, as the rank that starts it sees it."""
+"""A host's monitor as seen by the rank that starts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_hosts_whose_monitors_never_connect_are_named_in_the_file(tmp_path: Path
     client.start(str(tmp_path / "timeline.json"), 1)
     ring.words[Word.CLOSED] = 1
     client.close()
-    names = [one["name"] for one in json.loads((tmp_path / "timeline.json").read_text())]
+    names = [event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())]
     assert names[-1] == f"{END}the ranks of 2 other hosts: no connection came from there"
 
 
@@ -71,8 +71,8 @@ def test_a_timeline_of_two_monitors_says_how_well_the_clocks_are_known(tmp_path:
         for process in ranks:
             process.kill()
             process.communicate()
-    found = summarize(load(tmp_path / "t.json"))
-    assert {row["rank"]: bool(row["clock_uncertainty"]) for row in found["ranks"]} == {0: False, 1: True}
-    assert found["ranks"][0]["records_lost"] == 0
-    assert [note.partition(" to ")[0] for note in found["notes"]] == ["Clocks are known: node1"]
-    assert found["tensors"][0]["times"] == 19
+    summary = summarize(load(tmp_path / "t.json"))
+    assert {row["rank"]: bool(row["clock_uncertainty"]) for row in summary["ranks"]} == {0: False, 1: True}
+    assert summary["ranks"][0]["records_lost"] == 0
+    assert [note.partition(" to ")[0] for note in summary["notes"]] == ["Clocks are known: node1"]
+    assert summary["tensors"][0]["times"] == 19

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana: it is what its script writes, and asks for what the endpoint has."""
+"""The dashboard for Grafana equals what its script writes, and queries metrics that the endpoint has."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for one in dashboard["panels"]:
-        yield one
-        yield from one.get("panels") or ()
+    for panel in dashboard["panels"]:
+        yield panel
+        yield from panel.get("panels") or ()
 
 
 def test_the_dashboard_is_that_of_its_script() -> None:
@@ -51,10 +51,10 @@ def test_every_query_is_of_metrics_that_the_endpoint_has() -> None:
     names = {sample.name for family in families for sample in family.samples}
     dashboard = json.loads((ROOT / "src/ringdance/core/monitor/dashboard.json").read_text())
     queries = [target["expr"] for panel in panels(dashboard) for target in panel.get("targets") or ()]
-    queries += [one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    queries += [v["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
     used = {name for query in queries for name in re.findall(r"ringdance_\w+", query)}
     assert len(queries) > 20
     assert used <= names
-    assert names == used, "no panel shows it"
+    assert names == used, "some metrics are not in any panel"
     ids = [panel["id"] for panel in panels(dashboard) if "id" in panel]
     assert len(ids) == len(set(ids))

@@ -37,7 +37,7 @@ def test_records_and_labels_come_over() -> None:
         sender.send(reader)
     ring.add(Kind.BATCH, ring.label(("a", "b")))
     sender.send(reader)
-    # Its clock is not known yet: the sender answers for it before it ends.
+    # The host's clock is not known yet. The sender answers for it before it ends.
     ending = threading.Thread(target=sender.finish, args=[10.0])
     began = time.monotonic()
     ending.start()
@@ -51,8 +51,8 @@ def test_records_and_labels_come_over() -> None:
     assert not follower.frames.send({"do": "stop"})
     got = follower.rings[5]
     assert got.who == Who(5, "node2", reader.who.pid)
-    found = [record for first, data, _ in got.taken for record in records(first, data)]
-    assert [got.name(record.label) for record in found] == ["a", "b", "a", ("a", "b")]
+    received = [record for first, data, _ in got.taken for record in records(first, data)]
+    assert [got.name(record.label) for record in received] == ["a", "b", "a", ("a", "b")]
 
 
 def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
@@ -60,7 +60,7 @@ def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
     for number in range(12):
         question = clock.ask()
         if number != 4:
-            time.sleep(0.02)  # the answer was late: such a round trip says little
+            time.sleep(0.02)  # a late answer makes this round trip tell little
         clock.answer(question["sent"], time.monotonic_ns() + ahead)
     assert clock.known
     assert abs(clock.ahead(time.monotonic_ns() + ahead) - ahead) < 2_000_000
@@ -68,7 +68,7 @@ def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
 
 @pytest.mark.parametrize("ppm", [30, -30, 0])
 def test_clocks_that_drift_apart_for_an_hour(ppm: int) -> None:
-    """The truth is within the uncertainty, which is about that of the short round trips."""
+    """The true offset stays within the uncertainty, which is about the length of the short round trips."""
     random = Random(1)
     clock, rate = Clock(), ppm * 1e-6
 
@@ -78,7 +78,7 @@ def test_clocks_that_drift_apart_for_an_hour(ppm: int) -> None:
     now, bounds = 10**9, []
     for second in range(3600):
         for _ in range(8 if second == 0 else 1):
-            there, back = (round(30_000 + random.expovariate(1 / 100_000)) for _ in range(2))  # ns
+            there, back = (round(30_000 + random.expovariate(1 / 100_000)) for _ in range(2))  # nanoseconds
             clock.answer(now, theirs(now + there), now + there + back)
         for later in (0, 900_000_000):  # until the next round trip
             at = now + later
@@ -93,7 +93,7 @@ def test_clocks_that_drift_apart_for_an_hour(ppm: int) -> None:
 @pytest.mark.parametrize("way", [0, 1])
 @pytest.mark.parametrize("change", [0.0, 5e-6])
 def test_one_way_becomes_slow_and_the_rate_changes(way: int, change: float) -> None:
-    """As under a training's own traffic: quick round trips at first, then only uneven ones."""
+    """Under a training run's own traffic, round trips are fast at first, then only uneven."""
     random, clock = Random(2), Clock()
     now, ahead = 10**9, 7e12
     for second in range(300):
@@ -107,7 +107,7 @@ def test_one_way_becomes_slow_and_the_rate_changes(way: int, change: float) -> N
         now += 10**9
         ahead += (10e-6 + change * (second > 100)) * 1e9
     assert clock.uncertainty < 50_000
-    ahead -= 3e9  # it was suspended
+    ahead -= 3e9  # the host was suspended
     clock.answer(now, now + 25_000 + round(ahead), now + 50_000)
     assert abs(clock.ahead(now + 25_000 + round(ahead)) - ahead) <= clock.uncertainty < 200_000
 
@@ -120,10 +120,10 @@ def test_questions_about_the_clock_are_answered() -> None:
         follower.receive()
     assert abs(follower.clock.ahead(time.monotonic_ns())) < 50_000_000
     follower.frames.send({"do": "start", "detail": 1, "anew": True})
-    found: list[dict[str, object]] = []
-    while not found:
-        found, _ = sender.commands()
-    assert found == [{"do": "start", "detail": 1, "anew": True}]
+    commands: list[dict[str, object]] = []
+    while not commands:
+        commands, _ = sender.commands()
+    assert commands == [{"do": "start", "detail": 1, "anew": True}]
     follower.sock.close()
     while sender.commands()[1]:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Figures of ranks: samples, JSON lines, OpenMetrics."""
+"""Metrics of ranks: samples, JSON lines and OpenMetrics."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def free_port() -> int:
 
 
 def test_lines_have_the_counters_and_the_last_of_each_rank(tmp_path: Path) -> None:
-    one, two = rings(2)
-    metrics = metrics_of([one, two], directory=str(tmp_path / "new"), interval=0.5)
-    count(one, 3)
+    first, second = rings(2)
+    metrics = metrics_of([first, second], directory=str(tmp_path / "new"), interval=0.5)
+    count(first, 3)
     time.sleep(0.6)
     metrics.write_if_due()
     metrics.write_if_due()  # too early
-    count(one, 4)
+    count(first, 4)
     metrics.leave([os.getppid()])
-    count(one, 1)
+    count(first, 1)
     metrics.leave([os.getpid()])
     metrics.close()
     rows = [json.loads(line) for line in (tmp_path / "new" / "metrics-4.jsonl").read_text().splitlines()]
@@ -92,7 +92,7 @@ def test_lines_have_the_counters_and_the_last_of_each_rank(tmp_path: Path) -> No
     assert last["rss_bytes"] > 1 << 20
     assert 0 <= last["host_cpu_percent"] <= 100
     assert 0 < last["host_memory_percent"] < 100
-    metrics_of([one], directory=str(tmp_path / "new"), anew=False).leave([os.getpid()])
+    metrics_of([first], directory=str(tmp_path / "new"), anew=False).leave([os.getpid()])
     assert len((tmp_path / "new" / "metrics-4.jsonl").read_text().splitlines()) == 6
 
 
@@ -191,7 +191,7 @@ def test_a_package_that_is_missing_is_named(
 
 
 def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test with NVML's functions as they are, but two devices that are not here; a rank is on the second."""
+    """Two devices that do not exist are behind NVML's real function names. A rank runs on the second one."""
     nvml: Any = types.ModuleType("pynvml")
     used = {0: [], 1: [types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 << 30)]}
     nvml.NVMLError = RuntimeError
@@ -202,13 +202,13 @@ def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.nvmlDeviceGetUtilizationRates = lambda device: types.SimpleNamespace(gpu=[10, 80][device])
     nvml.nvmlDeviceGetMemoryInfo = lambda device: types.SimpleNamespace(used=[1 << 30, 4 << 30][device])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    one, two = rings(2)
-    first, second = Sampler([RingReader(ring.memory) for ring in (one, two)]).rows()
+    first_ring, second_ring = rings(2)
+    first, second = Sampler([RingReader(ring.memory) for ring in (first_ring, second_ring)]).rows()
     assert (first["gpu_percent"], first["gpu_memory_bytes"]) == (80, 3 << 30)
-    # Not seen by NVML: the device of its local rank, 1.
+    # NVML does not report this process, so the device of its local rank, 1, counts.
     assert (second["gpu_percent"], second["gpu_memory_bytes"]) == (80, 4 << 30)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "gpu_percent" not in Sampler([RingReader(one.memory)]).rows()[0]
+    assert "gpu_percent" not in Sampler([RingReader(first_ring.memory)]).rows()[0]
 
 
 def test_what_is_wrong_in_options_is_said_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:

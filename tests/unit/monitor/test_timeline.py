@@ -1,4 +1,4 @@
-"""The Chrome trace of some records."""
+"""The Chrome trace of a few records."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ MS = 1_000_000
 
 
 def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
-    """Return the records of a batch of so many tensors at 10 ms, with a submission each at 1, 2, ... ms."""
+    """Return the records of one batch at 10 ms, with a tensor of each size submitted at 1, 2, ... ms."""
     recorder = Recorder()
     names = tuple(f"allreduce.t{number}" for number in range(len(sizes)))
     for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
         label = recorder.label(name)
         recorder.ring.add(Kind.SUBMIT, label, 0, size, 0, Collective.ALLREDUCE, when=number * MS)
     recorder.detail = 1
-    # Copying in takes 1 ms, then each chunk 1 ms of waiting, copying out, reducing and copying in each.
+    # Copying in takes 1 ms. Each chunk then waits, copies out, reduces and copies in, 1 ms each.
     times = [10]
-    for chunk in range(chunks):  # the next one begins as it ends
+    for chunk in range(chunks):  # the next chunk starts when this one ends
         times += [11 + 4 * chunk + number for number in range(5)]
     times += [11 + 4 * chunks + number for number in range(3)]
     recorder.chunks(0, [time * MS for time in times], every=1)
@@ -45,8 +45,8 @@ def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
 
 
 def written(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text())
-    return found
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    return events
 
 
 def test_names_of_collectives_are_the_engine_s() -> None:
@@ -62,12 +62,12 @@ def test_a_trace_is_complete_after_every_flush(tmp_path: Path) -> None:
     for record in list(reader.read()):
         trace.add(Who(1, "node", 7), reader.name, [record])
         trace.writer.flush()
-        found = written(path)
+        events = written(path)
     trace.writer.close()
-    named = [event for event in found if event["name"] == "process_name" and event["pid"]]
+    named = [event for event in events if event["name"] == "process_name" and event["pid"]]
     tensors = {event["args"]["name"]: event["pid"] for event in named}
     assert "rank 1 on node (pid 7)" in tensors
-    of_first = [event for event in found if event["pid"] == tensors["allreduce.t0"] and event["ph"] != "M"]
+    of_first = [event for event in events if event["pid"] == tensors["allreduce.t0"] and event["ph"] != "M"]
     assert [(event["name"], event["ph"], event["ts"]) for event in of_first] == [
         ("NEGOTIATE_ALLREDUCE", "B", 1000.0),
         ("1", "X", 1000.0),
@@ -78,7 +78,7 @@ def test_a_trace_is_complete_after_every_flush(tmp_path: Path) -> None:
         ("MEMCPY_OUT_FUSION_BUFFER", "X", 14_000.0),
         ("ALLREDUCE", "E", 100_000.0),
     ]
-    batch = next(event for event in found if event["ph"] == "X" and event["name"] == "ALLREDUCE")
+    batch = next(event for event in events if event["ph"] == "X" and event["name"] == "ALLREDUCE")
     assert batch["args"] == {"round": 1, "bytes": 400, "tensors": 2, "process_set": 0}
     assert batch["dur"] == 90_000.0
 
@@ -107,7 +107,7 @@ def test_chunks_belong_to_the_tensors_in_them() -> None:
     chunks = [record for record in reader.read() if record.kind == Kind.CHUNK]
     assert len(chunks) == 4
     first, second = activities(chunks_of(chunks), [100, 300])
-    # 200 bytes in each chunk: the first tensor is in the first one only, the second one in both.
+    # Each chunk has 200 bytes. The first tensor is in the first chunk only, the second tensor in both.
     assert [(name, begin // MS, end // MS) for name, begin, end in first] == [
         ("MEMCPY_IN_FUSION_BUFFER", 10, 13),
         ("MPI_ALLREDUCE", 13, 14),
@@ -123,18 +123,18 @@ def test_chunks_belong_to_the_tensors_in_them() -> None:
 
 def test_a_chunk_that_stands_for_several_fills_the_time_until_the_next() -> None:
     recorder = Recorder()
-    # Waits 1 ms, copies out 2, reduces 3, copies in 4, and the same again 20 ms later.
+    # Waits 1 ms, copies out 2 ms, reduces 3 ms and copies in 4 ms. Repeats 20 ms later.
     times = [1, 2, 3, 5, 8, 12, 22, 23, 25, 28, 32, 42, 43, 44]
     recorder.chunks(0, [time * MS for time in times], every=2)
-    found = chunks_of(list(RingReader(recorder.ring.memory).read()))
-    assert [chunk.time // MS for chunk in found] == [1, 2, 22, 42]
-    assert [duration / MS for duration in found[1].durations] == [2, 4, 6, 8]
-    assert [duration / MS for duration in found[2].durations] == [2, 4, 6, 8]
-    assert [duration / MS for duration in found[3].durations] == [1, 1, 0, 0]
+    converted = chunks_of(list(RingReader(recorder.ring.memory).read()))
+    assert [chunk.time // MS for chunk in converted] == [1, 2, 22, 42]
+    assert [duration / MS for duration in converted[1].durations] == [2, 4, 6, 8]
+    assert [duration / MS for duration in converted[2].durations] == [2, 4, 6, 8]
+    assert [duration / MS for duration in converted[3].durations] == [1, 1, 0, 0]
 
 
 def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_path: Path) -> None:
-    """Two ranks; of the first one's records so many are lost that an exchange has no end."""
+    """The trace has two ranks. The first one loses so many records that an exchange has no end."""
     path = tmp_path / "trace.json"
     trace = tracefile.TraceFile(str(path))
     began = time.monotonic_ns()
@@ -145,7 +145,7 @@ def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_p
         for number in range(1, 41):
             at = began + 100 * number * MS
             recorder.ring.add(Kind.SUBMIT, label, 0, 8, 0, Collective.ALLREDUCE, when=at + 9 * rank * MS)
-            if rank == 0 and number == 20:  # more than there is room for; the exchange ends among them
+            if rank == 0 and number == 20:  # more than the ring holds; the exchange ends among them
                 trace.add(reader, *reader.take(), reader.lost)
                 for _ in range(MASK + 1000):
                     recorder.ring.add(Kind.TEXT, when=at + MS)
@@ -157,12 +157,12 @@ def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_p
             assert reader.lost > 1000
             said = f"{reader.lost} of rank 0"
     trace.close()
-    found = summarize(load(path))
-    assert len(found["notes"]) == 1
-    assert said in found["notes"][0]
-    assert found["unfinished"] == []
-    assert [row["step"] for row in found["steps"]] == [*range(2, 20), *range(21, 41)]
-    (tensor,) = found["tensors"]
+    summary = summarize(load(path))
+    assert len(summary["notes"]) == 1
+    assert said in summary["notes"][0]
+    assert summary["unfinished"] == []
+    assert [row["step"] for row in summary["steps"]] == [*range(2, 20), *range(21, 41)]
+    (tensor,) = summary["tensors"]
     assert (tensor["late_rank"], tensor["late_share"], tensor["times"]) == (1, 1.0, 40)
     assert tensor["late_seconds"] == pytest.approx(39 * 0.009, rel=0.1)
 
@@ -170,7 +170,7 @@ def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_p
 def test_no_lateness_below_the_uncertainty_of_clocks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks of two hosts submit 0.9 ms after one another, by clocks known to 1.1 or 0.2 ms."""
+    """Ranks on two hosts submit 0.9 ms apart. Their clocks are known to 1.1 ms or 0.2 ms."""
     for trip_ms, late in ((2.0, None), (0.2, 1)):
         path, clock = tmp_path / "trace.json", Clock()
         trace = tracefile.TraceFile(str(path))
@@ -188,8 +188,8 @@ def test_no_lateness_below_the_uncertainty_of_clocks(
                 recorder.ring.add(Kind.BATCH, label, 0, number, 0, Collective.ALLREDUCE, 8, when=at + 5 * MS)
             trace.add(reader, *reader.take(), reader.lost, clock if rank else None)
         trace.close()
-        found = summarize(load(path))
-        assert [row["late_rank"] for row in found["tensors"]] == ([late] if late else [])
+        summary = summarize(load(path))
+        assert [row["late_rank"] for row in summary["tensors"]] == ([late] if late else [])
         assert timeline.main([str(path)]) == 0
         said = capsys.readouterr().out
         assert f"Clocks are known: node1 to {trip_ms * 500 + 100:,.0f} us." in said

@@ -15,21 +15,21 @@ def speed(
     images: float, cores: float = 0.2, second: float = 1.0, noise: float = 0.02, of_second: float = -1.0,
     others: float = 0.0,
 ) -> Speed:
-    """Two ranks with two cores each, of which the second reaches a share of the first one's speed.
+    """Return the speed of two ranks with two cores each. The second reaches a share of the first one's speed.
 
     Args:
-        images: a second, of both at the speed of the first.
-        cores: that a rank uses.
-        second: that share.
-        noise: of the measurement.
-        of_second: cores that the second uses; by default as many.
-        others: share of the host's cores that other programs use.
+        images: Images per second of both ranks together if the second were as fast as the first.
+        cores: Cores that a rank uses.
+        second: Share of the first rank's speed that the second reaches.
+        noise: Noise of the measurement.
+        of_second: Cores that the second rank uses. By default as many as the first.
+        others: Share of the host's cores that other programs use.
     """
     used = [cores, cores if of_second < 0 else of_second]
     rows = [
-        {"unit": "images", "samples": images / 2 * share, "seconds": 1.0, "cores": mine, "usable": 2.0,
+        {"unit": "images", "samples": images / 2 * share, "seconds": 1.0, "cores": busy_cores, "usable": 2.0,
          "host_busy": sum(used) / 4 + others, "noise": noise, "host": "h", "host_cores": 4}
-        for share, mine in zip((1.0, second), used, strict=True)
+        for share, busy_cores in zip((1.0, second), used, strict=True)
     ]
     return Speed.of(rows)
 
@@ -69,15 +69,15 @@ def speed(
     ],
 )
 def test_who_waits_for_whom(loader: Speed, step: Speed, both: Speed, bound: str, words: str) -> None:
-    found = judge({"loader": loader, "step": step, "both": both})
-    assert found.bound == bound
-    assert words in f"{found.sentence} {found.next_step}"
+    verdict = judge({"loader": loader, "step": step, "both": both})
+    assert verdict.bound == bound
+    assert words in f"{verdict.sentence} {verdict.next_step}"
 
 
 def test_the_job_has_the_pace_of_its_slowest_rank() -> None:
-    one = speed(100, second=0.8)
-    assert (one.samples_per_second, one.slowest) == (80.0, 1)
-    lines = table({"loader": one, "step": speed(50), "both": speed(50)}).splitlines()
+    measured = speed(100, second=0.8)
+    assert (measured.samples_per_second, measured.slowest) == (80.0, 1)
+    lines = table({"loader": measured, "step": speed(50), "both": speed(50)}).splitlines()
     assert lines[1].split() == ["loader", "alone", "80.0", "2.0%", "0.2", "of", "2.0", "10%"]
     assert lines[3].split() == ["both", "50.0", "2.0%", "0.2", "of", "2.0", "10%"]
     assert len({len(line) for line in lines}) == 1
@@ -87,16 +87,16 @@ def test_rows_are_called_rows_and_get_their_own_advice() -> None:
     fast, slow = replace(speed(400), unit="rows"), replace(speed(100, cores=1.9), unit="rows")
     speeds = {"loader": slow, "step": fast, "both": slow}
     assert "rows/s" in table(speeds)
-    found = judge(speeds)
-    assert "the loader alone gives 100.0 rows/s" in found.sentence
-    assert "--format rows" in found.next_step
-    assert "image" not in f"{found.sentence} {found.next_step}"
+    verdict = judge(speeds)
+    assert "the loader alone gives 100.0 rows/s" in verdict.sentence
+    assert "--format rows" in verdict.next_step
+    assert "image" not in f"{verdict.sentence} {verdict.next_step}"
 
 
 def test_unknown_samples_get_no_advice_about_images() -> None:
     fast, slow = replace(speed(400), unit="samples"), replace(speed(100, cores=1.9), unit="samples")
-    found = judge({"loader": slow, "step": fast, "both": slow})
-    assert "do work that is the same for a sample each time once" in found.next_step
+    verdict = judge({"loader": slow, "step": fast, "both": slow})
+    assert "do work that is the same for a sample each time once" in verdict.next_step
 
 
 def test_the_command_and_the_ranks_know_the_same_mark() -> None:

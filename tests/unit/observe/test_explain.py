@@ -1,4 +1,4 @@
-"""What `ringdance explain` says of ranks."""
+"""What `ringdance explain` reports about ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_operations_of_one_label_are_told_apart() -> None:
 
 
 def test_ranks_that_end_while_they_are_looked_at_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of any job on the host: another one's end must not end this."""
+    """Ranks of other jobs on the host may exit at any time, which must not stop the command."""
     with subprocess.Popen(["sleep", "60"]) as child:
         gone = psutil.Process(child.pid)
         child.kill()

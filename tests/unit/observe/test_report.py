@@ -1,4 +1,4 @@
-"""What a report says, by figures made up; tests/browser has those of real runs."""
+"""What a report says, with made-up metrics. Reports of real runs are in tests/browser."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def write(
     directory: Path, exposed: list[float], cores: float = 1.0, host_cpu: float = 50.0,
     gpu: float | None = None, host_cores: int = 0,
 ) -> Path:  # fmt: skip
-    """Write figures of ranks, two on each host, that wait so much of their time; each uses so many cores."""
+    """Write the metrics of ranks, two per host, that wait ``exposed`` of their time and use ``cores``."""
     directory.mkdir(exist_ok=True)
     for rank, share in enumerate(exposed):
         rows: list[dict[str, Any]] = []
         for second in range(0, 30, 5):
-            # The first step takes 20 s, of which nothing may be counted.
+            # Nothing may be counted from the first step, which takes 20 s.
             steps = 0 if second == 0 else 1 + round((second - 5) / STEP_S)
             row: dict[str, Any] = {
                 "time": 1000.0 + second + 20 * bool(second), "rank": rank, "host": f"node{rank // 2}",
@@ -42,7 +42,7 @@ def write(
             rows.append(row)
         text = "".join(json.dumps(row) + "\n" for row in rows)
         with (directory / f"metrics-{rank // 2 * 2}.jsonl").open("a") as file:
-            file.write(text + '{"time": 12')  # the monitor was killed
+            file.write(text + '{"time": 12')  # the monitor was killed here
             file.write("\n")
     return directory
 
@@ -52,7 +52,7 @@ def write(
     [
         ([0.5, 0.52, 0.55, 0.5], {}, "communication"),
         ([0.6, 0.6, 0.05, 0.6], {}, "skew"),
-        ([0.7, 0.7, 0.3, 0.7], {}, "skew"),  # more than for communication
+        ([0.7, 0.7, 0.3, 0.7], {}, "skew"),  # more skew than communication
         ([0.55, 0.6, 0.3, 0.5], {}, "communication"),
         ([0.1, 0.1, 0.05, 0.1], {}, "computation"),
         ([0.1, 0.1, 0.1, 0.1], {"cores": 0.1}, "input"),
@@ -65,10 +65,10 @@ def write(
 def test_what_limits_a_run(tmp_path: Path, exposed: list[float], more: dict[str, Any], bound: str) -> None:
     run = read_run(write(tmp_path, exposed, **more))
     assert run.steps_per_second == pytest.approx(1 / STEP_S)
-    assert [one.exposed for one in run.ranks] == pytest.approx(exposed)
-    found = judge(run)
-    assert found.bound == bound
-    assert bound != "skew" or "rank 2 on host node1" in found.sentence
+    assert [rank.exposed for rank in run.ranks] == pytest.approx(exposed)
+    verdict = judge(run)
+    assert verdict.bound == bound
+    assert bound != "skew" or "rank 2 on host node1" in verdict.sentence
 
 
 @pytest.mark.parametrize(("host_cpu", "bound"), [(50.0, "skew"), (99.0, "computation")])
@@ -83,9 +83,9 @@ def test_ranks_that_are_late_in_turn_are_no_communication(
 @pytest.mark.parametrize(("own", "bound"), [(0.5, "other programs"), (2.0, "computation")])
 def test_nothing_is_blamed_beside_other_programs(tmp_path: Path, own: float, bound: str) -> None:
     run = read_run(write(tmp_path, [0.02, 0.02], cores=own, host_cpu=98.0, host_cores=4))
-    found = judge(run)
-    assert found.bound == bound
-    assert ("Other programs use 73% of the cores of node0" in found.sentence) is (own < 1)
+    verdict = judge(run)
+    assert verdict.bound == bound
+    assert ("Other programs use 73% of the cores of node0" in verdict.sentence) is (own < 1)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def test_who_hardly_uses_a_core_is_not_slowed_by_other_programs(
     tmp_path: Path, exposed: list[float], cores: float, bound: str
 ) -> None:
     run = read_run(write(tmp_path, exposed, cores=cores, host_cpu=99.0, host_cores=4))
-    found = judge(run)
-    assert found.bound == bound
-    assert ("Or they wait for cores: other programs use" in found.sentence) is (bound == "input")
+    verdict = judge(run)
+    assert verdict.bound == bound
+    assert ("Or they wait for cores: other programs use" in verdict.sentence) is (bound == "input")
 
 
 def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = write(tmp_path / "<one>", [0.1], gpu=50.0)
+    single = write(tmp_path / "<one>", [0.1], gpu=50.0)
     four = write(tmp_path / "a&b", [0.6, 0.6, 0.05, 0.6], gpu=50.0)
-    assert report.main([str(one), str(four), "-o", str(tmp_path / "page.html")]) == 0
+    assert report.main([str(single), str(four), "-o", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Bound by skew. The others wait for rank 2 on host node1.")
     assert "Try next: " in said
@@ -143,15 +143,15 @@ def test_the_timeline_of_an_earlier_run_is_told_apart(
 
 
 def test_a_last_interval_of_milliseconds_is_no_spike(tmp_path: Path) -> None:
-    """The monitor writes a sample when the ranks leave; a step may have ended between two of its numbers."""
+    """When ranks leave, the monitor writes a last sample. A step may end between two of its values."""
     write_rank(tmp_path / "metrics-0.jsonl", 0, "A", 1, 100.0, 0.5, 1)
     rows = (tmp_path / "metrics-0.jsonl").read_text().splitlines()
     last = json.loads(rows[-1])
     last |= {"time": last["time"] + 0.01, "last_step_time": last["time"] + 0.002, "steps": last["steps"] + 1}
     (tmp_path / "metrics-0.jsonl").write_text("\n".join([*rows, json.dumps(last)]))
-    (one,) = read_run(tmp_path).ranks
-    assert [rate for _, rate in one.rates()] == pytest.approx([2.0, 2.0, 2.0, 11 / 5.002])
-    assert one.rates()[-1][0] == last["last_step_time"]
+    (rank,) = read_run(tmp_path).ranks
+    assert [rate for _, rate in rank.rates()] == pytest.approx([2.0, 2.0, 2.0, 11 / 5.002])
+    assert rank.rates()[-1][0] == last["last_step_time"]
 
 
 def test_samples_are_shown_once_the_batch_is_known(
@@ -172,7 +172,7 @@ def test_a_run_of_few_steps_says_so(tmp_path: Path) -> None:
     file = write(tmp_path, [0.1]) / "metrics-0.jsonl"
     text = "Judged by only {}. A longer run says more."
     lines = file.read_text().splitlines()
-    assert not any("Judged" in one for one in judge(read_run(tmp_path)).evidence)
+    assert not any("Judged" in line for line in judge(read_run(tmp_path)).evidence)
     late = json.loads(lines[1]) | {"steps": 2, "time": 1030.0, "last_step_time": 1030.0}
     file.write_text("\n".join([*lines[:2], json.dumps(late)]))
     assert text.format("1 step per rank") in judge(read_run(tmp_path)).evidence
@@ -182,7 +182,7 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "empty").mkdir()
     assert report.main([str(tmp_path / "empty")]) == 2
     assert "--output-filename" in capsys.readouterr().err
-    (tmp_path / "empty" / "rank.0").mkdir()  # as that option does
+    (tmp_path / "empty" / "rank.0").mkdir()  # --output-filename creates this directory
     assert report.main([str(tmp_path / "empty")]) == 2
     assert ": its ranks have not called hvd.init()" in capsys.readouterr().err
     said = "Traceback (most recent call last):\n...\nModuleNotFoundError: No module named 'torchvision'\n\n"
@@ -198,7 +198,7 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "mark_step" in capsys.readouterr().err
     (still / "metrics-0.jsonl").write_text("\n".join(json.dumps(
         {**json.loads(lines[1]), "time": 1000.0 + second, "steps": 9 * (second > 1), "last_step_time": 1001.5}
-    ) for second in range(3)))  # samples each second
+    ) for second in range(3)))  # a sample each second
     assert report.main([str(still)]) == 2
     said = capsys.readouterr().err
     assert "took only 2.0 s" in said
@@ -229,7 +229,7 @@ def test_lines_that_are_no_samples_are_named(
 
 
 def write_rank(file: Path, rank: int, host: str, pid: int, began: float, step: float, size: int) -> None:
-    """Append the figures of a rank that takes 10 steps between two samples."""
+    """Append the metrics of a rank that takes 10 steps between two samples."""
     with file.open("a") as samples:
         for number in range(5):
             row = {"rank": rank, "host": host, "pid": pid, "size": size, "steps": number * 10}
@@ -239,16 +239,16 @@ def write_rank(file: Path, rank: int, host: str, pid: int, began: float, step: f
 
 
 def test_the_last_process_of_each_rank_counts(tmp_path: Path) -> None:
-    """In an elastic job that had a host of two ranks added; one rank moved, and process ids are alike."""
+    """A host with two ranks joined an elastic job. One rank moved, and some process IDs are the same."""
     first, second, third = (tmp_path / f"metrics-{number}.jsonl" for number in range(3))
     for rank, file, host in ((0, first, "A"), (1, second, "B"), (2, second, "B")):
         write_rank(file, rank, host, 1 + rank, 0.0, 0.1, 3)
     for rank, file, host in ((0, first, "A"), (1, first, "A"), (2, third, "B"), (3, third, "B")):
         write_rank(file, rank, host, 11 if rank == 2 else 2, 100.0, 0.5, 4)
     run = read_run(tmp_path)
-    assert [(one.rank, one.host) for one in run.ranks] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
-    assert [one.step_seconds for one in run.ranks] == pytest.approx([0.5] * 4)
-    assert [len(one.rows) for one in run.ranks] == [5] * 4
+    assert [(rank.rank, rank.host) for rank in run.ranks] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
+    assert [rank.step_seconds for rank in run.ranks] == pytest.approx([0.5] * 4)
+    assert [len(rank.rows) for rank in run.ranks] == [5] * 4
 
 
 def test_files_of_an_earlier_run_with_more_hosts_are_left_out(tmp_path: Path) -> None:
@@ -256,16 +256,16 @@ def test_files_of_an_earlier_run_with_more_hosts_are_left_out(tmp_path: Path) ->
         host, began, step, size = ("A", 100.0, 0.5, 2) if rank < 2 else ("B", 0.0, 0.1, 4)
         write_rank(tmp_path / f"metrics-{rank // 2 * 2}.jsonl", rank, host, rank, began, step, size)
     run = read_run(tmp_path)
-    assert ([one.rank for one in run.ranks], run.size, run.hosts) == ([0, 1], 2, ["A"])
+    assert ([rank.rank for rank in run.ranks], run.size, run.hosts) == ([0, 1], 2, ["A"])
     assert (run.steps_per_second, run.seconds) == pytest.approx((2.0, 20.0))
 
 
 def test_figures_are_of_the_training_alone(tmp_path: Path) -> None:
-    """Not of the time before the first step ends, nor of what follows the last one."""
+    """Metrics before the end of the first step, or after the last step, do not count."""
     file = write(tmp_path, [0.1], cores=1.0, host_cpu=40.0, gpu=90.0) / "metrics-0.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()[:-1]]
     busy = {"host_cpu_percent": 100.0, "gpu_percent": 0.0}
-    rows = [rows[0] | busy, rows[1] | busy, *rows[2:]]  # the second one is of the first step
+    rows = [rows[0] | busy, rows[1] | busy, *rows[2:]]  # the second sample belongs to the first step
     late = {"time": rows[-1]["time"] + 1000, "cpu_seconds": rows[-1]["cpu_seconds"] + 9000}
     rows.append(rows[-1] | busy | late)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

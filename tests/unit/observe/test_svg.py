@@ -1,4 +1,4 @@
-"""Plots as files are valid SVG, equal for equal input, and have all names."""
+"""Plots in files are valid SVG, identical for the same input, and have all names."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_a_file_is_valid_and_has_labels(tmp_path: Path, logarithmic: bool) -> No
     options: Any = {"noise": {"ringdance": [0.1, 0.1, 0.2]}, "logarithmic": logarithmic}
     text = written(tmp_path / "plot.svg", **options)
     root = ElementTree.fromstring(text)
-    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"Speed, images/s", "Share, share", "ranks", "ringdance", "bound", "x & y", "40"} <= {*texts}
     assert "prefers-color-scheme: dark" in text
-    assert text.count('class="line c0"') == 2, "a line has one colour in all plots"
+    assert text.count('class="line c0"') == 2, "a line must have the same color in all plots"
     assert text.count('class="line c6"') == 1
     assert text.count('opacity="0.2"') == 2
     assert written(tmp_path / "again.svg", **options) == text

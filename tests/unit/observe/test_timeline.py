@@ -19,7 +19,7 @@ BATCHES, CHUNKS, WAITS, STEPS = range(4)
 
 
 def write(path: Path, steps: int = 5) -> Path:
-    """Write steps of 100 ms: rank 0 submits at 10 ms, rank 1 at 60; the exchange is from 70 to 90."""
+    """Write steps of 100 ms. Ranks submit at 10 ms and 60 ms, and the exchange runs from 70 ms to 90 ms."""
     writer = ChromeWriter(str(path), 0, 0.0)
     writer.process(1_000_000, "rank 0 on node1 (pid 7)", 0)
     writer.process(1_000_001, "rank 1 on node2 (pid 8)", 1)
@@ -44,8 +44,8 @@ def write(path: Path, steps: int = 5) -> Path:
 
 
 def test_a_step_s_time_is_divided(tmp_path: Path) -> None:
-    found = summarize(load(write(tmp_path / "t.json")))
-    slow, quick = found["ranks"]
+    summary = summarize(load(write(tmp_path / "t.json")))
+    slow, quick = summary["ranks"]
     expected = {
         0: {"step": 100, "compute": 30, "exposed": 70, "negotiate": 50, "wait_for_data": 5, "reduce": 13,
             "copy_in": 0, "copy_out": 0, "other": 2, "hidden": 0},
@@ -56,17 +56,17 @@ def test_a_step_s_time_is_divided(tmp_path: Path) -> None:
         for name, value in expected[row["rank"]].items():
             assert row[f"{name}_seconds"] * 1000 == pytest.approx(value), name
     assert (slow["rank"], slow["host"], slow["pid"], slow["steps"]) == (1, "node2", 8, 4)
-    assert [row["step"] for row in found["steps"]] == [2, 3, 4, 5]
+    assert [row["step"] for row in summary["steps"]] == [2, 3, 4, 5]
     sentence = "Rank 1 on node2 is late in 100% of the steps, by 60 ms of 100: the others wait for it."
-    assert found["sentence"] == sentence
-    assert {row["slowest_rank"] for row in found["steps"]} == {1}
-    (tensor,) = found["tensors"]
+    assert summary["sentence"] == sentence
+    assert {row["slowest_rank"] for row in summary["steps"]} == {1}
+    (tensor,) = summary["tensors"]
     assert (tensor["tensor"], tensor["times"], tensor["late_rank"], tensor["late_share"]) == (
         "allreduce.w", 5, 1, 1.0,
     )  # fmt: skip
     assert tensor["late_seconds"] == pytest.approx(5 * 0.05)
     assert tensor["negotiate_seconds"] == pytest.approx(0.06)
-    (left,) = found["unfinished"]
+    (left,) = summary["unfinished"]
     assert (left["tensor"], left["submitted_by"], left["missing"]) == ("allreduce.w", [0], [1])
 
 
@@ -89,18 +89,19 @@ def test_any_file_of_chrome_is_read(tmp_path: Path) -> None:
 
 
 def test_what_another_program_has_written_is_no_figure(tmp_path: Path) -> None:
-    """A span between the steps' marks, a rank that is no process, and steps that take no time."""
+    """Foreign events do not count: a span among the steps, a rank without a process, steps without duration.
+    """
     path = write(tmp_path / "t.json")
     expected = summarize(load(path))
     events: list[dict[str, Any]] = json.loads(path.read_text())
     span = {"ph": "X", "pid": 1_000_000, "tid": STEPS, "name": "foo", "ts": 1e6, "dur": 2}
     path.write_text(json.dumps([*events, span]))
     assert summarize(load(path)) == expected
-    lacks = [one for one in events if one["pid"] != 1_000_000]
+    lacks = [event for event in events if event["pid"] != 1_000_000]
     path.write_text(json.dumps(lacks))
     found = summarize(load(path))
     assert ([row["rank"] for row in found["ranks"]], found["tensors"], found["unfinished"]) == ([1], [], [])
-    path.write_text(json.dumps([one | {"ts": 5} if one["ph"] == "i" else one for one in lacks]))
+    path.write_text(json.dumps([event | {"ts": 5} if event["ph"] == "i" else event for event in lacks]))
     assert summarize(load(path))["sentence"] == "No rank is late. Waiting for exchanges takes 0% of a step."
 
 
@@ -108,15 +109,15 @@ def test_without_marks_the_whole_file_is_one_step(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json")
     lines = [line for line in path.read_text().splitlines() if '"step ' not in line]
     path.write_text("\n".join(lines))
-    found = summarize(load(path))
-    assert not found["steps_marked"]
-    assert found["steps"] == []
-    assert found["ranks"][0]["step_seconds"] == pytest.approx(0.47)
+    summary = summarize(load(path))
+    assert not summary["steps_marked"]
+    assert summary["steps"] == []
+    assert summary["ranks"][0]["step_seconds"] == pytest.approx(0.47)
 
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_time_whose_records_are_lost_is_left_out_where_no_step_is_whole(tmp_path: Path, marked: bool) -> None:
-    """Of steps of 100 ms the first 60 are lost; the rank waits for an exchange from 40 to 90 ms."""
+    """The first 60 ms of each 100 ms step are lost. The rank waits for an exchange from 40 ms to 90 ms."""
     path = tmp_path / "t.json"
     writer = ChromeWriter(str(path), 0, 0.0)
     writer.process(1_000_000, "rank 0 on node1 (pid 7)", 0)
@@ -131,14 +132,14 @@ def test_time_whose_records_are_lost_is_left_out_where_no_step_is_whole(tmp_path
         if marked:
             writer.instant(1_000_000, STEPS, f"step {step}", at + 100 * MS)
     writer.close()
-    found = summarize(load(path))
-    (row,) = found["ranks"]
+    summary = summarize(load(path))
+    (row,) = summary["ranks"]
     steps = 1 if marked else 5
     expected = {"step": 40, "compute": 10, "exposed": 30, "reduce": 30, "negotiate": 0, "other": 0}
     for name, value in expected.items():
         assert row[f"{name}_seconds"] * 1000 == pytest.approx(steps * value, abs=1e-6), name
     assert row["steps"] == (4 if marked else 1)
-    assert "5000 of rank 0. The summary skips the time they cover" in found["notes"][0]
+    assert "5000 of rank 0. The summary skips the time they cover" in summary["notes"][0]
 
 
 def test_covered_time() -> None:

@@ -1,4 +1,4 @@
-"""The file of a search: what it may have, and what is said about mistakes."""
+"""The file of a search: allowed content, and messages about mistakes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def space(text: str, directory: Path) -> Space:
 
 
 def test_kinds_of_parameters(tmp_path: Path) -> None:
-    """Also `1e-4`, which YAML takes for a text."""
-    found = space(
+    """This includes `1e-4`, which YAML reads as text."""
+    search_space = space(
         "parameters:\n  lr: {low: 1e-4, high: 1, log: true}\n  momentum: {low: 0, high: 0.9}\n"
         "  batch: {low: 16, high: 64, step: 16}\n  optimizer: [sgd, adam]\n",
         tmp_path,
     )
-    assert found.parameters == {
+    assert search_space.parameters == {
         "lr": Parameter("float", {"low": 1e-4, "high": 1, "log": True}),
         "batch": Parameter("int", {"low": 16, "high": 64, "step": 16}),
         "momentum": Parameter("float", {"low": 0, "high": 0.9}),
@@ -100,7 +100,7 @@ def test_every_parameter_gets_to_the_trials(command: str, said: str) -> None:
 
 
 def test_placeholders_are_filled(tmp_path: Path) -> None:
-    """Other braces stay as they are."""
+    """Other braces stay unchanged."""
     words = [
         "--lr={lr}",
         "{batch}{batch}",
@@ -143,15 +143,15 @@ def test_values_of_a_growing_file(
     objective: dict[str, str], text: str, values: list[tuple[int, float]], result: float,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Byte by byte, they are the same; the last line counts without its end once the trial has ended."""
+    """Reading byte by byte gives the same values. An unfinished last line counts once the trial has ended."""
     path = tmp_path / "file"
     aim = parse_space(GOOD | {"objective": objective}).objective
-    reader, found = Reader(aim, path), []
+    reader, values_read = Reader(aim, path), []
     for end in range(len(text)):
         path.write_text(text[:end])
-        found += reader.new()
-    found += reader.new(ended=True)
-    assert found == values
+        values_read += reader.new()
+    values_read += reader.new(ended=True)
+    assert values_read == values
     assert reader.result() == (result, "")
 
 
@@ -171,10 +171,10 @@ def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
 
 
 def test_plain_words_are_what_they_look_like(tmp_path: Path) -> None:
-    """As in YAML 1.2, and not in the 1.1 that PyYAML reads."""
+    """Words are read as in YAML 1.2, not as in YAML 1.1, which PyYAML implements."""
     text = "1e-4, 1.E+3, .5, 010, -7, 0x1F, 1:2, 2024-01-31, on, no, true, '1e-4', 1_000, 1e, ~"
-    found = space(f"parameters: {{x: [{text}]}}", tmp_path).parameters["x"].options["choices"]
-    assert list(map(repr, found)) == [
+    choices = space(f"parameters: {{x: [{text}]}}", tmp_path).parameters["x"].options["choices"]
+    assert list(map(repr, choices)) == [
         "0.0001", "1000.0", "0.5", "10", "-7", "31", "'1:2'", "'2024-01-31'", "'on'", "'no'", "True",
         "'1e-4'", "'1_000'", "'1e'", "None",
     ]  # fmt: skip

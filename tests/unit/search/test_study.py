@@ -1,4 +1,4 @@
-"""A study: what Optuna makes of it, and what is on the disk."""
+"""A study: what Optuna makes of it, and what is on disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def searched(directory: Path, sampler: str, seed: int) -> float:
 
 
 def test_tpe_is_better_than_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the median of five seeds, 40 trials each, on Branin's function, whose minimum is 0.398."""
+    """TPE has a lower median than random search: five seeds, 40 trials each, Branin's function (minimum
+    0.398).
+    """
     monkeypatch.setattr(os, "fsync", lambda _: None)
     medians = {
         name: statistics.median(searched(tmp_path / f"{name}{seed}", name, seed) for seed in range(5))
@@ -56,7 +58,7 @@ def test_tpe_is_better_than_random(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_pruning_saves_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty curves of ten steps: the best one is kept, most others end early."""
+    """Of twenty curves with ten steps, the best one is kept and most others stop early."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     study = Study(tmp_path, space(pruner={"name": "median", "n_startup_trials": 2}))
     steps, ends = 0, []
@@ -106,11 +108,11 @@ def test_what_a_kill_in_the_middle_of_a_record_leaves_is_removed(tmp_path: Path)
 def test_the_best_command_has_a_directory_without_the_trials_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that goes on with what it finds there would have nothing left to do."""
+    """A script that continues from the files it finds there would have nothing left to do."""
     study = Study(tmp_path, space())
-    trial, own = study.trial(), tmp_path / "trials" / "0000"
+    trial, directory = study.trial(), tmp_path / "trials" / "0000"
     command = ["train", "--out={dir}/run", "{params}", "{x}"]
-    trial.set_user_attr("command", fill(command, trial.params, own, slots="0"))
+    trial.set_user_attr("command", fill(command, trial.params, directory, slots="0"))
     study.tell(trial, "COMPLETE", 1.0)
     study._lock.close()
     assert main(["search", "best", str(tmp_path)]) == 0
@@ -135,7 +137,7 @@ def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
 
 
 def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
-    """Before there are any the command may be changed."""
+    """The command may be changed as long as the study has no results."""
     study = Study(tmp_path, space(), ["python", "wrong.py"])
     study.tell(study.trial(), "FAIL")
     study._lock.close()
@@ -231,7 +233,7 @@ def test_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("RINGDANCE_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
-    ringdance.report(1.0)  # no search
+    ringdance.report(1.0)  # not in a search
     path = tmp_path / "report.jsonl"
     monkeypatch.setenv(REPORT, str(path))
     ringdance.report(0.5, step=3)

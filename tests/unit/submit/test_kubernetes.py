@@ -1,4 +1,4 @@
-"""Manifests: valid by the operators' own schemas, as safe as they claim, and mistakes reported early."""
+"""Manifests: valid by the operators' own schemas, as secure as claimed, and mistakes reported early."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ SMALL = JobRequest(name="small", image="x:1", command=["true"])
 
 
 def pods(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
+    pod_specs = []
 
     def walk(part: Any) -> None:
         if isinstance(part, dict):
             if "containers" in part:
-                found.append(part)
+                pod_specs.append(part)
             for value in part.values():
                 walk(value)
         elif isinstance(part, list):
@@ -54,7 +54,7 @@ def pods(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 walk(value)
 
     walk(documents)
-    return found
+    return pod_specs
 
 
 @pytest.mark.parametrize("request_", [ALL, SMALL], ids=["all options", "fewest"])
@@ -87,9 +87,9 @@ def test_the_schemas_can_refuse() -> None:
 
 @pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
 def test_pods_pass_the_restricted_pod_security_standard(kind: str) -> None:
-    found = pods(manifest(replace(SMALL, kind=kind)))
-    assert len(found) == 2
-    for pod in found:
+    pod_specs = pods(manifest(replace(SMALL, kind=kind)))
+    assert len(pod_specs) == 2
+    for pod in pod_specs:
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         context = pod["securityContext"]
         assert context["runAsNonRoot"] is True
@@ -117,11 +117,11 @@ def test_ranks_command_and_environment(kind: str) -> None:
     assert "nvidia.com/gpu" not in launcher["resources"]["limits"]
     large = pods(manifest(replace(ALL, kind=kind, workers=200)))
     (limits,) = (pod["containers"][0]["resources"]["limits"] for pod in large if "sshd" not in str(pod))
-    assert limits == {"memory": "4224Mi"}  # ssh and mpiexec's part take 8 MiB for each worker
+    assert limits == {"memory": "4224Mi"}  # ssh and mpiexec need 8 MiB for each worker
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """What a container gets of a word of its command, or of a variable's value, by Kubernetes' rules."""
+    """Return what a container gets for a word of its command or a variable's value, by Kubernetes' rules."""
     return re.sub(
         r"\$(?:\$|\((.*?)\))",
         lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
@@ -136,7 +136,7 @@ def test_dollars_reach_the_ranks(kind: str) -> None:
     commands = [pod["containers"][0]["command"] for pod in pods(documents)]
     commands += [documents[1]["spec"]["trainer"]["command"]] if kind == "TrainJob" else []
     (env,) = (pod["containers"][0]["env"] for pod in pods(documents) if "env" in pod["containers"][0])
-    assert [expanded(one["value"], {"HOSTNAME": "h"}) for one in env] == ["$$5 $(HOSTNAME)"]
+    assert [expanded(variable["value"], {"HOSTNAME": "h"}) for variable in env] == ["$$5 $(HOSTNAME)"]
     launches = [command for command in commands if command[0] == "ringdance"]
     assert len(launches) == len(commands) - 1
     for command in launches:

@@ -1,4 +1,4 @@
-"""``ringdance k8s`` as a person types it, and its page's kubectl, with a server that keeps what it gets."""
+"""``ringdance k8s`` as a user types it, and its page's kubectl commands with a fake server."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_what_cannot_be_understood_exits_with_2_and_says_why(words: list[str], m
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl")
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl")
 @pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
 def test_kubectl_takes_the_manifest_and_the_commands_of_the_page(api: Api, tmp_path: Path, kind: str) -> None:
     page = ROOT / "docs" / "howto" / "clusters" / "kubernetes.md"
     words = ["--kind", kind, "--name", "resnet", *WANTED]
     (tmp_path / "job.yaml").write_text(k8s("manifest", *words).stdout)
-    (block,) = [one for one in blocks(page) if Path(__file__).name in one.marks.get("in", "")]
+    (block,) = [b for b in blocks(page) if Path(__file__).name in b.marks.get("in", "")]
     environ = environment() | {"KUBECONFIG": str(api.config(tmp_path)), "HOME": str(tmp_path)}
     ended = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 7}}}]}
     said = []

@@ -1,7 +1,7 @@
-"""The launcher's ssh and a worker's sshd with the rights of their pods: no root, no capabilities.
+"""The launcher's ssh and a worker's sshd with the rights of their pods: no root and no capabilities.
 
-A pod's files are laid over /etc and /home in a mount namespace of its own: the image's ssh configuration from
-docker/, and the directory with the key as the operators mount it.
+A pod's files replace those in /etc and /home in a separate mount namespace: the image's ssh configuration
+from docker/, and the directory with the key as the operators mount it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def can_mount() -> bool:
 
 
 def in_a_pod(directory: Path, mode: str, script: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` after a pod's files have been put in place; `$SSHD` starts the worker's daemon."""
+    """Run ``script`` with a pod's files in place. ``$SSHD`` starts the worker's daemon."""
     setup = SETUP.replace("{directory}", SSH_DIRECTORY).replace("{root}", str(ROOT)).replace("{mode}", mode)
     start = f"{AS_POD} {shlex.join(sshd())} 2>sshd.log &\n"
-    # ssh's own options: the daemon may need a moment, and the test must not wait for ever.
+    # The daemon may need a moment, and the test must not wait forever.
     ready = (
         f"for i in $(seq 100); do (: </dev/tcp/127.0.0.1/{SSH_PORT}) 2>/dev/null && break; sleep 0.1; done\n"
     )

@@ -1,4 +1,4 @@
-"""Requests to SageMaker: equal to those of SDK v2, accepted by the service's stand-in, mistakes reported."""
+"""Requests to SageMaker: equal to SDK v2's, accepted by a stand-in, and mistakes reported early."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_wait_says_how_the_job_ends_and_how_to_see_its_output(
 
 
 def test_waiting_goes_on_when_aws_throttles(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After more refusals than boto3's own four tries again."""
+    """Waiting continues after more refusals than boto3's own four retries cover."""
     import botocore.endpoint
     from botocore.awsrequest import AWSResponse
 
@@ -122,7 +122,7 @@ def test_waiting_goes_on_when_aws_throttles(aws: Any, monkeypatch: pytest.Monkey
 
 
 def test_the_default_bucket_must_be_the_account_s(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name can be guessed, and made by others first."""
+    """The bucket's name can be guessed, so another account may have created it first."""
     asked: list[tuple[str, Any]] = []
     session = aws.Session(region_name="us-east-1")
     events = session._session.get_component("event_emitter")
@@ -150,17 +150,17 @@ def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
     ("raised", "fix"),
     [
         ("NoCredentialsError", "Unable to locate credentials. Run `aws configure`"),
-        ("NoRegionError", "specify a region. Give --region"),
-        ("UnauthorizedSSOTokenError", "by `aws sso login`"),
+        ("NoRegionError", "specify a region. Pass --region"),
+        ("UnauthorizedSSOTokenError", "with `aws sso login`"),
         ("ConnectTimeoutError", "HTTPS_PROXY"),
-        ("ExpiredToken", "The words. Log in again by `aws sso login`"),
-        ("ExpiredTokenException", "Log in again by `aws sso login`"),
+        ("ExpiredToken", "The words. Log in again with `aws sso login`"),
+        ("ExpiredTokenException", "Log in again with `aws sso login`"),
         ("InvalidClientTokenId", "The keys are wrong"),
         ("ValidationException", "The words"),
     ],
 )
 def test_what_aws_refuses_has_its_fix(raised: str, fix: str) -> None:
-    """AWS's library has errors of its own, and the service's refusals have codes."""
+    """AWS's library raises its own errors, and the service's refusals have codes."""
     exceptions = pytest.importorskip("botocore.exceptions")
 
     def refuse(**_: Any) -> Any:
@@ -185,7 +185,7 @@ def test_a_machine_that_knows_no_keys_or_region(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     words = ["--role", COMMON["role"], "--image", "i", "--instance-type", "ml.c5.large", "train.py"]
     for more, said in (
-        ([], "no AWS region: give region= (--region), or set AWS_REGION"),
+        ([], "the AWS region is unknown. Pass region= (--region) or set AWS_REGION"),
         (["--region", "eu-west-1"], "AWS: Unable to locate credentials. Run `aws configure`"),
     ):
         done = sagemaker(*more, *words)
@@ -252,9 +252,9 @@ def test_pipe_mode_has_a_channel_for_each_worker(monkeypatch: pytest.MonkeyPatch
     names = [channel["ChannelName"] for channel in request["InputDataConfig"]]
     assert names == ["train_0", "train_1", "train_2"]
     mixed = {"train": Input(f"{S3}/t", input_mode="Pipe", shuffle_seed=5), "test": f"{S3}/v"}
-    found = estimator(processes_per_host=2).request(mixed, NAME)["InputDataConfig"]
-    assert [channel["ChannelName"] for channel in found] == ["train_0", "train_1", "test"]
-    assert found[0]["ShuffleConfig"] == {"Seed": 5}
+    channels = estimator(processes_per_host=2).request(mixed, NAME)["InputDataConfig"]
+    assert [channel["ChannelName"] for channel in channels] == ["train_0", "train_1", "test"]
+    assert channels[0]["ShuffleConfig"] == {"Seed": 5}
     monkeypatch.setenv("SM_CHANNELS", json.dumps(["train_0", "train_1", "test"]))
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
     assert (worker_channel("train"), worker_channel("test")) == ("train_1", "test")
@@ -266,12 +266,12 @@ def test_pipe_mode_has_a_channel_for_each_worker(monkeypatch: pytest.MonkeyPatch
 def test_workers_of_a_host_read_different_rows() -> None:
     made = estimator(processes_per_host=2, instance_count=3)
     parts = Input(f"{S3}/{{worker}}/", "s3shardbykey", input_mode="Pipe")
-    found = made.request({"t": parts}, NAME)["InputDataConfig"]
-    sources = [one["DataSource"]["S3DataSource"] for one in found]
-    assert [one["S3Uri"] for one in sources] == [f"{S3}/0/", f"{S3}/1/"]
-    assert {one["S3DataDistributionType"] for one in sources} == {"ShardedByS3Key"}
-    found = made.request({"t": Input(S3, input_mode="Pipe", shuffle_seed=7)}, NAME)["InputDataConfig"]
-    assert [one["ShuffleConfig"]["Seed"] for one in found] == [7, 8]
+    channels = made.request({"t": parts}, NAME)["InputDataConfig"]
+    sources = [channel["DataSource"]["S3DataSource"] for channel in channels]
+    assert [source["S3Uri"] for source in sources] == [f"{S3}/0/", f"{S3}/1/"]
+    assert {source["S3DataDistributionType"] for source in sources} == {"ShardedByS3Key"}
+    channels = made.request({"t": Input(S3, input_mode="Pipe", shuffle_seed=7)}, NAME)["InputDataConfig"]
+    assert [channel["ShuffleConfig"]["Seed"] for channel in channels] == [7, 8]
     with pytest.raises(UserWarning, match="the same rows in the same order"):
         made.request({"t": Input(S3, input_mode="Pipe")}, NAME)
     for text, expected in (
@@ -300,7 +300,7 @@ def test_parameter_servers_are_answered() -> None:
         ({"image_uri": ""}, "image_uri is missing"),
         ({"instance_type": ""}, "instance_type is missing"),
         ({"instance_type": "local_gpu"}, "ringdance run -np 8 python train.py"),
-        ({"framework_version": "1.6.0"}, "'framework_version'; the SDK looked up an image by it"),
+        ({"framework_version": "1.6.0"}, "'framework_version'; the SDK used it to look up an image"),
         ({"entry_point": "other.py"}, "other.py"),
         ({"instance_count": 0}, "instance_count 0"),
         ({"processes_per_host": 0}, "processes_per_host 0"),
@@ -371,7 +371,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
         environment={"B": "2"},
     )
     assert request == same.request({"train": Input(f"{S3}/train", "ShardedByS3Key")}, NAME)
-    assert "no option of mpirun" in done.stderr
+    assert "not an option of mpirun" in done.stderr
     assert "2 x ml.p3.16xlarge (8 GPUs), ranks on each: 8\n" in done.stderr
 
 
@@ -386,7 +386,7 @@ def test_secrets_are_not_put_into_the_request() -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert f": {name} holds what looks like a secret" in done.stderr
         assert "secretsmanager" in done.stderr
-        assert f"If it is no secret: --plain {name}" in done.stderr
+        assert f"If it is not a secret, pass --plain {name}" in done.stderr
         assert "hunter2" not in done.stderr
         done = sagemaker(*service, "--plain", name, *words)
         assert (done.returncode, f'"{name}": "(not shown)"' in done.stdout) == (0, True), done.stderr

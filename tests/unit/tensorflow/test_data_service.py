@@ -1,4 +1,4 @@
-"""The files by which a tf.data service is found, and its configuration."""
+"""The files that announce a tf.data service, and its configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_dispatchers(client: ComputeClient) -> None:
         client.wait_for_dispatcher_registration(1)
     client.register_dispatcher(1, "grpc://a:1")
     assert client.wait_for_dispatcher_registration(1) == "grpc://a:1"
-    client.register_dispatcher(1, "grpc://a:1")  # the same address again is allowed
+    client.register_dispatcher(1, "grpc://a:1")  # registering the same address again is allowed
     with pytest.raises(ArgumentError, match="dispatcher 1 is registered already, at grpc://a:1"):
         client.register_dispatcher(1, "grpc://b:1")
 
@@ -41,7 +41,7 @@ def test_workers(client: ComputeClient, tmp_path: Path) -> None:
         client.wait_for_dispatcher_worker_registration(0)
     client.register_worker_for_dispatcher(0, 2)
     client.wait_for_dispatcher_worker_registration(0)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["worker-0-0", "worker-0-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0-0", "worker-0-2"]
 
 
 def test_waiting_processes_are_released(client: ComputeClient) -> None:
@@ -50,14 +50,14 @@ def test_waiting_processes_are_released(client: ComputeClient) -> None:
         threading.Thread(target=lambda: released.append(client.wait_for_dispatcher_registration(0, 60))),
         threading.Thread(target=lambda: released.append(str(client.wait_for_shutdown()))),
     ]
-    for one in waits:
-        one.start()
+    for waiter in waits:
+        waiter.start()
     time.sleep(0.1)
     assert released == []
     client.register_dispatcher(0, "grpc://a:1")
     client.shutdown()
-    for one in waits:
-        one.join(60)
+    for waiter in waits:
+        waiter.join(60)
     assert sorted(released) == ["None", "grpc://a:1"]
 
 
@@ -88,11 +88,11 @@ def test_the_file(tmp_path: Path) -> None:
         TfDataServiceConfig.read(str(path))
     later = threading.Timer(0.3, lambda: config().write(str(path)))
     later.start()
-    # The directory is looked for beside the file: another host may mount it elsewhere.
+    # The directory is expected next to the file, because another host may mount it elsewhere.
     expected = config(str(tmp_path / "service.json.x1"))
     assert TfDataServiceConfig.read(str(path), wait_for_file_creation=True) == expected
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [one.name for one in tmp_path.iterdir()] == ["service.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["service.json"]
 
 
 def test_wrong_configurations() -> None:
@@ -114,7 +114,7 @@ def test_wrong_configurations() -> None:
 )
 def test_own_address(found: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        registry.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (one, 0)) for one in found]
+        registry.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (address, 0)) for address in found]
     )
     assert own_address() == expected
     assert ipaddress.ip_address(expected.strip("[]"))

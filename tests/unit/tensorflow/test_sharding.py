@@ -1,4 +1,4 @@
-"""Shares of data sets over several epochs, whatever of them is read: each sample once in each."""
+"""Shares of data sets over several epochs: each epoch has each sample once, however much is read."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SIZE = 3
 
 
 def shares(monkeypatch: pytest.MonkeyPatch, count: int, known: bool, shuffled: bool, **options: Any) -> Any:
-    """Return the data set of each rank."""
-    found = []
+    """Return each rank's data set."""
+    parts = []
     for rank in range(SIZE):
         monkeypatch.setattr(sharding, "check_plan", lambda *_, rank=rank: (rank, SIZE))
         data = tf.data.Dataset.range(count)
-        if shuffled:  # by the script, before it is divided
+        if shuffled:  # the script shuffles before it shards
             data = data.shuffle(count, seed=3)
         if not known:
             data = data.filter(lambda _: True)
-        found.append(sharding.shard(data, **options))
-    return found
+        parts.append(sharding.shard(data, **options))
+    return parts
 
 
 PLANS = [
@@ -48,13 +48,13 @@ def test_each_sample_once_in_each_epoch(
         every = shares(
             monkeypatch, count, known, not shuffle, ends=ends, shuffle=shuffle, seed=1, layout=layout
         )
-        every = [one.prefetch(2) if interrupted else one for one in every]
+        every = [part.prefetch(2) if interrupted else part for part in every]
         kept = count // SIZE * SIZE if ends == "drop" else count
         for _ in range(3):
-            for rank, one in enumerate(every if interrupted else ()):  # only some come to the end
-                list(one.take(2 + rank))
-            read = [[int(value) for value in one] for one in every]
-            times = Counter(value for one in read for value in one)
+            for rank, part in enumerate(every if interrupted else ()):  # only some ranks reach the end
+                list(part.take(2 + rank))
+            read = [[int(value) for value in part] for part in every]
+            times = Counter(value for part in read for value in part)
             assert len(times) == kept
             assert ends != "pad" or sum(times.values()) == -(-count // SIZE) * SIZE
             assert ends == "pad" or set(times.values()) == {1}
@@ -87,8 +87,8 @@ def test_a_look_on_one_rank_alone_misses_nothing(monkeypatch: pytest.MonkeyPatch
         orders = set()
         for epoch in range(4):
             next(iter(kind[epoch % SIZE]))
-            read = [[int(value) for value in one] for one in kind]
-            assert sorted(value for one in read for value in one) == list(range(12))
+            read = [[int(value) for value in part] for part in kind]
+            assert sorted(value for part in read for value in part) == list(range(12))
             orders.add(str(read))
         assert len(orders) > 1
 
@@ -117,5 +117,5 @@ def test_elements_of_any_structure(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: ({"row": row, "text": str(row)} for row in rows),
         output_signature={"row": tf.TensorSpec([None], tf.int32), "text": tf.TensorSpec([], tf.string)},
     )
-    read = [one["row"].numpy().tolist() for one in sharding.shard(data, ends="pad")]
+    read = [element["row"].numpy().tolist() for element in sharding.shard(data, ends="pad")]
     assert read == [[4], [1, 2, 3]]

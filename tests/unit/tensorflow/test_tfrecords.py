@@ -1,4 +1,4 @@
-"""TFRecords: ours read by TensorFlow's reader, TensorFlow's read here."""
+"""TensorFlow's reader reads our TFRecords, and we read TensorFlow's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_tensorflow_reads_ours_with_the_features_of_its_scripts(tmp_path):
         path.write_bytes(jpeg(number))
     words = ["prepare", "imagenet", str(tmp_path / "src"), str(tmp_path / "dst"), "--shards", "2", "-np", "1"]
     assert main(words) == 0
-    one = {
+    features = {
         name: tf.io.FixedLenFeature([], kind) for name, kind in {
             "image/encoded": tf.string, "image/class/label": tf.int64, "image/class/synset": tf.string,
             "image/filename": tf.string, "image/format": tf.string,
@@ -37,10 +37,10 @@ def test_tensorflow_reads_ours_with_the_features_of_its_scripts(tmp_path):
     }  # fmt: skip
     data = Dataset.open(tmp_path / "dst")
     records = tf.data.TFRecordDataset([str(tmp_path / "dst" / file.name) for file in data.files])
-    parsed = [tf.io.parse_single_example(record, one) for record in records]
+    parsed = [tf.io.parse_single_example(record, features) for record in records]
     assert len(parsed) == 6
-    for number, found in enumerate(parsed):
-        values = {name.removeprefix("image/"): value.numpy() for name, value in found.items()}
+    for number, example in enumerate(parsed):
+        values = {name.removeprefix("image/"): value.numpy() for name, value in example.items()}
         assert values["encoded"] == data.read(number)
         label = int(data.rows["label"][number])
         assert values["class/label"] == label + 1
@@ -77,9 +77,9 @@ def test_an_index_of_tensorflow_s_files(tmp_path, label_name, image_name, first)
                 writer.write(example.SerializeToString())
     assert main(["index", str(tmp_path)]) == 0
     for split in ("train", "validation"):
-        found = Dataset.open(tmp_path, split)
-        assert [found.read(number) for number in range(4)] == [jpeg(number) for number in range(4)]
-        assert list(found.rows["label"]) == [label - first for label in labels]
-        assert list(found.classes) == [f"n{label + first}" for label in range(3)]
+        dataset = Dataset.open(tmp_path, split)
+        assert [dataset.read(number) for number in range(4)] == [jpeg(number) for number in range(4)]
+        assert list(dataset.rows["label"]) == [label - first for label in labels]
+        assert list(dataset.classes) == [f"n{label + first}" for label in range(3)]
     assert main(["verify", str(tmp_path), "--decode"]) == 0
     assert np.unique(Dataset.open(tmp_path).rows["file"]).tolist() == [0]

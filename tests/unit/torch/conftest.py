@@ -1,3 +1,3 @@
-"""For all tests of this directory."""
+"""Settings for all tests in this directory."""
 
 import torch_first  # noqa: F401

@@ -1,4 +1,4 @@
-"""Tensors on a device: the order in which streams are given work, on a device that only writes it down."""
+"""The order in which streams receive work for tensors on a device. The fake device only logs this order."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FakeModule:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says that it is not on the CPU."""
+    """A tensor that claims not to be on the CPU."""
 
     is_cpu = False
 
@@ -112,12 +112,12 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> device.TorchExchange:
 
 
 def reduced(exchange: device.TorchExchange, *tensors: Any) -> device.DeviceResults:
-    shapes, dtypes = tuple(tuple(one.shape) for one in tensors), ("float32",) * len(tensors)
+    shapes, dtypes = tuple(tuple(tensor.shape) for tensor in tensors), ("float32",) * len(tensors)
     described = Description(Collective.ALLREDUCE, dtypes, shapes, ReduceOp.AVERAGE, device="cuda")
     request = Request(described, tensors, None, "gradients", ready=device.mark(tensors[0]))
     steps = exchange.execute([(described, request)], (0, 1))
     with pytest.raises(StopIteration) as end:
-        next(steps)  # complete at once: the host does not wait
+        next(steps)  # completes at once, because the host does not wait
     results: device.DeviceResults = end.value.value[0]
     return results
 
@@ -134,9 +134,10 @@ def test_streams_wait_for_one_another_and_the_host_for_none(exchange: device.Tor
         "event behind side",
     ]  # fmt: skip
     log.clear()
-    found = device.await_results(device.DeviceResults([first, second]))
-    assert log == [], "nothing to wait for without an event"
-    assert [one.tolist() for one in found] == [[1.0, 2.0], [3.0]]  # the fake sums nothing: halved
+    outputs = device.await_results(device.DeviceResults([first, second]))
+    assert log == [], "without an event there is nothing to wait for"
+    # the fake does not sum, so the values are halved
+    assert [output.tolist() for output in outputs] == [[1.0, 2.0], [3.0]]
 
 
 def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchange) -> None:
@@ -147,9 +148,9 @@ def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchang
 
 
 def test_what_nccl_reports_is_told_with_the_tensor(exchange: device.TorchExchange) -> None:
-    """Also where the abort has made the events done."""
+    """This also holds if the abort has completed the events."""
     reduced(exchange, on_device(2.0))
-    exchange.check()  # under way: nothing has happened
+    exchange.check()  # under way: nothing has happened yet
     assert len(exchange._under_way) == 1
     exchange._under_way[0][0].done = True
     exchange.group.error = "COMM_ERROR"
@@ -174,7 +175,7 @@ def test_an_agreed_end_waits_for_what_is_enqueued(
 def test_buckets_that_became_gradients_are_exchanged_before_their_communicator_is_aborted(
     exchange: device.TorchExchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host runs ahead of a GPU: an abort would leave the last step's gradients as this rank's own."""
+    """The host runs ahead of a GPU, so an abort would leave this rank's own gradients of the last step."""
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     ready = Event()
@@ -196,7 +197,7 @@ def test_buckets_that_became_gradients_are_exchanged_before_their_communicator_i
     source.close_direct()
     assert log[-2:] == ["time passes", "closed, agreed: False"]
     source.close_direct()
-    assert log[-2:] == ["time passes", "closed, agreed: False"], "there is none any more"
+    assert log[-2:] == ["time passes", "closed, agreed: False"], "there is no communicator to close any more"
 
 
 def test_what_communicators_of_torch_do_otherwise_goes_through_the_host() -> None:

@@ -42,7 +42,7 @@ def net_of(value: float) -> nn.Linear:
 
 
 def value_of(net: nn.Module) -> float:
-    values = {float(one) for parameter in net.parameters() for one in parameter.detach().flatten()}
+    values = {float(value) for parameter in net.parameters() for value in parameter.detach().flatten()}
     assert len(values) == 1
     return values.pop()
 
@@ -75,7 +75,7 @@ def test_save_and_restore() -> None:
     state.commit()
     step(net, optimizer)  # 1 - 0.5 = 0.5, then 0.5 - 0.5 * 1.5 = -0.25
     assert value_of(net) == -0.25
-    for _ in range(2):  # what was saved is not changed by going on from it
+    for _ in range(2):  # continuing from the saved values does not change them
         state.restore()
         assert value_of(net) == 0.5
         step(net, optimizer)
@@ -120,12 +120,12 @@ def test_tensors_as_attributes() -> None:
     state.restore()
     assert state.best.tolist() == [1.0]
     assert state.parts[0].tolist() == [0.0, 0.0]
-    assert state.weight is weight  # belongs to a model
+    assert state.weight is weight  # it belongs to a model
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_sync(wrapped: bool) -> None:
-    """All take what rank 0 has; what rank 0 saved last is what attributes are restored to."""
+    """All ranks take rank 0's values. Attributes are restored to what rank 0 saved last."""
 
     def program(engine: Engine) -> None:
         rank = engine.rank
@@ -143,7 +143,7 @@ def test_sync(wrapped: bool) -> None:
         assert list(state.sampler) == [[2, 4, 6], [3, 5, 7]][rank]
         state.restore()
         assert state.epoch == 10
-        assert value_of(net) == 1.0 + rank  # its own; a sync has to follow
+        assert value_of(net) == 1.0 + rank  # the rank's own value; a sync must follow
         assert state.sampler.state_dict() == {"epoch": 0, "processed_num": 0}
         state.sync()
         assert (value_of(net), state.epoch) == (1.0, 10)
@@ -175,10 +175,10 @@ def test_a_scheduler_stays_tied_to_its_optimizer() -> None:
 
 
 def test_skip_sync_deals_samples_out_anew() -> None:
-    """Hosts have only gone: there is no sync, but the sampler has to serve the ranks that are left."""
+    """If hosts only left, there is no sync, but the sampler must serve the remaining ranks."""
     sampler = ElasticSampler(range(8), shuffle=False)
     sampler.record_batch(0, 2)
-    sampler.num_replicas, sampler.rank = 2, 1  # as dealt out in a job of two ranks
+    sampler.num_replicas, sampler.rank = 2, 1  # as for a job of two ranks
     assert list(sampler) == [1, 3, 5, 7]
     state = TorchState(sampler=sampler)
     state.on_reset()
@@ -198,7 +198,7 @@ def test_a_loader_gives_each_sample_once_though_training_is_interrupted() -> Non
         while state.epoch < 2:
             for number, batch in enumerate(loader):
                 if failures and len(state.seen) // 2 == failures[0]:
-                    state.seen.extend([-1, -1])  # must be forgotten
+                    state.seen.extend([-1, -1])  # these must be forgotten
                     failures.pop(0)
                     raise CollectiveError("planted")
                 state.seen.extend(batch.tolist())
@@ -280,7 +280,7 @@ def test_a_restore_drops_the_gradients_of_the_failed_step(given: str, passes: in
         assert not failures
         return net.weight.flatten().tolist()
 
-    right = 1.0 - 0.1 * 2 * 3 * passes  # two steps, ranks 1 and 2, as many passes
+    right = 1.0 - 0.1 * 2 * 3 * passes  # two steps, ranks 1 and 2, and this many passes
     for weights in job(2, program):
         assert weights == pytest.approx([right, right], abs=1e-6)
 

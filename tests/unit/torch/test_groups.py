@@ -1,4 +1,4 @@
-"""The stores by which ranks make communicators of torch's, and what these read from the environment."""
+"""The stores through which ranks create torch.distributed communicators, and their environment."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ringdance.torch import communicators, groups
 
 
 def listening(port: int) -> list[str]:
-    """The addresses at which this process listens on a port."""
+    """Return the addresses at which this process listens on a port."""
     sockets = psutil.Process().net_connections("tcp")
-    return [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == port]
+    return [c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
 
 
 def test_ranks_of_one_host_meet_on_the_loopback() -> None:
@@ -43,8 +43,8 @@ def test_keys_are_found_only_by_those_who_know_the_prefix() -> None:
 def test_addresses_of_a_host_with_ipv6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [("::1", socket.AF_INET6), ("fe80::1%eth0", socket.AF_INET6), ("fd00::2", socket.AF_INET6)]
     rows += [("127.0.0.1", socket.AF_INET), ("02:fc", socket.AF_PACKET)]
-    found = {"eth0": [SimpleNamespace(address=address, family=family) for address, family in rows]}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    interfaces = {"eth0": [SimpleNamespace(address=address, family=family) for address, family in rows]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     assert communicators.addresses() == ["fd00::2"]
     store, (_, port, *_) = communicators.serve(1, ["a"])
     with pytest.raises(RankLostError, match=r"on host elsewhere, cannot be reached .* at fd00::2, port"):

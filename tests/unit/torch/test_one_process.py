@@ -1,4 +1,4 @@
-"""Without a launcher: every collective is the identity, and training is bit-equal to plain torch."""
+"""Without a launcher, every collective is the identity, and training is bit-equal to plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _job() -> Iterator[None]:
 
 
 def test_verbs_are_the_identity() -> None:
-    given = torch.randn(4, 3)
+    x = torch.randn(4, 3)
     for result in (
-        hvd.allreduce(given), hvd.allreduce(given, op=hvd.Sum), hvd.allgather(given), hvd.broadcast(given, 0),
-        hvd.alltoall(given), hvd.reducescatter(given), hvd.grouped_allreduce([given])[0],
-        hvd.allreduce(given, op=hvd.Adasum),
+        hvd.allreduce(x), hvd.allreduce(x, op=hvd.Sum), hvd.allgather(x), hvd.broadcast(x, 0),
+        hvd.alltoall(x), hvd.reducescatter(x), hvd.grouped_allreduce([x])[0],
+        hvd.allreduce(x, op=hvd.Adasum),
     ):
-        assert torch.equal(result, given)
-        assert result.data_ptr() != given.data_ptr()
-    assert hvd.allreduce_(given) is given
+        assert torch.equal(result, x)
+        assert result.data_ptr() != x.data_ptr()
+    assert hvd.allreduce_(x) is x
     assert hvd.join() == 0
     assert (hvd.rank(), hvd.size()) == (0, 1)
     hvd.barrier()
@@ -50,8 +50,8 @@ def test_a_snapshot_is_of_the_same_types_and_does_not_change() -> None:
     tensor.zero_()
     assert [type(value) for value in copied.values()] == [type(value) for value in state.values()]
     assert (copied["c"].step, copied["d"], copied["a"][1]) == (3, (2,), 1)
-    for found in (copied["a"][0], copied["b"][0], copied["c"].tensor, copied["e"].values):
-        assert found.tolist() == [1, 1]
+    for copied_tensor in (copied["a"][0], copied["b"][0], copied["c"].tensor, copied["e"].values):
+        assert copied_tensor.tolist() == [1, 1]
 
 
 def test_a_checkpoint_is_a_file_of_torch_save_and_the_same_each_time(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_not_initialized() -> None:
 def test_process_sets_of_init() -> None:
     hvd.shutdown()
     with pytest.raises(ValueError, match="differ"):
-        hvd.init(process_sets=[hvd.ProcessSet([0])])  # equal to the global set
+        hvd.init(process_sets=[hvd.ProcessSet([0])])  # equal to the global process set
     with pytest.raises(ValueError, match="dynamic"):
         hvd.init(process_sets="static")
     hvd.init(process_sets="dynamic")
@@ -143,11 +143,11 @@ def test_process_sets_of_init() -> None:
 
 def test_tensors_that_cannot_be_sent() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        given = torch.ones(3).to(dtype)
+        tensor = torch.ones(3).to(dtype)
         with pytest.raises(ValueError, match=r"tensor\.to\(torch\.bfloat16\).*view\(torch\.uint8\)"):
-            hvd.allreduce(given)
-        moved = hvd.broadcast(given.view(torch.uint8), 0).view(dtype)
-        assert torch.equal(moved.float(), given.float())
+            hvd.allreduce(tensor)
+        moved = hvd.broadcast(tensor.view(torch.uint8), 0).view(dtype)
+        assert torch.equal(moved.float(), tensor.float())
     meta = nn.Linear(2, 2, device="meta")
     for call in (lambda: hvd.allreduce(meta.weight), lambda: hvd.allreduce_(meta.bias.detach())):
         with pytest.raises(ValueError, match=r"meta tensor .* no data.*to_empty"):
@@ -164,7 +164,7 @@ def test_sync_batch_norm_converts_a_model() -> None:
 
     plain = make()
     converted = hvd.SyncBatchNorm.convert_sync_batchnorm(make().double())
-    assert [isinstance(one, hvd.SyncBatchNorm) for one in converted.modules()].count(True) == 3
+    assert [isinstance(module, hvd.SyncBatchNorm) for module in converted.modules()].count(True) == 3
     again = hvd.SyncBatchNorm.convert_sync_batchnorm(converted)
     assert again[1] is converted[1]
     assert list(converted.state_dict()) == list(plain.state_dict())

@@ -1,4 +1,4 @@
-"""A DistributedOptimizer on two loopback ranks: parameters are added, passes nest or fail, it is copied."""
+"""A DistributedOptimizer on two loopback ranks: added parameters, nested or failed passes, copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(optimizer: Any, loss: Callable[[Tensor], Tensor], steps: range, rank: 
 
 
 def train_on_mean(optimizer: Any, loss: Callable[[Tensor], Tensor], steps: range) -> None:
-    """What two ranks do together, in one process."""
+    """Do in one process what two ranks do together."""
     for step in steps:
         optimizer.zero_grad()
         ((loss(batch(step, 0)) + loss(batch(step, 1))) / 2).backward()
@@ -61,7 +61,7 @@ def values(*modules: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for net in modules for p in net.parameters()]
 
 
-@pytest.mark.parametrize("when", [0, 1, 8])  # 8: the ranks exchange without masks by then
+@pytest.mark.parametrize("when", [0, 1, 8])  # by step 8, the ranks exchange without masks
 @pytest.mark.parametrize("how", ["named", "numbered", "by the wrapped optimizer", "adasum"])
 def test_add_param_group(when: int, how: str) -> None:
     def program(engine: Engine) -> list[Tensor]:
@@ -99,7 +99,7 @@ def test_add_param_group(when: int, how: str) -> None:
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("wrong", ["none", "other"])
 def test_a_rank_that_adds_no_or_other_parameters(steps: int, wrong: str) -> None:
-    """All ranks get the error, at once; where all do it in the end, training goes on."""
+    """All ranks get the error at once. If they all add the parameters in the end, training continues."""
 
     def program(engine: Engine) -> list[Tensor]:
         body, head = nets()
@@ -127,7 +127,7 @@ def test_a_rank_that_adds_no_or_other_parameters(steps: int, wrong: str) -> None
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_parameters_added_with_gradients(op: int) -> None:
-    """Between backward and step: what the new ones have is reduced before it is used."""
+    """Between backward and step, the gradients of added parameters are reduced before they are used."""
 
     def program(engine: Engine) -> list[Tensor]:
         body, head = nets()
@@ -165,7 +165,7 @@ def nested(x: Tensor, body: nn.Module, head: nn.Module) -> Tensor:
 
 
 class Recompute(torch.autograd.Function):
-    """As libraries write their own checkpointing."""
+    """Checkpointing as libraries write it themselves."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def own(x: Tensor, body: nn.Module, head: nn.Module) -> Tensor:
 @pytest.mark.parametrize("forward", [nothing, everything, some, each, nested, own])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_reentrant_checkpoints(forward: Any, op: int) -> None:
-    """Gradients are reduced when backward returns, wherever they are computed; nothing grows."""
+    """Gradients are reduced when backward returns, wherever they are computed, and no list grows."""
 
     def program(engine: Engine) -> None:
         body, head = nets()
@@ -213,7 +213,7 @@ def test_reentrant_checkpoints(forward: Any, op: int) -> None:
 
 @pytest.mark.parametrize("forward", [nothing, everything, nested])
 def test_a_pass_that_fails(forward: Any) -> None:
-    """A hook of the user's raises in the middle; the next step is right, also on the same graph's leaves."""
+    """After a user's hook raised in a pass, the next step is right, also on the same graph's leaves."""
 
     def program(engine: Engine) -> list[Tensor]:
         body, head = nets()
@@ -243,7 +243,7 @@ def test_a_pass_that_fails(forward: Any) -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
 def test_a_copy_trains(how: str, op: int) -> None:
-    """It has parameters, state and options of its own, and goes on like the one it was made from."""
+    """A copy has its own parameters, state and options, and continues like its original."""
 
     def program(engine: Engine) -> None:
         net = nn.Sequential(*nets())
@@ -261,7 +261,7 @@ def test_a_copy_trains(how: str, op: int) -> None:
             file.seek(0)
             other, copied = torch.load(file, weights_only=False)
         if engine.rank == 0:
-            copy.deepcopy(copied)  # unused: what one rank does alone changes nothing
+            copy.deepcopy(copied)  # unused; what only one rank does changes nothing
         assert type(copied) is type(optimizer)
         copied.register_step_pre_hook(lambda *_: calls.append(1))
         loss = other(batch(4, engine.rank)).square().mean()
@@ -272,14 +272,14 @@ def test_a_copy_trains(how: str, op: int) -> None:
         assert_close(values(net), before)
         train(optimizer, lambda x: net(x).square().mean(), range(4, 9), engine.rank)
         assert_close(values(net), values(other))
-        for one, two in zip(copied.state.values(), optimizer.state.values(), strict=True):
-            assert_close([one["momentum_buffer"]], [two["momentum_buffer"]])
+        for copied_state, original_state in zip(copied.state.values(), optimizer.state.values(), strict=True):
+            assert_close([copied_state["momentum_buffer"]], [original_state["momentum_buffer"]])
 
     job(2, program)
 
 
 def test_a_saved_optimizer_without_a_job() -> None:
-    """What ranks of a process set have saved is a plain optimizer where there is no job."""
+    """An optimizer saved by ranks of a process set is a plain optimizer if there is no job."""
 
     def program(engine: Engine) -> bytes:
         alone = hvd.add_process_set([1])
@@ -320,7 +320,7 @@ def test_a_model_with_the_sync_batch_norm_of_torch() -> None:
 
 
 def test_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch does not tell of the end of a pass, an error asks for the other way, which works."""
+    """If PyTorch does not report the end of a pass, an error suggests another way, which works."""
 
     def program(engine: Engine) -> list[Tensor]:
         body, head = nets()
@@ -360,15 +360,15 @@ def test_sparse_entries_without_private_names(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_batch_norms_without_their_private_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BatchNorm1d and torch's SyncBatchNorm are converted; others stay what they are."""
+    """BatchNorm1d and PyTorch's SyncBatchNorm are converted, and other modules stay as they are."""
     monkeypatch.setattr(batch_norm, "BatchNorm", nn.BatchNorm1d)
     net = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.BatchNorm2d(2))
-    kinds = [type(one) for one in hvd.SyncBatchNorm.convert_sync_batchnorm(net)]
+    kinds = [type(module) for module in hvd.SyncBatchNorm.convert_sync_batchnorm(net)]
     assert kinds == [hvd.SyncBatchNorm, hvd.SyncBatchNorm, nn.BatchNorm2d]
 
 
 def test_sharded_parameters_without_their_mark() -> None:
-    """FSDP of the first kind marks parameters by a private attribute; without it they count as plain ones."""
+    """FSDP 1 marks parameters with a private attribute. Parameters without it count as plain ones."""
     parameter = nn.Parameter(torch.ones(2))
     parameter._fsdp_flattened = True  # type: ignore[attr-defined]
     assert _private.divided_by(parameter) == "FullyShardedDataParallel"
@@ -377,7 +377,7 @@ def test_sharded_parameters_without_their_mark() -> None:
 
 
 def test_steps_without_private_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on; a scheduler made before the optimizer may warn."""
+    """Training continues, but a scheduler created before the optimizer may warn."""
     for name in ("note_step", "counts_steps", "hooks_run_inside"):
         monkeypatch.setattr(_private, name, lambda _: None)
 
@@ -394,7 +394,7 @@ def test_steps_without_private_attributes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_parameters_divided_by_torch_distributed() -> None:
-    """FSDP and DTensor: an error at once that says what to do instead."""
+    """FSDP and DTensor raise an error at once that says what to do instead."""
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:

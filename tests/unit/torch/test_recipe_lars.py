@@ -1,4 +1,4 @@
-"""LARS of the recipe resnet50 with PyTorch, beside NumPy's."""
+"""LARS in the resnet50 recipe with PyTorch, compared with NumPy's."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def test_it_computes_what_the_paper_says(recipe: Any) -> None:
     shapes = [(4, 3, 3, 3), (4,), (5, 4), (2, 2)]
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     with torch.no_grad():
-        parameters[3].zero_()  # no norm: not adapted
-    arrays = [one.detach().double().numpy().copy() for one in parameters]
-    velocities = [np.zeros_like(one) for one in arrays]
+        parameters[3].zero_()  # its norm is zero, so it is not adapted
+    arrays = [parameter.detach().double().numpy().copy() for parameter in parameters]
+    velocities = [np.zeros_like(array) for array in arrays]
     optimizer = recipe.LARS([{"params": parameters, "weight_decay": 1e-2}], momentum=0.9)
     for number in range(4):
-        for one in parameters:
-            one.grad = torch.randn_like(one)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
         if number == 2:
             parameters[2].grad.zero_()
         optimizer.param_groups[0]["lr"] = rate = 2.0 / (number + 1)
-        gradients = [one.grad.double().numpy() for one in parameters]
+        gradients = [parameter.grad.double().numpy() for parameter in parameters]
         step(arrays, gradients, velocities, rate, 0.9, 1e-2)
         optimizer.step()
-        for one, array in zip(parameters, arrays, strict=True):
-            np.testing.assert_allclose(one.detach().numpy(), array, rtol=2e-5, atol=1e-7)
+        for parameter, array in zip(parameters, arrays, strict=True):
+            np.testing.assert_allclose(parameter.detach().numpy(), array, rtol=2e-5, atol=1e-7)
     assert set(optimizer.state_dict()["state"][0]) == {"momentum_buffer"}
 
 
@@ -51,6 +51,6 @@ def test_norms_and_biases_do_not_decay(recipe: Any) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
     model[0].bias.requires_grad_(False)
     decays, others = recipe.parameter_groups(model, 0.1)
-    assert [list(one.shape) for one in decays["params"]] == [[4, 3, 3, 3], [2, 4]]
-    assert [list(one.shape) for one in others["params"]] == [[4], [4], [2]]
+    assert [list(parameter.shape) for parameter in decays["params"]] == [[4, 3, 3, 3], [2, 4]]
+    assert [list(parameter.shape) for parameter in others["params"]] == [[4], [4], [2]]
     assert (decays["weight_decay"], others["weight_decay"]) == (0.1, 0.0)

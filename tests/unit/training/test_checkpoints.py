@@ -1,4 +1,4 @@
-"""Checkpoints in one process: which are kept, which are read, and what stays of a save that has not ended."""
+"""Checkpoints in one process: which are kept, which are read, and what remains of an unfinished save."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def table_of(value: float, rows: int = 4) -> hvd.EmbeddingTable:
 
 
 def pair(saved: hvd.Checkpoints, number: int | None = None) -> tuple[int, str, float]:
-    """Return a checkpoint's number and content, and the one value of its table."""
+    """Return a checkpoint's number, its content, and the single value in its table."""
     table = table_of(-1)
-    found = saved.read(number, table)
-    assert found is not None
+    checkpoint = saved.read(number, table)
+    assert checkpoint is not None
     (value,) = np.unique(table.values).tolist()
-    return found[0], found[1].decode(), value
+    return checkpoint[0], checkpoint[1].decode(), value
 
 
 def triple(saved: hvd.Checkpoints, number: int) -> tuple[int, str, float | None]:
-    """Return the same; None for the value where it has no table."""
+    """Return the same as ``pair``, with None as the value if the checkpoint has no table."""
     with contextlib.suppress(hvd.CheckpointError):
         return pair(saved, number)
-    found = saved.read(number)
-    assert found is not None
-    return found[0], found[1].decode(), None
+    checkpoint = saved.read(number)
+    assert checkpoint is not None
+    return checkpoint[0], checkpoint[1].decode(), None
 
 
 def shown(directory: Path) -> list[str]:
@@ -102,7 +102,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_managers_in_one_directory_leave_each_other_alone(tmp_path: Path) -> None:
-    """Names that begin alike, other suffixes, dots and characters of patterns; and files of others."""
+    """Managers ignore each other's files and foreign files, even if their names are similar."""
     foreign = ["model-best.npy", "model-7", "model-1.npy", "model-0000000x", ".model-00000001.partial-x"]
     for name in foreign:
         (tmp_path / name).write_text("of the user")
@@ -137,15 +137,15 @@ def test_after_going_back_the_one_saved_last_counts(tmp_path: Path) -> None:
     assert saved.numbers() == [22, 24]
     saved.save(1, text(1))
     assert saved.read() == (1, b"1")
-    one = hvd.Checkpoints(tmp_path, keep=1)
-    one.save(0, text(0))
-    assert (one.read(), one.numbers()) == ((0, b"0"), [0])
-    one.close()
+    single = hvd.Checkpoints(tmp_path, keep=1)
+    single.save(0, text(0))
+    assert (single.read(), single.numbers()) == ((0, b"0"), [0])
+    single.close()
     saved.close()
 
 
 def limit_calls(monkeypatch: pytest.MonkeyPatch, last: int) -> list[bool]:
-    """Let calls that change a directory or wait for the disk end the process, as it were, after so many."""
+    """Simulate a process that ends at call ``last`` of those that change a directory or wait for the disk."""
     ended, calls = [False], iter(range(1000))
 
     def limited(real: Callable[..., object]) -> Callable[..., object]:
@@ -177,7 +177,7 @@ def test_a_save_that_ends_anywhere_leaves_whole_checkpoints(
                 saved.save(number, text(content), None if table is None else table_of(table))
                 saved.wait()
         monkeypatch.undo()
-        monkeypatch.setattr(checkpoint_files, "tokens", set())  # what follows is another process
+        monkeypatch.setattr(checkpoint_files, "tokens", set())  # from here on, this is another process
         again = hvd.Checkpoints(tmp_path / str(last), keep=2)
         state = tuple(triple(again, number) for number in again.numbers())
         if state not in seen:
@@ -237,7 +237,7 @@ saved.close()
 
 
 def saving(directory: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Start a process that is writing a second checkpoint; return it, and the path of the file."""
+    """Start a process that is writing its second checkpoint. Returns the process and the path of the file."""
     words = [sys.executable, "-c", SAVING, str(directory)]
     process = subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -245,7 +245,7 @@ def saving(directory: Path) -> tuple[subprocess.Popen[str], Path]:
 
 
 def test_a_directory_that_is_made_again_is_locked_again(tmp_path: Path) -> None:
-    """The lock on a file that was removed keeps no other writer away."""
+    """A lock on a removed file keeps no other writer away."""
     for _ in range(2):
         with contextlib.closing(hvd.Checkpoints(tmp_path / "one")) as saved:
             saved.save(1, text("first"))
@@ -307,7 +307,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(
     assert saved.numbers() == [1]
     with pytest.raises(hvd.CheckpointError, match=r"checkpoint 2 .*Complete: 1; damaged: .*\.npy is missing"):
         saved.read(2)
-    (tmp_path / "checkpoint-00000001").unlink()  # as a user removes one
+    (tmp_path / "checkpoint-00000001").unlink()  # as a user may remove it
     with pytest.raises(hvd.CheckpointError, match=r"that is complete\. Complete: none; damaged: 3 "):
         saved.read()
     saved.save(3, text("anew"))

@@ -1,4 +1,4 @@
-"""Calls apart from their tensors: as text, their gradients, and what is prepared once."""
+"""Calls without their tensors: their text, their gradients, and what is prepared only once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringdance.training.process_sets import ProcessSet, global_process_set
 
 
 def ranks(size: int) -> Any:
-    """Return what a gradient asks the engine of the last of so many ranks."""
+    """Return the parts of an engine that a gradient needs, for the last of ``size`` ranks."""
     return SimpleNamespace(rank=size - 1, members=lambda _: tuple(range(size)))
 
 
@@ -51,9 +51,9 @@ def test_a_call_as_text() -> None:
     ],
 )  # fmt: skip
 def test_gradients(call: Call, back: Call, keep: Keep, scale: float) -> None:
-    found = call.backward(ranks(4))
-    assert found.call == back
-    assert (found.keep, found.scale) == (keep, scale)
+    gradient = call.backward(ranks(4))
+    assert gradient.call == back
+    assert (gradient.keep, gradient.scale) == (keep, scale)
 
 
 @pytest.mark.parametrize("name", ["MIN", "MAX", "PRODUCT", "ADASUM"])

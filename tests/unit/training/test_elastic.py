@@ -60,7 +60,7 @@ def test_what_is_saved_does_not_change_with_the_attribute() -> None:
         }
 
     state = lone_state(**values())
-    for _ in range(2):  # a restore must not hand the saved objects out either
+    for _ in range(2):  # nor may a restore hand out the saved objects
         state.history.append(3)
         state.history[1]["loss"].append(4.0)
         state.seen.add(3)
@@ -71,9 +71,9 @@ def test_what_is_saved_does_not_change_with_the_attribute() -> None:
         state.raw[0] = 0
         state.restore()
         for name, value in values().items():
-            found = getattr(state, name)
-            assert type(found) is type(value), name
-            assert np.array_equal(found, value) if name == "weights" else found == value, name
+            restored = getattr(state, name)
+            assert type(restored) is type(value), name
+            assert np.array_equal(restored, value) if name == "weights" else restored == value, name
         assert state.window.maxlen == 2
 
 
@@ -125,7 +125,7 @@ def test_a_bare_state_has_to_be_completed() -> None:
 
 
 class Diary(State):
-    """Writes down what is asked of it."""
+    """A state that records its calls."""
 
     def __init__(self) -> None:
         super().__init__(alone, lambda: 0)
@@ -185,8 +185,8 @@ def test_hosts_that_changed() -> None:
     acts = [HostsUpdatedInterrupt(False), HostsUpdatedInterrupt(True), CollectiveError("x"), lambda: None]
     play(state, *acts)
     assert state.lines == [
-        "sync", "call", *AGAIN,  # added: values are kept, and synchronised
-        "sync", "call", *AGAIN,  # removed only: not synchronised
+        "sync", "call", *AGAIN,  # hosts were added: values are kept and synchronized
+        "sync", "call", *AGAIN,  # hosts were only removed: not synchronized
         "call", "restore", *AGAIN,
         "sync", "call",
     ]  # fmt: skip
@@ -249,7 +249,7 @@ def test_people_are_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_rank_that_has_ended_cannot_be_brought_back() -> None:
-    """Rank 1's program ends; rank 0 must not wait for it to come again."""
+    """Rank 1's program ends, and rank 0 must not wait for it to come back."""
 
     def program(engine: Engine) -> str:
         if engine.rank == 1:

@@ -1,5 +1,8 @@
-"""Shares of an epoch. Python's shuffles of range(10): seed 0 gives 7 8 1 5 3 4 2 0 9 6, seed 1 gives
-6 8 9 7 5 3 0 4 1 2, seed 7 gives 8 3 1 4 7 0 9 6 2 5; all expected shares are read off these by hand."""
+"""Shares of an epoch.
+
+All expected shares are read by hand from Python's shuffles of range(10): seed 0 gives 7 8 1 5 3 4 2 0 9 6,
+seed 1 gives 6 8 9 7 5 3 0 4 1 2, and seed 7 gives 8 3 1 4 7 0 9 6 2 5.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ SEED_0 = [7, 8, 1, 5, 3, 4, 2, 0, 9, 6]
 def shares(
     size: int, length: int = 10, epoch: int = 0, processed: int = 0, **options: object
 ) -> list[list[int]]:
-    """What each rank gets."""
+    """Return the indices that each rank gets."""
 
     def program(_: object) -> list[int]:
         indices = ElasticIndices(length, **options)  # type: ignore[arg-type]
@@ -23,7 +26,7 @@ def shares(
         share = list(indices)
         assert len(share) == len(indices) == indices.num_samples
         assert indices.total_size == size * indices.num_samples
-        assert list(indices) == share  # as often as one likes
+        assert list(indices) == share  # iterating again gives the same indices
         return share
 
     return job(size, program)
@@ -62,7 +65,7 @@ def test_progress() -> None:
         indices.record_batch(0, 2)
         indices.record_batch(1, 1)
         assert indices.state_dict() == {"epoch": 0, "processed_num": 6}
-        assert list(indices) == share  # until it is dealt out anew
+        assert list(indices) == share  # until the indices are distributed again
         indices.reset()
         assert indices.remaining_indices == [2, 0, 9, 6]
         assert list(indices) == [[2, 9], [0, 6]][indices.rank]

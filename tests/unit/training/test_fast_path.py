@@ -1,4 +1,4 @@
-"""Gradients of different steps on the fast path: all ranks raise one error, and none without reason."""
+"""Gradients of different steps on the fast path: all ranks raise the same error, none without reason."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Gradients:
 
 
 class Job:
-    """In place of a call: averages this rank's tag with the others'."""
+    """Stands for a call: averages this rank's tag with the others' tags."""
 
     def __init__(self, others: list[Array], average: Average) -> None:
         self.others, self.average = others, average
@@ -99,8 +99,8 @@ def reduced(how: Reduction, parts: list[Array], out: Array) -> None:
 
 
 def averages(dtype: str, size: int) -> list[Average]:
-    """On one host, with predivide, and as two hosts do."""
-    found = [
+    """Return averages on one host, with and without predivide, and as two hosts compute them."""
+    ways = [
         lambda parts, out, scale=scale: reduced(
             reduction(dtype, AVERAGE, 1 / scale, scale, size), parts, out
         )
@@ -118,8 +118,8 @@ def averages(dtype: str, size: int) -> list[Average]:
             across.combine(means, out)
             across.deliver(out.copy(), out)
 
-        found.append(by_hosts)
-    return found
+        ways.append(by_hosts)
+    return ways
 
 
 def tag_of(dtype: str, step: int) -> Array:
@@ -127,7 +127,7 @@ def tag_of(dtype: str, step: int) -> Array:
 
 
 def outcome(dtype: str, step: int, others: list[Array], average: Average) -> bool:
-    """Whether a rank in this step finds that others are in another."""
+    """Return True if a rank in this step detects that others are in a different step."""
     path = FastPath(None, 0, Gradients(dtype), "", (1.0, 1.0))  # type: ignore[arg-type]
     path.update(bytes([DENSE]), True, True)
     path._call = Job(others, average)  # type: ignore[assignment]
@@ -146,14 +146,14 @@ BEHIND = list(product([*FLOATS, "int8"], [2, 3, 5, 7, 8, 13, 129, 1000]))
 
 @pytest.mark.parametrize("case", sampled("a rank behind", BEHIND, 12), ids=str)
 def test_every_rank_sees_that_one_is_behind(case: tuple[str, int]) -> None:
-    """However many have joined, adding zeros, and however the average is rounded."""
+    """This holds however many ranks have joined and add zeros, and however the average is rounded."""
     dtype, size = case
     nothing = np.zeros_like(tag_of(dtype, 0))
     for average in averages(nothing.dtype.name, size):
         for step in (0, 6, 7, STEPS - 1):
             here, ahead = tag_of(dtype, step), tag_of(dtype, (step + 1) % STEPS)
             for joined in {0, min(1, size - 2), size // 2 - 1, size - 2}:
-                rest = size - joined - 2  # of those ahead
+                rest = size - joined - 2  # other ranks that are ahead
                 zeros = [nothing] * joined
                 assert outcome(dtype, step, [*zeros, *[ahead] * (rest + 1)], average)
                 assert outcome(dtype, (step + 1) % STEPS, [*zeros, here, *[ahead] * rest], average)
@@ -206,7 +206,7 @@ def test_ranks_that_have_joined_are_in_no_step() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_choose_overlap_between_different_steps(seed: int) -> None:
-    """Each sees a new value up to two steps late; the fast path stays the same on all, and opens again."""
+    """Ranks see a new value up to two steps late. The fast path stays equal on all and opens again."""
     luck = random.Random(seed)
     seen = {(rank, at): luck.randrange(3) for rank in range(3) for at in range(12, 140, 8)}
 
@@ -242,13 +242,13 @@ def test_a_tuner_leaves_the_overlap_of_other_sets() -> None:
         assert tunables["overlap"].get() == 0
         tunables["overlap"].set(1)
         assert tunables["overlap"].get() == 1
-        return tuple(one.wants_overlap for one in ours)
+        return tuple(exchange.wants_overlap for exchange in ours)
 
     assert job(3, program) == [(True, True, False)] * 2 + [(True, True)]
 
 
 def test_a_process_set_has_another_number_after_a_restart() -> None:
-    """The exchange goes on with the same ranks."""
+    """The exchange continues with the same ranks."""
     exchanges: dict[int, GradientExchange] = {}
 
     def step(rank: int) -> None:

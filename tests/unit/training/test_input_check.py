@@ -33,7 +33,7 @@ def _no_other_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Loader:
-    """Three batches of 4 samples, numbered; counts how many were drawn."""
+    """Three numbered batches of 4 samples. Counts how many were drawn."""
 
     batch_size = 4
 
@@ -87,14 +87,14 @@ def test_the_loader_alone_yields_nothing(capfd: pytest.CaptureFixture[str]) -> N
 
 def test_the_step_alone_has_several_batches_in_turn(capfd: pytest.CaptureFixture[str]) -> None:
     loader, seen, row = run("step", capfd)
-    assert seen == ([0, 1, 2] * len(seen))[: len(seen)]  # also when the script begins anew
+    assert seen == ([0, 1, 2] * len(seen))[: len(seen)]  # also when the script starts another epoch
     assert loader.drawn == 3
     assert row["samples"] < 4 * len(seen)
     assert row["noise"] > 0
 
 
 def test_the_step_alone_does_not_wait_for_a_slow_loader(capfd: pytest.CaptureFixture[str]) -> None:
-    """Not even for the first batches, of which there are as many as the loader gives in a time."""
+    """The step only uses the batches that the loader yields within the time, and waits for no other."""
     drawn = []
 
     def slow() -> Iterator[Any]:
@@ -118,7 +118,7 @@ def test_what_is_kept_of_batches_is_limited(monkeypatch: pytest.MonkeyPatch) -> 
         seen = [next(watched).images[0, 0, 0, 0] for _ in range(3 * different)]
         assert seen == list(range(different)) * 3
     array = np.zeros((5, 4), np.float32)
-    assert [bytes_of(one) for one in ((array, array), {"x": [array]}, 7, "text", batches[0])] == [
+    assert [bytes_of(batch) for batch in ((array, array), {"x": [array]}, 7, "text", batches[0])] == [
         160, 80, 0, 0, batches[0].images.nbytes + 32,
     ]  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_the_noise_is_that_of_the_mean() -> None:
     assert noise_of(np.arange(50) * 0.25) == 0.0
     random = np.random.default_rng(0)
     shares = []
-    for _ in range(400):  # the true mean is 1, and is within the interval in 95 of 100 cases
+    for _ in range(400):  # the true mean is 1, and it is within the interval in 95% of the cases
         times = np.concatenate([[0.0], np.cumsum(random.exponential(1.0, 200))])
         mean = times[-1] / 200
         shares.append(abs(mean - 1) <= noise_of(times) * mean)

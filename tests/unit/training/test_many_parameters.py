@@ -1,4 +1,4 @@
-"""The cost of a step for each parameter does not grow with their number."""
+"""The cost per parameter of a step does not grow with the number of parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ringdance.training.gradients.source import DENSE
 
 FEW, MANY = 200, 20_000
 STEPS = 3
-MOST = 60  # comparisons and looks at a gradient, for each parameter and step
+MOST = 60  # comparisons and accesses to a gradient, per parameter and step
 
 
 class Counted(int):
-    """The index of a parameter, which counts how often it is compared with others."""
+    """A parameter index that counts how often it is compared with others."""
 
     comparisons = 0
 
@@ -34,7 +34,7 @@ class Counted(int):
 
 
 class Gradients:
-    """A source of one number for each parameter, which counts how often they are looked at."""
+    """A source with one number per parameter, which counts how often gradients are accessed."""
 
     advice = ""
     on_device = False
@@ -79,7 +79,7 @@ class Gradients:
 
 
 def cost(number: int, size: int, operation: ReduceOp) -> float:
-    """Return how often an index is compared or a gradient is looked at, for each parameter and step."""
+    """Return how often an index is compared or a gradient is accessed, per parameter and step."""
     Counted.comparisons = 0
     indices = [Counted(index) for index in range(number)]
     groups = [tuple(indices[first : first + size]) for first in range(0, number, size)]
@@ -103,7 +103,7 @@ def cost(number: int, size: int, operation: ReduceOp) -> float:
 
 @pytest.mark.parametrize(("size", "operation"), [(MANY, ReduceOp.AVERAGE), (100, ReduceOp.SUM)])
 def test_a_step_with_many_parameters(size: int, operation: ReduceOp) -> None:
-    """In one group, and in groups of 100."""
+    """The cost stays the same in one group and in groups of 100."""
     few, many = (cost(number, size, operation) for number in (FEW, MANY))
     assert few < MOST
     assert many < 1.5 * few

@@ -1,4 +1,4 @@
-"""Parts that need no ranks: groups, scales, handles, descriptions."""
+"""Parts that need no ranks: groups, scales, handles and descriptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples are whose: every length 0 to 50, 1 to 5 ranks, all ends, layouts and orders."""
+"""Which samples belong to which rank: lengths 0 to 50, 1 to 5 ranks, all ends, layouts and orders."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ SIZES = range(1, 6)
 
 
 def shares(length: int, size: int, epoch: int = 0, **options: object) -> list[list[int]]:
-    found = []
+    parts = []
     for rank in range(size):
         share = Shard(length, rank=rank, size=size, **options)  # type: ignore[arg-type]
         share.set_epoch(epoch)
-        mine = share.indices()
-        assert mine.dtype == np.int64
-        assert len(share) == len(mine)
-        assert list(share) == mine.tolist()
-        assert [one for batch in share.batches(3) for one in batch] == mine.tolist()
-        found.append(mine.tolist())
-    return found
+        indices = share.indices()
+        assert indices.dtype == np.int64
+        assert len(share) == len(indices)
+        assert list(share) == indices.tolist()
+        assert [number for batch in share.batches(3) for number in batch] == indices.tolist()
+        parts.append(indices.tolist())
+    return parts
 
 
 def check_guarantee(found: list[list[int]], length: int, ends: str) -> None:
-    """What each mode promises, said without the formulas of the plan."""
+    """Check what each mode promises, without the formulas of the plan."""
     size = len(found)
     seen = Counter(itertools.chain(*found))
-    counts = [len(one) for one in found]
+    counts = [len(part) for part in found]
     assert set(seen) <= set(range(length))
     if ends == "join":
         assert sorted(seen) == list(range(length))
@@ -71,12 +71,12 @@ def test_every_sample_once(way: tuple[str, str, bool]) -> None:
         if shuffle:
             continue
         parts = itertools.zip_longest(*found) if layout == "strided" else found
-        order = [one for one in itertools.chain(*parts) if one is not None]
+        order = [number for number in itertools.chain(*parts) if number is not None]
         assert order[:length] == list(range(length))[: len(order)]
 
 
 def test_shuffled_orders() -> None:
-    """Another in each epoch and for each seed, the same again for the same."""
+    """Orders differ between epochs and seeds, and repeat for the same epoch and seed."""
     options = {"ends": "join", "shuffle": True}
     orders = {
         tuple(itertools.chain(*shares(20, 2, epoch=epoch, seed=seed, **options)))
@@ -85,15 +85,15 @@ def test_shuffled_orders() -> None:
     }
     assert len(orders) == 10
     assert shares(20, 2, epoch=4, seed=1, **options) == shares(20, 2, epoch=4, seed=1, **options)
-    # NumPy has frozen this generator: a training that goes on elsewhere sees the same order.
+    # NumPy has frozen this generator, so a training run that continues elsewhere sees the same order.
     assert shares(8, 1, seed=7, epoch=2, **options) == [[7, 6, 4, 1, 5, 2, 0, 3]]
-    one = Shard(20, ends="pad", shuffle=True, rank=0, size=2)
-    assert one.indices(3).tolist() != one.indices().tolist()
+    shard_ = Shard(20, ends="pad", shuffle=True, rank=0, size=2)
+    assert shard_.indices(3).tolist() != shard_.indices().tolist()
 
 
 def test_dropped_samples_change_with_the_epoch() -> None:
     seen = [set(itertools.chain(*shares(11, 4, epoch=n, ends="drop", shuffle=True))) for n in range(8)]
-    assert all(len(one) == 8 for one in seen)
+    assert all(len(part) == 8 for part in seen)
     assert set.union(*seen) == set(range(11))
 
 
@@ -126,13 +126,13 @@ def test_rows_of_arrays() -> None:
     ],
 )
 def test_wrong_arguments(options: dict[str, object], message: str) -> None:
-    given = {"length": 9, "ends": "pad", "rank": 0, "size": 2, **options}
+    arguments = {"length": 9, "ends": "pad", "rank": 0, "size": 2, **options}
     with pytest.raises(ArgumentError, match=message):
-        Shard(**given)  # type: ignore[arg-type]
+        Shard(**arguments)  # type: ignore[arg-type]
 
 
 class Stream:
-    """As a loader or a sampler: it has a length, and no samples by number."""
+    """Like a loader or a sampler: has a length, but no samples by number."""
 
     def __len__(self) -> int:
         return 9
@@ -157,8 +157,8 @@ def test_wrong_numbers_later() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_ranks_of_a_job(size: int) -> None:
-    found = job(size, lambda _: shard(np.zeros((10, 2)), ends="pad", shuffle=True).indices().tolist())
-    assert found == shares(10, size, ends="pad", shuffle=True)
+    indices = job(size, lambda _: shard(np.zeros((10, 2)), ends="pad", shuffle=True).indices().tolist())
+    assert indices == shares(10, size, ends="pad", shuffle=True)
 
 
 def test_the_ranks_of_a_set() -> None:
@@ -183,9 +183,9 @@ def test_the_ranks_of_a_set() -> None:
 )
 def test_different_arguments_are_noticed(options: object, what: str) -> None:
     def program(engine: object) -> None:
-        given = {"data": 10, "ends": "pad", **options(engine.rank)}  # type: ignore[attr-defined, operator]
+        kwargs = {"data": 10, "ends": "pad", **options(engine.rank)}  # type: ignore[attr-defined, operator]
         with pytest.raises(MismatchError, match=what):
-            shard(**given)
-        assert len(shard(10, ends="pad")) == 5  # the job goes on
+            shard(**kwargs)
+        assert len(shard(10, ends="pad")) == 5  # the job continues
 
     job(2, program)

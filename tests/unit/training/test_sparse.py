@@ -1,4 +1,4 @@
-"""Rows of tables over the ranks: merged, sent one way or the other, always with the same result."""
+"""Rows of tables over all ranks: merged, and sent in either way, always with the same result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.i
 
 
 def some_rows(seed: int, count: int, table: int, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
-    """Keys with repetitions, and values whose sums are exact in every type."""
+    """Return keys with repetitions, and values whose sums are exact in every type."""
     made = np.random.default_rng(seed)
     return made.integers(0, table, count), made.integers(-4, 5, (count, *shape)).astype(dtype)
 
 
 def dense(parts: list[tuple[Array, Array]], table: int, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """The same by NumPy: sums in a dense table, and which rows were used."""
+    """Compute the same with NumPy: sums in a dense table, and the rows that were used."""
     whole = np.zeros((table, *shape))
     used = np.zeros(table, bool)
     for keys, values in parts:
@@ -41,12 +41,12 @@ def dense(parts: list[tuple[Array, Array]], table: int, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
 def test_merging_sums_equal_keys(dtype: Any, shape: tuple[int, ...]) -> None:
-    for count in (0, 1, 2, 7, 40, 400):  # the last has many ascending runs
+    for count in (0, 1, 2, 7, 40, 400):  # the last count has many ascending runs
         keys, values = some_rows(count, count, 9, shape, dtype)
         before = keys.copy(), values.copy()
-        found, sums = merge(keys, values)
+        merged_keys, sums = merge(keys, values)
         whole, used = dense([(keys, values)], 9, shape)
-        assert found.tolist() == used.tolist()
+        assert merged_keys.tolist() == used.tolist()
         assert sums.dtype == np.dtype(dtype)
         assert sums.shape == (len(used), *shape)
         assert (sums.astype(np.float64) == whole[used]).all()
@@ -55,7 +55,7 @@ def test_merging_sums_equal_keys(dtype: Any, shape: tuple[int, ...]) -> None:
 
 
 def test_narrow_floats_are_rounded_once() -> None:
-    """In float16 2048 + 1 is 2048: 2048 + 1 + 1 is 2050 only if summed wider."""
+    """In float16, 2048 + 1 is 2048. The sum 2048 + 1 + 1 is 2050 only in a wider type."""
     keys = np.zeros(3, np.int64)
     assert merge(keys, np.array([2048, 1, 1], np.float16))[1].tolist() == [2050]
     assert merge(keys, np.array([256, 1, 1], ml_dtypes.bfloat16))[1].astype(float).tolist() == [258]
@@ -79,27 +79,27 @@ def test_the_route_goes_by_density_and_size() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_routes_give_the_same(size: int, average: bool, route: str) -> None:
     tables = {"wide": (50, 3, np.float32), "flat": (7, 0, np.float64), "half": (30, 2, np.float16)}
-    given = {
+    inputs = {
         name: [some_rows(rank + 5, 4 * (rank + 1) * size, rows, (columns,) * bool(columns), dtype)
                for rank in range(size)]
         for name, (rows, columns, dtype) in tables.items()
     }  # fmt: skip
 
     def program(engine: Any) -> None:
-        parts = [Rows(*given[name][engine.rank], table[0]) for name, table in tables.items()]
+        parts = [Rows(*inputs[name][engine.rank], table[0]) for name, table in tables.items()]
         for name in ("named", None):
             exchange = SparseExchange(engine, parts, list(tables), name=name, average=average)
-            found = exchange.wait()
+            merged = exchange.wait()
             if route != "auto":
                 assert set(exchange.routes) == {route}
-            for one, (table, (rows, columns, dtype)) in zip(found, tables.items(), strict=True):
-                whole, used = dense(given[table], rows, (columns,) * bool(columns))
-                assert one.keys.tolist() == used.tolist()
-                assert one.table == rows
-                assert one.values.dtype == np.dtype(dtype)
+            for rows_, (table, (rows, columns, dtype)) in zip(merged, tables.items(), strict=True):
+                whole, used = dense(inputs[table], rows, (columns,) * bool(columns))
+                assert rows_.keys.tolist() == used.tolist()
+                assert rows_.table == rows
+                assert rows_.values.dtype == np.dtype(dtype)
                 wanted = whole[used] / (size if average else 1)
                 tolerance = 1e-3 if dtype == np.float16 else 1e-6
-                np.testing.assert_allclose(one.values.astype(float), wanted, rtol=tolerance)
+                np.testing.assert_allclose(rows_.values.astype(float), wanted, rtol=tolerance)
 
     job(size, program, Settings(sparse=route))
 
@@ -118,7 +118,7 @@ def test_the_choice_follows_what_all_ranks_have_and_can_be_seen(caplog: pytest.L
     caplog.set_level(logging.INFO, "ringdance")
     logging.getLogger("ringdance").propagate = True
     assert job(2, program) == [["rows", "dense", "rows"]] * 2
-    told = [one.getMessage() for one in caplog.records if "the gradient of" in one.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "the gradient of" in record.getMessage()]
     assert told == [
         "ringdance: the gradient of table is exchanged as rows: 2 ranks have 6 rows in total, and the "
         "table has 2000 rows (setting sparse=auto)."
@@ -126,16 +126,16 @@ def test_the_choice_follows_what_all_ranks_have_and_can_be_seen(caplog: pytest.L
 
 
 def test_ranks_without_rows_and_rows_that_cancel() -> None:
-    """A row that was used stays, also where its sum is zero: optimizers with moments see it."""
+    """A row that was used stays even if its sum is zero, because optimizers with moments see it."""
 
     def program(engine: Any) -> list[list[float]]:
-        found = []
+        results = []
         for table in (4, 10_000):
             keys = np.array([] if engine.rank == 2 else [3], np.int64)
             values = np.full((len(keys), 2), 1.0 - 2 * engine.rank)
-            (one,) = SparseExchange(engine, [Rows(keys, values, table)], ["t"], name=f"t{table}").wait()
-            found += [[*one.keys.tolist(), *one.values.flatten().tolist()]]
-        return found
+            (merged,) = SparseExchange(engine, [Rows(keys, values, table)], ["t"], name=f"t{table}").wait()
+            results += [[*merged.keys.tolist(), *merged.values.flatten().tolist()]]
+        return results
 
     for route in ("rows", "dense", "auto"):
         assert job(3, program, Settings(sparse=route)) == [[[3, 0.0, 0.0]] * 2] * 3
@@ -157,25 +157,25 @@ def test_a_process_set() -> None:
             return []
         part = Rows(np.array([engine.rank]), np.ones((1, 1)), 3)
         number = some.process_set_id
-        (one,) = SparseExchange(engine, [part], ["t"], name="t", set_id=number, average=True).wait()
-        assert one.values.tolist() == [[0.5], [0.5]]
-        return one.keys.tolist()
+        (merged,) = SparseExchange(engine, [part], ["t"], name="t", set_id=number, average=True).wait()
+        assert merged.values.tolist() == [[0.5], [0.5]]
+        return merged.keys.tolist()
 
     assert job(3, program) == [[0, 2], [], [0, 2]]
 
 
 @pytest.mark.parametrize("route", ["auto", "rows"])
 def test_with_a_rank_that_has_joined(route: str) -> None:
-    """Only all-reduces work then."""
+    """After a join, only all-reduces work."""
 
     def program(engine: Any) -> None:
         if engine.rank == 0:
             for name in ("a", "b"):
                 part = Rows(np.array([5, 1, 5]), np.ones((3, 2)), 1000)
                 exchange = SparseExchange(engine, [part], ["t"], name=name, average=True)
-                (one,) = exchange.wait()
-                assert one.keys.tolist() == [1, 5]
-                assert one.values.tolist() == [[0.5, 0.5], [1.0, 1.0]]
+                (merged,) = exchange.wait()
+                assert merged.keys.tolist() == [1, 5]
+                assert merged.values.tolist() == [[0.5, 0.5], [1.0, 1.0]]
                 assert exchange.routes == ["dense"]
         collectives.join(engine)
 
@@ -184,7 +184,7 @@ def test_with_a_rank_that_has_joined(route: str) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 9])
 def test_a_row_that_is_not_there(bad: int) -> None:
-    """The rank that has it raises, and so do those who wait for it; the job goes on."""
+    """The rank with the bad row raises, as do the ranks that wait for it. The job continues."""
 
     def program(engine: Any) -> None:
         part = Rows(np.array([bad if engine.rank else 2]), np.ones((1, 2)), 9)

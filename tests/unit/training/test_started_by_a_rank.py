@@ -1,4 +1,4 @@
-"""Which process is a rank, and which one that a rank has started: ``init()`` in the latter joins nothing."""
+"""A process that a rank has started is not a rank: its ``init()`` joins nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ringdance.training.startup import environment
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The environment of rank 2 of 4 in one job, as its children get it; none of it is left behind."""
-    given = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "a", "RANK": "2"}
-    for name, value in (given | {STARTED_BY: "null"}).items():
+    """Set the environment that the children of rank 2 of 4 inherit, and restore it afterwards."""
+    inherited = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "a", "RANK": "2"}
+    for name, value in (inherited | {STARTED_BY: "null"}).items():
         monkeypatch.setenv(name, value)
     yield monkeypatch
     session.shutdown()
@@ -62,7 +62,7 @@ def test_a_child_answers_for_its_rank_and_refuses_collectives(environ: pytest.Mo
 def test_a_rank_of_another_job_is_one(
     environ: pytest.MonkeyPatch, by_mpi: bool, name: str, another_job: bool
 ) -> None:
-    """Its launcher, which a rank may have started, sets other values."""
+    """The launcher of another job, which a rank may have started, sets other values."""
     mark(by_mpi)
     rank = os.getpid()
     environ.setattr(os, "getpid", lambda: rank + 1)
@@ -80,11 +80,11 @@ def test_a_job_of_one_process_leaves_its_children_alone(environ: pytest.MonkeyPa
 def test_a_child_of_a_rank_in_a_job_of_its_own_does_not_join_the_launched_one(
     environ: pytest.MonkeyPatch,
 ) -> None:
-    """As after ``init(comm=[rank])``: what it inherits says that it is rank 2 of 4."""
+    """After ``init(comm=[rank])``, a child inherits that it is rank 2 of 4, but joins no other rank."""
     mark(size=4)
     mark(size=1)
     rank = os.getpid()
     environ.setattr(os, "getpid", lambda: rank + 1)
     basics.init()
     assert (basics.rank(), basics.size()) == (0, 1)
-    assert float(ringdance.numpy.allreduce(numpy.ones(()))) == 1  # with no rank
+    assert float(ringdance.numpy.allreduce(numpy.ones(()))) == 1  # with no other rank

@@ -1,4 +1,4 @@
-"""Learning rates and top-k counts in one process."""
+"""Learning rates, top-k counts and numbers by first use, in one process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_top_k_leaves_out_what_has_no_class(job: None) -> None:
 
 
 class Model:
-    """Anything that has a number."""
+    """An object that can be numbered."""
 
 
 def in_thread(call: Callable[[], object]) -> None:
@@ -70,23 +70,23 @@ def in_thread(call: Callable[[], object]) -> None:
 
 def test_numbers_by_first_use_begin_anew_with_each_job(job: None) -> None:
     order, first, second = UseOrder(), Model(), Model()
-    assert [order.number("equal", one) for one in (first, second, first)] == [0, 1, 0]
+    assert [order.number("equal", model) for model in (first, second, first)] == [0, 1, 0]
     hvd.shutdown()
-    hvd.init()  # as elastic training does: a rank that failed has not numbered what others have
+    hvd.init()  # elastic training does this; a rank that failed has not numbered what other ranks have
     assert order.number("equal", second) == 0
 
 
 def test_numbers_of_threads_whose_order_is_not_certain(job: None) -> None:
     order, models = UseOrder(), [Model() for _ in range(4)]
     assert order.number("equal", models[0]) == 0
-    in_thread(lambda: order.number("equal", models[1]))  # started later: second on every rank
+    in_thread(lambda: order.number("equal", models[1]))  # started later, so it is second on every rank
     assert order.number("equal", models[1]) == 1
-    values = np.zeros(2)  # whose truth is not defined, as a variable's
+    values = np.zeros(2)  # like a variable, an array has no defined truth value
     assert (order.number("other", values), order.number("other", models[1])) == (0, 1)
     go = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(lambda: go.wait(10) and order.number("equal", models[3]))
-        assert order.number("equal", models[2]) == 2  # the other thread was there already
+        assert order.number("equal", models[2]) == 2  # the other thread already existed
         go.set()
         with pytest.raises(ArgumentError, match="Two threads"):
             late.result()

@@ -78,7 +78,7 @@ def test_hosts_and_splits() -> None:
 
 
 def test_hierarchy() -> None:
-    """A cross-host communicator for each local index that all hosts have; hosts in the same order in each."""
+    """Each local index on all hosts gets a cross-host communicator, with hosts in the same order."""
 
     def members(transport: LoopbackTransport) -> tuple[int, ...]:
         hierarchy = transport.hierarchy()
@@ -101,14 +101,14 @@ def test_notes_arrive_in_order(delay: float) -> None:
         other = 1 - transport.rank
         for number in range(5):
             transport.post(other, b"%d" % number)
-        found: list[tuple[int, bytes]] = []
-        while len(found) < 5:
-            found += transport.messages()
-        return found
+        notes: list[tuple[int, bytes]] = []
+        while len(notes) < 5:
+            notes += transport.messages()
+        return notes
 
-    zero, one = LoopbackWorld(2, delay=delay).run(program)
-    assert zero == [(1, b"%d" % number) for number in range(5)]
-    assert one == [(0, b"%d" % number) for number in range(5)]
+    first, second = LoopbackWorld(2, delay=delay).run(program)
+    assert first == [(1, b"%d" % number) for number in range(5)]
+    assert second == [(0, b"%d" % number) for number in range(5)]
 
 
 def test_a_killed_rank() -> None:

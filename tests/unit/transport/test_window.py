@@ -1,4 +1,4 @@
-"""The window's layout, its counters, and the event, between threads and between processes."""
+"""The window's layout, its counters and its event count, between threads and between processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def windows(members: int, vector: int = 40, buffer: int = 1000) -> list[Window]:
 @pytest.mark.parametrize("members", [1, 2, 3, 5])
 @pytest.mark.parametrize(("vector", "buffer"), [(1, 1), (64, 4096), (65, 4097), (200, 100_000)])
 def test_parts_do_not_overlap(members: int, vector: int, buffer: int) -> None:
-    """Each part is filled with a number of its own; all are intact at the end, the counters untouched."""
+    """Fill each part with its own number. All parts must be intact at the end, and the counters untouched."""
     held = windows(members, vector, buffer)
     parts = [np.frombuffer(part, np.uint8) for parity in held[0].vectors for part in parity]
     parts += [part for parity in held[0].buffers for part in parity]
@@ -36,69 +36,71 @@ def test_parts_do_not_overlap(members: int, vector: int, buffer: int) -> None:
 
 
 def test_all_see_the_same_memory() -> None:
-    one, two = windows(2)
-    one.buffers[1][0][:3] = (1, 2, 3)
-    assert two.buffers[1][0][:3].tolist() == [1, 2, 3]
-    one.vectors[0][0][:2] = b"ab"
-    assert bytes(two.vectors[0][0][:2]) == b"ab"
+    first, second = windows(2)
+    first.buffers[1][0][:3] = (1, 2, 3)
+    assert second.buffers[1][0][:3].tolist() == [1, 2, 3]
+    first.vectors[0][0][:2] = b"ab"
+    assert bytes(second.vectors[0][0][:2]) == b"ab"
 
 
 def test_reached_waits_for_all() -> None:
-    one, two, three = windows(3)
-    one.signal()
-    assert not one.reached()
-    assert one.missing() == [1, 2]
-    assert two.peer_ahead()
-    two.signal()
-    assert not two.peer_ahead()
-    assert not one.reached()
-    assert one.missing() == [2]
-    three.signal()
-    assert one.reached()
-    assert two.reached()
-    assert three.reached()
-    assert one.missing() == []
-    three.signal()  # already one further
-    assert three.missing() == [0, 1]
-    assert one.reached()
-    assert one.peer_ahead()
+    first, second, third = windows(3)
+    first.signal()
+    assert not first.reached()
+    assert first.missing() == [1, 2]
+    assert second.peer_ahead()
+    second.signal()
+    assert not second.peer_ahead()
+    assert not first.reached()
+    assert first.missing() == [2]
+    third.signal()
+    assert first.reached()
+    assert second.reached()
+    assert third.reached()
+    assert first.missing() == []
+    third.signal()  # this member is already one exchange ahead
+    assert third.missing() == [0, 1]
+    assert first.reached()
+    assert first.peer_ahead()
 
 
 def test_a_sleeper_is_woken_by_a_signal() -> None:
-    one, two = windows(2)
+    sleeping, other = windows(2)
     woken = threading.Event()
 
     def sleeper() -> None:
-        one.signal()
-        while not one.reached():
-            seen = one.event_count.prepare_wait()
-            if one.reached():
-                one.event_count.cancel_wait()
+        sleeping.signal()
+        while not sleeping.reached():
+            seen = sleeping.event_count.prepare_wait()
+            if sleeping.reached():
+                sleeping.event_count.cancel_wait()
                 break
-            one.event_count.wait(seen, 0.02)
+            sleeping.event_count.wait(seen, 0.02)
         woken.set()
 
     thread = threading.Thread(target=sleeper)
     thread.start()
     time.sleep(0.03)
     assert not woken.is_set()
-    two.signal()
+    other.signal()
     assert woken.wait(10)
     thread.join()
 
 
 def test_a_notification_before_the_wait_is_not_lost() -> None:
-    """Notified after prepare_wait: the wait ends at once, else so many exceed the time limit."""
-    one, two = windows(2)
+    """A wait ends at once if notified after ``prepare_wait()``. Otherwise the test would exceed its time
+    limit.
+    """
+    waiting, notifying = windows(2)
     for _ in range(5000):
-        seen = one.event_count.prepare_wait()
-        two.event_count.notify(0)
-        one.event_count.wait(seen, 0.02)
-        assert one.event_count.prepare_wait() != seen
+        seen = waiting.event_count.prepare_wait()
+        notifying.event_count.notify(0)
+        waiting.event_count.wait(seen, 0.02)
+        assert waiting.event_count.prepare_wait() != seen
 
 
 def test_event_count_of_a_parent_window() -> None:
-    """A subset's window uses the event count of the whole host: a rank waits on one only."""
+    """A subset's window uses the event count of the whole host, because a rank can wait on one only."""
     parents = windows(3)
     memory = np.zeros(window_size(2, 8, 8) // 8, np.int64).view(np.uint8)
     child = Window(memory, 0, 2, 8, 8, lambda: None, shared=(parents[0].event_count, [0, 2]))
@@ -135,7 +137,7 @@ def test_between_processes() -> None:
 def test_event_count_waits_no_longer_than_it_may() -> None:
     words = memoryview(np.zeros(32, np.int32))
     count = EventCount(words, np.frombuffer(words, np.int32).ctypes.data, 16, 1)
-    count.wait(count.prepare_wait(), 5.0)  # at most 20 ms, so that a flag that was missed does no harm
+    count.wait(count.prepare_wait(), 5.0)  # at most 20 ms, so that a missed flag does no harm
     assert words[17] == 0
 
 

@@ -1,4 +1,4 @@
-"""The room in /dev/shm for the windows of all hosts, by which all ranks choose one size."""
+"""The free space in /dev/shm on all hosts, from which all ranks choose the same window size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tuner on the engines of several ranks: what it changes never changes a result; files; joined ranks."""
+"""The tuner on the engines of several ranks: no change alters a result. Also files and joined ranks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ HOSTS = [None, ("a", "a", "b")]
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     autotune._kept.clear()
-    monkeypatch.setattr(autotune, "tunables", {})  # whatever bindings other tests have imported
+    monkeypatch.setattr(autotune, "tunables", {})  # no matter which bindings other tests have imported
 
 
 def sums(engine: Engine, step: int, count: int) -> list[int]:
-    """Sum some arrays; the sums of integers are exact in any order."""
+    """Sum several arrays. Sums of integers are exact in any order."""
     works = []
     for number, size in enumerate(SIZES):
         values = np.arange(size) % 1000 * (engine.rank + 1) + step
@@ -75,12 +75,12 @@ def train(steps: int, count: int = 3, before: Callable[[Engine, int], None] | No
 def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
     hosts: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
-    """Values at random, changed every other step, in the order in which each rank comes to them."""
+    """Random values, changed every other step, in the order in which each rank reaches them."""
 
     def at_random(self: Search) -> Any:
         luck = random.Random(5)
         for _ in range(25):
-            point = tuple(luck.randrange(len(one.values)) for one in self.dimensions)
+            point = tuple(luck.randrange(len(dimension.values)) for dimension in self.dimensions)
             self.history.append((point, [1.0], "tried"))
             yield Trial(point, 1, 1)
         self.best = point
@@ -89,9 +89,9 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
     monkeypatch.setattr(Search, "run", at_random)
     log = tmp_path / "made" / "tune.csv"
     settings = Settings(autotune=True, autotune_log=str(log), chunk_bytes=8192, small_bytes=64)
-    found = job(3, train(80), settings, hosts=hosts)
-    assert [wrong for wrong, *_ in found] == [0, 0, 0]
-    assert len({str(rest) for _, *rest in found}) == 1
+    results = job(3, train(80), settings, hosts=hosts)
+    assert [wrong for wrong, *_ in results] == [0, 0, 0]
+    assert len({str(rest) for _, *rest in results}) == 1
     rows = list(csv.DictReader(log.open()))
     assert len(rows) == 26
     columns = {
@@ -99,14 +99,14 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
         "wire_bytes": hosts is not None, "hierarchical_allreduce": hosts is not None,
     }  # fmt: skip
     assert {name: len({row[name] for row in rows}) > 1 for name in columns} == columns
-    assert int(rows[-1]["step"]) > 14 + 35  # warm-up, and with those that were skipped
+    assert int(rows[-1]["step"]) > 14 + 35  # the warm-up and the skipped steps
     assert list(rows[0])[:7] == [
         "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled",
         "cycle_time_ms", "tensor_fusion_threshold", "score",
     ]  # fmt: skip
     assert rows[-1]["outcome"] == "final"
     result = json.loads(log.with_suffix(".json").read_text())
-    assert result["values"] == found[0][2]
+    assert result["values"] == results[0][2]
     assert result["job"]["gradients"] == len(SIZES)
     assert "saves 10.0 ± 1.0% of a step's time" in capsys.readouterr().err
 
@@ -114,13 +114,13 @@ def test_whatever_it_tries_the_sums_are_right_and_the_ranks_agree(
 @pytest.mark.parametrize("hosts", sampled("a real search", HOSTS, 1), ids=str)
 def test_a_real_search_ends(hosts: tuple[str, ...] | None, capsys: Any) -> None:
     settings = Settings(autotune=True, chunk_bytes=32768, small_bytes=64, autotune_steps_per_sample=2)
-    found = job(3, train(210), settings, hosts=hosts)
-    assert [wrong for wrong, *_ in found] == [0, 0, 0]
-    assert len({str(rest) for _, *rest in found}) == 1
+    results = job(3, train(210), settings, hosts=hosts)
+    assert [wrong for wrong, *_ in results] == [0, 0, 0]
+    assert len({str(rest) for _, *rest in results}) == 1
     said = capsys.readouterr().err
     assert "of a step's time, found after" in said or "no improvement found" in said
     again = job(3, train(20), settings, hosts=hosts)
-    assert [values for _, values, _ in again] == [values for _, values, _ in found]
+    assert [values for _, values, _ in again] == [values for _, values, _ in results]
     assert "the result from before the restart is used: " in capsys.readouterr().err
 
 
@@ -135,8 +135,8 @@ def tuned_file(path: Path, **changes: Any) -> str:
 
 def test_a_result_is_used_again(tmp_path: Path, capsys: Any) -> None:
     settings = Settings(tuned=tuned_file(tmp_path / "t.json"))
-    found = job(3, train(20), settings, hosts=("a", "a", "a"))
-    assert all(values.chunk_bytes == 65536 and values.fusion_threshold == 1 << 20 for _, values, _ in found)
+    results = job(3, train(20), settings, hosts=("a", "a", "a"))
+    assert all(values.chunk_bytes == 65536 and values.fusion_threshold == 1 << 20 for _, values, _ in results)
     assert "chunk_bytes=64K, fusion_threshold=1M (from " in capsys.readouterr().err
 
 
@@ -160,8 +160,8 @@ def test_a_result_of_another_job_is_refused(
     path = tuned_file(tmp_path / "t.json", **(changes if isinstance(changes, dict) else {}))
     if isinstance(changes, str):
         Path(path).write_text(changes)
-    found = job(3, train(20), Settings(tuned=path), hosts=("a", "a", "a"))
-    assert all(values.chunk_bytes != 65536 for _, values, _ in found)
+    results = job(3, train(20), Settings(tuned=path), hosts=("a", "a", "a"))
+    assert all(values.chunk_bytes != 65536 for _, values, _ in results)
     (line,) = [record.getMessage() for record in caplog.records if "--tuned" in record.getMessage()]
     assert "the settings stay" in line
     assert why in line
@@ -187,10 +187,10 @@ def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 def try_all(self: Search) -> Any:
-    """Try each other value once; nothing is better."""
-    start = self.best = tuple(one.start for one in self.dimensions)
-    for number, one in enumerate(self.dimensions):
-        for index in range(len(one.values)):
+    """Try every other value once. None of them is better."""
+    start = self.best = tuple(dimension.start for dimension in self.dimensions)
+    for number, dimension in enumerate(self.dimensions):
+        for index in range(len(dimension.values)):
             yield from self._measure((*start[:number], index, *start[number + 1 :]), "tried", 1)
     return Outcome(start)
 
@@ -199,8 +199,8 @@ def test_a_search_that_finds_nothing_keeps_the_file(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Search, "run", try_all)
     path = tuned_file(tmp_path / "t.json")
     settings = Settings(tuned=path, autotune=True, autotune_log=str(tmp_path / "new.csv"), small_bytes=64)
-    found = job(3, train(80), settings, hosts=("a", "a", "a"))
-    assert all(values.chunk_bytes == 65536 and values.fusion_threshold == 1 << 20 for _, values, _ in found)
+    results = job(3, train(80), settings, hosts=("a", "a", "a"))
+    assert all(values.chunk_bytes == 65536 and values.fusion_threshold == 1 << 20 for _, values, _ in results)
     assert tuned.read(str(tmp_path / "new.json"))["values"] == tuned.read(path)["values"]
 
 
@@ -208,19 +208,19 @@ def test_a_search_that_finds_nothing_keeps_the_file(tmp_path: Path, monkeypatch:
 def test_a_search_that_finds_nothing_leaves_all_as_it_was(
     hosts: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what the tuner does not see; the ranks' threads differ."""
+    """This includes state that the tuner does not see. The ranks have different numbers of threads."""
     monkeypatch.setattr(Search, "run", try_all)
-    mine = threading.local()
-    set_to = {"threads": Tunable(lambda: mine.threads, lambda n: setattr(mine, "threads", n), lambda: 8)}
+    state = threading.local()
+    set_to = {"threads": Tunable(lambda: state.threads, lambda n: setattr(state, "threads", n), lambda: 8)}
     monkeypatch.setattr(autotune, "tunables", set_to)
 
     def program(engine: Engine) -> bool:
-        mine.threads = own = 8 if engine.rank == 0 else 2
+        state.threads = own = 8 if engine.rank == 0 else 2
         exchange = engine.sets.registered[0].state.exchange  # type: ignore[union-attr]
         before = {name: value for name, value in vars(exchange).items() if isinstance(value, int)}
         wrong, _, values = train(130)(engine)
         after = {name: getattr(exchange, name) for name in before}
-        return (wrong, mine.threads, after, values) == (0, own, before, {})
+        return (wrong, state.threads, after, values) == (0, own, before, {})
 
     assert job(3, program, Settings(autotune=True), hosts=hosts) == [True] * 3
 
@@ -235,7 +235,7 @@ def test_ranks_of_different_settings_tune_alike(first: dict[str, str], others: d
     common = {"RINGDANCE_AUTOTUNE": "1", "RINGDANCE_SMALL_BYTES": "64"}
     settings = [load({**common, **own}) for own in (first, others, others)]
     for name in COMMON:
-        assert len({getattr(one, name) for one in settings}) == 1  # such a job starts
+        assert len({getattr(loaded, name) for loaded in settings}) == 1  # a job with such settings starts
 
     def rank(transport: Any) -> tuple[int, Any, dict[str, float]]:
         engine = Engine(transport, settings[transport.rank])
@@ -245,41 +245,41 @@ def test_ranks_of_different_settings_tune_alike(first: dict[str, str], others: d
             finally:
                 engine.shutdown()
 
-    found = world_for(settings[0], 3).run(rank, timeout=None)
-    assert [wrong for wrong, *_ in found] == [0, 0, 0]
-    assert len({str((values._replace(cycle_time=0), rest)) for _, values, rest in found}) == 1
+    results = world_for(settings[0], 3).run(rank, timeout=None)
+    assert [wrong for wrong, *_ in results] == [0, 0, 0]
+    assert len({str((values._replace(cycle_time=0), rest)) for _, values, rest in results}) == 1
 
 
 def test_a_rank_that_leaves_in_mid_search_gets_its_own_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
-    """And no result is written, which was not compared with the start."""
+    """Nor may a result be written that was not compared with the start."""
 
     def other(self: Search) -> Any:
-        start = self.best = tuple(one.start for one in self.dimensions)
-        point: Point = tuple(one.start - 1 for one in self.dimensions)
+        start = self.best = tuple(dimension.start for dimension in self.dimensions)
+        point: Point = tuple(dimension.start - 1 for dimension in self.dimensions)
         while True:
             yield from self._measure(point, "tried", 1)
             self.best = start
 
     monkeypatch.setattr(Search, "run", other)
-    mine = threading.local()
-    set_to = {"threads": Tunable(lambda: mine.threads, lambda n: setattr(mine, "threads", n), lambda: 8)}
+    state = threading.local()
+    set_to = {"threads": Tunable(lambda: state.threads, lambda n: setattr(state, "threads", n), lambda: 8)}
     monkeypatch.setattr(autotune, "tunables", set_to)
 
     def program(engine: Engine) -> tuple[int, int]:
-        mine.threads = 8
+        state.threads = 8
         tuner = autotune.tuner_of(engine)
         assert tuner is not None
         for step in range(20):
             sums(engine, step, 3)
             engine.recorder.step()
             tuner.on_step()
-        tried = mine.threads
+        tried = state.threads
         tuner.restore()
         if engine.rank == 0:
             tuner.leave()
-        return tried, mine.threads
+        return tried, state.threads
 
     log = str(tmp_path / "tune.csv")
     assert job(3, program, Settings(autotune=True, autotune_log=log)) == [(4, 8)] * 3
@@ -288,12 +288,12 @@ def test_a_rank_that_leaves_in_mid_search_gets_its_own_back(
 
 
 def test_the_job_s_own_value_is_always_tried() -> None:
-    """Above the largest chunk that may be tried, and where all larger ones are the same."""
+    """This holds above the largest chunk that may be tried, and if all larger chunks are the same."""
     job = {"fusion_threshold": 128 << 20, "chunk_bytes": 256 << 10, "wire_bytes": 16 << 20, "flat": False}
     answers = [{"values": job, "tunables": {}, "eager": False, "fixed": ["hierarchical"]}]
     rooms = {"chunk_bytes": 512 << 10, "wire_bytes": 2 << 20}
-    found = dimensions.dimensions_of(answers, {}, (9, 1 << 18, 6 << 20), rooms, 64, True)
-    assert [(one.name, one.values[one.start], one.values[-2:]) for one in found] == [
+    result = dimensions.dimensions_of(answers, {}, (9, 1 << 18, 6 << 20), rooms, 64, True)
+    assert [(d.name, d.values[d.start], d.values[-2:]) for d in result] == [
         ("fusion_threshold", 128 << 20, (1 << 17, 128 << 20)),
         ("chunk_bytes", 256 << 10, (256 << 10, 512 << 10)),
         ("wire_bytes", 16 << 20, (2 << 20, 16 << 20)),
@@ -307,15 +307,15 @@ def test_with_16_bit_floats_the_stages_stay() -> None:
     def program(engine: Engine) -> list[str]:
         tuner = autotune.tuner_of(engine)
         assert tuner is not None
-        one = np.ones(40_000, np.float16)
-        half = Description(Collective.ALLREDUCE, ("float16",), (one.shape,), ReduceOp.SUM)
+        values = np.ones(40_000, np.float16)
+        half = Description(Collective.ALLREDUCE, ("float16",), (values.shape,), ReduceOp.SUM)
         for step in range(20):
-            engine.submit(Request(half, (one,), name="h"), wake=False).wait(20.0)
+            engine.submit(Request(half, (values,), name="h"), wake=False).wait(20.0)
             sums(engine, step, 3)
             engine.recorder.step()
             tuner.on_step()
         assert tuner._search is not None
-        return [one.name for one in tuner._search.dimensions]
+        return [dimension.name for dimension in tuner._search.dimensions]
 
     assert job(3, program, Settings(autotune=True), hosts=("a", "a", "b")) == [
         ["fusion_threshold", "chunk_bytes", "wire_bytes"]
@@ -340,7 +340,7 @@ def test_ranks_that_join_end_the_search(capsys: Any) -> None:
                 engine.on_step()
         join(engine)
         assert tuner.done
-        assert tuner._state.values() == before  # not what was tried, nor what the search was limited to
+        assert tuner._state.values() == before  # neither the tried values nor the search's limits
         wrong += sum(sums(engine, 0, 3))
         return wrong
 
@@ -349,22 +349,22 @@ def test_ranks_that_join_end_the_search(capsys: Any) -> None:
 
 
 def test_a_join_of_all_ranks_while_it_waits(capsys: Any) -> None:
-    """What was submitted is withdrawn on all ranks, and submitted again."""
+    """What was submitted is withdrawn on all ranks and submitted again."""
 
     def join(engine: Engine, step: int) -> None:
         if step in (14, 23, 26, 30):
             engine.submit(Request(Description(Collective.JOIN)), wake=False).wait(20.0)
 
-    found = job(3, train(200, before=join), Settings(autotune=True, small_bytes=64))
-    assert [wrong for wrong, *_ in found] == [0, 0, 0]
+    results = job(3, train(200, before=join), Settings(autotune=True, small_bytes=64))
+    assert [wrong for wrong, *_ in results] == [0, 0, 0]
     assert " steps" in capsys.readouterr().err
 
 
 def test_a_horovod_variable_fixes_its_value(capsys: Any) -> None:
     settings = load({"RINGDANCE_AUTOTUNE": "1", "HOROVOD_FUSION_THRESHOLD": "4096"})
-    found = job(3, train(30), settings)
-    assert all(values.fusion_threshold == 4096 for _, values, _ in found)
-    assert "fusion_threshold" not in found[0][2]
+    results = job(3, train(30), settings)
+    assert all(values.fusion_threshold == 4096 for _, values, _ in results)
+    assert "fusion_threshold" not in results[0][2]
 
 
 @pytest.mark.parametrize(("size", "settings", "why"), [
@@ -380,8 +380,8 @@ def test_where_it_is_off_it_says_so(
 
 def test_dimensions_and_texts() -> None:
     assert Measured([1.0], 0.5).exposed == 0.5
-    one = dimensions._dimension("chunk_bytes", (1, 2, 4), 3, 4)
-    assert one == Dimension("chunk_bytes", (1, 2, 3, 4), 2, 1, 1, usual=3)
+    dimension = dimensions._dimension("chunk_bytes", (1, 2, 4), 3, 4)
+    assert dimension == Dimension("chunk_bytes", (1, 2, 3, 4), 2, 1, 1, usual=3)
     assert autotune._text({"chunk_bytes": 3 << 17, "cycle_time": 0.5, "overlap": 1}) == (
         "chunk_bytes=384K, cycle_time=0.5, overlap=1"
     )

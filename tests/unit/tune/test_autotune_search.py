@@ -1,4 +1,4 @@
-"""The search for the quickest values, on made-up costs with noise; seeds are fixed."""
+"""The search for the fastest values, on made-up costs with noise. Seeds are fixed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def search(
     start: Point, noise: float, seed: int, cost: Callable[[Point], float] = cost, exposed: float = 0.5,
     drift: float = 0.0, slow: int = 0, other: float = 0.0,
 ) -> tuple[Search, Outcome, float]:
-    """Search; return also what it cost more than the start, in its steps.
+    """Run a search. Also returns what it cost more than the start, in steps of the start.
 
-    Steps vary by ``noise``, and their level by ``drift`` from one to the next, of which a tenth wears off.
-    The first ``slow`` ones take three times as long. With ``other``, seconds of a step, another program takes
-    a core for a second, sleeps for one, and so on; steps then take twice as long.
+    Times vary by ``noise``, and their level drifts by ``drift`` from step to step, of which a tenth wears
+    off. The first ``slow`` steps take three times as long. With ``other``, the seconds of a step, another
+    program takes a core for a second, sleeps for one, and so on. Steps then take twice as long.
     """
     luck, extra, level, made = random.Random(seed), 0.0, 0.0, 0
     now = 2 * luck.random()
-    found = Search([replace(one, start=at) for one, at in zip(GRID, start, strict=True)])
-    run = found.run()
+    search_ = Search([replace(one, start=at) for one, at in zip(GRID, start, strict=True)])
+    run = search_.run()
     trial = next(run)
     while True:
         quick = cost(trial.point)
@@ -61,15 +61,15 @@ def search(
         try:
             trial = run.send(Measured(times, exposed))
         except StopIteration as end:
-            return found, end.value, extra
+            return search_, end.value, extra
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.05])
 def test_from_bad_values_it_reaches_the_best(noise: float) -> None:
     shares, right = [], 0
     for seed in range(20):
-        found, outcome, _ = search((0, 0, 0), noise, seed)
-        assert found.used <= 275
+        finished, outcome, _ = search((0, 0, 0), noise, seed)
+        assert finished.used <= 275
         shares.append(cost((4, 0, 1)) / cost(outcome.point))
         true = 1 - cost(outcome.point) / cost((0, 0, 0))
         right += abs(outcome.gain - true) <= outcome.error
@@ -79,13 +79,13 @@ def test_from_bad_values_it_reaches_the_best(noise: float) -> None:
 
 
 def test_usual_values_win_though_each_by_itself_is_hidden_by_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.GRID", tuple(replace(one, usual=4) for one in GRID[:2]))
+    monkeypatch.setattr(f"{__name__}.GRID", tuple(replace(dimension, usual=4) for dimension in GRID[:2]))
 
     def small(point: Point) -> float:
         return 1.0 + 0.01 * sum(abs(at - 4) for at in point)
 
-    found = [search((0, 0), 0.03, seed, small)[1].point for seed in range(20)]
-    assert sum(1 / small(point) >= 0.95 for point in found) >= 18
+    points = [search((0, 0), 0.03, seed, small)[1].point for seed in range(20)]
+    assert sum(1 / small(point) >= 0.95 for point in points) >= 18
 
 
 def test_from_good_values_it_costs_little_and_stays() -> None:
@@ -108,7 +108,7 @@ NOISE: list[dict[str, float]] = [
 
 @pytest.mark.parametrize("noise", NOISE, ids=str)
 def test_equal_settings_are_not_a_gain(noise: dict[str, float]) -> None:
-    """Whether the first steps were slow, or another program runs for half of the time."""
+    """This holds if the first steps are slow, or if another program runs for half of the time."""
     options: Any = noise
     outcomes = [search((4, 4, 1), 0.03, seed, lambda point: 1.0, **options)[1] for seed in range(150)]
     assert sum(outcome.gain > 0 for outcome in outcomes) <= 3
@@ -117,28 +117,28 @@ def test_equal_settings_are_not_a_gain(noise: dict[str, float]) -> None:
 @pytest.mark.parametrize("noise", [{"slow": 22}, {"other": 0.02}], ids=str)
 def test_nor_do_they_hide_one(noise: dict[str, float]) -> None:
     options: Any = noise
-    found = [search((0, 0, 0), 0.03, seed, **options)[1] for seed in range(40)]
-    assert sum(outcome.gain > 0.3 for outcome in found) >= 30
-    for outcome in found:
+    outcomes = [search((0, 0, 0), 0.03, seed, **options)[1] for seed in range(40)]
+    assert sum(outcome.gain > 0.3 for outcome in outcomes) >= 30
+    for outcome in outcomes:
         assert outcome.gain == pytest.approx(1 - cost(outcome.point) / cost((0, 0, 0)), abs=0.2)
 
 
 def test_a_dimension_that_does_not_matter_is_given_up() -> None:
-    found, outcome, _ = search((4, 4, 1), 0.01, 1, lambda point: 1.0)
+    finished, outcome, _ = search((4, 4, 1), 0.01, 1, lambda point: 1.0)
     assert outcome.point == (4, 4, 1)
-    assert found.used < 120  # flat ones are not visited again
-    assert {point[1] for point, *_ in found.history} <= {2, 4, 6}
+    assert finished.used < 120  # dimensions without an effect are not visited again
+    assert {point[1] for point, *_ in finished.history} <= {2, 4, 6}
 
 
 def test_where_training_does_not_wait_no_exchange_is_tuned() -> None:
-    found, outcome, extra = search((0, 8, 0), 0.05, 1, exposed=0.01)
-    assert len(found.history) == 1
+    finished, outcome, extra = search((0, 8, 0), 0.05, 1, exposed=0.01)
+    assert len(finished.history) == 1
     assert outcome == Outcome((0, 8, 0))
     assert extra == 0
 
 
 def test_a_gain_that_does_not_last_is_undone() -> None:
-    """The machine becomes quicker by itself while another value is tried."""
+    """The machine becomes faster on its own while another value is tried."""
     seen = 0
 
     def quicker(point: Point) -> float:

@@ -1,4 +1,4 @@
-"""The arithmetic of `ringdance bench train`, its file, its table and its plot, and what it refuses."""
+"""The arithmetic of `ringdance bench train`, its file, table and plot, and what it refuses."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ def rank(host: str, own: list[float], alone: list[float], exchange: float, **mor
 
 
 def content() -> dict[str, Any]:
-    one = figures([rank("a", [0.1, 0.1, 0.1], [0.1, 0.1, 0.1], 0.0)], 32, 4)
-    # The slowest rank makes the time of a block: 0.2, 0.25, 0.3.
-    found = [
+    first = figures([rank("a", [0.1, 0.1, 0.1], [0.1, 0.1, 0.1], 0.0)], 32, 4)
+    # The slowest rank determines the time of a block: 0.2, 0.25, 0.3.
+    ranks = [
         rank("a", [0.2, 0.2, 0.2], [0.12] * 3, 0.05), rank("b", [0.1, 0.25, 0.3], [0.15] * 3, 0.06)
     ]  # fmt: skip
-    two = figures(found, 32, 4, one["images_per_second"])
+    second = figures(ranks, 32, 4, first["images_per_second"])
     about = {"model": "convnet", "framework": "torch", "gradient_dtype": "float32", "batch": 32}
-    return about | {"sizes": [one, two]}
+    return about | {"sizes": [first, second]}
 
 
 def test_speeds_are_those_of_the_slowest_rank() -> None:
-    one, two = content()["sizes"]
-    assert set(one) == set(two) == KEYS
-    assert one["images_per_second"] == pytest.approx(320)
-    assert one["efficiency"] == 1
-    assert one["noise"] == 0
-    assert two["step_seconds"] == {"ringdance": 0.25, "alone": 0.15, "ddp": 0.4}
-    assert two["images_per_second"] == pytest.approx(2 * 32 / 0.25)
-    assert two["efficiency"] == pytest.approx(0.1 / 0.25)
-    assert two["exposed_share"] == pytest.approx(0.4)
-    assert two["bound"] == pytest.approx(2 * 32 / 0.15)
-    assert (two["ranks"], two["hosts"], two["cores"], two["ranks_per_host"]) == (2, 2, 8, 1)
-    assert two["gradients"][0] == {"name": "fc.bias", "bytes": 40, "seconds": 0.05}
-    json.dumps(two)
+    first, second = content()["sizes"]
+    assert set(first) == set(second) == KEYS
+    assert first["images_per_second"] == pytest.approx(320)
+    assert first["efficiency"] == 1
+    assert first["noise"] == 0
+    assert second["step_seconds"] == {"ringdance": 0.25, "alone": 0.15, "ddp": 0.4}
+    assert second["images_per_second"] == pytest.approx(2 * 32 / 0.25)
+    assert second["efficiency"] == pytest.approx(0.1 / 0.25)
+    assert second["exposed_share"] == pytest.approx(0.4)
+    assert second["bound"] == pytest.approx(2 * 32 / 0.15)
+    assert (second["ranks"], second["hosts"], second["cores"], second["ranks_per_host"]) == (2, 2, 8, 1)
+    assert second["gradients"][0] == {"name": "fc.bias", "bytes": 40, "seconds": 0.05}
+    json.dumps(second)
 
 
 def test_other_programs_are_seen_on_the_host_where_they_run() -> None:
     busy = [0.5, 0.5, 0.9]
-    found = [rank(host, [0.1], [0.1], 0.0, busy=one, used=2.0) for host, one in zip("aab", busy, strict=True)]
-    assert figures(found, 32, 4)["others"] == pytest.approx(0.65)
-    assert figures(found[:2], 32, 4)["others"] == 0
+    ranks = [rank(host, [0.1], [0.1], 0.0, busy=one, used=2.0) for host, one in zip("aab", busy, strict=True)]
+    assert figures(ranks, 32, 4)["others"] == pytest.approx(0.65)
+    assert figures(ranks[:2], 32, 4)["others"] == 0
 
 
 def test_a_hiccup_is_not_the_spread(tmp_path) -> None:
@@ -75,7 +75,7 @@ def test_a_hiccup_is_not_the_spread(tmp_path) -> None:
     (tmp_path / "bench.json").write_text(json.dumps({"model": "mlp", "batch": 32, "sizes": [several]}))
     assert from_bench(tmp_path / "bench.json").spread == pytest.approx(0.0008, abs=0.0004)
     random = Random(7)
-    for count in (3, 6, 12, 60):  # as far as there are none, it is the standard deviation
+    for count in (3, 6, 12, 60):  # without hiccups, the spread is the standard deviation
         samples = [[random.gauss(10, 1) for _ in range(count)] for _ in range(1000)]
         assert fmean(map(spread, samples)) == pytest.approx(1, abs=0.1)
 
@@ -89,9 +89,9 @@ def test_the_planner_reads_the_file(tmp_path) -> None:
 
 
 def test_an_exchange_that_takes_longer_than_the_step_is_the_bound() -> None:
-    found = figures([rank("a", [0.3], [0.1], 0.2), rank("a", [0.3], [0.1], 0.25)], 32, 1, 320.0)
-    assert found["bound"] == pytest.approx(64 / 0.25)
-    assert found["noise"] == 0
+    measured = figures([rank("a", [0.3], [0.1], 0.2), rank("a", [0.3], [0.1], 0.25)], 32, 1, 320.0)
+    assert measured["bound"] == pytest.approx(64 / 0.25)
+    assert measured["noise"] == 0
 
 
 def test_a_step_that_seems_quicker_with_the_exchange_has_none_exposed() -> None:

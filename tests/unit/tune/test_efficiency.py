@@ -1,4 +1,4 @@
-"""The script benchmarks/scaling.py, and the gradients it knows."""
+"""The script benchmarks/scaling.py, and the gradients that it knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from ringdance.tools.plan.models import models
 from ringdance.tools.plan.simulator import Machine, simulate
 
-# Tensors and parameters of torchvision's models and of BertModel, as published; detectors: what is trained.
+# Tensors and parameters of torchvision's models and of BertModel, as published. Detectors: trained ones only.
 KNOWN = {
     "resnet50": (161, 25_557_032), "resnet101": (314, 44_549_160), "vgg16": (32, 138_357_544),
     "inception_v3": (284, 23_834_568), "bert-base": (199, 109_482_240),
@@ -23,16 +23,16 @@ KNOWN = {
 
 @pytest.mark.parametrize("model", KNOWN)
 def test_gradients_of_a_model(model):
-    found = replace(models()[model], forward=1 / 3).gradients(0.3)
-    assert (len(found), sum(nbytes for nbytes, _ in found)) == (KNOWN[model][0], 4 * KNOWN[model][1])
-    times = [ready for _, ready in found]
+    gradients = replace(models()[model], forward=1 / 3).gradients(0.3)
+    assert (len(gradients), sum(nbytes for nbytes, _ in gradients)) == (KNOWN[model][0], 4 * KNOWN[model][1])
+    times = [ready for _, ready in gradients]
     assert times == sorted(times)
     assert 0.0999 < times[0] < times[-1] == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(("model", "side", "others"), [("resnet50", 224, 3), ("vgg16", 224, 0)])
 def test_the_table_has_what_the_modules_of_bench_train_have(model, side, others):
-    """Elements and positions; a block of the recipe's ResNet has its stride in the second convolution."""
+    """Elements and positions match, except for the stride of the recipe's ResNet blocks."""
     torch = pytest.importorskip("torch")
     from ringdance.tools.plan.torch_models import build
 
@@ -47,10 +47,10 @@ def test_the_table_has_what_the_modules_of_bench_train_have(model, side, others)
             if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):
                 layer.register_forward_hook(saw)
         module(torch.zeros(1, 3, side, side))
-    expected = [(one.numel(), positions.get(one, 0)) for one in module.parameters()]
-    found = models()[model].parameters
-    assert [elements for elements, _ in found] == [elements for elements, _ in expected]
-    assert (Counter(expected) - Counter(found)).total() == others
+    expected = [(parameter.numel(), positions.get(parameter, 0)) for parameter in module.parameters()]
+    listed = models()[model].parameters
+    assert [elements for elements, _ in listed] == [elements for elements, _ in expected]
+    assert (Counter(expected) - Counter(listed)).total() == others
 
 
 @pytest.fixture
@@ -87,12 +87,12 @@ def test_json_and_a_plot(script, capsys, tmp_path):
         (["--step", "inf"], "inf: give a finite number, more than 0"),
         (["--ranks-per-host", "x"], "invalid int value: 'x'"),
         (["--gbits", "inf"], "inf: give a finite number, more than 0"),
-        (["--wire", "int8"], "'int8' is none of float32, bfloat16, float16"),
+        (["--wire", "int8"], "'int8' is not one of float32, bfloat16, float16"),
         (["--set", "latency"], "'latency': NAME=VALUE is expected"),
         (["--set", "bandwidth=3"], "one of latency, "),
         (["--set", "latency=-1"], "from 0 on"),
         (["--set", "memory_bandwidth=0"], "above 0 for memory_bandwidth"),
-        (["--set", "ranks_per_core=0.5"], "from 1 on for ranks_per_core"),
+        (["--set", "ranks_per_core=0.5"], "at least 1 for ranks_per_core"),
         (["--model", "resnet51"], "did you mean resnet50?"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plans: against published runs, of machines, for a deadline or a budget, and what is refused."""
+"""Plans: compared with published runs, from machines, for a deadline or a budget, and what is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INSTANCES = {  # as the page describes them
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: what it is called, the command of its plan, and what was published."""
+    """A published run: its name, the command of its plan, and the published result."""
 
     name: str
     command: str
@@ -59,7 +59,7 @@ def clock(hours: float) -> str:
 
 
 def detection(model: str, name: str, of_8: str, of_24: str) -> Run:
-    """Return a run on 24 GPUs, by that on 8; hours and minutes as "8 26"."""
+    """Return a run on 24 GPUs, based on the run on 8. Times are hours and minutes, such as "8 26"."""
     first, published = (int(h) + int(m) / 60 for h, m in (of_8.split(), of_24.split()))
     rate = 117266 * 26 / first / 3600
     command = f"--model {model} --images-per-second {rate} --of 8 --instance {name} --np 24 --epochs 26"
@@ -67,7 +67,7 @@ def detection(model: str, name: str, of_8: str, of_24: str) -> Run:
 
 
 def pascal(model: str, one: float, tcp: float, rdma: float) -> list[Run]:
-    """Return the runs on 16 P100, by that on one."""
+    """Return the runs on 16 P100, based on the run on one."""
     command = f"--model {model} --images-per-second {one} --np 16 --synthetic --instance"
     return [
         Run(f"16 P100, {model}, TCP", f"{command} p100", tcp),
@@ -78,7 +78,7 @@ def pascal(model: str, one: float, tcp: float, rdma: float) -> list[Run]:
 def edr(
     model: str, batch: int, rate: float, of: int, *published: tuple[int, float], more: str = ""
 ) -> list[Run]:
-    """Return runs on several V100, by that on fewer."""
+    """Return runs on several V100, based on a run on fewer."""
     command = f"--model {model} --batch {batch} --images-per-second {rate} --of {of} --instance edr {more}"
     name = f"V100, {model}, EDR, {rate} of {of}"
     return [Run(f"{ranks} {name}", f"{command} --np {ranks}", found) for ranks, found in published]
@@ -120,7 +120,7 @@ MET = [(run, most) for runs, most in ((FITTED, 0.12), (UNSEEN, 0.2)) for run in 
 def test_a_published_run_is_met(
     case: tuple[Run, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command that the page names, with one set of constants; the row is that of the page."""
+    """The page's command, with one set of constants, predicts a published run. Its row is in the page."""
     run, most = case
     words = run.command.split()
     place = words.index("--instance") + 1
@@ -161,7 +161,7 @@ def test_a_measurement_is_planned_from_what_fills_a_host(tmp_path: Path) -> None
     (tmp_path / "two.json").write_text(json.dumps({**MEASURED, "sizes": sizes}))
     load = from_bench(tmp_path / "two.json")
     assert (load.ranks, load.compute, load.cores) == (2, 0.2, 2)
-    # Four cores have none idle: the exchange follows the backward pass. Eight overlap it.
+    # With four cores, none is idle, so the exchange follows the backward pass. With eight, both overlap.
     full, idle = (predict(load, replace(CPUS, cores=cores), 2, Options(2)) for cores in (4, 8))
     assert full.exposed_seconds > 2 * idle.exposed_seconds
 
@@ -170,25 +170,25 @@ def test_a_measurement_is_planned_from_ranks_that_have_their_cores(bench: Path) 
     load = from_bench(bench)
     assert (load.ranks, load.compute, load.cores, load.bytes) == (1, 0.1, 4, 12_000_000)
     assert Options().per_host(load, CPUS) == 2
-    one, two, slow = (
+    single, eight, slow = (
         predict(load, on, ranks, options) for on, ranks, options in (
             (CPUS, 1, Options()), (CPUS, 8, Options()),
             (CPUS, 8, Options(ranks_per_host=4)),  # on two cores each instead of four
         )
     )  # fmt: skip
-    assert one.samples_per_second == pytest.approx(320)
-    assert (two.hosts, slow.hosts) == (4, 2)
-    assert 0.5 < two.efficiency < 0.9
+    assert single.samples_per_second == pytest.approx(320)
+    assert (eight.hosts, slow.hosts) == (4, 2)
+    assert 0.5 < eight.efficiency < 0.9
     assert slow.step_seconds > 2 * load.compute
     slower = replace(CPUS, gbits=1)
     full, half = (predict(load, slower, 8, Options(wire=wire)) for wire in ("float32", "float16"))
-    assert two.step_seconds < half.step_seconds < full.step_seconds
+    assert eight.step_seconds < half.step_seconds < full.step_seconds
 
 
 def test_a_rate_of_several_ranks_contains_their_exchange(
     bench: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --from as with --model: what was given is what is predicted for as many ranks."""
+    """With --from and with --model, the given rate is predicted for the same number of ranks."""
     rate = ("--images-per-second", "2000", "--of", "16")
     slow = ("--gbits", "1", "--np", "16", "--json")
     for words in (("--from", str(bench), *COMMON), ("--from", str(bench), "--instance", "c5.9xlarge"),
@@ -197,7 +197,7 @@ def test_a_rate_of_several_ranks_contains_their_exchange(
         row = json.loads(capsys.readouterr().out)["rows"][0]
         assert row["samples_per_second"] == pytest.approx(2000, rel=0.02)
         assert row["efficiency"] < 0.97
-    # One rank with half the cores that it was measured on: the rate is what it does there.
+    # One rank with half the cores that it was measured on: the rate applies to these cores.
     assert plan_cli.main(["--from", str(bench), "--instance", str(bench.with_name("two.toml")), "--np", "1",
                           "--images-per-second", "160", "--json"]) == 0  # fmt: skip
     assert json.loads(capsys.readouterr().out)["rows"][0]["samples_per_second"] == pytest.approx(160)
@@ -233,8 +233,8 @@ def test_nccl_over_tcp_gets_less() -> None:
 def test_efficiency_is_said_by_rank_and_by_host(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "inception_v3", "--images-per-second", "100", *COMMON, "--np", "1,8,32")
     assert plan_cli.main([*words, "--json"]) == 0
-    one, host, four = json.loads(capsys.readouterr().out)["rows"]
-    assert (one["efficiency"], one["host_efficiency"], host["host_efficiency"]) == (1, None, 1)
+    single, host, four = json.loads(capsys.readouterr().out)["rows"]
+    assert (single["efficiency"], single["host_efficiency"], host["host_efficiency"]) == (1, None, 1)
     assert four["host_efficiency"] == pytest.approx(four["efficiency"] / host["efficiency"])
     assert four["efficiency"] < host["efficiency"] < 1
     assert plan_cli.main(list(words)) == 0
@@ -284,7 +284,7 @@ def test_models_and_instances_are_complete() -> None:
         times = [ready for _, ready in model.gradients(1.0)]
         assert times == sorted(times)
         assert model.forward - 1e-9 <= times[0] < times[-1] == pytest.approx(1.0)
-    assert all(one.price and one.as_of for one in instances().values())
+    assert all(machine_.price and machine_.as_of for machine_ in instances().values())
 
 
 COMMON = ("--instance", "p3.16xlarge")
@@ -388,10 +388,10 @@ def test_the_output_has_all_assumptions(
     assert "Take " in text
     assert text.count("Assumptions") == 1
     assert plan_cli.main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["rows"][0]["hosts"] == 4
-    assert found["best"]["money"] <= 12
-    assert len(found["assumptions"]) == 7
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["rows"][0]["hosts"] == 4
+    assert plan["best"]["money"] <= 12
+    assert len(plan["assumptions"]) == 7
     faster = ["--from", str(bench), "--instance", "p3.16xlarge", "--images-per-second", "3200"]
     assert plan_cli.main([*faster, "--np", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["step_seconds"] == pytest.approx(0.01, rel=0.7)
@@ -401,22 +401,22 @@ def test_advice_far_beyond_the_measurement_says_so(bench: Path, capsys: pytest.C
     words = ["--from", str(bench), "--instance", str(bench.parent / "two.toml"), "--samples", "1000000"]
     for deadline, far in (("1d", False), ("2m", True)):
         assert plan_cli.main([*words, "--epochs", "1", "--deadline", deadline, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["best"]["ranks"] > 64) == far
-        assert ("times the measured ranks: measure more." in found["verdict"]) == far
+        plan = json.loads(capsys.readouterr().out)
+        assert (plan["best"]["ranks"] > 64) == far
+        assert ("times the measured ranks: measure more." in plan["verdict"]) == far
 
 
 def test_what_was_measured_beside_other_programs_is_no_advice(
     bench: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    used = MEASURED["sizes"][0]  # the other programs were seen beside one rank only
+    used = MEASURED["sizes"][0]  # the other programs were only seen next to a single rank
     sizes = [{**used, "ranks": 1, "ranks_per_host": 1, "others": 0.4}, {**used, "others": 0.1}]
     bench.write_text(json.dumps({**MEASURED, "sizes": sizes}))
     words = ["--from", str(bench), "--instance", str(bench.parent / "two.toml"), "--samples", "1000000"]
     assert plan_cli.main([*words, "--epochs", "1", "--deadline", "1d", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"] is None
-    assert "No advice: other programs used 40% of the cores" in found["verdict"]
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["best"] is None
+    assert "No advice: other programs used 40% of the cores" in plan["verdict"]
 
 
 def test_a_workload_scales_as_a_whole() -> None:
@@ -432,7 +432,7 @@ def test_a_plan_is_compared_with_what_was_measured(bench: Path, monkeypatch: pyt
 
 
 def write_run(directory: Path, exposed: list[float], gradients: int = 20_000_000, **values: Any) -> Path:
-    """Write figures of ranks, two on each host, that wait so much of their time; steps of 0.1 s."""
+    """Write the metrics of ranks, two per host, which wait for a share of their time. Steps take 0.1 s."""
     directory.mkdir(exist_ok=True)
     for rank, share in enumerate(exposed):
         text = ""
@@ -452,7 +452,7 @@ def write_run(directory: Path, exposed: list[float], gradients: int = 20_000_000
 def test_the_step_of_a_run(tmp_path: Path) -> None:
     load = from_run(write_run(tmp_path / "run", [0.2, 0.5, 0.5, 0.5]), 32)
     assert (load.batch, load.ranks, load.cores) == (32, 4, 1.0)
-    assert load.model == f"run {tmp_path / 'run'}"  # of no known model, whatever its directory is called
+    assert load.model == f"run {tmp_path / 'run'}"  # not a known model, whatever its directory is called
     assert load.compute == pytest.approx(0.08)
     assert load.spread == pytest.approx(0.03 / expected_largest(4))
     assert load.bytes == pytest.approx(20_000_000, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The simulator: by hand, against the loopback, and by what must hold for every machine."""
+"""The simulator: checked by hand, against the loopback, and by laws that hold for every machine."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def gradients(total: int = 0, ready: float = 0.0) -> list[tuple[int, float]]:
 
 
 def test_one_chunk_between_two_hosts_by_hand():
-    # Computation waits for 500,000 bytes from 0.1 s on. Two rounds of a tree agree; half of the chunk goes to
-    # its owner, and the sums come back.
+    # The computation is done after 0.1 s and waits for 500,000 bytes. Two rounds of a tree agree. Half of the
+    # chunk goes to its owner, and the sums come back.
     step = simulate(FREE, 2, 1, gradients(500_000, 0.1), 0.1)
     vector = step.calls[0][1]
     agreed = 2 * (1e-3 + vector / 1e9)
@@ -46,9 +46,9 @@ def test_one_chunk_between_two_hosts_by_hand():
 
 
 def test_a_core_is_busy_for_messages_and_copies():
-    # As above, with a core that needs 1 ms for a message, sent or received, and 1 ms for 100,000 bytes. Of
-    # the chunk all is packed and unpacked (divided on the way), half reduced, and twice half copied by MPI
-    # from the rank to itself: the first time while the other half is on its way.
+    # As above, but a core needs 1 ms to send or receive a message, and 1 ms for 100,000 bytes. The whole
+    # chunk is packed and unpacked (divided on the way), and half of it is reduced. MPI twice copies half of
+    # it from the rank to itself, the first time while the other half is on its way.
     busy = replace(FREE, message_seconds=1e-3, memory_bandwidth=1e8)
     more = simulate(busy, 2, 1, gradients(500_000, 0.1), 0.1).seconds
     more -= simulate(FREE, 2, 1, gradients(500_000, 0.1), 0.1).seconds
@@ -69,11 +69,11 @@ def test_a_host_sends_what_an_allreduce_needs(hosts, ranks, dtype):
 @pytest.mark.parametrize(("hosts", "ranks"), [(2, 1), (2, 2), (3, 2), (4, 4)])
 def test_one_host_stands_for_all(hosts, ranks):
     machine = Machine(1e9)
-    one = simulate(machine, hosts, ranks, gradients(8 << 20), 0.01)
+    single = simulate(machine, hosts, ranks, gradients(8 << 20), 0.01)
     every = simulate(machine, hosts, ranks, gradients(8 << 20), 0.01, all_hosts=True)
-    assert one.seconds == pytest.approx(every.seconds, rel=1e-3)
-    assert one.sent_bytes == pytest.approx(every.sent_bytes, rel=1e-3)
-    assert (one.messages, one.rounds, one.calls) == (every.messages, every.rounds, every.calls)
+    assert single.seconds == pytest.approx(every.seconds, rel=1e-3)
+    assert single.sent_bytes == pytest.approx(every.sent_bytes, rel=1e-3)
+    assert (single.messages, single.rounds, single.calls) == (every.messages, every.rounds, every.calls)
 
 
 WORLDS = [(1, 4), (2, 1), (2, 4), (3, 2), (8, 1)]

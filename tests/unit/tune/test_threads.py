@@ -35,19 +35,19 @@ while True:
 
 
 def speed(one: Setting) -> Result:
-    """Be fastest with two ranks of one thread on four cores; fail when bound."""
+    """Be fastest with two ranks of one thread on four cores, and fail if bound."""
     if one.bind:
         return 0.0, "exit code 1"
     return 10.0 - abs(one.ranks - 2) - abs(one.intra - 1), ""
 
 
 def test_one_field_after_the_other_finds_the_best() -> None:
-    best, found = search(SPACE, 4, speed)
+    best, results = search(SPACE, 4, speed)
     assert best == Setting(2, 1, 0)
-    tried = list(found)
+    tried = list(results)
     assert tried[:3] == [(4, 1, 0), (2, 2, 0), (1, 4, 0)]  # each rank with its share of the cores
     assert len(tried) == 3 + 2 + 1
-    assert [len(found[one]) for one in tried] == [6, 11, 1, 6, 1, 1]
+    assert [len(results[one]) for one in tried] == [6, 11, 1, 6, 1, 1]
 
 
 def test_a_command_is_tried_and_the_line_to_use_shown(
@@ -59,7 +59,7 @@ def test_a_command_is_tried_and_the_line_to_use_shown(
     line = ["tune", "threads", *options, "--seconds", "0.5", "--", *own]
     start = time.monotonic()
     assert main(line) == 0
-    assert time.monotonic() - start < 300  # trial 4 was ended
+    assert time.monotonic() - start < 300  # trial 4 was stopped
     out, err = capfd.readouterr()
     assert "do not divide 7: [2] ranks per host" in err
     no_number, failed = [text for text in out.splitlines() if text.startswith("failed: ")]
@@ -74,13 +74,13 @@ def test_a_command_is_tried_and_the_line_to_use_shown(
     assert last.endswith("rate.py 7")
     own_words = [word.replace("{batch}", "7") for word in own[1:]]
     left = subprocess.run(["pgrep", "-f", " ".join(own_words)], capture_output=True, text=True).stdout.split()
-    assert [one for one in left if int(one) != os.getpid()] == []
+    assert [process_id for process_id in left if int(process_id) != os.getpid()] == []
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.05, 0.3])
 def test_noise_is_not_recommended(noise: float) -> None:
-    """Two threads change nothing; that one rank is twice as slow is found."""
-    found = []
+    """Two threads change nothing, and are not recommended. One rank is twice as slow, which is detected."""
+    recommended = []
     for seed in range(200):
         luck = random.Random(seed)
 
@@ -88,12 +88,12 @@ def test_noise_is_not_recommended(noise: float) -> None:
             level = 0.5 if luck.random() < noise else 1.0  # another program
             return level * luck.lognormvariate(0, noise) * (1 + (one.ranks > 1)), ""
 
-        found.append(search(SPACE | {"ranks": [1, 2]}, 2, run)[0])
-    assert sum(one != (2, 1, 0) for one in found) <= 8
+        recommended.append(search(SPACE | {"ranks": [1, 2]}, 2, run)[0])
+    assert sum(one != (2, 1, 0) for one in recommended) <= 8
 
 
 def test_turns_are_fair() -> None:
-    """A program that runs for half of the time does not always meet the same one."""
+    """A program that runs for half of the time must not always meet the same setting."""
     for half in (1, 2, 3, 4):
         for phase in range(2 * half):
             slow = [(0.5 if (n + phase) // half % 2 else 1.0) for n in range(1000)]
@@ -101,14 +101,14 @@ def test_turns_are_fair() -> None:
                           lambda one, slow=slow: (slow.pop(), ""))[0] == (1, 1, 0)  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])  # the first: its terminal is closed
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])  # SIGHUP: the terminal is closed
 def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     (tmp_path / "wait.py").write_text(
         f"import os, time\nopen({str(pid)!r}, 'w').write(f'{{os.getpid()}}.')\ntime.sleep(300)"
     )
     line = [sys.executable, "-m", "ringdance", "tune", "threads", "--", sys.executable]
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else nohup's would stay
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # otherwise nohup's handler would stay
     command = subprocess.Popen([*line, str(tmp_path / "wait.py")], env=os.environ | {"TMPDIR": str(tmp_path)})
     signal.signal(signal.SIGHUP, before)
     end = time.monotonic() + 120
@@ -143,10 +143,10 @@ def test_what_is_wrong_is_refused(line: str, why: str, capsys: pytest.CaptureFix
 
 
 def test_a_bound_rank_gets_all_of_its_cores() -> None:
-    """By the line that mpiexec gets; hosts are named as `ringdance mpirun` reads them."""
+    """Check the command line that mpiexec gets. Hosts are named as `ringdance mpirun` reads them."""
     ssh = dict.fromkeys(("ssh_port", "ssh_identity_file", "python", "ssh_args"))
-    given = argparse.Namespace(global_batch=64, command=["train", "{batch}"], **ssh)
-    trials = Trials(given, [("fe80::1", 8), ("h2", 8)], 8)
+    options = argparse.Namespace(global_batch=64, command=["train", "{batch}"], **ssh)
+    trials = Trials(options, [("fe80::1", 8), ("h2", 8)], 8)
     kind, *words = trials.line(Setting(2, 4, 1))
     line = parse(words, {})
     assert (kind, line.ranks, line.hosts) == ("mpirun", 4, [("fe80::1", 2), ("h2", 2)])

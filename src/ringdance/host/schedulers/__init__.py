@@ -1,4 +1,4 @@
-"""Read which hosts a scheduler has allocated to this process: one module for each scheduler.
+"""Detect the hosts that a scheduler has allocated to this process. Each scheduler has its own module.
 
-Independent of the launcher, of frameworks and of bindings.
+The package does not depend on the launcher, frameworks or bindings.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ringdance.host.schedulers.hostfile import HostList
 
 CONTAINERS_START_S = 300.0
-"""Seconds until the containers of one job, which do not all start at the same time, answer."""
+"""Seconds within which all containers of a job must answer. They do not all start at the same time."""
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,16 @@ class Allocation:
     """Hosts allocated by a scheduler.
 
     Attributes:
-        hosts: names and slots.
-        source: the scheduler, for messages.
-        method: program that starts processes there: "ssh" or "srun".
-        ssh_arguments: more arguments of ssh, as the scheduler sets them.
-        start_timeout: seconds in which hosts may still be starting.
-        refused: why this is not the host on which a job on all of them is started, or "".
-        unattended: the scheduler has started this process for the job: it is no shell that a person uses, and
-            no step for which one process was asked.
-        maybe_outside: this host may be none of them, as the pod of an MPIJob's launcher.
-        start: what starts a script on all of them.
+        hosts: Names and slots.
+        source: Name of the scheduler, for messages.
+        method: Program that starts processes on the hosts: "ssh" or "srun".
+        ssh_arguments: Further arguments for ssh, set by the scheduler.
+        start_timeout: Seconds during which hosts may still be starting.
+        refused: Reason why a job on all hosts must not be started from this host, or "".
+        unattended: True if the scheduler started this process for the job. False in a user's shell, and in a
+            step for which a number of processes was requested.
+        maybe_outside: True if this host may not be one of ``hosts``, such as the pod of an MPIJob's launcher.
+        start: Command or option that starts a script on all hosts, for messages.
     """
 
     hosts: HostList

@@ -13,35 +13,37 @@ from ringdance.host.schedulers.this_machine import local_names
 
 
 def detect(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the hosts allocated to this process, None outside of any scheduler.
+    """Return the hosts allocated to this process, None outside all schedulers.
 
     Args:
-        environ: environment of this process.
+        environ: Environment of this process.
 
     Raises:
-        LaunchError: a scheduler's variables cannot be parsed.
+        LaunchError: A scheduler's variables cannot be parsed.
     """
     for read in (kubernetes.allocation, sagemaker.allocation, slurm.allocation, lsf.allocation):
-        if found := read(environ):
-            return found
+        if allocation := read(environ):
+            return allocation
     return None
 
 
 def left_idle(environ: Mapping[str, str], launched: bool) -> Allocation | None:
-    """Return the hosts that do nothing for a job whose ranks are all on this host, None if that may be meant.
+    """Return the allocation that a job leaves idle by running all its ranks on this host.
+
+    Returns None if no hosts are idle or if that may be intended.
 
     Args:
-        environ: environment of a rank.
-        launched: an MPI launcher has started it, on the hosts that it was given.
+        environ: Environment of a rank.
+        launched: True if an MPI launcher started the rank, on the hosts that were passed to it.
     """
     with suppress(LaunchError):
-        found = detect(environ)
-        if found is None or not found.unattended:
+        allocation = detect(environ)
+        if allocation is None or not allocation.unattended:
             return None
-        if len(found.hosts) > 1 and not launched:
-            return found
-        names = [name for name, _ in found.hosts]
+        if len(allocation.hosts) > 1 and not launched:
+            return allocation
+        names = [name for name, _ in allocation.hosts]
         own = {socket.gethostname().partition(".")[0]}
-        if found.maybe_outside and own.isdisjoint(name.partition(".")[0] for name in names):
-            return None if local_names(names) else found
+        if allocation.maybe_outside and own.isdisjoint(name.partition(".")[0] for name in names):
+            return None if local_names(names) else allocation
     return None

@@ -9,59 +9,59 @@ from collections.abc import Iterable, Sequence
 from ringdance.errors import LaunchError
 
 HostList = Sequence[tuple[str, int]]
-"""Names with their numbers of slots, in the order given."""
+"""Host names, each with its number of slots, in the user's order."""
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}|(?=.*:.*:)[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
-"""A host's name or address; never an option of ssh, or more than one word of a shell."""
+"""A host's name or address. It never matches an option of ssh, or text that a shell splits into words."""
 
 
 def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Merge repeated names, at the position of the first, with the sum of their slots."""
-    found: dict[str, int] = {}
+    """Merge repeated names at the position of the first, and add up their slots."""
+    merged: dict[str, int] = {}
     for name, slots in hosts:
-        found[name] = found.get(name, 0) + slots
-    return list(found.items())
+        merged[name] = merged.get(name, 0) + slots
+    return list(merged.items())
 
 
 def hosts_text(hosts: HostList) -> str:
-    """Return ``"h1:2,[fe80::1]:4"``, which :func:`parse_hosts` reads."""
+    """Format hosts as ``"h1:2,[fe80::1]:4"``, which ``parse_hosts`` reads."""
     return ",".join(f"[{name}]:{slots}" if ":" in name else f"{name}:{slots}" for name, slots in hosts)
 
 
 def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
-    """Parse ``"h1:2,h2:4"`` as names and slots; an IPv6 address may stand in brackets.
+    """Parse ``"h1:2,h2:4"`` as names and slots. IPv6 addresses may be in brackets.
 
     Args:
-        text: entries with commas between them.
-        slots: of a host for which none are given; None: that is an error.
+        text: Entries separated by commas.
+        slots: Default for a host without slots. If None, such a host is an error.
 
     Raises:
-        LaunchError: an entry is wrong.
+        LaunchError: An entry is not valid.
     """
     hosts = []
     for entry in map(str.strip, text.split(",")):
         bare = slots is not None and _has_no_slots(entry)
-        found = _host(entry, "1" if bare else "")
-        if found is None:
+        host = _host(entry, "1" if bare else "")
+        if host is None:
             problem = f"{entry!r} is not HOST:SLOTS, for example localhost:4"
             raise LaunchError(f"-H {text}: {problem}{_hint(entry)}")
-        hosts.append((found[0], slots or 0) if bare else found)
+        hosts.append((host[0], slots or 0) if bare else host)
     return merge(hosts)
 
 
 def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = None) -> list[tuple[str, int]]:
-    """Parse a host file, in any of the forms in use; ``#`` begins a comment.
+    """Parse a host file in any common format. ``#`` starts a comment.
 
-    Horovod's and Open MPI's ``NAME slots=N`` (with more words such as ``max_slots=``), MPICH's and Intel
-    MPI's ``NAME:N``, and names alone, one for each slot, as schedulers write them.
+    The formats are ``NAME slots=N`` (Horovod and Open MPI, with optional words such as ``max_slots=``),
+    ``NAME:N`` (MPICH and Intel MPI), and plain names, one per slot, as schedulers write them.
 
     Args:
-        path: the file.
-        option: where the path comes from, for errors.
-        slots: of a host for which none are given; None: that is an error, unless no line has any.
+        path: Path of the file.
+        option: Option or variable that holds the path, for errors.
+        slots: Default for a host without slots. If None, such a host is an error, unless no line has slots.
 
     Raises:
-        LaunchError: the file cannot be read or parsed, or names no host.
+        LaunchError: The file cannot be read or parsed, or does not name any host.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -75,15 +75,15 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
         if not line:
             continue
         name, *words = re.sub(r"\s*=\s*", "=", line).split()
-        given = next((word[6:] for word in words if word.startswith("slots=")), "")
+        count = next((word[6:] for word in words if word.startswith("slots=")), "")
         default = str(slots) if slots and _has_no_slots(name) else ""
-        found = _host(name, given or default)
-        if found is None or (words and not any("=" in word for word in words)):
+        host = _host(name, count or default)
+        if host is None or (words and not any("=" in word for word in words)):
             raise LaunchError(
                 f"{option} {path}, line {number}: {line!r} is not `HOST slots=N`, "
                 f"for example: localhost slots=4{_hint(name)}"
             )
-        hosts.append(found)
+        hosts.append(host)
     if not hosts:
         raise LaunchError(f"{option} {path}: it names no host")
     return merge(hosts)
@@ -96,7 +96,7 @@ def _has_no_slots(entry: str) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    """Return whether a text is an IPv6 address; what follows it after a colon is a number of slots."""
+    """Return True if a text is an IPv6 address, after which a colon and a number of slots may follow."""
     try:
         return ipaddress.ip_address(text).version == 6 and bool(NAME.fullmatch(text))
     except ValueError:
@@ -104,19 +104,19 @@ def _is_address(text: str) -> bool:
 
 
 def _hint(entry: str) -> str:
-    """Return how to write what is probably meant by an entry that cannot be read."""
+    """Return a hint for an entry that cannot be parsed: how to write what the user probably meant."""
     user, _, host = entry.rpartition("@")
     if user and host:
-        return f'. Give the user to ssh: {host} with --ssh-args="-l {user}"'
+        return f'. Pass the user to ssh: {host} with --ssh-args="-l {user}"'
     name, _, slots = entry.rpartition(":")
-    return f". Write [{name}]:{slots}, or [{entry}] for an address alone" if _is_address(entry) else ""
+    return f". Write [{name}]:{slots}, or [{entry}] for an address only" if _is_address(entry) else ""
 
 
 def _host(name: str, slots: str) -> tuple[str, int] | None:
-    """Return a name with its slots, which may be part of it as ``NAME:N``; None if one is invalid."""
+    """Return a name and its slots, which may be part of it as ``NAME:N``. None if either is not valid."""
     if not slots:
         entry, (name, _, slots) = name, name.rpartition(":")
-        if _is_address(name) and _is_address(entry):  # it could be either
+        if _is_address(name) and _is_address(entry):  # ambiguous
             return None
     if name.startswith("[") and name.endswith("]"):
         name = name[1:-1]

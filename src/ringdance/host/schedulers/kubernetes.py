@@ -1,4 +1,4 @@
-"""Hosts of an MPIJob or TrainJob on Kubernetes, read in its launcher pod."""
+"""Detect the hosts of a Kubernetes MPIJob or TrainJob. Runs in its launcher pod."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AGENT = "OMPI_MCA_plm_rsh_agent"
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Read the host file of the workers that the operator has put into the pod."""
+    """Read the workers' host file, which the operator has put into the pod."""
     slots = environ.get("OMPI_MCA_orte_set_default_slots") or environ.get("I_MPI_PERHOST") or "1"
     files = [(name, environ[name]) for name in _HOST_FILES if environ.get(name)]
     if environ.get("K_MPI_JOB_ROLE") == "launcher":
@@ -45,12 +45,12 @@ def _words(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def _ssh_arguments(environ: Mapping[str, str]) -> list[str]:
-    """Return the arguments that the operator gives the remote shell, which must be ssh."""
+    """Return the arguments that the operator sets for the remote shell, which must be ssh."""
     program, *arguments = _words(environ, _AGENT) or ["ssh"]
     if os.path.basename(program) not in ("ssh", "rsh"):
         raise LaunchError(
-            f"{_AGENT}={environ[_AGENT]}: this job reaches its workers by that program, as MPIJobs older "
-            "than v2beta1 do. Ringdance uses ssh: change the manifest as shown in "
+            f"{_AGENT}={environ[_AGENT]}: this job reaches its workers with that program, like MPIJobs "
+            "older than v2beta1. Ringdance uses ssh. Change the manifest as shown in "
             "docs/howto/clusters/kubernetes.md (An old MPIJob)"
         )
     return arguments

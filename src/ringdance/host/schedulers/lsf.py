@@ -1,4 +1,4 @@
-"""Hosts of an LSF job."""
+"""Detect the hosts of an LSF job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringdance.host.schedulers.hostfile import merge, parse_hostfile
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Read ``LSB_MCPU_HOSTS="h1 4 h2 4"``, or a host file with a name for each slot, or ``LSB_HOSTS``."""
+    """Read ``LSB_MCPU_HOSTS="h1 4 h2 4"``, a host file with one name per slot, or ``LSB_HOSTS``."""
     if "LSB_JOBID" not in environ:
         return None
     words = environ.get("LSB_MCPU_HOSTS", "").split()
@@ -25,6 +25,6 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     first, *others = hosts
     batch = first[1] == 1 and ("batch" in first[0] or "login" in first[0])
     if batch and others and all(slots > 1 for _, slots in others):
-        hosts = others  # the batch node runs the job's script only
+        hosts = others  # the batch node only runs the job's script
     job = f"LSF job {environ['LSB_JOBID']}"
     return Allocation(hosts, job, unattended="LSB_INTERACTIVE" not in environ)

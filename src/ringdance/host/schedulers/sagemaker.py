@@ -1,4 +1,4 @@
-"""Hosts of a SageMaker training job, read in its first container."""
+"""Detect the hosts of a SageMaker training job. Runs in its first container."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         return None
     try:
         names = [str(name) for name in json.loads(environ["SM_HOSTS"])]
-        # Of what the request gives as hyperparameters, those named sagemaker_* come here alone.
+        # SM_FRAMEWORK_PARAMS holds only the request's hyperparameters named sagemaker_*.
         settings = json.loads(environ.get("SM_FRAMEWORK_PARAMS") or "{}")
-        given = settings.get("sagemaker_mpi_num_of_processes_per_host")
-        slots = int(given or environ.get("SM_NUM_GPUS") or 0) or 1
+        ranks = settings.get("sagemaker_mpi_num_of_processes_per_host")
+        slots = int(ranks or environ.get("SM_NUM_GPUS") or 0) or 1
     except (ValueError, TypeError, AttributeError) as error:
-        raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS']}: not what SageMaker writes ({error})") from None
+        raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS']}: not in SageMaker's format ({error})") from None
     here, refused = environ["SM_CURRENT_HOST"], ""
-    if here not in names[:1]:  # without MPI SageMaker runs the script on every host
+    if here not in names[:1]:  # without MPI, SageMaker runs the script on every host
         refused = (
-            f"this is {here} of {', '.join(names)}: SageMaker runs the script on each, and each would start "
-            f"ranks on all. Let SageMaker start them, by {_START}"
+            f"this is {here} of {', '.join(names)}: SageMaker runs the script on each host, and each would "
+            f"start ranks on all. Let SageMaker start them with {_START}"
         )
     hosts = merge((name, slots) for name in names)
     return Allocation(hosts, "SageMaker", start_timeout=CONTAINERS_START_S, refused=refused, start=_START)

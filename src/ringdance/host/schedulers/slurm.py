@@ -1,4 +1,4 @@
-"""Hosts of a Slurm job."""
+"""Detect the hosts of a Slurm job, and start processes on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from functools import cache
 from ringdance.errors import LaunchError
 from ringdance.host.schedulers.allocation import Allocation
 
-# srun takes each as an option: of the job's tasks, or of a terminal. The agent's step is one task on a node.
+# srun reads these variables as options for the job's tasks or for a terminal. They do not fit the agent's
+# step, which is one task on one node.
 _OF_A_STEP = re.compile(
     r"S(LURM|RUN)_(\w+_PER_(CORE|CPU|GPU|SOCKET|TASK|TRES)|GPUS|(GPU|TRES)_BIND|DISTRIBUTION|EXACT|EXCLUSIVE"
     r"|HINT|LABELIO|STD\w+MODE|UNBUFFEREDIO)"
@@ -25,7 +26,7 @@ _asking = threading.Lock()
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read the nodes and their tasks from Slurm's variables.
 
-    A slot is a task; where the job does not set tasks, a GPU; where it has no GPUs either, a node.
+    Each task is a slot. If the job does not set tasks, each GPU is a slot. Without GPUs, each node is one.
 
     Raises:
         LaunchError: Slurm's variables cannot be parsed.
@@ -46,35 +47,37 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     if len(slots) != len(names):
         raise LaunchError(
             f"Slurm names {len(names)} nodes ({nodes}), but numbers of tasks for {len(slots)} ({tasks}). "
-            "Give the hosts with -H"
+            "Pass the hosts with -H"
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
-    # salloc's shell has no SLURM_PROCID; a step, in which srun has been asked for tasks, has their number.
+    # salloc's shell does not have SLURM_PROCID. Steps, for which the user asked srun for tasks, have a number
+    # of tasks.
     batch = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     hosts = list(zip(names, slots, strict=True))
     return Allocation(hosts, f"Slurm job {job}", method, unattended=batch)
 
 
 def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the line of srun that runs `program` once on a node of the job, with all that the job has there.
+    """Return the srun command that runs ``program`` once on a node with all of the job's resources there.
 
-    srun must not have the variables that :func:`of_a_step` finds.
+    Remove the variables that ``of_a_step`` returns from srun's environment.
     """
     line = [
         "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none", "--cpu-bind=none",
         "--mem=0", "--kill-on-bad-exit=0", "--quiet",
     ]  # fmt: skip
-    # GPUs that were not requested for each node are not a step's by default, but one task's, or an error.
+    # By default, a step gets only GPUs that were requested per node. With other GPUs, one task has them, or
+    # srun fails.
     by_task = re.search("GPU|TRES", " ".join(of_a_step(environ)))
     if by_task and shutil.which("scontrol"):
-        with _asking:  # once for all nodes: slurmctld serves the whole cluster
+        with _asking:  # ask once for all nodes, because slurmctld serves the whole cluster
             found = _resources(environ.get("SLURM_JOB_ID") or environ["SLURM_JOBID"])
         line += [f"--gres={found[host]}"] if host in found else []
     return [*line, *program]
 
 
 def of_a_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return sizes of tasks, which srun would take as options of a :func:`step` and confine it to them."""
+    """Return the variables with options for tasks. srun would apply them to a ``step`` and confine it."""
     return {name: value for name, value in environ.items() if _OF_A_STEP.fullmatch(name)}
 
 
@@ -86,24 +89,24 @@ def _resources(job: str) -> dict[str, str]:
     if done.returncode:
         why = done.stderr.strip() or f"exit code {done.returncode}"
         print(f"ringdance: {shlex.join(asked)}: {why}. Ranks may miss GPUs of their nodes", file=sys.stderr)
-    # Of an array's first job there are the records of all tasks.
+    # For the first job of an array, the output has the records of all tasks.
     own = re.search(rf"^JobId={job}\b(?s:.*?)(?=^JobId=|\Z)", done.stdout, re.MULTILINE)
-    found = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", own[0] if own else "", re.MULTILINE)
-    return {name: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in found for name in expand(nodes)}
+    records = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", own[0] if own else "", re.MULTILINE)
+    return {name: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in records for name in expand(nodes)}
 
 
 def expand(text: str) -> list[str]:
     """Expand a Slurm node list: ``"a[01-03,7],b"`` gives a01, a02, a03, a7, b.
 
     Raises:
-        LaunchError: it cannot be parsed.
+        LaunchError: The list cannot be parsed.
     """
     if text.count("[") != text.count("]"):
         raise LaunchError(f"SLURM_JOB_NODELIST={text}: a bracket is not closed")
-    found: list[str] = []
+    names: list[str] = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        found += _expand_one(part.strip(), text)
-    return found
+        names += _expand_one(part.strip(), text)
+    return names
 
 
 def _expand_one(part: str, text: str) -> list[str]:
@@ -124,9 +127,9 @@ def counts(text: str) -> list[int]:
     """Expand a Slurm list of numbers per node: ``"2(x3),1"`` gives 2, 2, 2, 1.
 
     Raises:
-        LaunchError: it cannot be parsed.
+        LaunchError: The list cannot be parsed.
     """
     one = r"(\d+)(?:\(x(\d+)\))?"
     if not re.fullmatch(rf"{one}(,{one})*", text):
-        raise LaunchError(f"{text!r} is not Slurm's form of a number for each node, such as 4(x2),3")
+        raise LaunchError(f"{text!r} is not a Slurm list of numbers per node, such as 4(x2),3")
     return [int(number) for number, nodes in re.findall(one, text) for _ in range(int(nodes or 1))]

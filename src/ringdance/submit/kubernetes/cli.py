@@ -13,7 +13,7 @@ from ringdance.submit.kubernetes.job import JobRequest
 from ringdance.submit.kubernetes.manifest import manifest
 from ringdance.submit.options import add_options, from_arguments
 
-_DESCRIPTION = "Manifests for Kubernetes, with the MPI operator or Kubeflow Trainer. kubectl submits them."
+_DESCRIPTION = "Write Kubernetes manifests for the MPI operator or Kubeflow Trainer, for use with kubectl."
 _EXAMPLES = """\
 examples:
   ringdance k8s manifest --image registry/train:1 --workers 4 --gpus 8 -- python train.py > job.yaml
@@ -22,14 +22,14 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance k8s`` with the words after it; returns the exit code."""
-    one = Subcommand(_manifest, "write the manifest of a job", lambda parser: add_options(parser, JobRequest))
-    return subcommands.run("ringdance k8s", _DESCRIPTION, {"manifest": one}, argv, _EXAMPLES)
+    """Run ``ringdance k8s`` with the arguments ``argv``. Returns the exit code."""
+    write = Subcommand(_manifest, "write a job's manifest", lambda parser: add_options(parser, JobRequest))
+    return subcommands.run("ringdance k8s", _DESCRIPTION, {"manifest": write}, argv, _EXAMPLES)
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
     documents = manifest(from_arguments(JobRequest, arguments))
-    copies = json.loads(json.dumps(documents))  # else what they share becomes an anchor
+    copies = json.loads(json.dumps(documents))  # shared parts would become YAML anchors
     yaml = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml")
     print(yaml.safe_dump_all(copies, sort_keys=False, width=110), end="")
     return 0

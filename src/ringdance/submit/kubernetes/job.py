@@ -1,4 +1,4 @@
-"""What a job on Kubernetes is made of."""
+"""The description of a Kubernetes job, from options or code."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Volume:
     """A volume that all pods of the job mount.
 
     Attributes:
-        source: as in a pod's ``volumes``, without the name.
-        path: where it is mounted.
-        read_only: whether the pods may only read.
+        source: Entry of a pod's ``volumes``, without the name.
+        path: Mount point.
+        read_only: If True, the pods may only read.
     """
 
     source: Mapping[str, Any]
@@ -38,12 +38,12 @@ class Volume:
 
 
 def parse_volume(text: str) -> Volume:
-    """Parse a volume of the command line: ``KIND:WHAT:PATH``, with ``:ro`` at the end if read-only.
+    """Parse a volume from the command line: ``KIND:WHAT:PATH``, followed by ``:ro`` if it is read-only.
 
-    ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``secret:NAME:/etc/x``.
+    Examples: ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``secret:NAME:/etc/x``.
 
     Raises:
-        LaunchError: it has another form.
+        LaunchError: The text has another form.
     """
     words = text.split(":")
     read_only = words[-1] == "ro"
@@ -61,41 +61,41 @@ def parse_volume(text: str) -> Volume:
     if not path.startswith("/"):
         raise LaunchError(
             f"--volume {text}: write pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH or "
-            "secret:NAME:/PATH; :ro at the end for reading only"
+            "secret:NAME:/PATH. Append :ro to mount it read-only"
         )
     return Volume(source, path, read_only)
 
 
 def literal(text: str) -> str:
-    """Double each $, which Kubernetes expands in commands and values."""
+    """Double each $, because Kubernetes expands $ in commands and values."""
     return text.replace("$", "$$")
 
 
 def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
-    found = {}
+    keys = {}
     for name, text in pairs("--secret-env", texts).items():
         secret, slash, key = text.partition("/")
         if not (secret and slash and key):
             raise LaunchError(f"--secret-env {name}={text}: write {name}=SECRET/KEY")
-        found[name] = secret, key
-    return found
+        keys[name] = secret, key
+    return keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job, and what its pods need; see Note [Options from fields].
+    """A job and the requirements of its pods. See Note [Options from fields].
 
-    All pods use one image. ``secret_env`` maps a variable to the Secret and the key with its value.
+    All pods use one image. ``secret_env`` maps each variable to the Secret and the key that hold its value.
     """
 
-    kind: str = option("default: MPIJob, of the MPI operator", "MPIJob", choices=("MPIJob", "TrainJob"))
-    name: str = option("of the job", "train")
+    kind: str = option("default: MPIJob (MPI operator)", "MPIJob", choices=("MPIJob", "TrainJob"))
+    name: str = option("name of the job", "train")
     image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
     workers: int = option("worker pods", 2, minimum=1)
-    slots: int | None = option("ranks on each worker (default: its GPUs, else 1)", type=int, minimum=1)
-    gpus: int = option("GPUs of each worker", 0, minimum=0)
-    cpus: str = option("cores of each worker", "", **{**_SIZE, "metavar": "N"})
-    memory: str = option("of each worker, such as 32Gi", "", **_SIZE)
+    slots: int | None = option("ranks on each worker (default: its GPUs, or 1)", type=int, minimum=1)
+    gpus: int = option("GPUs on each worker", 0, minimum=0)
+    cpus: str = option("cores on each worker", "", **{**_SIZE, "metavar": "N"})
+    memory: str = option("memory of each worker, such as 32Gi", "", **_SIZE)
     shm: str = option("size of /dev/shm, where ranks exchange data", "2Gi", **_SIZE)
     volumes: Sequence[Volume] = option(
         "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, secret:NAME:/x",
@@ -103,21 +103,21 @@ class JobRequest:
         convert=lambda texts: [parse_volume(text) for text in texts],
     )  # fmt: skip
     env: Mapping[str, str] = option(
-        "variable of the ranks", dict, "-x", "--env", metavar="NAME[=VALUE]",
+        "variable for the ranks", dict, "-x", "--env", metavar="NAME[=VALUE]",
         convert=lambda texts: parse_exports(texts, os.environ),
     )  # fmt: skip
     secret_env: Mapping[str, tuple[str, str]] = option(
-        "variable of the ranks whose value is in a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
+        "variable for the ranks with its value in a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
     )
-    mpi: str = option("of the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
+    mpi: str = option("the image's MPI", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
     retries: int = option("restarts of the launcher after a failure", 0, minimum=0)
-    limit: int | None = option("seconds after which the job is ended (default: none)", type=int, metavar="S")
+    limit: int | None = option("stop the job after S seconds (default: no limit)", type=int, metavar="S")
     node_selector: Mapping[str, str] = option(
-        "of the workers' nodes", dict, metavar="LABEL=VALUE",
+        "label of the workers' nodes", dict, metavar="LABEL=VALUE",
         convert=lambda texts: pairs("--node-selector", texts),
     )  # fmt: skip
     pull_secrets: Sequence[str] = option("Secret for the registry", list, "--pull-secret", metavar="NAME")
-    command: Sequence[str] = option("after --: what each rank runs", (), "COMMAND", nargs="*")
+    command: Sequence[str] = option("command of each rank, after --", (), "COMMAND", nargs="*")
 
     @property
     def slots_per_worker(self) -> int:
@@ -126,25 +126,25 @@ class JobRequest:
 
     @property
     def launch(self) -> list[str]:
-        """The launcher's command, which reads hosts and slots from what the operator puts into its pod."""
+        """The launcher's command. It reads hosts and slots from files that the operator puts into its pod."""
         refuse_launcher(self.command)
-        # ssh passes no environment on: the launcher does, by name.
+        # ssh does not pass the environment on, so the launcher passes these variables by name.
         exports = [word for name in (*self.env, *self.secret_env) for word in ("-x", name)]
         ranks = str(self.workers * self.slots_per_worker)
         return [literal(word) for word in ("ringdance", "run", "-np", ranks, *exports, "--", *self.command)]
 
     def check(self) -> None:
-        """Find mistakes that the cluster would report late, or never.
+        """Check for mistakes that the cluster would report late or never.
 
         Raises:
-            LaunchError: what is wrong, and what to write instead.
+            LaunchError: The job has a mistake. The message says how to correct it.
         """
         check_options(self)
         longest = f"{self.name}-worker-{self.workers - 1}"
         if not _LABEL.fullmatch(self.name) or len(longest) > 63:
             raise LaunchError(
-                f"--name {self.name}: it must be a DNS label: lower-case letters, digits and '-', beginning "
-                f"with a letter, and the last worker's name {longest!r} at most 63 characters"
+                f"--name {self.name}: it must be a DNS label of lower-case letters, digits and '-', starting "
+                f"with a letter. The last worker's name, {longest!r}, may have at most 63 characters"
             )
         if not self.image:
             raise LaunchError("missing --image IMAGE")
@@ -156,7 +156,7 @@ class JobRequest:
         for name, value in self.env.items():
             if is_secret(name, value):
                 raise LaunchError(
-                    f"-x {name}: that looks like a secret, and a manifest can be read by many. Put it into a "
-                    f"Secret (kubectl create secret generic NAME --from-literal={name.lower()}=...) and give "
+                    f"-x {name} looks like a secret, and many people can read a manifest. Put it into a "
+                    f"Secret (kubectl create secret generic NAME --from-literal={name.lower()}=...) and pass "
                     f"--secret-env {name}=NAME/{name.lower()}"
                 )

@@ -1,8 +1,8 @@
-"""Manifests: an MPIJob (v2beta1) or a TrainJob (v1alpha1) as plain data.
+"""Build manifests: an MPIJob (v2beta1) or a TrainJob (v1alpha1) as plain data.
 
 Both operators start a launcher pod, which runs the command, and worker pods, which run an ssh daemon.
-All pods run without root and without privileges, so that the manifests pass the "restricted" Pod Security
-Standard; the daemon therefore listens on a port above 1024.
+All pods run as a user other than root and without privileges, so that the manifests pass the "restricted"
+Pod Security Standard. The daemon therefore listens on a port above 1024.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ SSH_PORT = 2222
 USER = 1000
 SSH_DIRECTORY = "/home/mpiuser/.ssh"
 GPU = "nvidia.com/gpu"
-_KEPT_S = 7 * 86400  # for which the ended job and its log stay
-_GRACE_S = 60  # more than the launcher's --grace: it cleans up after that
+_KEPT_S = 7 * 86400  # a finished job and its log are kept this long
+_GRACE_S = 60  # longer than the launcher's --grace, because the launcher cleans up after it
 _WAIT = "while grep -qs host.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
 UNTIL_RANKS_END = ["/bin/sh", "-c", _WAIT]
-"""In a worker that is deleted, before SIGTERM: ``sshd`` ends at once then, and all processes with it."""
+"""Command that a deleted worker runs before SIGTERM, which stops ``sshd`` and all processes immediately."""
 
 
 def manifest(request: JobRequest) -> list[Document]:
-    """Write the documents to submit, in their order.
+    """Return the documents to submit, in order.
 
     Raises:
-        LaunchError: the request has a mistake.
+        LaunchError: The request has a mistake.
     """
     request.check()
     if request.kind == "MPIJob":
         return [_mpijob(request)]
     if request.mpi != "OpenMPI":
-        raise LaunchError(f"--mpi {request.mpi}: TrainJobs support OpenMPI only; write an MPIJob instead")
+        raise LaunchError(f"--mpi {request.mpi}: TrainJobs support OpenMPI only. Write an MPIJob instead")
     return [_runtime(request), _trainjob(request)]
 
 
@@ -43,13 +43,13 @@ def _document(request: JobRequest, version: str, kind: str, spec: Document) -> D
 
 
 def _given(document: Document) -> Document:
-    """Leave out what is not given: None, and texts and collections that are empty."""
+    """Remove unset entries: None, empty texts and empty collections."""
     return {name: value for name, value in document.items() if value not in (None, "", [], {})}
 
 
 def _mpijob(request: JobRequest) -> Document:
     policy = {
-        "cleanPodPolicy": "Running",  # the workers go when the launcher has ended; its pod and log stay
+        "cleanPodPolicy": "Running",  # deletes workers once the launcher exits, keeps its pod and log
         "ttlSecondsAfterFinished": _KEPT_S,
         "backoffLimit": request.retries,
         "activeDeadlineSeconds": request.limit,
@@ -58,7 +58,7 @@ def _mpijob(request: JobRequest) -> Document:
         "slotsPerWorker": request.slots_per_worker,
         "mpiImplementation": request.mpi,
         "sshAuthMountPath": SSH_DIRECTORY,
-        # Else the launcher fails a few times before the workers' names exist.
+        # Otherwise the launcher fails a few times before the workers' names exist.
         "launcherCreationPolicy": "WaitForWorkersReady",
         "runPolicy": _given(policy),
         "mpiReplicaSpecs": {
@@ -74,8 +74,8 @@ def _replica(number: int, pod: Document) -> Document:
 
 
 def _runtime(request: JobRequest) -> Document:
-    """Write the pods of a TrainJob, which refers to them: the cluster's own runtimes have other images."""
-    # The names `node` and `launcher` are the operator's, also that of the containers.
+    """Return the runtime of a TrainJob with its pods. The cluster's own runtimes have other images."""
+    # The operator requires the names `node` and `launcher`, and the name of the containers.
     node = {"name": "node", "template": {"spec": _batch(_worker_pod(request, "node"))}}
     launcher = {
         "name": "launcher",
@@ -123,7 +123,7 @@ def _launcher_pod(request: JobRequest, container: str) -> Document:
     env: list[Document] = [{"name": name, "value": literal(value)} for name, value in request.env.items()]
     for name, (secret, key) in request.secret_env.items():
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
-    # No GPU and little of a core: it starts the ranks and shows their output.
+    # No GPU and half a core: the launcher only starts the ranks and shows their output.
     resources = {"requests": {"cpu": "500m"}, "limits": {"memory": f"{1024 + 16 * request.workers}Mi"}}
     return _pod(request, {"name": container, "command": request.launch, "resources": resources, "env": env})
 
@@ -144,8 +144,8 @@ def _worker_pod(request: JobRequest, container: str) -> Document:
 def sshd(directory: str = SSH_DIRECTORY, port: int = SSH_PORT) -> list[str]:
     """Return the command of an ssh daemon that runs as a user other than root.
 
-    Its keys are the pair that the operator mounts at `directory`. The job's own key is also the host's, so
-    that the launcher accepts no host but its own workers.
+    Its keys are the pair that the operator mounts at ``directory``. The job's key also serves as the host
+    key, so that the launcher accepts only its own workers as hosts.
     """
     settings = (
         f"HostKey={directory}/id_rsa",
@@ -160,7 +160,7 @@ def sshd(directory: str = SSH_DIRECTORY, port: int = SSH_PORT) -> list[str]:
 
 
 def _pod(request: JobRequest, main: Document) -> Document:
-    """Write a pod with the container `main`, which gets the image, the volumes and no privileges."""
+    """Return a pod with the container ``main``, with the image and the volumes but without privileges."""
     volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shm}}]
     mounts: list[Document] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, volume in enumerate(request.volumes):

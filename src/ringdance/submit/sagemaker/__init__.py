@@ -1,4 +1,4 @@
-"""Training jobs on Amazon SageMaker, by boto3 alone."""
+"""Training jobs on Amazon SageMaker. Needs only boto3."""
 
 from ringdance.submit.sagemaker.estimator import Estimator, worker_channel
 from ringdance.submit.sagemaker.request import Input

@@ -1,4 +1,4 @@
-"""Calls to AWS by clients of boto3: upload code, wait for a job."""
+"""Call AWS through boto3 clients: upload code and wait for a job."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ringdance.errors import LaunchError, optional
 from ringdance.submit.sagemaker.job import NOT_UPLOADED, account_of
 
 _KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN, if they came with one)"
-_FIXES = {  # by an error's type and the service's code; the first that matches
+_FIXES = {  # keyed by a pattern for "<error type> <service's code>"; the first match applies
     "NoCredentials|PartialCredentials": f"Run `aws configure` or `aws sso login`, or {_KEYS}",
     "InvalidAccessKey|InvalidClientToken|UnrecognizedClient|SignatureDoesNotMatch|AuthFailure": (
         f"The keys are wrong: run `aws configure`, or {_KEYS}"
     ),
-    "Expired|Token|SSO|Login": f"Log in again by `aws sso login`, or {_KEYS}",
-    "NoRegion": "Give --region, or set AWS_REGION",
-    "ProfileNotFound": "`aws configure list-profiles` lists the ones there are, for AWS_PROFILE",
+    "Expired|Token|SSO|Login": f"Log in again with `aws sso login`, or {_KEYS}",
+    "NoRegion": "Pass --region or set AWS_REGION",
+    "ProfileNotFound": "Set AWS_PROFILE to a profile that `aws configure list-profiles` lists",
     "Connect|Timeout|Proxy": "Check the region, and this machine's network and proxy (HTTPS_PROXY)",
 }
 _ENDED = ("Completed", "Failed", "Stopped")
@@ -43,16 +43,19 @@ def pack(files: str) -> bytes:
 
 
 def boto3() -> Any:
-    """Import AWS's library.
+    """Import boto3.
 
     Raises:
-        LaunchError: it is not installed.
+        LaunchError: It is not installed.
     """
     return optional("boto3", LaunchError, "AWS needs boto3")
 
 
 def client(session: Any, service: str, region: str | None = None) -> Any:
-    """Make a client; SageMaker's tries again for minutes if AWS throttles it: waiting takes many calls."""
+    """Create a client for a service.
+
+    Waiting for a job makes many calls, so SageMaker's client retries for minutes if AWS throttles it.
+    """
     from botocore.config import Config
 
     attempts = {"mode": "standard", "max_attempts": 20 if service == "sagemaker" else 4}
@@ -61,10 +64,10 @@ def client(session: Any, service: str, region: str | None = None) -> Any:
 
 
 def call(function: Any, **arguments: Any) -> Any:
-    """Call a client's method, or what makes a client.
+    """Call a client's method, or a function that creates a client or session.
 
     Raises:
-        LaunchError: AWS refuses, or cannot be reached; the error that this came from is its ``__cause__``.
+        LaunchError: AWS refuses or cannot be reached. ``__cause__`` is the original error.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -77,15 +80,19 @@ def call(function: Any, **arguments: Any) -> Any:
 
 
 def _code(error: BaseException | None) -> str:
-    """Return the service's code for what it refused, "" for an error of the library."""
+    """Return the service's error code, or "" if the error did not come from the service."""
     return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
 
 
 def role_arn(session: Any, role: str) -> str:
-    """Return the ARN of a role given by its name or its ARN.
+    """Return a role's ARN.
+
+    Args:
+        session: ``boto3.Session`` for the lookup.
+        role: Name or ARN.
 
     Raises:
-        LaunchError: it cannot be looked up.
+        LaunchError: The role cannot be looked up.
     """
     if account_of(role):
         return role
@@ -94,21 +101,22 @@ def role_arn(session: Any, role: str) -> str:
     except LaunchError as error:
         if _code(error.__cause__) not in ("AccessDenied", "NoSuchEntity"):
             raise
-        raise LaunchError(f"role {role!r}: {error}. Give its ARN, arn:aws:iam::ACCOUNT:role/NAME") from None
+        raise LaunchError(f"role {role!r}: {error}. Pass its ARN, arn:aws:iam::ACCOUNT:role/NAME") from None
 
 
 def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:
     """Create the account's default bucket if it does not exist.
 
     Raises:
-        LaunchError: it exists and belongs to another account, since its name can be guessed; or AWS refuses.
+        LaunchError: The bucket belongs to another account, which is possible because its name can be
+            guessed. Or AWS refuses.
     """
     try:
-        # It needs the right that HeadBucket needs, whose refusals have no text.
+        # This call needs the same permission as HeadBucket, but its errors have a text.
         call(s3.list_objects_v2, Bucket=bucket, MaxKeys=1, ExpectedBucketOwner=account)
     except LaunchError as error:
         if _code(error.__cause__) == "AccessDenied":
-            text = "is not account {}'s, or may not be used: {}. Give code_location and output_path"
+            text = "does not belong to account {}, or denies access: {}. Pass code_location and output_path"
             raise LaunchError(f"bucket {bucket} {text.format(account, error)}") from None
         if _code(error.__cause__) != "NoSuchBucket":
             raise
@@ -117,20 +125,25 @@ def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:
 
 
 def wait(sagemaker: Any, name: str, pause: float = 5.0) -> None:
-    """Wait for the job's end and print its status whenever it changes.
+    """Wait until the job has ended. Prints its status whenever it changes.
+
+    Args:
+        sagemaker: SageMaker client.
+        name: Name of the job.
+        pause: Seconds between queries.
 
     Raises:
-        LaunchError: the job failed or was stopped.
+        LaunchError: The job failed or was stopped.
     """
     shown = status = ""
     while status not in _ENDED:
         time.sleep(pause if shown else 0.0)
-        found = call(sagemaker.describe_training_job, TrainingJobName=name)
-        status = found["TrainingJobStatus"]
-        now = f"{status}: {found.get('SecondaryStatus', '')}"
+        job = call(sagemaker.describe_training_job, TrainingJobName=name)
+        status = job["TrainingJobStatus"]
+        now = f"{status}: {job.get('SecondaryStatus', '')}"
         if now != shown:
             print(f"ringdance: {name}: {now}", flush=True)
             shown = now
     if status != "Completed":
-        reason = found.get("FailureReason") or "no reason given"
+        reason = job.get("FailureReason") or "no reason given"
         raise LaunchError(f"training job {name}: {status}: {reason}")

@@ -27,31 +27,31 @@ examples:
       --input train=s3://bucket/clicks/,distribution=s3shardbykey,input_mode=FastFile train.py
   ringdance sagemaker submit --dry-run ...            print the request, send nothing
 
-The words after the script are its arguments: they are sent as hyperparameters, so they have the form
---name value.
+The words after the script are its arguments. They are sent as hyperparameters and must therefore have the
+form --name value.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance sagemaker`` with the words after it; returns the exit code."""
+    """Run ``ringdance sagemaker`` with the arguments ``argv``. Returns the exit code."""
     submit = subcommands.Subcommand(_submit, "start a training job", _add_arguments, _EPILOG)
-    return subcommands.run("ringdance sagemaker", "Training on Amazon SageMaker.", {"submit": submit}, argv)
+    return subcommands.run("ringdance sagemaker", "Train on Amazon SageMaker.", {"submit": submit}, argv)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_options(parser, Estimator)
-    text = "a channel of data; after commas distribution=s3shardbykey, input_mode=Pipe, shuffle_seed=1"
+    text = "data channel; options follow commas: distribution=s3shardbykey, input_mode=Pipe, shuffle_seed=1"
     add("--input", action="append", default=[], metavar="NAME=S3URI[,...]", help=text)
-    add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable of the containers")
-    text = "it is no secret, though its name looks like one: a variable of -x, or an argument of the script"
+    add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="container variable")
+    text = "variable of -x, or script argument, that is not a secret although its name looks like one"
     add("--plain", action="append", default=[], metavar="NAME", help=text)
     add("--metric", action="append", default=[], metavar="NAME=REGEX", help="a metric to find in the output")
-    add("--name", help="of the job (default: the script's name and the time)")
-    add("--no-wait", action="store_true", help="do not wait for the end")
-    add("--dry-run", action="store_true", help="print the request as JSON, and send nothing")
-    add("script", metavar="SCRIPT", help="within --source-dir, if that is given")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the script")
+    add("--name", help="name of the job (default: the script's name and the time)")
+    add("--no-wait", action="store_true", help="do not wait for the job to end")
+    add("--dry-run", action="store_true", help="print the request as JSON and send nothing")
+    add("script", metavar="SCRIPT", help="training script, relative to --source-dir if that is set")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script")
 
 
 def _submit(arguments: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     parameters = hyperparameters(arguments.arguments)
     for name, value in (*environment.items(), *parameters.items()):
         if is_secret(name, str(value)) and name not in arguments.plain:
-            raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is no secret: --plain {name}")
+            raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is not a secret, pass --plain {name}")
     inputs = {name: Input.parse(text) for name, text in pairs("--input", arguments.input).items()}
     estimator = from_arguments(
         Estimator,
@@ -83,24 +83,24 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
-    """Parse a script's arguments as hyperparameters; numbers, true and false stay such.
+    """Parse a script's arguments as hyperparameters. Numbers, true and false keep their types.
 
     Raises:
-        LaunchError: an argument without a name or without a value, which SageMaker cannot pass on.
+        LaunchError: An argument has no name or no value, so that SageMaker cannot pass it on.
     """
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not name.startswith("--") or len(name) < 3:
-            raise LaunchError(f"{word!r}: SageMaker passes a script its arguments as --name value only")
+            raise LaunchError(f"{word!r}: SageMaker passes script arguments only in the form --name value")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise LaunchError(f"{word}: it has no value, which SageMaker needs: write {word} true")
+                raise LaunchError(f"{word} has no value, but SageMaker requires one. Write {word} true")
             value = rest.pop(0)
         try:
-            found[name[2:]] = json.loads(value)
+            parameters[name[2:]] = json.loads(value)
         except ValueError:
-            found[name[2:]] = value
-    return found
+            parameters[name[2:]] = value
+    return parameters

@@ -1,4 +1,4 @@
-"""Training jobs on SageMaker.
+"""Start training jobs on SageMaker.
 
 ::
 
@@ -32,8 +32,8 @@ from ringdance.submit.sagemaker.job import TrainingJob, account_of, job_name
 from ringdance.submit.sagemaker.request import Inputs, create_request, mpi_options
 
 KEPT_IN_CLEAR = (
-    "holds what looks like a secret, and the service shows it to all who may describe the job. Keep it in "
-    "AWS Secrets Manager, and let the script get it by the job's role: "
+    "holds what looks like a secret, and the service shows it to everyone who may describe the job. Keep it "
+    "in AWS Secrets Manager, and let the script read it with the job's role: "
     "boto3.client('secretsmanager').get_secret_value(SecretId=...)['SecretString']"
 )
 _RENAMED = {"distributions": "distribution", "image_name": "image_uri"}
@@ -44,15 +44,15 @@ _EXAMPLES = {
 }
 
 _NO_SERVERS = """\
-distribution={'parameter_server': ...} started TensorFlow's parameter servers beside the workers,
-which trained asynchronously. Ringdance has no servers: ranks average their gradients by all-reduce, of
-embeddings only the rows that were touched. Change the line to
+distribution={'parameter_server': ...} started TensorFlow's parameter servers next to the workers, which
+trained asynchronously. Ringdance has no servers. Ranks average their gradients by all-reduce, and for
+embeddings only the rows that were used. Change the line to
     distribution={'mpi': {'enabled': True, 'processes_per_host': 4}}
-and in the script replace ParameterServerStrategy by hvd.DistributedOptimizer. Tables that do not fit one
-rank: hvd.EmbeddingTable(..., sharded=True). benchmarks/strategies of a clone measures both ways."""
+and replace ParameterServerStrategy with hvd.DistributedOptimizer in the script. For tables that do not fit
+on one rank, use hvd.EmbeddingTable(..., sharded=True). In a clone, benchmarks/strategies measures both."""
 
 _NOT_LOCAL = (
-    "instance_type {where!r}: jobs run on SageMaker only. Run the script itself on this machine, with its "
+    "instance_type {where!r}: jobs run on SageMaker only. On this machine, start the script itself with its "
     "arguments and the variables it reads (SM_CHANNEL_TRAIN, ...): ringdance run -np {ranks} python {script}"
 )
 _TAIL = (
@@ -60,37 +60,38 @@ _TAIL = (
     "--region {region}"
 )
 _GPUS_UNKNOWN = (
-    "{type}: its number of GPUs is not known here. Give processes_per_host (--processes-per-host): the ranks "
-    "of each machine, usually one for each GPU"
+    "{type}: Ringdance does not know its number of GPUs. Give processes_per_host (--processes-per-host), the "
+    "number of ranks on each machine, usually one per GPU"
 )
 _NO_IMAGE = (
-    "; the SDK looked up an image by it. Give image_uri='ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG', an "
-    "image with the script's framework and Ringdance"
+    "; the SDK used it to look up an image. Pass image_uri='ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG', "
+    "an image with the script's framework and Ringdance"
 )
 
 
 class Estimator(TrainingJob):
-    """A training script, the machines it runs on, and the jobs made of both.
+    """A training script and the machines it runs on. Starts jobs.
 
-    The arguments are those of the SDK's version 2, and of the service's ``CreateTrainingJob``; the ones with
-    a help text are options of ``ringdance sagemaker submit`` too (Note [Options from fields]).
+    The arguments have the names of version 2 of the SDK and of the service's ``CreateTrainingJob``. Arguments
+    with a help text are also options of ``ringdance sagemaker submit`` (Note [Options from fields]).
 
     Args:
-        entry_point: the script; a path within `source_dir` if that is given.
-        source_dir: directory that is uploaded, or ``s3://...tar.gz`` with its contents.
-        processes_per_host: ranks on each machine, as in `distribution`; default: its GPUs, else 1.
-        hyperparameters: the script gets them as ``--name value``.
-        distribution: ``{"mpi": {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "-x A=1"}}``;
-            ``{"mpi": {"enabled": False}}``: each machine runs the script once, by itself.
-        base_job_name: jobs' names begin with it; default: the script's name.
-        boto_session: a ``boto3.Session``; default: a new one.
+        entry_point: Training script. A path within ``source_dir`` if that is set.
+        source_dir: Directory to upload, or ``s3://...tar.gz`` with its contents.
+        processes_per_host: Ranks on each machine, as in ``distribution``. Default: one per GPU, or 1 without
+            GPUs.
+        hyperparameters: Arguments of the script, which receives them as ``--name value``.
+        distribution: ``{"mpi": {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "-x A=1"}}``.
+            With ``{"mpi": {"enabled": False}}``, each machine runs the script once, on its own.
+        base_job_name: Prefix of the jobs' names. Default: the script's name.
+        boto_session: A ``boto3.Session``. Default: a new one.
 
     Attributes:
-        latest_job: name of the job that `fit` started last.
-        started: the machines and how many ranks each has, for messages.
+        latest_job: Name of the last job that ``fit`` started.
+        started: Description of the machines and their ranks, for messages.
 
     Raises:
-        ArgumentError: an argument is missing, unknown or contradicts another one.
+        ArgumentError: An argument is missing, unknown or contradicts another one.
     """
 
     latest_job: str | None = None
@@ -109,7 +110,10 @@ class Estimator(TrainingJob):
         self._choose_ranks()
 
     def _read_distribution(self) -> None:
-        """Merge `distribution` with its short forms; `mpi` stays None if neither says whether to use it."""
+        """Merge ``distribution`` with its short forms.
+
+        ``mpi`` stays None if neither says whether to use MPI.
+        """
         distribution = dict(self.distribution or {})
         mpi = dict(distribution.pop("mpi", None) or {})
         if (distribution.pop("parameter_server", None) or {}).get("enabled"):
@@ -119,19 +123,19 @@ class Estimator(TrainingJob):
                 f"distribution: only 'mpi' is supported, not {', '.join(sorted(distribution))}"
             )
         if unknown := set(mpi) - {"enabled", "processes_per_host", "custom_mpi_options"}:
-            raise ArgumentError(f"distribution['mpi']: {', '.join(sorted(unknown))}: unknown")
-        given = self.processes_per_host
-        ranks = mpi.get("processes_per_host", given)
-        if given is not None and ranks not in (None, given):
-            raise ArgumentError(f"processes_per_host is {given}, but in `distribution` it is {ranks}")
-        self.processes_per_host = given if ranks is None else ranks
-        self.mpi = mpi.get("enabled", True if mpi or given or self.custom_mpi_options else None)
+            raise ArgumentError(f"distribution['mpi'] has unknown keys: {', '.join(sorted(unknown))}")
+        argument = self.processes_per_host
+        ranks = mpi.get("processes_per_host", argument)
+        if argument is not None and ranks not in (None, argument):
+            raise ArgumentError(f"processes_per_host is {argument}, but in `distribution` it is {ranks}")
+        self.processes_per_host = argument if ranks is None else ranks
+        self.mpi = mpi.get("enabled", True if mpi or argument or self.custom_mpi_options else None)
         self.custom_mpi_options, notes = mpi_options(mpi.get("custom_mpi_options") or self.custom_mpi_options)
         for note in notes:
             warnings.warn(f"custom_mpi_options: {note}", stacklevel=3)
 
     def _choose_ranks(self) -> None:
-        """Use MPI with a rank for each GPU, unless that is one process or the job says otherwise."""
+        """Use MPI with one rank per GPU, unless that is a single process or the job says otherwise."""
         gpus = gpus_of(self.instance_type.removeprefix("ml."))
         if self.mpi is not False and self.processes_per_host is None:
             if gpus is None:
@@ -150,67 +154,67 @@ class Estimator(TrainingJob):
         uploaded = not self.files.startswith("s3://")
         if uploaded and not os.path.isfile(os.path.join(self.source_dir or "", self.entry_point)):
             where = f"source_dir {self.source_dir!r}" if self.source_dir else os.getcwd()
-            raise ArgumentError(f"entry_point {self.entry_point!r}: no such file in {where}")
+            raise ArgumentError(f"entry_point {self.entry_point!r} does not exist in {where}")
         for name, example in _EXAMPLES.items():
             if not getattr(self, name):
-                raise ArgumentError(f"{name} is missing, for example {example!r}")
+                raise ArgumentError(f"{name} is missing. Pass, for example, {example!r}")
         if not self.instance_type.startswith("ml."):
-            raise ArgumentError(f"instance_type {self.instance_type!r}: it begins with ml., as ml.c5.xlarge")
+            raise ArgumentError(f"instance_type {self.instance_type!r}: use one such as ml.c5.xlarge")
         for name in ("instance_count", "processes_per_host"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ArgumentError(f"{name} {getattr(self, name)}: must be at least 1")
         if self.use_spot_instances:
             if self.max_wait is None or self.max_wait < self.max_run:
                 raise ArgumentError(
-                    f"spot instances: max_wait ({self.max_wait}) is the time for waiting and running "
-                    f"together: it must be given, at least max_run ({self.max_run} s)"
+                    f"spot instances need max_wait, the total time for waiting and running. It is "
+                    f"{self.max_wait} and must be at least max_run ({self.max_run} s)"
                 )
             if not self.checkpoint_s3_uri:
                 warnings.warn(
-                    "spot instances without checkpoint_s3_uri: an interrupted job starts over; give it, "
+                    "spot instances without checkpoint_s3_uri: an interrupted job starts over. Pass it, "
                     "and let the script resume from /opt/ml/checkpoints",
                     stacklevel=3,
                 )
         elif self.max_wait is not None:
             raise ArgumentError(
-                f"max_wait ({self.max_wait}) is for spot instances only: give use_spot_instances=True too"
+                f"max_wait ({self.max_wait}) is for spot instances only. Pass use_spot_instances=True too"
             )
-        given = [*(self.environment or {}).items(), *self.hyperparameters.items()]
-        in_clear = [name for name, value in given if is_secret(name, str(value))]
+        sent = [*(self.environment or {}).items(), *self.hyperparameters.items()]
+        in_clear = [name for name, value in sent if is_secret(name, str(value))]
         if shown_text(self.custom_mpi_options) != self.custom_mpi_options:
             in_clear.append("custom_mpi_options")
         for name in in_clear:
             warnings.warn(f"{name} {KEPT_IN_CLEAR}", stacklevel=3)
         if bool(self.subnets) != bool(self.security_group_ids):
-            raise ArgumentError("subnets and security_group_ids belong together: give both or neither")
+            raise ArgumentError("subnets and security_group_ids belong together. Pass both or neither")
 
     def _new_name(self) -> str:
         return job_name(self.base_job_name or os.path.splitext(os.path.basename(self.entry_point))[0])
 
     def request(self, inputs: Inputs = None, name: str | None = None) -> dict[str, Any]:
-        """Return the arguments of ``create_training_job`` that :meth:`fit` would send; sends nothing.
+        """Return the arguments of ``create_training_job`` that ``fit`` would send. Sends nothing.
 
         Raises:
-            ArgumentError: the inputs cannot be used, or the region is unknown.
-            LaunchError: the role is no ARN and cannot be looked up here.
+            ArgumentError: The inputs cannot be used, or the region is unknown.
+            LaunchError: The role is not an ARN. It cannot be looked up here.
         """
         region, account = self._find_region(), account_of(self.role)
         bucket = f"sagemaker-{region}-{account}"
         if not (account or self.code_location):
-            raise LaunchError(f"role {self.role!r}: give its ARN, arn:aws:iam::ACCOUNT:role/NAME")
+            raise LaunchError(f"role {self.role!r} is not an ARN. Pass arn:aws:iam::ACCOUNT:role/NAME")
         if self.code_location:
             bucket = self.code_location.removeprefix("s3://").partition("/")[0]
         name = name or self._new_name()
         if not re.fullmatch("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name):
-            raise ArgumentError(f"name {name!r}: up to 63 letters, digits and '-', as the service takes it")
+            raise ArgumentError(f"name {name!r}: the service accepts up to 63 letters, digits and '-'")
         return create_request(self, name, inputs, region, bucket)
 
     def _find_region(self) -> str:
-        given = self.region or getattr(self.boto_session, "region_name", None)
-        given = given or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        region = given or self._session().region_name
+        known = self.region or getattr(self.boto_session, "region_name", None)
+        known = known or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        region = known or self._session().region_name
         if not region:
-            raise ArgumentError("no AWS region: give region= (--region), or set AWS_REGION")
+            raise ArgumentError("the AWS region is unknown. Pass region= (--region) or set AWS_REGION")
         return str(region)
 
     def _session(self) -> Any:
@@ -221,20 +225,21 @@ class Estimator(TrainingJob):
     def fit(
         self, inputs: Inputs = None, wait: bool = True, logs: bool = True, job_name: str | None = None
     ) -> str:
-        """Start a job; with `wait` wait for its end.
+        """Start a job, and wait for it to end if ``wait`` is True.
 
         Args:
-            inputs: channels: a name for each S3 URI or :class:`Input`; a single one is called "training".
-            wait: whether to wait for the end.
-            logs: whether to print the command that shows the job's output.
-            job_name: default: made of `base_job_name` and the time.
+            inputs: Channels: a mapping from names to S3 URIs or ``Input``. A single value is called
+                "training".
+            wait: If True, wait for the job to end.
+            logs: If True, print the command that shows the job's output.
+            job_name: Name of the job. Default: ``base_job_name`` and the time.
 
         Returns:
             The job's name.
 
         Raises:
-            ArgumentError: the inputs cannot be used.
-            LaunchError: AWS refuses, or the job failed: with the service's reason.
+            ArgumentError: The inputs cannot be used.
+            LaunchError: AWS refuses, or the job failed. The message has the service's reason.
         """
         name = job_name or self._new_name()
         session, region = self._session(), self._find_region()
@@ -263,20 +268,21 @@ class Estimator(TrainingJob):
 
 
 def worker_channel(name: str) -> str:
-    """Return this rank's channel in a script: ``<name>_<local rank>`` where each worker has its own.
+    """Return the name of this rank's channel. Called by the training script.
 
     Returns:
-        `name` itself where the job has a channel of that name.
+        ``name`` if the job has a channel of that name, otherwise ``<name>_<local rank>``, the channel of a
+        job in which each worker has its own.
 
     Raises:
-        ArgumentError: there is neither.
+        ArgumentError: The job has neither channel.
     """
     channels = json.loads(os.environ.get("SM_CHANNELS", "[]"))
     local_rank = os.environ.get("RINGDANCE_LOCAL_RANK", "0")
     local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", local_rank)
-    for found in (name, f"{name}_{local_rank}"):
-        if found in channels:
-            return found
+    for candidate in (name, f"{name}_{local_rank}"):
+        if candidate in channels:
+            return candidate
     raise ArgumentError(
-        f"there is no channel {name!r} and no {name}_{local_rank}; there are {', '.join(channels)}"
+        f"there is no channel {name!r} or {name}_{local_rank}. The channels are {', '.join(channels)}"
     )

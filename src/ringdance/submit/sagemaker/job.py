@@ -1,4 +1,4 @@
-"""What a training job is made of, as plain data, and the names that go with it."""
+"""The description of a training job as plain data, and job names."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ NOT_UPLOADED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
 
 def _sent(key: str, default: Any = None) -> Any:
-    """Declare a field that is sent, if it is given, as `key` of the request."""
+    """Declare a field that is sent as ``key`` of the request if it is set."""
     return field(default=default, metadata={"key": key})
 
 
 @dataclass
 class TrainingJob:
-    """A script, the machines it runs on, and what the service is told of both; fields as of `Estimator`."""
+    """A script, its machines and its settings for the service. ``Estimator`` describes the fields."""
 
     entry_point: str
-    source_dir: str | None = option("directory to upload (default: the script alone)", metavar="DIR")
-    role: str = option("ARN of the role that the job has", "", key="RoleArn")
-    instance_type: str = option("such as ml.p3.16xlarge", "", key="ResourceConfig.InstanceType")
+    source_dir: str | None = option("directory to upload (default: only the script)", metavar="DIR")
+    role: str = option("ARN of the job's role", "", key="RoleArn")
+    instance_type: str = option("machine type, such as ml.p3.16xlarge", "", key="ResourceConfig.InstanceType")
     instance_count: int = option("machines", 1, key="ResourceConfig.InstanceCount")
-    processes_per_host: int | None = option("ranks on each (default: its GPUs, else 1)", type=int)
+    processes_per_host: int | None = option("ranks per machine (default: its GPUs, or 1)", type=int)
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     distribution: Mapping[str, Any] | None = None
     image_uri: str = option(
@@ -35,26 +35,26 @@ class TrainingJob:
     )
     _: KW_ONLY
     custom_mpi_options: str = option(
-        "more options of mpirun, as one word", "", "--mpi-options", metavar="TEXT"
+        "further options for mpirun, as one word", "", "--mpi-options", metavar="TEXT"
     )
     base_job_name: str | None = None
     boto_session: Any = None
-    region: str | None = option("default: AWS_REGION, or boto3's configuration")
-    output_path: str | None = option("where model and output go", None, "--output", metavar="S3URI")
+    region: str | None = option("AWS region (default: AWS_REGION, or boto3's configuration)")
+    output_path: str | None = option("destination of model and output", None, "--output", metavar="S3URI")
     code_location: str | None = None
     volume_size: int = option("size of each disk", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")
     volume_kms_key: str | None = _sent("ResourceConfig.VolumeKmsKeyId")
     output_kms_key: str | None = _sent("OutputDataConfig.KmsKeyId")
     max_run: int = option("limit in seconds", 86400, metavar="S", key="StoppingCondition.MaxRuntimeInSeconds")
-    input_mode: str = option("of the channels", "File", choices=("File", "Pipe", "FastFile"))
+    input_mode: str = option("input mode of the channels", "File", choices=("File", "Pipe", "FastFile"))
     use_spot_instances: bool = option(
         "use spot instances; needs --max-wait", False, "--spot", key="EnableManagedSpotTraining"
     )
     max_wait: int | None = option(
-        "seconds it may wait and run", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
+        "limit for waiting and running", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
     )
     checkpoint_s3_uri: str | None = option(
-        "where /opt/ml/checkpoints is kept", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
+        "S3 copy of /opt/ml/checkpoints", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
     )
     checkpoint_local_path: str | None = _sent("CheckpointConfig.LocalPath")
     metric_definitions: Sequence[Mapping[str, str]] = _sent("AlgorithmSpecification.MetricDefinitions", ())
@@ -80,7 +80,7 @@ class TrainingJob:
 
 
 def job_name(base: str, now: datetime | None = None) -> str:
-    """Make a job's name: letters, digits and '-', at most 63 characters, the time at its end."""
+    """Make a job name that ends with the time: letters, digits and '-', at most 63 characters."""
     moment = now or datetime.now(UTC)
     stamp = moment.strftime("%Y-%m-%d-%H-%M-%S-") + f"{moment.microsecond // 1000:03d}"
     cleaned = re.sub(r"[^A-Za-z0-9]+", "-", base).strip("-") or "job"
@@ -88,6 +88,6 @@ def job_name(base: str, now: datetime | None = None) -> str:
 
 
 def account_of(role: str) -> str:
-    """Return the account's number in a role's ARN, "" if it is no ARN."""
+    """Return the account number in a role's ARN, or "" if ``role`` is not an ARN."""
     parts = role.split(":")
     return parts[4] if len(parts) >= 6 and parts[0] == "arn" else ""

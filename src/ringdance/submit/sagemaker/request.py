@@ -1,8 +1,7 @@
-"""Requests that start training jobs on SageMaker, as plain data: nothing here connects to AWS.
+"""Build the requests that start training jobs on SageMaker, as plain data. Nothing here connects to AWS.
 
-Names and forms are those of the service's ``CreateTrainingJob``; what a script finds in its container is
-decided by the hyperparameters whose names begin with ``sagemaker_`` (read there by the package
-sagemaker-training).
+Names and structure follow the service's ``CreateTrainingJob``. Hyperparameters whose names start with
+``sagemaker_`` configure the container. The package sagemaker-training reads them there.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ _OF_THE_TOOLKIT = "NCCL_DEBUG"
 
 @dataclass(frozen=True)
 class Input:
-    """A channel: data in S3 that the script finds in ``/opt/ml/input/data/<channel>``.
+    """A channel: data in S3 that the script reads from ``/opt/ml/input/data/<channel>``.
 
     Attributes:
-        s3_data: ``s3://bucket/prefix``. ``{worker}`` is the local rank, where each worker of a host has a
-            channel of its own (Pipe mode).
-        distribution: "FullyReplicated": each host gets all; "ShardedByS3Key" (or "s3shardbykey"): each a part
-            of the objects.
-        input_mode: "File", "Pipe" or "FastFile"; None for the job's.
-        content_type, compression, record_wrapping: as in the service's ``Channel``.
+        s3_data: ``s3://bucket/prefix``. In Pipe mode each worker of a host has its own channel, and
+            ``{worker}`` stands for its local rank.
+        distribution: "FullyReplicated" sends all objects to each host. "ShardedByS3Key" (or "s3shardbykey")
+            sends each host a part of the objects.
+        input_mode: "File", "Pipe" or "FastFile". None uses the job's mode.
+        content_type, compression, record_wrapping: The service's ``Channel`` settings.
         s3_data_type: "S3Prefix", "ManifestFile" or "AugmentedManifestFile".
-        shuffle_seed: order of the objects, anew in each epoch of Pipe mode; another one for each worker.
+        shuffle_seed: Seed for the order of the objects, which differs between workers. In Pipe mode every
+            epoch has a new order.
     """
 
     s3_data: str
@@ -54,32 +54,32 @@ class Input:
 
     @classmethod
     def parse(cls, text: str) -> Input:
-        """Make an input of "URI,NAME=VALUE,..." with the names of the attributes.
+        """Parse "URI,NAME=VALUE,...". The names are attributes of this class.
 
         Raises:
-            ArgumentError: a name is unknown.
+            ArgumentError: A name is unknown.
         """
         names = [item.name for item in fields(cls)][1:]
         uri, *words = re.split(r",(?=\w+=)", text)
-        given: dict[str, Any] = dict(word.split("=", 1) for word in words)
-        if unknown := set(given) - set(names):
-            raise ArgumentError(f"--input {text}: {', '.join(sorted(unknown))}: none of {', '.join(names)}")
-        if "shuffle_seed" in given:
-            given["shuffle_seed"] = int(given["shuffle_seed"])
-        return cls(uri, **given)
+        options: dict[str, Any] = dict(word.split("=", 1) for word in words)
+        if unknown := set(options) - set(names):
+            raise ArgumentError(f"--input {text}: {', '.join(sorted(unknown))} not in {', '.join(names)}")
+        if "shuffle_seed" in options:
+            options["shuffle_seed"] = int(options["shuffle_seed"])
+        return cls(uri, **options)
 
     def channel(self, name: str, worker: int = 0) -> dict[str, Any]:
-        """Return the request's ``Channel`` of that name, for a worker of each host."""
+        """Return the request's ``Channel`` for the worker with local rank ``worker`` on each host."""
         source = {"S3DataType": self.s3_data_type, "S3Uri": self.s3_data.replace("{worker}", str(worker))}
         if self.distribution:
             source["S3DataDistributionType"] = self.distribution
-        found = {
+        parts = {
             "DataSource": {"S3DataSource": source}, "ChannelName": name, "CompressionType": self.compression,
             "ContentType": self.content_type, "RecordWrapperType": self.record_wrapping,
             "InputMode": self.input_mode,
             "ShuffleConfig": None if self.shuffle_seed is None else {"Seed": self.shuffle_seed + worker},
         }  # fmt: skip
-        return {key: value for key, value in found.items() if value}
+        return {key: value for key, value in parts.items() if value}
 
 
 Inputs = str | Input | Mapping[str, "str | Input"] | None
@@ -89,14 +89,14 @@ def create_request(job: TrainingJob, name: str, inputs: Inputs, region: str, buc
     """Return the arguments of ``create_training_job``.
 
     Args:
-        job: what to run, and where.
-        name: of the job.
-        inputs: its channels.
-        region: where it runs.
-        bucket: for the code and the output, where the job names no others.
+        job: Script and machines.
+        name: Name of the job.
+        inputs: Channels of the job.
+        region: AWS region of the job.
+        bucket: Bucket for code and output, unless the job sets other locations.
 
     Raises:
-        ArgumentError: the inputs cannot be used.
+        ArgumentError: The inputs cannot be used.
     """
     output = job.output_path or f"s3://{bucket}/"
     source = job.source_dir or ""
@@ -116,12 +116,12 @@ def create_request(job: TrainingJob, name: str, inputs: Inputs, region: str, buc
         "ProfilerConfig": {**profiler, "DisableProfiler": job.disable_profiler},
         "HyperParameters": {key: json.dumps(value) for key, value in parameters.items()},
     }
-    # The service refuses the debugger together with checkpoints of several machines.
+    # The service does not allow the debugger together with checkpoints from several machines.
     checkpoints = job.checkpoint_s3_uri and job.checkpoint_local_path
     if job.debugger_hook and not (checkpoints and job.instance_count > 1):
         request["DebugHookConfig"] = {"S3OutputPath": output, "CollectionConfigurations": []}
-    if found := channels(inputs, job.input_mode, job.processes_per_host or 1):
-        request["InputDataConfig"] = found
+    if sources := channels(inputs, job.input_mode, job.processes_per_host or 1):
+        request["InputDataConfig"] = sources
     for item in fields(job):
         value = getattr(job, item.name)
         empty = value is False or value in (None, "", (), [], {})
@@ -137,17 +137,17 @@ def create_request(job: TrainingJob, name: str, inputs: Inputs, region: str, buc
 
 
 def hyperparameters(job: TrainingJob, name: str, source: str, region: str) -> dict[str, Any]:
-    """Return the script's hyperparameters, and those from which the container knows what to run."""
-    found = dict(job.hyperparameters)
+    """Return the script's hyperparameters and the ones that tell the container what to run."""
+    parameters = dict(job.hyperparameters)
     if job.mpi is not None:
-        found["sagemaker_mpi_enabled"] = job.mpi
+        parameters["sagemaker_mpi_enabled"] = job.mpi
     if job.processes_per_host:
-        found["sagemaker_mpi_num_of_processes_per_host"] = job.processes_per_host
-        found["sagemaker_mpi_custom_mpi_options"] = job.custom_mpi_options
+        parameters["sagemaker_mpi_num_of_processes_per_host"] = job.processes_per_host
+        parameters["sagemaker_mpi_custom_mpi_options"] = job.custom_mpi_options
     if job.model_dir is not None:
-        found["model_dir"] = job.model_dir
+        parameters["model_dir"] = job.model_dir
     uploaded = job.source_dir is None
-    return found | {
+    return parameters | {
         "sagemaker_submit_directory": source,
         "sagemaker_program": os.path.basename(job.entry_point) if uploaded else job.entry_point,
         "sagemaker_container_log_level": job.container_log_level,
@@ -159,72 +159,72 @@ def hyperparameters(job: TrainingJob, name: str, source: str, region: str) -> di
 def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, Any]]:
     """Return the request's channels.
 
-    A pipe can be read by one process only: with several `workers` on a host each gets a channel of its own,
-    ``<name>_<local rank>``, with the same data or, by ``{worker}`` in their address, with its part of them.
+    Only one process can read a pipe. With several ``workers`` on a host, each therefore gets its own channel
+    ``<name>_<local rank>``. All have the same data, unless ``{worker}`` in the address selects a part.
 
     Raises:
-        ArgumentError: a channel that the service would refuse.
+        ArgumentError: The service would refuse a channel.
     """
-    found = []
-    for name, given in as_channels(inputs).items():
-        mode = given.input_mode or input_mode
+    requested = []
+    for name, channel in as_channels(inputs).items():
+        mode = channel.input_mode or input_mode
         piped = mode == "Pipe" and workers > 1
         names = [f"{name}_{worker}" for worker in range(workers)] if piped else [name]
-        found += [given.channel(one, worker) for worker, one in enumerate(names)]
-        if piped and "{worker}" not in given.s3_data and given.shuffle_seed is None:
+        requested += [channel.channel(label, worker) for worker, label in enumerate(names)]
+        if piped and "{worker}" not in channel.s3_data and channel.shuffle_seed is None:
             warnings.warn(
                 f"channel {name!r}: each of the {workers} workers of a host reads the same rows in the same "
-                "order, and all compute the same gradient. Give each a part, such as s3://.../{worker}/ for "
-                "the worker's number, or at least another order by shuffle_seed",
+                "order, and all compute the same gradient. Give each its own part with s3://.../{worker}/, "
+                "which stands for the worker's number, or at least its own order with shuffle_seed",
                 stacklevel=5,
             )
-        if given.distribution not in (None, "FullyReplicated", "ShardedByS3Key"):
+        if channel.distribution not in (None, "FullyReplicated", "ShardedByS3Key"):
             raise ArgumentError(
-                f"channel {name!r}: distribution {given.distribution!r} is neither FullyReplicated nor "
+                f"channel {name!r}: distribution {channel.distribution!r} is neither FullyReplicated nor "
                 "ShardedByS3Key"
             )
         if mode not in ("File", "Pipe", "FastFile"):
-            raise ArgumentError(f"channel {name!r}: input mode {mode!r} is none of File, Pipe, FastFile")
-    if len(found) > _MAX_CHANNELS:
+            raise ArgumentError(f"channel {name!r}: input mode {mode!r} is not File, Pipe or FastFile")
+    if len(requested) > _MAX_CHANNELS:
         raise ArgumentError(
-            f"{len(found)} channels, but SageMaker allows {_MAX_CHANNELS}; in Pipe mode each of the "
-            f"{workers} workers of a host needs its own: use FastFile mode instead"
+            f"{len(requested)} channels, but SageMaker allows {_MAX_CHANNELS}. In Pipe mode each of the "
+            f"{workers} workers of a host needs its own. Use FastFile mode instead"
         )
-    return found
+    return requested
 
 
 def as_channels(inputs: Inputs) -> dict[str, Input]:
-    """Return inputs of any form as channels by name; a single one is called ``training``."""
+    """Return inputs of any form as a mapping of channels. A single input is called ``training``."""
     if inputs is None:
         return {}
     named = inputs if isinstance(inputs, Mapping) else {"training": inputs}
-    return {name: given if isinstance(given, Input) else Input(given) for name, given in named.items()}
+    return {name: data if isinstance(data, Input) else Input(data) for name, data in named.items()}
 
 
 def mpi_options(text: str) -> tuple[str, list[str]]:
-    """Correct custom MPI options so that mpirun and the container's toolkit understand them.
+    """Correct custom MPI options so that mpirun and the container's toolkit accept them.
 
-    ``--NAME=VALUE`` or ``NAME=VALUE`` with a name in capitals is meant to be an environment variable of the
-    ranks, and is no option of any mpirun: it becomes ``-x NAME=VALUE``. ``--NCCL_DEBUG=VALUE`` stays, as the
-    toolkit itself takes it (and sets the variable, to INFO if it is not given).
+    ``--NAME=VALUE`` or ``NAME=VALUE`` with a name in capitals is meant to set an environment variable of the
+    ranks, but no mpirun has such an option. It becomes ``-x NAME=VALUE``. ``--NCCL_DEBUG=VALUE`` stays,
+    because the toolkit itself reads it (and sets the variable, to INFO if the option is missing).
 
     Returns:
-        The options, and a note on each that was changed.
+        The options, and a note about each change.
 
     Raises:
-        ArgumentError: it has quotation marks.
+        ArgumentError: The text has quotation marks.
     """
     if any(sign in text for sign in "'\""):
-        # The toolkit splits at spaces and knows no quotation marks.
+        # The toolkit splits the text at spaces and does not understand quotation marks.
         raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: quotation marks do not group words "
-                            "here; set values with spaces with `environment`")  # fmt: skip
+                            "here. Set values that have spaces in `environment`")  # fmt: skip
     notes: list[str] = []
 
     def as_variable(found: re.Match[str]) -> str:
         word, toolkit = found[0], found[1] == _OF_THE_TOOLKIT
         new = f"{'--' if toolkit else '-x '}{word.lstrip('-')}"
         if new != word:
-            note = f"{word!r} is no option of mpirun but looks like a variable: changed to {new!r}"
+            note = f"{word!r} is not an option of mpirun. It looks like a variable: changed to {new!r}"
             notes.append(shown_text(note))
         return new
 

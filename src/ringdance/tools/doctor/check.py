@@ -1,7 +1,8 @@
-"""What a check is, what it reads and what it finds.
+"""Checks, their input and their results.
 
-A check is a pure function of facts, which probes have collected on one host or on several. It returns a
-:class:`Finding`, several, or None where it does not apply (no GPU, no Slurm). One with a fix is a problem.
+A check is a pure function of facts that probes have collected on one or several hosts. It returns one or
+several ``Finding`` objects, or None if it does not apply (no GPU, no Slurm). If a finding has a fix, it
+reports a problem.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 from ringdance.launch.hosts import several
 
 Facts = Mapping[str, Any]
-"""Results of one host's probes by the probe's name; ``{"failed": REASON}`` for a probe that failed."""
+"""Results of one host's probes by the probe's name. A failed probe's result is ``{"failed": REASON}``."""
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SEVERITIES = (ERROR, WARNING, NOTE)
-"""A job fails or its result is wrong; it is slow or at risk; worth knowing."""
+"""ERROR: a job fails or its result is wrong. WARNING: it is slow or at risk. NOTE: worth knowing."""
 
 AREAS = (
     "hosts", "network", "python", "frameworks", "mpi", "cpu", "memory", "limits", "disk", "gpu", "leftovers",
@@ -28,13 +29,13 @@ AREAS = (
 
 @dataclass(frozen=True)
 class Usage:
-    """What the hosts are to be used for.
+    """The planned use of the hosts.
 
     Attributes:
-        slots: ranks on each host by its name; empty if not known.
-        directories: directories for logs and checkpoints.
-        hosts: names of all hosts; empty for this machine alone.
-        cwd: the directory in which the command will run.
+        slots: Ranks on each host by name. Empty if unknown.
+        directories: Directories for logs and checkpoints.
+        hosts: Names of all hosts. Empty if only this machine is checked.
+        cwd: Directory in which the command will run.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -48,10 +49,10 @@ class Finding:
     """One sentence about one or several hosts.
 
     Attributes:
-        text: the sentence; without the host's name, unless several hosts are compared.
-        fix: the line that fixes it; empty if nothing is wrong.
-        severity: in place of the check's own.
-        hosts: the hosts concerned, where hosts are compared; empty for all.
+        text: The sentence. It names hosts only if the check compares them.
+        fix: A line that says how to fix the problem. Empty if nothing is wrong.
+        severity: Replaces the check's severity if set.
+        hosts: Hosts concerned, if the check compares hosts. Empty for all.
     """
 
     text: str
@@ -62,12 +63,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Host:
-    """One host's facts as a check reads them: ``host["memory"]["total"]``.
+    """One host's facts for a check: ``host["memory"]["total"]``.
 
     Attributes:
-        facts: by probe.
-        usage: what the hosts are to be used for.
-        slots: ranks on this host, 0 if not known.
+        facts: Facts by probe.
+        usage: Planned use of the hosts.
+        slots: Ranks on this host, 0 if unknown.
     """
 
     facts: Facts
@@ -78,7 +79,7 @@ class Host:
         return self.facts[name]
 
     def variable(self, name: str) -> str:
-        """Return a variable of the host's environment that the probe reports; "" if it is not set."""
+        """Return an environment variable of the host, "" if it is not set. The probe must report it."""
         return str(self["environment"].get(name, ""))
 
 
@@ -91,13 +92,14 @@ class Check:
     """One kind of problem.
 
     Attributes:
-        name: for the command line.
-        area: one of :data:`AREAS`; the heading in reports.
-        severity: one of :data:`SEVERITIES`, if something is wrong.
-        description: what is checked and why it matters.
-        judge: called with a :class:`Host`, or with several by name if `compares`.
-        needs: probes whose facts `judge` reads; the one named as the area by default.
-        compares: whether it compares hosts; it is then called only with two or more.
+        name: Name on the command line.
+        area: One of ``AREAS``. The heading in reports.
+        severity: One of ``SEVERITIES``. Applies if something is wrong.
+        description: Subject of the check and why it matters.
+        judge: Function that returns the findings. Its argument is a ``Host``, or if ``compares``, several by
+            name.
+        needs: Probes whose facts ``judge`` reads. Default: the probe with the area's name.
+        compares: If True, the check compares hosts and is called only with two or more.
     """
 
     name: str
@@ -117,10 +119,11 @@ class Result:
     """The outcome of a check on one or several hosts.
 
     Attributes:
-        check: its name.
-        area, severity: the check's; severity is "ok" if nothing is wrong, "unknown" if a probe failed.
-        hosts: the hosts concerned.
-        text, fix: of the finding.
+        check: Name of the check.
+        area, severity: The check's area and severity. The severity is "ok" if nothing is wrong, "unknown" if
+            a probe failed.
+        hosts: Hosts concerned.
+        text, fix: The finding's text and fix.
     """
 
     check: str
@@ -132,20 +135,20 @@ class Result:
 
     @property
     def wrong(self) -> bool:
-        """Whether there is something to fix."""
+        """True if there is something to fix."""
         return self.severity in SEVERITIES
 
 
-# --- what several checks share ---------------------------------------------------------------------
+# --- shared by several checks ----------------------------------------------------------------------
 
 
 def last_line(output: str) -> str:
-    """Return the last line of a program's output that is not empty."""
+    """Return the last non-empty line of a program's output, "" if there is none."""
     return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
 
 
 def size(count: float) -> str:
-    """Format bytes with a unit, powers of 1024."""
+    """Format a number of bytes with a unit that is a power of 1024."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:.0f} {unit}"
@@ -153,7 +156,7 @@ def size(count: float) -> str:
 
 
 class _Formatter(string.Formatter):
-    """``{memory[total]!b}`` is a size in bytes, ``{network[own]!l}`` a list of names."""
+    """Adds two conversions: ``{memory[total]!b}`` formats bytes, ``{network[own]!l}`` a list of names."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion == "b":
@@ -169,14 +172,16 @@ def limit(
     problem: str = "",
     applies: Callable[[Host], Any] = lambda host: True,
 ) -> Callable[[Host], Finding | None]:
-    """Judge one host by a condition.
+    """Return a function that checks one host by a condition.
+
+    ``text``, ``fix`` and ``problem`` may hold fields such as ``{cpu[usable]}`` and ``{slots}``.
 
     Args:
-        text: the fact; it and the next two may hold fields such as ``{cpu[usable]}``, ``{slots}``.
-        wrong: whether the fact is a problem.
-        fix: the line that fixes it.
-        problem: in place of `text` if it is one.
-        applies: whether the host has such a thing at all.
+        text: The fact.
+        wrong: Returns True if the fact is a problem.
+        fix: A line that says how to fix it.
+        problem: Text of a problem. Default: ``text``.
+        applies: Returns True if the check applies to the host at all.
     """
 
     def judge(host: Host) -> Finding | None:
@@ -191,28 +196,30 @@ def limit(
 
 
 def equal(values: Callable[[Host], Mapping[str, str]], fix: str) -> Callable[[Hosts], Iterator[Finding]]:
-    """Judge whether hosts agree.
+    """Return a function that checks whether hosts have equal values.
 
     Args:
-        values: a host's values as text by what they are of, as in ``{"Python": "3.12"}``.
-        fix: the line that removes a difference.
+        values: Returns a host's values as text by name, such as ``{"Python": "3.12"}``.
+        fix: A line that says how to remove a difference.
     """
 
     def judge(hosts: Hosts) -> Iterator[Finding]:
-        found = {name: values(host) for name, host in hosts.items()}
-        for what in dict.fromkeys(what for own in found.values() for what in own):
-            yield from outliers({name: own.get(what, "(missing)") for name, own in found.items()}, fix, what)
+        known = {name: values(host) for name, host in hosts.items()}
+        for what in dict.fromkeys(what for own in known.values() for what in own):
+            yield from outliers({name: own.get(what, "(missing)") for name, own in known.items()}, fix, what)
 
     return judge
 
 
 def outliers(values: Mapping[str, str], fix: str, what: str = "") -> Iterator[Finding]:
-    """Yield one finding if all hosts have the same value, else one for each value but the most common.
+    """Compare the hosts' values with the most common one.
+
+    Yields one finding if all hosts have the same value, otherwise one for each value except the most common.
 
     Args:
-        values: by host; of equally common ones the first host's counts as the most common.
-        fix: the line that removes a difference.
-        what: before each value in the text.
+        values: Values by host. Among equally common values, the first counts as the most common.
+        fix: A line that says how to remove a difference.
+        what: Name that precedes each value in the text.
     """
     counts = Counter(values.values())
     common = max(counts, key=lambda value: counts[value])

@@ -30,11 +30,11 @@ _EPILOG = """\
 examples:
   ringdance doctor                              check this machine
   ringdance doctor -H node1:4,node2:4           check these hosts, over ssh, and compare them
-  ringdance doctor --folder logs --slots 8      is this machine ready for 8 ranks that write there?
-  ringdance doctor --check shm-size             one check only
-  ringdance doctor --list                       all checks
+  ringdance doctor --folder logs --slots 8      is this machine ready for 8 ranks that write to logs?
+  ringdance doctor --check shm-size             run only one check
+  ringdance doctor --list                       list all checks
 
-exit code: 0 if nothing is wrong (notes do not count), 1 if something is, 2 if the command line is wrong.
+exit code: 0 without problems (notes do not count), 1 with problems, 2 if the command line is not valid.
 """
 
 
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = Parser(
         prog="ringdance doctor",
-        description="Find what makes training fail or hang, and show the fix.",
+        description="Find problems that make training fail or hang, and show their fixes.",
         epilog=_EPILOG,
     )
     add_host_options(made)
@@ -50,18 +50,18 @@ def parser() -> argparse.ArgumentParser:
     add("--slots", type=int, default=0, metavar="N", help="ranks planned on each host")
     add(
         "--folder", dest="directories", action="append", default=[], metavar="DIR",
-        help="for logs or checkpoints; repeatable",
+        help="directory for logs or checkpoints; repeatable",
     )  # fmt: skip
-    add("--check", action="append", default=[], metavar="NAME", help="this check or area only; repeatable")
-    add("--quick", action="store_true", help="import no framework, start no ranks")
-    add("--json", action="store_true", help="as JSON")
-    add("--verbose", action="store_true", help="show also what is in order")
+    add("--check", action="append", default=[], metavar="NAME", help="run only this check or area")
+    add("--quick", action="store_true", help="do not import frameworks or start ranks")
+    add("--json", action="store_true", help="print JSON")
+    add("--verbose", action="store_true", help="also show what is in order")
     add("--list", action="store_true", help="print all checks and exit")
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance doctor``; `argv` is without the program and ``doctor``. Return the exit code."""
+    """Run ``ringdance doctor`` and return the exit code. ``argv`` has the arguments after ``doctor``."""
     return as_program("ringdance doctor", lambda: _main(parser().parse_args(list(argv))))
 
 
@@ -69,10 +69,10 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.list:
         report.print_checks()
         return 0
-    names = {given: [one.name for one in CHECKS.values() if given in (one.name, one.area)]
-             for given in arguments.check}  # fmt: skip
+    names = {word: [check.name for check in CHECKS.values() if word in (check.name, check.area)]
+             for word in arguments.check}  # fmt: skip
     if unknown := [name for name, checks in names.items() if not checks]:
-        raise LaunchError(f"there is no check {unknown[0]!r}; all names: ringdance doctor --list")
+        raise LaunchError(f"there is no check {unknown[0]!r}. To list all checks: ringdance doctor --list")
     arguments.check = [*itertools.chain(*names.values())]
     hosts = of_hosts(_slots(arguments), remote_shell_of(arguments))
     slots = hosts.slots
@@ -101,20 +101,20 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
-    """Return the named hosts, or this machine, with their slots (0: not known).
+    """Return the hosts on the command line, or this machine, with their slots (0 if unknown).
 
     Raises:
-        LaunchError: a name or a file is not valid.
+        LaunchError: A name or a file is not valid.
     """
     hosts = hosts_of(arguments, arguments.slots) or [(os.uname().nodename, arguments.slots)]
-    if not (arguments.hosts or arguments.hostfile) and (given := detect(os.environ)) and len(given.hosts) > 1:
-        names = ",".join(name for name, _ in given.hosts)
-        print(f"ringdance doctor: this host alone; all of {given.source}: -H {names}", file=sys.stderr)
+    if not (arguments.hosts or arguments.hostfile) and (job := detect(os.environ)) and len(job.hosts) > 1:
+        names = ",".join(name for name, _ in job.hosts)
+        print(f"ringdance doctor: only this host; for all of {job.source}: -H {names}", file=sys.stderr)
     return hosts
 
 
 def _probes(names: Sequence[str], quick: bool) -> list[str]:
-    """Return the probes that the named checks (or all) need."""
+    """Return the probes that the named checks need, or all probes if ``names`` is empty."""
     if not names:
         return list(QUICK if quick else PROBES)
     needed = {probe for name in names for probe in CHECKS[name].needs}

@@ -1,4 +1,7 @@
-"""Directories for logs, checkpoints and temporary files. Sizes in bytes; standard library only."""
+"""Check directories for logs, checkpoints and temporary files.
+
+Sizes are in bytes. Uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ from ringdance.host.directories import bases
 from ringdance.host.system import linux, machine
 from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, Host, Usage, limit
 
-_LONGEST = 60  # a socket's address has 108 bytes, and MPI's session directories take about 45 of them
-_REMOVE = "see what uses it, and remove that: du -xh {} | sort -h | tail"
+_LONGEST = 60  # a socket's path has at most 108 bytes, and MPI's session directories take about 45 of them
+_REMOVE = "remove large files: du -xh {} | sort -h | tail"
 _FIXES = {
     os.strerror(errno.EACCES): "choose another directory, or: sudo chown $USER {}",
     os.strerror(errno.ENOSPC): f"choose another disk, or {_REMOVE}",
-    os.strerror(errno.EDQUOT): f"see your quota (quota -s); {_REMOVE}",
-    os.strerror(errno.EROFS): "choose another directory; this disk is mounted for reading: findmnt -T {}",
+    os.strerror(errno.EDQUOT): f"check your quota (quota -s); {_REMOVE}",
+    os.strerror(errno.EROFS): "choose another directory; this disk is mounted read-only: findmnt -T {}",
 }
 
 # --- facts -----------------------------------------------------------------------------------------
 
 
 def disk_facts(usage: Usage) -> dict[str, Any]:
-    """Each directory of the usage, and the one for temporary files."""
+    """Collect facts about each directory in ``usage`` and the one for temporary files."""
     temporary = bases(os.environ)[0]
     return {
         "directories": {path: directory_facts(path) for path in usage.directories},
@@ -35,18 +38,18 @@ def disk_facts(usage: Usage) -> dict[str, Any]:
 
 
 def directory_facts(path: str) -> dict[str, Any]:
-    """Describe a directory; for one that does not exist, the nearest parent, in which it would be made."""
+    """Describe a directory. If it does not exist, describe the nearest parent, where it would be created."""
     wanted = os.path.abspath(path)
     nearest = machine.nearest(wanted)
-    found = {"exists": nearest == wanted, "nearest": nearest, "error": _write_error(nearest)}
+    facts = {"exists": nearest == wanted, "nearest": nearest, "error": _write_error(nearest)}
     try:
-        return found | linux.room(nearest)
+        return facts | linux.room(nearest)
     except OSError:
-        return found
+        return facts
 
 
 def _write_error(directory: str) -> str:
-    """Return why no file can be written in `directory`, or ""."""
+    """Return why no file can be written to ``directory``, "" if writing works."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")
@@ -60,41 +63,41 @@ def _write_error(directory: str) -> str:
 
 
 def _writable(host: Host) -> Iterator[Finding]:
-    for path, found in host["disk"]["directories"].items():
-        if found["error"]:
-            fix = _FIXES.get(found["error"], "choose another directory; this one: ls -ld {}")
-            text = f"{path} cannot be written: {found['error']}"
-            yield Finding(text, fix.format(shlex.quote(found["nearest"])))
+    for path, facts in host["disk"]["directories"].items():
+        if facts["error"]:
+            fix = _FIXES.get(facts["error"], "choose another directory, or check this one: ls -ld {}")
+            text = f"{path} cannot be written: {facts['error']}"
+            yield Finding(text, fix.format(shlex.quote(facts["nearest"])))
 
 
 def _folder_exists(host: Host) -> Iterator[Finding]:
-    for path, found in host["disk"]["directories"].items():
-        if not found["exists"]:
-            text = f"{path} does not exist: a job would make it in {found['nearest']}"
+    for path, facts in host["disk"]["directories"].items():
+        if not facts["exists"]:
+            text = f"{path} does not exist: a job would create it in {facts['nearest']}"
             yield Finding(text, f"mkdir -p {shlex.quote(path)}, or mount its disk")
 
 
 def _temporary(host: Host) -> Finding:
-    found = host["disk"]["temporary"]
-    path = found["path"]
-    if not found["exists"]:
+    facts = host["disk"]["temporary"]
+    path = facts["path"]
+    if not facts["exists"]:
         return Finding(f"TMPDIR={path} does not exist", f"mkdir -p {shlex.quote(path)}, or: unset TMPDIR")
-    if found["error"]:
+    if facts["error"]:
         return Finding(
-            f"{path} cannot be written: {found['error']}",
-            "export TMPDIR=/var/tmp, or another directory that can be written",
+            f"{path} cannot be written: {facts['error']}",
+            "export TMPDIR=/var/tmp, or another writable directory",
         )
     return Finding(f"temporary files go to {path}")
 
 
 CHECKS = (
     Check("folder-writable", "disk", ERROR,
-          "whether the directories for logs and checkpoints (--folder) can be written", _writable),
-    Check("folder-exists", "disk", WARNING, "whether the directories of --folder exist", _folder_exists),
+          "the directories for logs and checkpoints (--folder) must be writable", _writable),
+    Check("folder-exists", "disk", WARNING, "the directories of --folder should exist", _folder_exists),
     Check("temporary-folder", "disk", ERROR,
-          "whether the directory for temporary files (TMPDIR) exists and can be written", _temporary),
+          "the directory for temporary files (TMPDIR) must exist and be writable", _temporary),
     Check("temporary-path-length", "disk", ERROR,
-          "length of TMPDIR: MPI's sockets are made there, and a socket's path may have 108 bytes",
+          "length of TMPDIR: MPI creates sockets there, and a socket's path has at most 108 bytes",
           limit("TMPDIR={disk[temporary][path]}",
                 lambda host: len(host["disk"]["temporary"]["path"].encode()) > _LONGEST,
                 "export TMPDIR=/tmp",

@@ -1,6 +1,6 @@
-"""Collect facts of hosts and apply the checks to them.
+"""Collect facts about hosts and apply the checks to them.
 
-The agent on each host runs the probes in a process of its own (``probe.py``).
+Each host's agent runs the probes in a separate process (``probe.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ringdance.tools.hosts.host_set import HostSet
 _ALL = [check for module in (machine, network, python, mpi, disk, gpu, leftovers) for check in module.CHECKS]
 CHECKS = {check.name: check for check in sorted(_ALL, key=lambda check: AREAS.index(check.area))}
 """Every check by name, in the order of the areas."""
-_SPARE_S = 30.0  # for starting Python, beyond the limit of the probes
-_NAMES = 16  # of other hosts, that a host resolves
-# Where libraries are: a job's ranks get these of the launcher's, whatever a host's own login sets.
+_SPARE_S = 30.0  # added to the probes' limit for starting Python
+_NAMES = 16  # each host resolves the names of this many other hosts
+# These variables locate libraries. A job's ranks get the launcher's values, not the host's login's.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
 )  # fmt: skip
@@ -51,10 +51,10 @@ def inspect(
 
     Args:
         hosts: Connected hosts.
-        usage: What they are to be used for.
+        usage: Planned use of the hosts.
         probes: Names of the probes.
-        seconds: Limit for the probes of a host.
-        names: Names of the checks; None for all.
+        seconds: Time limit for the probes on each host.
+        names: Names of the checks. None applies all.
 
     Returns:
         The facts by host, and the results.
@@ -66,13 +66,13 @@ def inspect(
 def collect(
     hosts: HostSet, probes: Collection[str], usage: Usage, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Return the facts of each host, of all at once; only "reach" of one that does not answer.
+    """Collect the facts of all hosts in parallel. A host that does not answer has only the fact "reach".
 
     Args:
-        hosts: Connected hosts, and the problems of the others.
+        hosts: Connected hosts, and the problems of hosts that could not be connected.
         probes: Names of the probes.
-        usage: What the hosts are to be used for.
-        seconds: Limit for the probes.
+        usage: Planned use of the hosts.
+        seconds: Time limit for the probes.
     """
     request = {
         "probes": list(probes),
@@ -88,40 +88,40 @@ def collect(
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
-    """Return the names that a host resolves: those after its own, so that several hosts resolve each."""
+    """Return the hosts that ``host`` must resolve: itself and the next ones, so that several resolve each."""
     at = hosts.index(host) if host in hosts else 0
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
 
 def _facts(host: str, answer: Mapping[str, Any], shell: RemoteShell) -> dict[str, Any]:
-    """Return the facts in the answer of a host's agent."""
+    """Return the facts in the answer from a host's agent."""
     output = answer.get("output", "")
     try:
-        found = json.JSONDecoder().raw_decode(output.rpartition(MARK)[2])[0]
+        facts = json.JSONDecoder().raw_decode(output.rpartition(MARK)[2])[0]
     except ValueError:
-        # The launcher's messages end with the fix, in a sentence of its own.
+        # The launcher's messages end with the fix as a separate sentence.
         problem, dot, fix = answer["problem"].rpartition(". ")
         way = "" if host in shell.local else f"ssh {host} "
-        fix = fix if dot else f"see what it says: {way}{sys.executable} -m ringdance doctor"
+        fix = fix if dot else f"read its output: {way}{sys.executable} -m ringdance doctor"
         error = problem or answer["problem"] or f"the probes fail: {last_line(output)}"
         return {"reach": {"error": error, "fix": fix}}
-    return {**found, "reach": {"error": "", "local": host in shell.local}}
+    return {**facts, "reach": {"error": "", "local": host in shell.local}}
 
 
 def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | None = None) -> list[Result]:
     """Apply checks to the facts of one or several hosts.
 
     Args:
-        facts: by the hosts' names.
-        usage: what they are to be used for.
-        names: of the checks; None for all whose probes were run.
+        facts: Facts by host name.
+        usage: Planned use of the hosts.
+        names: Names of the checks. None applies all checks whose probes were run.
     """
-    hosts = {name: Host(found, usage, usage.slots.get(name, 0)) for name, found in facts.items()}
-    found: list[Result] = []
+    hosts = {name: Host(known, usage, usage.slots.get(name, 0)) for name, known in facts.items()}
+    results: list[Result] = []
     for check in CHECKS.values():
         if names is None or check.name in names:
-            found += _merged(_compared(check, hosts) if check.compares else _each(check, hosts))
-    return found
+            results += _merged(_compared(check, hosts) if check.compares else _each(check, hosts))
+    return results
 
 
 def _each(check: Check, hosts: Hosts) -> Iterable[Result]:
@@ -142,7 +142,7 @@ def _compared(check: Check, hosts: Hosts) -> Iterable[Result]:
 
 
 def _failure(check: Check, host: Host) -> str | None:
-    """Return why a probe that the check needs has no facts; "" if it was not run, None if all have."""
+    """Return why a probe that the check needs failed, "" if one was not run, None if all have facts."""
     for probe in check.needs:
         if probe not in host.facts:
             return ""
@@ -163,7 +163,7 @@ def _result(check: Check, finding: Finding, hosts: tuple[str, ...]) -> Result:
 
 
 def _merged(results: Iterable[Result]) -> list[Result]:
-    """Merge equal results of several hosts into one."""
+    """Merge equal results from several hosts into one."""
     hosts: dict[Result, list[str]] = {}
     for result in results:
         hosts.setdefault(replace(result, hosts=()), []).extend(result.hosts)

@@ -1,4 +1,4 @@
-"""GPUs, their driver, and whether frameworks can be imported and use them; standard library only."""
+"""Check GPUs, their driver, and frameworks that use them. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MARK = "::found::"
 
 
 def gpu_facts(usage: Usage) -> dict[str, Any]:
-    """GPUs on the bus, device files, and those that nvidia-smi names."""
+    """Collect the GPUs on the bus, the number of device files, and the GPUs that nvidia-smi names."""
     on_bus = [
         path
         for path in glob.glob("/sys/bus/pci/devices/*/vendor")
@@ -58,7 +58,7 @@ def gpu_facts(usage: Usage) -> dict[str, Any]:
 
 
 def frameworks_facts(usage: Usage) -> dict[str, Any]:
-    """For each installed framework its version, CUDA version and number of GPUs, or the import's error."""
+    """Collect each installed framework's version, CUDA version and number of GPUs, or its import error."""
     names = [name for name in _SCRIPTS if find_spec(name)]
     with ThreadPoolExecutor(max(1, len(names))) as pool:  # each import takes seconds
         return {"of": dict(zip(names, pool.map(_import, names), strict=True))}
@@ -67,7 +67,7 @@ def frameworks_facts(usage: Usage) -> dict[str, Any]:
 def _import(name: str) -> dict[str, Any]:
     program = f"{_SCRIPTS[name]}\nimport json; print('\\n{_MARK}' + json.dumps(found))"
     environ = dict(os.environ)
-    if os.path.expanduser("~") == "~":  # TensorFlow's Keras would make a directory called "~" here
+    if os.path.expanduser("~") == "~":  # without this, Keras in TensorFlow creates a directory called "~"
         environ["KERAS_HOME"] = os.path.join(tempfile.gettempdir(), ".keras")
     code, output, errors = linux.run([sys.executable, "-P", "-c", program], _LIMIT_S, environ)
     text = output.rpartition(_MARK)[2]
@@ -80,16 +80,16 @@ def _import(name: str) -> dict[str, Any]:
 
 
 def _driver(host: Host) -> Finding | None:
-    found, smi = host["gpu"], host["gpu"]["smi"]
-    if found["count"]:
-        text = f"{found['count']} x {found['names'][0]}"
-        if found["on_bus"] <= found["count"]:
+    gpus, smi = host["gpu"], host["gpu"]["smi"]
+    if gpus["count"]:
+        text = f"{gpus['count']} x {gpus['names'][0]}"
+        if gpus["on_bus"] <= gpus["count"]:
             return Finding(text)
         return Finding(
-            f"{text}; but {found['on_bus']} GPUs are on the bus",
-            "see what the driver reports: sudo dmesg | grep -iE 'nvrm|xid'",
+            f"{text}, but {gpus['on_bus']} GPUs are on the bus",
+            "look for errors from the driver: sudo dmesg | grep -iE 'nvrm|xid'",
         )
-    present = max(found["on_bus"], found["devices"])
+    present = max(gpus["on_bus"], gpus["devices"])
     if smi["missing"] and present:
         return Finding(
             f"{present} GPUs, but no nvidia-smi",
@@ -119,16 +119,16 @@ def _visible_devices(host: Host) -> Finding | None:
 
 def _framework_gpus(host: Host) -> Iterator[Finding]:
     cuda = host["gpu"]["cuda"]
-    for name, found in host["frameworks"]["of"].items():
-        if not host["gpu"]["count"] or "error" in found:
+    for name, framework in host["frameworks"]["of"].items():
+        if not host["gpu"]["count"] or "error" in framework:
             continue
-        text = f"{name} {found['version']} sees {found['sees']} GPUs"
-        if found["sees"]:
+        text = f"{name} {framework['version']} sees {framework['sees']} GPUs"
+        if framework["sees"]:
             yield Finding(text)
-        elif found.get("cuda"):
+        elif framework.get("cuda"):
             yield Finding(
-                f"{text}; it is built for CUDA {found['cuda']}, the driver is for {cuda}",
-                "update the driver, or install a build for this driver's CUDA",
+                f"{text}: it is built for CUDA {framework['cuda']}, but the driver supports {cuda}",
+                "update the driver or install a build for this driver's CUDA",
             )
         else:
             fix = f"pip uninstall {name}, then install its build for CUDA {cuda.partition('.')[0]}"
@@ -136,11 +136,11 @@ def _framework_gpus(host: Host) -> Iterator[Finding]:
 
 
 def _imports(host: Host) -> Iterator[Finding]:
-    for name, found in host["frameworks"]["of"].items():
-        if "error" in found:
-            yield Finding(f"import {name} fails: {found['error']}", f"pip install --force-reinstall {name}")
+    for name, facts in host["frameworks"]["of"].items():
+        if "error" in facts:
+            yield Finding(f"import {name} fails: {facts['error']}", f"pip install --force-reinstall {name}")
         else:
-            yield Finding(f"{name} {found['version']} can be imported")
+            yield Finding(f"{name} {facts['version']} can be imported")
 
 
 def _nccl(host: Host) -> dict[str, str]:
@@ -150,18 +150,18 @@ def _nccl(host: Host) -> dict[str, str]:
 
 CHECKS = (
     Check("gpu-driver", "gpu", ERROR,
-          "whether the driver answers for the GPUs that the machine has", _driver),
-    Check("gpu-ranks", "gpu", WARNING, "ranks and GPUs of a host",
+          "a driver that does not report all of the machine's GPUs", _driver),
+    Check("gpu-ranks", "gpu", WARNING, "more ranks than GPUs on a host",
           limit("{slots} ranks on {gpu[count]} GPUs",
                 lambda host: host.slots > host["gpu"]["count"],
-                "start {gpu[count]} ranks on this host, one for each GPU",
+                "start {gpu[count]} ranks on this host, one per GPU",
                 applies=lambda host: host.slots and host["gpu"]["count"])),
-    Check("visible-devices", "gpu", WARNING, "CUDA_VISIBLE_DEVICES that names GPUs that do not exist",
+    Check("visible-devices", "gpu", WARNING, "CUDA_VISIBLE_DEVICES with GPUs that do not exist",
           _visible_devices, ("environment", "gpu")),
     Check("gpu-framework", "gpu", ERROR, "frameworks without GPU support on a machine that has GPUs",
           _framework_gpus, ("gpu", "frameworks")),
     Check("framework-imports", "frameworks", ERROR,
-          "whether installed frameworks can be imported at all", _imports),
+          "installed frameworks that cannot be imported", _imports),
     Check("same-nccl", "gpu", ERROR, "the same NCCL on all hosts with GPUs",
           equal(_nccl, "install the same nvidia-nccl-cu12 (or cu13) on all hosts"), ("gpu", "python"),
           compares=True),

@@ -1,4 +1,4 @@
-"""What earlier jobs have left: ranks without a launcher."""
+"""Check for ranks of earlier jobs whose launcher has exited."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from ringdance.tools.doctor.check import WARNING, Check, Finding, Host, Usage
 
 
 def leftovers_facts(usage: Usage) -> dict[str, Any]:
-    """Return living ranks whose launcher has ended."""
+    """Collect the running ranks whose launcher has exited."""
     return {"orphans": _find_orphans({p.pid: p.info for p in psutil.process_iter(["ppid", "name"])})}
 
 
 def _find_orphans(table: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return processes of a job whose first ancestor without the job's marker is init."""
     jobs = {pid: marked.job for pid, marked in linux.marked_processes().items()}
-    found = []
+    orphans = []
     for pid, job in jobs.items():
         ancestor = pid
         while jobs.get(ancestor) == job and ancestor in table:
             ancestor = table[ancestor]["ppid"]
         if ancestor <= 1:
-            found.append({"pid": pid, "name": table[pid]["name"], "job": job})
-    return found
+            orphans.append({"pid": pid, "name": table[pid]["name"], "job": job})
+    return orphans
 
 
 # --- checks ----------------------------------------------------------------------------------------
 
 
 def _orphans(host: Host) -> Finding:
-    found = host["leftovers"]["orphans"]
-    if not found:
-        return Finding("no ranks of earlier jobs")
-    named = several([f"{entry['name']} {entry['pid']}" for entry in found])
+    orphans = host["leftovers"]["orphans"]
+    if not orphans:
+        return Finding("no ranks from earlier jobs")
+    named = several([f"{entry['name']} {entry['pid']}" for entry in orphans])
     return Finding(
-        f"{len(found)} processes of earlier jobs still run: {named}",
-        "kill -9 " + " ".join(str(entry["pid"]) for entry in found[:20]),
+        f"{len(orphans)} processes from earlier jobs are still running: {named}",
+        "kill -9 " + " ".join(str(entry["pid"]) for entry in orphans[:20]),
     )
 
 
 CHECKS = (
     Check("orphans", "leftovers", WARNING,
-          "ranks of earlier jobs whose launcher has ended: they hold cores, memory and GPUs", _orphans),
+          "ranks from earlier jobs whose launcher has exited: they hold cores, memory and GPUs", _orphans),
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""A host's system, environment, cores, memory and limits. Sizes in bytes; standard library only."""
+"""Check a host's system, environment, cores, memory and limits.
+
+Sizes are in bytes. Uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,25 @@ INTERFACES = (
 )  # fmt: skip
 MPI_PREFIXES = ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")
 MPI_LIBRARIES = ("MPI4PY_LIBMPI", "MPI4PY_MPIABI")
-# All others are kept to the host: they may be secrets.
+# Other variables are not reported, because they may be secrets.
 _VARIABLES = (*_THREADS, *INTERFACES, *MPI_PREFIXES, *MPI_LIBRARIES, "CUDA_VISIBLE_DEVICES")
 _LARGER = {
     "kubernetes": "mount a volume `emptyDir: {medium: Memory}` at /dev/shm",
     "docker": "start the container with --shm-size=8g (or --ipc=host)",
     "podman": "start the container with --shm-size=8g (or --ipc=host)",
-    "apptainer": "bind the host's: --bind /dev/shm",
+    "apptainer": "bind the host's /dev/shm: --bind /dev/shm",
     "": "sudo mount -o remount,size=50% /dev/shm",
 }
-_FULL = "see what lies there, and remove what no process uses: ls -lhS /dev/shm"
+_FULL = "remove files that no process uses: ls -lhS /dev/shm"
 _MOUNT = "sudo mount -t tmpfs -o size=50%,mode=1777 tmpfs /dev/shm"
 _FOR_A_RANK = _GB
-_WINDOW = 64 * _MB  # what the engine's window, MPI and a data loader take at least
+_WINDOW = 64 * _MB  # minimum for the engine's window, MPI and a data loader together
 
 # --- facts -----------------------------------------------------------------------------------------
 
 
 def machine_facts(usage: Usage) -> dict[str, Any]:
-    """Operating system, container, the command's directory."""
+    """Collect the operating system, the container and the command's directory."""
     system = os.uname()
     return {
         "system": f"{system.sysname} {system.release}",
@@ -60,32 +63,35 @@ def container() -> str:
 
 
 def environment_facts(usage: Usage) -> dict[str, str]:
-    """Variables of a list, as a script started from this shell would have them."""
+    """Collect the variables in ``_VARIABLES`` as a script started from this shell would have them."""
     return {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
 
 
 def cpu_facts(usage: Usage) -> dict[str, Any]:
-    """Cores that may be used, by the affinity mask and the cgroup's quota."""
+    """Collect the number of cores that the affinity mask and the cgroup's quota allow."""
     return {"usable": usable_cores()}
 
 
 def memory_facts(usage: Usage) -> dict[str, Any]:
-    """Total memory, the lowest limit of this process's cgroups (None for none), /dev/shm."""
+    """Collect the total memory, the lowest limit among this process's cgroups (None without) and /dev/shm."""
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [linux.text(f"{path}/{name}") for path in cgroups("memory") for name in names]
-    # Neither "max" nor v1's number for "no limit".
+    # Skip "max", and the large number that means "no limit" in version 1.
     limits = [int(text) for text in texts if text.isdigit() and int(text) < 1 << 60]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"total": total, "limit": min(limits, default=None), "shm": directory_facts("/dev/shm")}
 
 
 def limits_facts(usage: Usage) -> dict[str, Any]:
-    """Soft limits of a process (None for none), and whether there is InfiniBand, which locks memory."""
-    found: dict[str, Any] = {"infiniband": bool(glob.glob("/sys/class/infiniband/*"))}
+    """Collect a process's soft limits (None if unlimited) and whether the host has InfiniBand.
+
+    InfiniBand locks memory.
+    """
+    facts: dict[str, Any] = {"infiniband": bool(glob.glob("/sys/class/infiniband/*"))}
     for name, constant in (("memlock", resource.RLIMIT_MEMLOCK), ("address", resource.RLIMIT_AS)):
         soft = resource.getrlimit(constant)[0]
-        found[name] = None if soft == resource.RLIM_INFINITY else soft
-    return found
+        facts[name] = None if soft == resource.RLIM_INFINITY else soft
+    return facts
 
 
 # --- checks ----------------------------------------------------------------------------------------
@@ -102,98 +108,98 @@ def _threads(host: Host) -> Finding:
                 f"unset {name} (`ringdance run` sets each rank's share), or: "
                 f"export {name}={max(1, usable // ranks)}",
             )
-    given = host.variable("OMP_NUM_THREADS")
-    return Finding(f"OMP_NUM_THREADS={given or '(not set; `ringdance run` sets it)'}")
+    value = host.variable("OMP_NUM_THREADS")
+    return Finding(f"OMP_NUM_THREADS={value or '(not set; `ringdance run` sets it)'}")
 
 
 def _memory_limit(host: Host) -> Finding:
-    found = host["memory"]
-    if found["limit"] is None or found["limit"] >= found["total"]:
+    memory = host["memory"]
+    if memory["limit"] is None or memory["limit"] >= memory["total"]:
         return Finding("no memory limit below the machine's memory")
     text = (
-        f"this shell may use {size(found['limit'])} of the machine's {size(found['total'])} memory; "
-        "beyond that ranks are killed"
+        f"this shell may use {size(memory['limit'])} of the machine's {size(memory['total'])} of memory. "
+        "Ranks that need more are killed"
     )
-    if found["limit"] >= max(_FOR_A_RANK * max(1, host.slots), found["total"] // 2):
+    if memory["limit"] >= max(_FOR_A_RANK * max(1, host.slots), memory["total"] // 2):
         return Finding(text)
     request = "sbatch --mem=0 (Slurm), docker run --memory, resources.limits.memory (Kubernetes)"
     return Finding(text, f"request more: {request}")
 
 
 def _shm_there(host: Host) -> Finding | None:
-    found = host["memory"]["shm"]
+    shm = host["memory"]["shm"]
     if not host["machine"]["system"].startswith("Linux"):
         return None
-    if not found["exists"]:
-        return Finding("there is no /dev/shm: ranks of one host cannot share memory", _MOUNT)
-    if found["error"]:
-        return Finding(f"/dev/shm cannot be written: {found['error']}", _MOUNT if found["free"] else _FULL)
-    return Finding("/dev/shm can be written")
+    if not shm["exists"]:
+        return Finding("there is no /dev/shm: ranks on one host cannot share memory", _MOUNT)
+    if shm["error"]:
+        return Finding(f"/dev/shm cannot be written: {shm['error']}", _MOUNT if shm["free"] else _FULL)
+    return Finding("/dev/shm is writable")
 
 
 def _shm_size(host: Host) -> Finding | None:
-    found = host["memory"]["shm"]
-    if not found["exists"]:
+    shm = host["memory"]["shm"]
+    if not shm["exists"]:
         return None
     need = max(256 * _MB, _WINDOW * host.slots)
-    text = f"/dev/shm has {size(found['total'])}"
-    if found["total"] >= need:
+    text = f"/dev/shm has {size(shm['total'])}"
+    if shm["total"] >= need:
         return Finding(text)
-    return Finding(f"{text}; {size(need)} or more are needed", _LARGER[host["machine"]["container"]])
+    return Finding(f"{text}; {size(need)} or more is needed", _LARGER[host["machine"]["container"]])
 
 
 def _shm_used(host: Host) -> bool:
-    found = host["memory"]["shm"]
-    need = max(_WINDOW, min(_WINDOW * max(1, host.slots), found["total"]) // 2)
-    return bool(found["free"] < need)
+    shm = host["memory"]["shm"]
+    need = max(_WINDOW, min(_WINDOW * max(1, host.slots), shm["total"]) // 2)
+    return bool(shm["free"] < need)
 
 
 CHECKS = (
     Check("reached", "hosts", ERROR,
-          "whether ssh reaches the hosts without a prompt, and finds this Python and ringdance there, on a "
-          "machine of its own",
+          "ssh must reach each host without a prompt, find this Python and ringdance there, and each host "
+          "must be a separate machine",
           limit("reached", lambda host: host["reach"]["error"], "{reach[fix]}", problem="{reach[error]}",
                 applies=lambda host: not host["reach"].get("local")), ("reach",)),
     Check("working-folder", "hosts", ERROR,
-          "whether the directory in which the command will run exists on all hosts",
+          "the directory in which the command will run must exist on all hosts",
           limit("{machine[cwd][path]} exists",
                 lambda host: not host["machine"]["cwd"]["exists"],
-                "put the directory on a shared disk, or copy it to the same path there",
+                "put the directory on a shared disk, or copy it to the same path on this host",
                 problem="there is no {machine[cwd][path]}",
                 applies=lambda host: host["machine"]["cwd"]["path"]), ("machine",)),
     Check("same-system", "hosts", ERROR, "processor architecture of the hosts",
           equal(lambda host: {"architecture": host["machine"]["architecture"]},
                 "start the job on hosts of one architecture"), ("machine",), compares=True),
     Check("ranks-per-core", "cpu", WARNING,
-          "more ranks on a host than cores: they take turns, and every exchange waits for the last",
+          "more ranks than cores on a host: ranks take turns, and every exchange waits for the last one",
           limit("{slots} ranks on {cpu[usable]} cores",
                 lambda host: host.slots > host["cpu"]["usable"],
-                "start {cpu[usable]} ranks or fewer on this host",
+                "start at most {cpu[usable]} ranks on this host",
                 applies=lambda host: host.slots)),
     Check("threads", "cpu", WARNING,
-          "OMP_NUM_THREADS times ranks, compared with the cores", _threads, ("cpu", "environment")),
+          "OMP_NUM_THREADS times ranks: more threads than cores", _threads, ("cpu", "environment")),
     Check("memory-limit", "memory", WARNING,
-          "a cgroup's memory limit below the machine's memory: the kernel kills ranks at it", _memory_limit),
+          "a cgroup's memory limit below the machine's memory: the kernel kills ranks there", _memory_limit),
     Check("shm-there", "memory", ERROR,
-          "whether /dev/shm exists and can be written", _shm_there, ("memory", "machine")),
+          "/dev/shm must exist and be writable", _shm_there, ("memory", "machine")),
     Check("shm-size", "memory", ERROR,
-          "size of /dev/shm: containers often have 64 MiB, a data loader then dies with 'Bus error'",
+          "size of /dev/shm: containers often have 64 MiB, with which data loaders die with 'Bus error'",
           _shm_size, ("memory", "machine")),
     Check("shm-free", "memory", ERROR,
-          "free space of /dev/shm: a full one ends ranks with 'Bus error' (SIGBUS)",
-          limit("{memory[shm][free]!b} of {memory[shm][total]!b} of /dev/shm are free", _shm_used, _FULL,
+          "free space in /dev/shm: if it is full, ranks die with 'Bus error' (SIGBUS)",
+          limit("{memory[shm][free]!b} of {memory[shm][total]!b} in /dev/shm is free", _shm_used, _FULL,
                 applies=lambda host: host["memory"]["shm"]["exists"])),
     Check("limit-locked-memory", "limits", ERROR,
-          "locked memory: InfiniBand and NCCL must pin buffers; 'Cannot allocate memory' in MPI_Init",
+          "locked memory: InfiniBand and NCCL pin buffers, or get 'Cannot allocate memory' in MPI_Init",
           limit("locked memory: {limits[memlock]!b}",
                 lambda host: host["limits"]["memlock"] is not None and host["limits"]["memlock"] < _GB,
-                "ulimit -l unlimited, and permanently in /etc/security/limits.conf (or DefaultLimitMEMLOCK "
-                "of systemd, for slurmd and dockerd)",
-                problem="a process may lock {limits[memlock]!b} only, and this host has InfiniBand",
+                "ulimit -l unlimited; permanently in /etc/security/limits.conf (or, for slurmd and dockerd, "
+                "systemd's DefaultLimitMEMLOCK)",
+                problem="a process may lock only {limits[memlock]!b}, and this host has InfiniBand",
                 applies=lambda host: host["limits"]["infiniband"])),
     Check("limit-address-space", "limits", ERROR,
           "address space: CUDA and shared memory reserve far more than they use",
           limit("address space: {limits[address]!b}", lambda host: host["limits"]["address"] is not None,
                 "ulimit -v unlimited",
-                problem="address space: {limits[address]!b} only; frameworks reserve more than they use")),
+                problem="address space is limited to {limits[address]!b}; frameworks reserve a lot")),
 )  # fmt: skip

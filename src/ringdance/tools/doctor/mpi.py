@@ -1,4 +1,4 @@
-"""The MPI library that mpi4py loads, its mpiexec, and two ranks started by it."""
+"""Check the MPI library that mpi4py loads, its mpiexec, and a job of two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdance.launch.mpi.options import MpiexecRequest, mpiexec_options
 from ringdance.tools.doctor.check import ERROR, Check, Finding, Host, Usage, last_line, limit
 from ringdance.tools.doctor.machine import MPI_LIBRARIES, MPI_PREFIXES
 
-# One write for each rank: two ranks' lines must not mix.
+# Each rank writes once, so that the lines of the two ranks do not mix.
 _RANK = "import os; from mpi4py import MPI; os.write(1, f'size={MPI.COMM_WORLD.Get_size()}\\n'.encode())"
 _LIMIT_S = 60.0
 
@@ -24,26 +24,26 @@ _LIMIT_S = 60.0
 
 
 def mpi_facts(usage: Usage) -> dict[str, Any]:
-    """Return the library and its mpiexec, and other libraries in LD_LIBRARY_PATH."""
-    found: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": ""}
+    """Collect the MPI library, its mpiexec, and other MPI libraries in LD_LIBRARY_PATH."""
+    facts: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": ""}
     try:
         mpi = find_mpi()
-        found |= {"family": mpi.family, "mpiexec": mpi.mpiexec, "source": mpi.source}
+        facts |= {"family": mpi.family, "mpiexec": mpi.mpiexec, "source": mpi.source}
     except LaunchError as error:
-        found["error"] = str(error)
-    found["prefix"] = prefix = os.path.dirname(os.path.dirname(found["mpiexec"]))
-    found["other_libraries"] = [
+        facts["error"] = str(error)
+    facts["prefix"] = prefix = os.path.dirname(os.path.dirname(facts["mpiexec"]))
+    facts["other_libraries"] = [
         library
         for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
         for library in sorted(glob.glob(f"{glob.escape(directory)}/libmpi.so*"))
         if not prefix or not library.startswith(f"{prefix}/")
     ]
-    found["mpi4py"] = mpi4py_variants()
-    return found
+    facts["mpi4py"] = mpi4py_variants()
+    return facts
 
 
 def world_facts(usage: Usage) -> dict[str, Any]:
-    """Sizes of the world as two ranks see it; exit code and errors; the command line."""
+    """Start two ranks. Collect the world size that each sees, the exit code, the errors and the command."""
     try:
         mpi = find_mpi()
     except LaunchError as error:
@@ -60,15 +60,15 @@ def world_facts(usage: Usage) -> dict[str, Any]:
 
 
 def _library(host: Host) -> Finding:
-    found = host["mpi"]
+    facts = host["mpi"]
     overrides = [name for name in MPI_LIBRARIES if host.variable(name)]
-    if not found["error"]:
-        return Finding(f"{found['family']} ({found['source']}), {found['mpiexec']}")
-    text, _, fix = found["error"].partition(". Install an MPI library into this environment: ")
+    if not facts["error"]:
+        return Finding(f"{facts['family']} ({facts['source']}), {facts['mpiexec']}")
+    text, _, fix = facts["error"].partition(". Install an MPI library into this environment: ")
     if overrides:
         words = ", ".join(f"{name}={host.variable(name)}" for name in overrides)
         return Finding(f"{text}, as {words} requires", "unset " + " ".join(overrides))
-    if found["mpi4py"] == ["own"]:
+    if facts["mpi4py"] == ["own"]:
         return Finding(
             f"{text}: it was compiled for an MPI library that is not installed here",
             "pip install --force-reinstall --no-cache-dir --only-binary=:all: mpi4py",
@@ -86,35 +86,35 @@ def _prefix(host: Host) -> Finding | None:
 
 
 def _world(host: Host) -> Finding:
-    found = host["world"]
-    if found["sizes"] == [2, 2]:
-        return Finding("two ranks started by mpiexec are one world")
-    if found["sizes"] and set(found["sizes"]) == {1}:
+    world = host["world"]
+    if world["sizes"] == [2, 2]:
+        return Finding("two ranks started by mpiexec form one world")
+    if world["sizes"] and set(world["sizes"]) == {1}:
         return Finding(
-            "two ranks started by mpiexec are two worlds of size 1: mpiexec and the library do not "
+            "two ranks started by mpiexec form two worlds of size 1: mpiexec and the library do not "
             "belong together",
             "ringdance doctor --check mpi-library --check second-mpi-loaded",
         )
     return Finding(
-        f"two ranks could not be started: {found['errors'] or 'exit code ' + str(found['code'])}",
-        f"see its whole output: {found['line']}",
+        f"two ranks could not be started: {world['errors'] or 'exit code ' + str(world['code'])}",
+        f"read the whole output: {world['line']}",
     )
 
 
 CHECKS = (
     Check("mpi-library", "mpi", ERROR,
-          "the MPI library that mpi4py loads, and the mpiexec that belongs to it",
+          "the MPI library that mpi4py loads, and its mpiexec",
           _library, ("mpi", "environment")),
     Check("second-mpi-loaded", "mpi", ERROR,
-          "LD_LIBRARY_PATH with another MPI library, which programs load in place of the environment's",
+          "another MPI library in LD_LIBRARY_PATH, which programs load instead of the environment's",
           limit("LD_LIBRARY_PATH leads to no other MPI library",
                 lambda host: host["mpi"]["other_libraries"],
-                "unset LD_LIBRARY_PATH (or `module unload` what set it)",
+                "unset LD_LIBRARY_PATH (or `module unload` the module that set it)",
                 problem="LD_LIBRARY_PATH leads to another MPI library: {mpi[other_libraries]!l}")),
     Check("mpi-prefix", "mpi", ERROR,
-          "OPAL_PREFIX and its like, which make Open MPI look for its files in another directory",
+          "OPAL_PREFIX and similar variables, which make Open MPI look for its files in another directory",
           _prefix, ("mpi", "environment")),
     Check("world", "mpi", ERROR,
-          "two ranks that are really started: whether they are one world of two, or two worlds of one",
+          "a job of two ranks must form one world of two, not two worlds of one",
           _world, ("world",)),
 )  # fmt: skip

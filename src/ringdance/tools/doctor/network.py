@@ -1,4 +1,4 @@
-"""Names, addresses and interfaces of hosts."""
+"""Check the names, addresses and interfaces of hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, Host, H
 from ringdance.tools.doctor.machine import INTERFACES
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-# Bridges and ends of tunnels that have the same address on every host.
+# Bridges and tunnel endpoints, which have the same address on every host.
 _VIRTUAL = (
     "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "lxd", "podman", "tunl", "vmnet", "kube-",
 )  # fmt: skip
@@ -23,7 +23,7 @@ _VIRTUAL = (
 
 
 def network_facts(usage: Usage) -> dict[str, Any]:
-    """Own name and its addresses; interfaces; the other hosts' addresses as this host resolves them."""
+    """Collect the host's name and addresses, its interfaces, and the other hosts' addresses as seen here."""
     name = socket.gethostname()
     own = resolve(name)
     interfaces = _interfaces()
@@ -40,7 +40,7 @@ def network_facts(usage: Usage) -> dict[str, Any]:
 
 
 def resolve(name: str) -> list[str]:
-    """Return the addresses of a name; none if it does not resolve."""
+    """Return the addresses of a name, an empty list if it does not resolve."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError):
@@ -52,7 +52,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interfaces() -> list[dict[str, Any]]:
-    """Describe interfaces: addresses and MTU."""
+    """Return each interface's name, addresses and MTU, and whether it is virtual."""
     addresses = psutil.net_if_addrs()
     return [
         {
@@ -66,7 +66,7 @@ def _interfaces() -> list[dict[str, Any]]:
 
 
 def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
-    """Return [address, prefix length] of those that may lead to other hosts."""
+    """Return [address, prefix length] for each address that may lead to other hosts."""
     return [
         [entry.address, int(ipaddress.ip_address(entry.netmask)).bit_count()]
         for entry in entries
@@ -79,13 +79,13 @@ def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
 
 
 def _own_name(host: Host) -> Finding:
-    found = host["network"]
-    name, addresses = found["hostname"], several(found["own"])
+    network = host["network"]
+    name, addresses = network["hostname"], several(network["own"])
     if not addresses:
         return Finding(
             f"the host's name {name} does not resolve", f"echo 127.0.1.1 {name} | sudo tee -a /etc/hosts"
         )
-    if not found["own_is_here"]:
+    if not network["own_is_here"]:
         fix = f"correct {name} in /etc/hosts or in the name server"
         return Finding(f"the host's name {name} is {addresses}, which is another machine", fix)
     return Finding(f"{name} is {addresses}")
@@ -98,11 +98,11 @@ def _interface_named(host: Host) -> Iterator[Finding]:
         words = [word.strip() for word in value.lstrip("=").split(",") if word.strip() and "/" not in word]
         if not words or value.startswith("^"):
             continue
-        prefix = variable.startswith("NCCL")  # NCCL takes a word as the beginning of names
+        prefix = variable.startswith("NCCL")  # NCCL treats each word as a prefix of interface names
         if not any(name == word or (prefix and name.startswith(word)) for word in words for name in names):
             yield Finding(
                 f"{variable}={value}, but the interfaces here are {several(sorted(names))}",
-                f"unset {variable}, or name an interface of this host",
+                f"unset {variable}, or set it to an interface of this host",
             )
 
 
@@ -111,17 +111,17 @@ def _names_agree(hosts: Hosts) -> Iterator[Finding]:
         asked = {viewer: host["network"]["hosts"] for viewer, host in hosts.items()}
         seen = {viewer: found[name] for viewer, found in asked.items() if name in found}
         blind = tuple(viewer for viewer, addresses in seen.items() if not addresses)
-        # A host may know itself as 127.0.1.1.
+        # A host may resolve its own name to 127.0.1.1.
         others = {v: f"{name} is {several(found)}" for v, found in seen.items() if v != name}
         if blind:
-            fix = f"add {name} to the name server, or to /etc/hosts there"
+            fix = f"add {name} to the name server, or to /etc/hosts on these hosts"
             yield Finding(f"the name {name} does not resolve on {several(blind)}", fix, hosts=blind)
         elif len(set(others.values())) > 1:
-            yield from outliers(others, f"correct {name} in /etc/hosts, so that it is the same everywhere")
+            yield from outliers(others, f"correct {name} in /etc/hosts so that it is the same everywhere")
 
 
 def _networks(host: Host) -> dict[Network, int]:
-    """Return the MTU by network of the interfaces that may lead to other hosts."""
+    """Return the MTU of each network that may lead to other hosts."""
     return {
         ipaddress.ip_interface(f"{address}/{bits}").network: entry["mtu"]
         for entry in host["network"]["interfaces"]
@@ -134,27 +134,27 @@ def _same_mtu(hosts: Hosts) -> Iterator[Finding]:
     networks = {name: _networks(host) for name, host in hosts.items()}
     common: set[Any] = set.intersection(*map(set, networks.values()))
     for network in sorted(common, key=str):
-        sizes = {name: found[network] for name, found in networks.items()}
+        sizes = {name: mtus[network] for name, mtus in networks.items()}
         fix = f"sudo ip link set INTERFACE mtu {min(sizes.values())} on all hosts"
         yield from outliers({name: f"MTU {mtu}" for name, mtu in sizes.items()}, fix, f"{network}:")
 
 
 CHECKS = (
     Check("own-name", "network", ERROR,
-          "whether the host's own name resolves to one of its addresses: MPI and gRPC look it up", _own_name),
-    Check("localhost", "network", ERROR, "whether localhost resolves to the loopback address",
+          "the host's own name must resolve to one of its addresses: MPI and gRPC look it up", _own_name),
+    Check("localhost", "network", ERROR, "localhost must resolve to the loopback address",
           limit("localhost is {network[localhost]!l}",
                 lambda host: not host["network"]["localhost_is_loopback"],
                 "echo 127.0.0.1 localhost | sudo tee -a /etc/hosts",
                 problem="localhost is {network[localhost]!l}, not the loopback address")),
     Check("interface-named", "network", ERROR,
-          "whether the interfaces that variables of NCCL, Gloo or Open MPI name exist",
+          "interfaces in variables for NCCL, Gloo or Open MPI must exist",
           _interface_named, ("network", "environment")),
     Check("names-agree", "network", ERROR,
-          "whether hosts resolve each other's names to the same address; each host is asked for the 16 hosts "
-          "after it in the list",
+          "hosts must resolve each other's names to the same address. Each host resolves the 16 hosts after "
+          "it in the list",
           _names_agree, compares=True),
     Check("same-mtu", "network", WARNING,
-          "MTU of the interfaces in a common network: small packets pass, large ones vanish, and jobs hang "
-          "in the first all-reduce", _same_mtu, compares=True),
+          "the same MTU on all hosts of a network: otherwise small packets pass but large ones vanish, and "
+          "jobs hang in the first all-reduce", _same_mtu, compares=True),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The checks before a job starts: quick ones, by the job's own agents."""
+"""Quick checks before a job starts. The job's own agents run the probes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
     from ringdance.launch.prepare import PreparedJob
 
 _PROBES_S, _CONNECT_S = 30.0, 20.0
-# Warnings only: the launcher needs none of it (hosts may have names that only ssh resolves, output is written
-# on the launcher's host, its directories have short paths), or it may be intended (a user's own module).
+# Only warnings, because the launcher does not depend on them (hosts may have names that only ssh resolves,
+# output is written on the launcher's host, and its directories have short paths), or because they may be
+# intended (a user's own module).
 _WARNINGS = frozenset(
     {"own-name", "names-agree", "folder-writable", "temporary-path-length", "shadowed-modules"}
 )
 
 
 def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: bool = True) -> None:
-    """Check the hosts of a job that is about to start; name warnings in one line.
+    """Check the hosts of a job that is about to start. One line names all warnings.
 
     Args:
-        ready: the job.
-        report: called with each line for the user.
-        required: whether errors are raised; else they are passed to `report`.
+        ready: The job.
+        report: Function called with each line for the user.
+        required: If True, errors are raised. Otherwise they are passed to ``report``.
 
     Raises:
-        LaunchError: the job would fail; nothing was started, and the agents were closed.
+        LaunchError: The job would fail. Nothing was started, and the agents were closed.
     """
     try:
         wrong = preflight(ready)
@@ -47,7 +48,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
             if result.severity == ERROR
         ]
         if lines and required:
-            raise LaunchError("cannot start:\n  " + "\n  ".join(lines) + "\n(--no-check starts nevertheless)")
+            raise LaunchError("cannot start:\n  " + "\n  ".join(lines) + "\n(start anyway: --no-check)")
     except BaseException:
         ready.close()
         raise
@@ -63,7 +64,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
 
 
 def preflight(ready: PreparedJob) -> list[Result]:
-    """Return what is wrong with the hosts of a job, errors first. Its agents run the probes, and stay."""
+    """Return the problems of a job's hosts, errors first. The job's agents run the probes and stay alive."""
     slots = {host.name: len(host.ranks) for host in ready.plan.hosts}
     directories = [os.path.abspath(ready.spec.output_directory)] if ready.spec.output_directory else []
     usage = Usage(slots, tuple(directories), tuple(slots), os.getcwd())
@@ -71,7 +72,7 @@ def preflight(ready: PreparedJob) -> list[Result]:
     remotes = {agent.host: agent for agent in ready.remotes}
     hosts = HostSet(slots, replace(ready.spec.shell, local=local), dict(remotes))
     try:
-        hosts.connect(_CONNECT_S, lambda text: None)  # this one: its agent starts with the job
+        hosts.connect(_CONNECT_S, lambda text: None)  # this host, whose own agent starts only with the job
         _, results = inspect(hosts, usage, QUICK, _PROBES_S)
     finally:
         close_all(agent for host, agent in hosts.agents.items() if host not in remotes)
@@ -80,6 +81,6 @@ def preflight(ready: PreparedJob) -> list[Result]:
         if result.severity == ERROR and result.check in _WARNINGS
         else result
         for result in results
-        if result.wrong and result.check != "folder-exists"  # a job makes it
+        if result.wrong and result.check != "folder-exists"  # a job creates the folder
     ]
     return sorted(wrong, key=lambda result: result.severity != ERROR)

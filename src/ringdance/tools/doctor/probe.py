@@ -1,7 +1,8 @@
 """Collect facts about this host: ``python -m ringdance.tools.doctor.probe``, started by the host's agent.
 
-Standard input holds a JSON object on a line and stays open: the process ends with it. Its keys: ``probes``,
-``usage``, ``seconds``, ``environ``. The facts follow :data:`MARK` on standard output.
+Standard input receives one line with a JSON object with the keys ``probes``, ``usage``, ``seconds`` and
+``environ``. It then stays open, and the process exits when it closes. The facts follow ``MARK`` on standard
+output.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ QUICK = {
     **dict.fromkeys(("machine", "environment", "cpu", "memory", "limits"), "machine"),
     **{name: name for name in ("disk", "python", "mpi", "network", "gpu", "leftovers")},
 }
-"""Modules of this package by probe, a function ``NAME_facts``; together they take at most seconds."""
+"""The module of this package with each probe, a function ``NAME_facts``. All take seconds at most."""
 PROBES = {**QUICK, "frameworks": "gpu", "world": "mpi"}
-"""Also those that import frameworks, in processes of their own, or start ranks."""
+"""All probes: the quick ones, and those that import frameworks in separate processes or start ranks."""
 
 
 def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, Any]:
-    """Run `probes` side by side; one that fails, or takes over `seconds`, gives ``{"failed": REASON}``."""
-    found: dict[str, Any] = {}
+    """Run ``probes`` in parallel. One that fails or exceeds ``seconds`` gives ``{"failed": REASON}``."""
+    facts: dict[str, Any] = {}
 
-    def one(name: str) -> None:
+    def run_probe(name: str) -> None:
         try:
-            # Imported here: a module whose libraries are missing leaves the others' facts alone.
+            # Imported here, so that a module with missing libraries does not affect the other probes.
             module = importlib.import_module(f"ringdance.tools.doctor.{PROBES[name]}")
-            found[name] = getattr(module, f"{name}_facts")(usage)
-        except Exception as error:  # any: machines in a bad state are the ones to examine
-            found[name] = {"failed": f"{type(error).__name__}: {error}"}
+            facts[name] = getattr(module, f"{name}_facts")(usage)
+        except Exception as error:  # any error is possible: the doctor examines machines in a bad state
+            facts[name] = {"failed": f"{type(error).__name__}: {error}"}
 
-    threads = {name: threading.Thread(target=one, args=(name,), daemon=True) for name in probes}
+    threads = {name: threading.Thread(target=run_probe, args=(name,), daemon=True) for name in probes}
     for thread in threads.values():
         thread.start()
     until = time.monotonic() + seconds
     for name, thread in threads.items():
         thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
-            found.setdefault(name, {"failed": f"not ready after {seconds:g} s"})
-    return dict(found)
+            facts.setdefault(name, {"failed": f"not finished after {seconds:g} s"})
+    return dict(facts)
 
 
 def _end_with_the_agent() -> None:
@@ -63,7 +64,7 @@ def main() -> None:
     os.environ.update(request.get("environ", {}))
     facts = collect(request["probes"], Usage(**request["usage"]), request["seconds"])
     print(f"\n{MARK}{json.dumps(facts)}", flush=True)
-    os._exit(0)  # a thread may be inside a system call that never returns (a dead network disk)
+    os._exit(0)  # do not wait for threads: one may be in a system call that never returns (dead network disk)
 
 
 if __name__ == "__main__":

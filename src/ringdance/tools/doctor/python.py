@@ -1,4 +1,4 @@
-"""The interpreter and what is installed, here and on the other hosts; standard library only."""
+"""Check the interpreter and the installed packages on all hosts. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _SAME_EVERYWHERE = (
 
 
 def python_facts(usage: Usage) -> dict[str, Any]:
-    """Version and location of the interpreter; versions of distributions; what shadows them."""
+    """Collect the interpreter's version and path, the distributions' versions, and files that shadow them."""
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return {
         "version": platform.python_version(),
         "executable": sys.executable,
         "ringdance": ringdance.__version__,
-        "versions": {name: found for name in _DISTRIBUTIONS if (found := _version(name))},
+        "versions": {name: text for name in _DISTRIBUTIONS if (text := _version(name))},
         "shadows": _shadows([usage.cwd or os.getcwd(), *path]),
         "user_site": _user_site(),
     }
 
 
 def _version(name: str) -> str:
-    """Return the version of an installed distribution, "" if there is none."""
+    """Return the version of a distribution, "" if it is not installed."""
     try:
         return importlib.metadata.version(name) or "unknown"
     except importlib.metadata.PackageNotFoundError:
@@ -55,18 +55,18 @@ def _version(name: str) -> str:
 
 
 def _shadows(directories: list[str]) -> list[str]:
-    """Return files in `directories` that would be imported in place of a library or a standard module."""
-    found = []
+    """Return files in ``directories`` that would be imported instead of a library or a standard module."""
+    paths = []
     for directory in dict.fromkeys(map(os.path.realpath, directories)):
         for name in (*_MODULES, *_EASILY_SHADOWED):
             for path in (f"{directory}/{name}.py", f"{directory}/{name}/__init__.py"):
                 if os.path.isfile(path) and not _is_own(directory, name):
-                    found.append(path)
-    return found
+                    paths.append(path)
+    return paths
 
 
 def _is_own(directory: str, name: str) -> bool:
-    """Return whether `directory` is one of the interpreter's, or for packages and holds that one."""
+    """Return True if ``directory`` belongs to the interpreter, or is where package ``name`` is installed."""
     own = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     own.append(os.path.dirname(ringdance.__path__[0]))
     packaged = glob.glob(f"{glob.escape(directory)}/{name}*-info")
@@ -74,48 +74,48 @@ def _is_own(directory: str, name: str) -> bool:
 
 
 def _user_site() -> list[str]:
-    """Return libraries in the user's own site directory that hide the environment's."""
+    """Return the libraries in the user's site directory that hide the environment's."""
     directory = site.getusersitepackages()
     if not site.ENABLE_USER_SITE:
         return []
     finder = importlib.machinery.PathFinder()
-    found = []
+    names = []
     for name in _MODULES:
         spec = finder.find_spec(name)
         hides = spec is not None and (spec.origin or "").startswith(directory + os.sep)
         if hides and finder.find_spec(name, [entry for entry in sys.path if entry != directory]):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 # --- checks ----------------------------------------------------------------------------------------
 
 
 def _requirements(host: Host) -> Finding:
-    found = host["python"]
-    python, versions = found["executable"], found["versions"]
+    facts = host["python"]
+    python, versions = facts["executable"], facts["versions"]
     missing = [name for name in _REQUIRED if name not in versions]
     if missing:
         fix = f"{python} -m pip install {' '.join(missing)}"
         return Finding(f"{', '.join(missing)} not installed for {python}", fix)
     return Finding(
-        f"Python {found['version']} ({python}), ringdance {found['ringdance']}, "
+        f"Python {facts['version']} ({python}), ringdance {facts['ringdance']}, "
         f"mpi4py {versions['mpi4py']}, numpy {versions['numpy']}"
     )
 
 
 def _horovod(host: Host) -> Finding | None:
-    found = host["python"]["versions"]
-    if "horovod" not in found:
+    versions = host["python"]["versions"]
+    if "horovod" not in versions:
         return None
-    if "ringdance-horovod" in found:
+    if "ringdance-horovod" in versions:
         return Finding(
-            f"horovod {found['horovod']} and ringdance-horovod are both installed and overwrite each "
+            f"horovod {versions['horovod']} and ringdance-horovod are both installed and overwrite each "
             "other's files",
             f"pip uninstall -y horovod ringdance-horovod, then {_COMPAT}",
         )
     return Finding(
-        f"horovod {found['horovod']} is installed: `import horovod` is not Ringdance's",
+        f"horovod {versions['horovod']} is installed: `import horovod` is not Ringdance's",
         f"pip uninstall -y horovod, then {_COMPAT}",
         NOTE,
     )
@@ -126,7 +126,7 @@ def _shadowed(host: Host) -> Iterator[Finding]:
         name = path.removesuffix("/__init__.py").removesuffix(".py").rpartition("/")[2]
         yield Finding(
             f"{path} is imported in place of the module {name}",
-            "give it another name, or take its directory out of PYTHONPATH",
+            "rename it or remove its directory from PYTHONPATH",
         )
 
 
@@ -136,26 +136,26 @@ def _mpi(host: Host) -> dict[str, str]:
 
 
 def _frameworks(host: Host) -> dict[str, str]:
-    found = host["python"]["versions"]
-    return {name: found[name] for name in _COMPARED if name in found}
+    versions = host["python"]["versions"]
+    return {name: versions[name] for name in _COMPARED if name in versions}
 
 
 CHECKS = (
     Check("requirements", "python", ERROR, "the libraries that Ringdance itself needs", _requirements),
     Check("horovod-beside", "python", ERROR,
-          "the distributions horovod and ringdance-horovod side by side: both own the directory horovod/",
+          "horovod installed next to ringdance-horovod: both distributions own the directory horovod/",
           _horovod),
     Check("shadowed-modules", "python", ERROR,
-          "files of the working directory or of PYTHONPATH that are imported in place of libraries: "
+          "files in the working directory or PYTHONPATH that are imported in place of libraries, such as "
           "torch.py, random.py", _shadowed),
     Check("user-site", "python", WARNING, "libraries in ~/.local that hide the environment's",
           limit("nothing in ~/.local comes before the environment's libraries",
                 lambda host: host["python"]["user_site"],
                 "export PYTHONNOUSERSITE=1",
-                problem="{python[user_site]!l} in ~/.local come before those of the environment")),
+                problem="{python[user_site]!l} in ~/.local come before the environment's libraries")),
     Check("same-mpi", "python", ERROR, "the same mpi4py and MPI library on all hosts",
           equal(_mpi, _SAME_EVERYWHERE), ("python", "mpi"), compares=True),
     Check("same-frameworks", "python", WARNING,
-          "the same framework versions on all hosts: other versions compute other numbers, or have other "
-          "names of weights", equal(_frameworks, _SAME_EVERYWHERE), compares=True),
+          "the same framework versions on all hosts: different versions may compute different numbers or "
+          "name weights differently", equal(_frameworks, _SAME_EVERYWHERE), compares=True),
 )  # fmt: skip

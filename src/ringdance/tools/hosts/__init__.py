@@ -1,1 +1,1 @@
-"""``ringdance hosts``: copy files to hosts; hosts with an agent on each, for other commands."""
+"""``ringdance hosts``: copy files to hosts. Also sets of hosts with agents, for other commands."""

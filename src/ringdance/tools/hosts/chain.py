@@ -1,4 +1,4 @@
-"""Connect the hosts of a copy to a chain, in which each passes on to the next."""
+"""Connect the hosts of a copy into a chain, in which each host passes data on to the next."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ringdance.tools.hosts.host_set import HostSet
 
 
 def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -> list[list[str]]:
-    """Connect each host to the next; return chains, to whose first hosts this machine sends.
+    """Connect each host to the next and return the chains. This machine sends to the first host of each.
 
     Args:
-        hosts: connected.
-        names: those to chain, in this order.
-        warn: called with a message for each connection that cannot be made.
+        hosts: Connected hosts.
+        names: Hosts to chain, in this order.
+        warn: Function called with a message for each connection that cannot be made.
     """
     tokens = {host: secrets.token_hex(32) for host in names[1:]}
     ports = hosts.ask(
@@ -25,10 +25,10 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
     reachable = addresses({host: hosts.agents[host].facts for host in names})
     broken: dict[str, str] = {host: answer["problem"] for host, answer in ports.items() if answer["problem"]}
     links = list(pairwise(names))
-    # Every other link first: a host that connects does not accept connections meanwhile.
+    # Make every other link first, because a host that is connecting does not accept connections.
     for half in (links[::2], links[1::2]):
         tried = {before: after for before, after in half if after not in broken}
-        found = hosts.ask(
+        answers = hosts.ask(
             {
                 before: {
                     "task": "copy", "do": "next", "token": tokens[after], "port": ports[after]["port"],
@@ -37,7 +37,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
                 for before, after in tried.items()
             }
         )  # fmt: skip
-        broken |= {tried[host]: answer["problem"] for host, answer in found.items() if answer["problem"]}
+        broken |= {tried[host]: answer["problem"] for host, answer in answers.items() if answer["problem"]}
     chains: list[list[str]] = [[names[0]]]
     for before, after in links:
         if after not in broken:
@@ -45,18 +45,18 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
             continue
         chains.append([after])
         if before not in hosts.problems and after not in hosts.problems:
-            warn(f"{before} cannot connect to {after} ({broken[after]}); this machine sends to it instead")
+            warn(f"{before} cannot connect to {after} ({broken[after]}). This machine sends to it instead")
     return chains
 
 
 def addresses(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
-    """Return the addresses at which each host may be reached, those on networks that all share first."""
+    """Return each host's addresses. Addresses on networks that all hosts share come first."""
     networks = shared_networks(facts)
-    found = {}
+    by_host = {}
     for host, known in facts.items():
         shared = networks.interfaces.get(host, ())
         ordered = sorted(known.networks, key=lambda network: network[0] not in shared)
-        # The last may be an IPv6 address that is in no known network.
+        # The last address may be an IPv6 address outside all known networks.
         all_addresses = [address for _, address, _ in ordered] + [known.reached]
-        found[host] = list(dict.fromkeys(filter(None, all_addresses))) or ["127.0.0.1"]
-    return found
+        by_host[host] = list(dict.fromkeys(filter(None, all_addresses))) or ["127.0.0.1"]
+    return by_host

@@ -22,23 +22,23 @@ from ringdance.tools.hosts.progress import CopyProgress
 _EPILOG = """\
 examples:
   ringdance hosts copy -H node1,node2,node3 data /scratch/data   the directory becomes /scratch/data
-  ringdance hosts copy -H node1,node2 train.py /scratch/         into a directory, by its own name
+  ringdance hosts copy -H node1,node2 train.py /scratch/         into a directory, under its own name
   ringdance hosts copy --hostfile hosts train.py                 to the same path as here
 
-Without -H and --hostfile the hosts are those allocated by a scheduler: a Slurm or LSF job's, the workers of
-an MPIJob or TrainJob, the hosts of a SageMaker job. They need what `ringdance run` needs: ssh without a
-password, and this Python environment at the same path.
+Without -H and --hostfile, the command uses the hosts that a scheduler allocated: the hosts of a Slurm, LSF or
+SageMaker job, or the workers of an MPIJob or TrainJob. As for `ringdance run`, they need ssh without a
+password and this Python environment at the same path.
 
-Each file is written under another name, checked (SHA-256) and then renamed: it is complete or absent.
-An interrupted copy is resumed by the same command. Nothing is removed on the hosts. This machine sends once,
-by ssh. From host to host the bytes go over TCP, not encrypted, like MPI's; --direct avoids that.
+Each file is written under another name, checked (SHA-256) and then renamed, so it is complete or absent.
+Run the same command again to resume an interrupted copy. Nothing is removed on the hosts. This machine sends
+the data once, over ssh. Hosts pass it on over TCP, unencrypted like MPI. --direct avoids that.
 
-exit code: 0 if everything is on all hosts, else 1"""
+exit code: 0 if everything is on all hosts, otherwise 1"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance hosts`` with the words after it; returns the exit code."""
-    text = "copy a file or a directory to all hosts, each passing it on"
+    """Run ``ringdance hosts`` with the arguments ``argv``. Returns the exit code."""
+    text = "copy a file or a directory to all hosts; each passes it on"
     known = {"copy": Subcommand(_run, text, _add_arguments, _EPILOG)}
     return subcommands.run("ringdance hosts", "Copy files to hosts.", known, argv)
 
@@ -47,14 +47,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="a file or a directory on this machine")
     text = (
-        "its path on the hosts, or with a / at the end the directory into which it goes "
+        "path on the hosts; if it ends with /, the directory that receives SRC "
         "(default: the same path as here)"
     )
     add("destination", metavar="DST", nargs="?", help=text)
-    text = "compare contents; otherwise files of equal size and time are equal"
+    text = "compare contents; by default, files of equal size and time count as equal"
     add("--checksum", action="store_true", help=text)
-    add("--direct", action="store_true", help="send to each host from here by ssh, nothing from host to host")
-    add("--json", action="store_true", help="as JSON")
+    add("--direct", action="store_true", help="send to each host from here over ssh, not from host to host")
+    add("--json", action="store_true", help="print JSON")
     add_arguments(parser)
 
 
@@ -67,7 +67,7 @@ def _copy(arguments: argparse.Namespace, hosts: HostSet) -> int:
     destination = arguments.destination or os.path.abspath(arguments.source)
     source = files.collect(arguments.source, destination, arguments.checksum)
     for path in source.skipped:
-        print(f"ringdance hosts: {path} is neither file, directory nor link: left out", file=sys.stderr)
+        print(f"ringdance hosts: {path} is not a file, directory or link: skipped", file=sys.stderr)
     hosts.connect(arguments.connect_timeout)
     progress = CopyProgress(source.size)
     start = time.monotonic()
@@ -75,28 +75,28 @@ def _copy(arguments: argparse.Namespace, hosts: HostSet) -> int:
     try:
         outcomes = copying.run()
     except KeyboardInterrupt:
-        progress.print("interrupted; the same command resumes the copy")
+        progress.print("interrupted. Run the same command again to resume the copy")
         raise
     finally:
         progress.stop()
     if arguments.json:
-        print(json.dumps([{"host": host, **vars(one)} for host, one in outcomes.items()], indent=2))
+        print(json.dumps([{"host": host, **vars(outcome)} for host, outcome in outcomes.items()], indent=2))
     else:
         print(_summary(outcomes, time.monotonic() - start))
         sys.stdout.flush()
-        for host, one in outcomes.items():
-            if one.failed:
-                print(f"ringdance hosts: host {host}: {one.problem or one.bad[0]}", file=sys.stderr)
-    return int(any(one.failed for one in outcomes.values()))
+        for host, outcome in outcomes.items():
+            if outcome.failed:
+                print(f"ringdance hosts: host {host}: {outcome.problem or outcome.bad[0]}", file=sys.stderr)
+    return int(any(outcome.failed for outcome in outcomes.values()))
 
 
 def _summary(outcomes: Mapping[str, Outcome], seconds: float) -> str:
-    good = sum(not one.failed for one in outcomes.values())
-    there = min(one.there for one in outcomes.values())
-    size = max(one.bytes for one in outcomes.values())
-    kept = max(one.kept for one in outcomes.values())
+    good = sum(not outcome.failed for outcome in outcomes.values())
+    there = min(outcome.there for outcome in outcomes.values())
+    size = max(outcome.bytes for outcome in outcomes.values())
+    kept = max(outcome.kept for outcome in outcomes.values())
     hosts = _count(len(outcomes), "host")
-    written = _count(max(one.files for one in outcomes.values()), "file")
+    written = _count(max(outcome.files for outcome in outcomes.values()), "file")
     where = hosts if good == len(outcomes) else f"{good} of {hosts}"
     parts = [f"{written}, {decimal(size)}, to {where} in {seconds:.1f} s"]
     parts += [f"{decimal(int(size / seconds))}/s to each"] if size > 10e6 else []

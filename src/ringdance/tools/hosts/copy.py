@@ -1,9 +1,9 @@
-"""Copy files from this machine to several hosts, which pass them on to one another.
+"""Copy files from this machine to several hosts, which pass them on to each other.
 
-The bytes leave this machine once, however many hosts there are; each host writes what it receives and passes
-it on at the same time. What a host has already is not sent. A host that the one before cannot reach, or
-loses, is served from this machine, from where it was. The hosts' part is ``host/copy/receive.py``, which
-describes the messages.
+The bytes leave this machine once, no matter how many hosts there are. Each host writes what it receives and
+passes it on at the same time. Data that a host already has are not sent. If the previous host in the chain
+cannot reach a host, or loses it, this machine sends to it directly and continues where it stopped. The hosts'
+side is ``launch/copy/receive.py``, which also describes the messages.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ringdance.tools.hosts.host_set import HostSet
 from ringdance.tools.hosts.progress import CopyProgress
 
 CHUNK = 1 << 20
-_MAX_UNSENT = 4 << 20  # bytes that may wait for a host
+_MAX_UNSENT = 4 << 20  # bytes that may be queued for a host
 _RESERVE = 1 << 20  # bytes that stay free on a host's file system
-_LONG_S = 86400.0  # a host may have to read all its files
+_LONG_S = 86400.0  # seconds: a host may have to read all its files before it answers
 
 
 @dataclass
 class Outcome:
-    """How the copy ended on a host.
+    """The result of the copy on a host.
 
     Attributes:
-        problem: why the host was given up, or "".
-        bad: problems with single files.
-        files: number of files written.
-        there: number of files that were there already.
-        bytes: number of bytes written.
-        kept: bytes that an interrupted copy had left.
+        problem: Reason for giving up on the host, or "".
+        bad: Problems with single files.
+        files: Number of files written.
+        there: Number of files that existed already.
+        bytes: Number of bytes written.
+        kept: Bytes from an interrupted copy that were kept.
     """
 
     problem: str = ""
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether anything is not there as it should be."""
+        """True if the copy is incomplete on the host."""
         return bool(self.problem or self.bad)
 
 
@@ -59,10 +59,10 @@ class _State:
     """A host in the current round.
 
     Attributes:
-        have: bytes that it has of each file, -1 for all.
-        open: files that it has not reported yet.
-        done: bytes that it has of everything.
-        again: whether it needs another round.
+        have: Bytes of each file that the host has, -1 for a complete file.
+        open: Files that it has not reported yet.
+        done: Bytes that it has of all files together.
+        again: True if it needs another round.
     """
 
     have: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _State:
     again: bool = False
 
     def needs(self, number: int) -> bool:
-        """Whether this file is to be sent in this round."""
+        """Return True if the host needs this file in the current round."""
         return number in self.open and not self.again
 
 
@@ -79,11 +79,11 @@ class Copy:
     """One copy to several hosts.
 
     Args:
-        hosts: connected.
-        source: what to copy.
-        progress: shows how far the copy is.
-        direct: send to each host from this machine, nothing from host to host.
-        checksum: whether files count as equal by content instead of by size and time.
+        hosts: Connected hosts.
+        source: Files to copy and their destination.
+        progress: Progress display.
+        direct: If True, send to each host from this machine, not from host to host.
+        checksum: If True, compare files by content instead of by size and time.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Copy:
         self.outcomes = {host: Outcome(hosts.problems.get(host, "")) for host in hosts.names}
 
     def run(self) -> dict[str, Outcome]:
-        """Copy in rounds, until each host has everything or has failed."""
+        """Copy in rounds until each host has everything or has failed."""
         left = self._hosts.connected
         for number in range(len(left) + 2):
             self._prepare(left, first=number == 0)
@@ -111,7 +111,7 @@ class Copy:
             if not left:
                 break
         for host in left:
-            self._fail(host, "the connection to the host before it was lost repeatedly; try --direct")
+            self._fail(host, "the previous host repeatedly lost the connection to it. Try --direct")
         self._ask("over", self._hosts.connected)
         return self.outcomes
 
@@ -127,7 +127,7 @@ class Copy:
     def _ask(
         self, do: str, hosts: Sequence[str], payload: bytes = b"", **more: Any
     ) -> dict[str, dict[str, Any]]:
-        """Have hosts do a step of the copy; return the answers of those that succeeded."""
+        """Ask hosts to run one step of the copy. Returns the answers of the hosts that succeeded."""
         message = {"task": "copy", "do": do, **more}
         answers = self._hosts.ask(dict.fromkeys(hosts, message), payload, _LONG_S)
         for host, answer in answers.items():
@@ -137,7 +137,7 @@ class Copy:
     # --- a round -------------------------------------------------------------------------------
 
     def _prepare(self, hosts: Sequence[str], first: bool) -> None:
-        """Send the list of files, and find out what the hosts have already."""
+        """Send the list of files and ask the hosts what they already have."""
         source = self._source
         entries = json.dumps([entry[:-1] for entry in source.entries]).encode()
         begun = self._ask("begin", hosts, entries, root=source.root, checksum=self._checksum)
@@ -157,7 +157,7 @@ class Copy:
         self._show()
 
     def _arrange(self) -> None:
-        """Chain the hosts; this machine stays outside of the chains."""
+        """Chain the hosts. This machine stays outside the chains."""
         local = [host for host in self._states if host in self._hosts.shell.local]
         others = [host for host, state in self._states.items() if host not in local and state.open]
         if self._direct or len(others) < 2:
@@ -184,10 +184,10 @@ class Copy:
             self._hosts.send(host, {"task": "copy", "do": "end", "file": file, "digest": digest})
 
     def _send(self, number: int, entry: Entry) -> str:
-        """Send a file's bytes to the first host of each chain; return its SHA-256.
+        """Send a file's bytes to the first host of each chain. Returns the file's SHA-256.
 
         Raises:
-            OSError: it cannot be read, or has changed.
+            OSError: The file cannot be read, or it has changed.
         """
         digest, at = hashlib.sha256(), 0
         with open(entry.source, "rb", buffering=0) as file:
@@ -205,9 +205,9 @@ class Copy:
                     self._receive(1.0)
                 if not data:
                     break
-            found = os.fstat(file.fileno())
-        if (found.st_size, found.st_mtime_ns) != (entry.size, entry.changed):
-            raise OSError("it changed during the copy; copy again")
+            status = os.fstat(file.fileno())
+        if (status.st_size, status.st_mtime_ns) != (entry.size, entry.changed):
+            raise OSError("it changed during the copy. Copy again")
         return digest.hexdigest()
 
     # --- reports -------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Copy:
         if kind == "got":
             state.done += message["bytes"]
             self.outcomes[host].bytes += message["bytes"]
-        elif kind in ("cut", "lost"):  # the host before this one, or behind it
+        elif kind in ("cut", "lost"):  # cut: lost the previous host; lost: lost the next one
             self._cut(host, behind=kind == "lost")
         elif kind == "file" and message["file"] in state.open:
             self._finish_file(host, state, message)
@@ -237,13 +237,13 @@ class Copy:
         if not message["problem"]:
             outcome.files += 1
         elif message["again"] and (host, file) not in self._corrupted:
-            self._corrupted.add((host, file))  # or what an earlier copy has left was corrupt
+            self._corrupted.add((host, file))  # a part kept from an earlier copy may have been corrupt
             state.again = True
         else:
             outcome.bad.append(f"{self._files[file].path}: {message['problem']}")
 
     def _cut(self, host: str, behind: bool) -> None:
-        """Leave a host, or only those `behind` it in its chain, to another round."""
+        """Leave a host and its successors in the chain, or only these if ``behind``, to another round."""
         for chain in self._chains:
             if host in chain:
                 for other in chain[chain.index(host) + behind :]:

@@ -1,4 +1,4 @@
-"""List what is copied: a file, or all that a directory contains."""
+"""List the entries of a copy: a single file, or everything in a directory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ringdance.errors import LaunchError
 
 
 class Entry(NamedTuple):
-    """A file, directory or link below the destination; all but `source` is sent to the agents.
+    """A file, directory or link below the destination. All fields except ``source`` are sent to the agents.
 
     Attributes:
-        path: relative to the destination; "" for the destination itself.
+        path: Path relative to the destination, "" for the destination itself.
         kind: "file", "directory" or "link".
-        size: of a file, in bytes.
-        mode: permission bits.
-        changed: time of modification, ns since the epoch.
-        text: target of a link; SHA-256 of a file, where contents are compared.
-        source: its path on this machine.
+        size: Size of a file in bytes.
+        mode: Permission bits.
+        changed: Modification time in ns since the epoch.
+        text: Target of a link, or a file's SHA-256 if contents are compared.
+        source: Path on this machine.
     """
 
     path: str
@@ -36,12 +36,12 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """What is copied, and where it goes.
+    """The entries of a copy and their destination.
 
     Attributes:
-        root: directory on the hosts below which all entries' paths lie.
-        entries: directories before their contents.
-        skipped: paths of what cannot be copied: sockets, pipes, devices.
+        root: Directory on the hosts to which all entries' paths are relative.
+        entries: Entries, each directory before its contents.
+        skipped: Paths of sockets, pipes and devices, which cannot be copied.
     """
 
     root: str
@@ -50,46 +50,46 @@ class Source:
 
     @property
     def files(self) -> list[Entry]:
-        """The files; agents number them in this order."""
+        """The files. Agents number them in this order."""
         return [entry for entry in self.entries if entry.kind == "file"]
 
     @property
     def size(self) -> int:
-        """Of all files, in bytes."""
+        """Total size of all files in bytes."""
         return sum(entry.size for entry in self.entries)
 
 
 def collect(source: str, destination: str, checksum: bool = False) -> Source:
-    """List all that is copied.
+    """List the entries to copy.
 
-    A directory's contents go to `destination` itself, a file becomes `destination`; with a slash at its end,
-    both go into it by their own names.
+    A directory's contents go to ``destination`` itself, and a file becomes ``destination``. If
+    ``destination`` ends with a slash, both go into it under their own names.
 
     Args:
-        source: a file or a directory on this machine.
-        destination: a path on the hosts; relative to the current directory's path.
-        checksum: whether files are compared by content.
+        source: File or directory on this machine.
+        destination: Path on the hosts, relative to the current directory's path.
+        checksum: If True, files are compared by content.
 
     Raises:
-        LaunchError: it is neither a file nor a directory.
-        OSError: something cannot be read.
+        LaunchError: ``source`` is neither a file nor a directory.
+        OSError: Something cannot be read.
     """
     if destination.endswith("/"):
         destination += os.path.basename(os.path.abspath(source))
     target = destination if destination.startswith("~") else os.path.abspath(destination)
-    found = os.stat(source)
-    if stat.S_ISDIR(found.st_mode):
+    status = os.stat(source)
+    if stat.S_ISDIR(status.st_mode):
         skipped: list[str] = []
         return Source(target, tuple(_walk(source, checksum, skipped)), tuple(skipped))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise LaunchError(f"{source} is neither a file nor a directory")
     root, name = os.path.split(target)
-    return Source(root or "/", (_file(name, source, found, checksum),))
+    return Source(root or "/", (_file(name, source, status, checksum),))
 
 
 def _walk(top: str, checksum: bool, skipped: list[str], below: str = "") -> Iterator[Entry]:
-    found = os.stat(top)
-    yield Entry(below, "directory", 0, stat.S_IMODE(found.st_mode) & 0o777, found.st_mtime_ns, "", top)
+    status = os.stat(top)
+    yield Entry(below, "directory", 0, stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime_ns, "", top)
     for entry in sorted(os.scandir(top), key=lambda entry: entry.name):
         path = f"{below}/{entry.name}" if below else entry.name
         if entry.is_symlink():
@@ -103,7 +103,7 @@ def _walk(top: str, checksum: bool, skipped: list[str], below: str = "") -> Iter
 
 
 def _file(path: str, source: str, found: os.stat_result, checksum: bool) -> Entry:
-    with open(source, "rb") as file:  # a file that cannot be read is found before the copy starts
+    with open(source, "rb") as file:  # reports an unreadable file before the copy starts
         digest = hashlib.file_digest(file, "sha256").hexdigest() if checksum else ""
     mode = stat.S_IMODE(found.st_mode) & 0o777
     return Entry(path, "file", found.st_size, mode, found.st_mtime_ns, digest, source)

@@ -1,4 +1,4 @@
-"""Hosts of a command, with an agent on each."""
+"""The hosts that a command uses, with an agent on each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ringdance.launch.parser import number
 from ringdance.launch.remote.connect import Remote, attempt, close_all
 from ringdance.launch.remote.shell import RemoteShell, add_host_options, hosts_of, remote_shell_of
 
-# ssh ends 20 s after its host stops answering.
+# ssh exits 20 s after its host stops answering.
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 
 Event = tuple[str, dict[str, Any] | None, bytes]
-"""A host, its agent's message (None: the connection is lost), and the bytes that belong to the message."""
+"""A host, its agent's message (None if the connection is lost), and the bytes that belong to the message."""
 
 
 def _print(text: str) -> None:
@@ -35,10 +35,10 @@ class HostSet:
     """Hosts with their slots, in the order given, and the agents on them.
 
     Attributes:
-        slots: by name; 0 where none are given.
-        shell: how the hosts are reached.
-        agents: on the hosts that answered.
-        problems: why the others cannot be used, also those that were lost since.
+        slots: Slots by host name, 0 if not specified.
+        shell: Remote shell that reaches the hosts.
+        agents: Agents on the hosts that answered.
+        problems: Reasons why the other hosts cannot be used. Includes hosts lost later.
     """
 
     slots: dict[str, int]
@@ -48,45 +48,45 @@ class HostSet:
 
     @property
     def names(self) -> list[str]:
-        """All hosts."""
+        """Names of all hosts."""
         return list(self.slots)
 
     @property
     def connected(self) -> list[str]:
-        """Hosts with an agent that is not lost."""
+        """Hosts with an agent whose connection is not lost."""
         return [host for host in self.agents if host not in self.problems]
 
     def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
-        """Start the agents that are missing, all at once; note hosts that cannot be used in `problems`.
+        """Start the missing agents in parallel. Adds hosts that cannot be used to ``problems``.
 
         Args:
-            timeout: seconds for a host to answer.
-            log: is called now and then with the hosts that are still waited for.
+            timeout: Seconds within which a host must answer.
+            log: Function called from time to time with the hosts that have not answered yet.
         """
         missing = [host for host in self.names if host not in self.agents]
-        found, self.problems = attempt(missing, self.shell, timeout, log)
-        self.agents |= {host: found[host] for host in missing if host in found}
-        for host in self.problems.keys() & found.keys():
+        started, self.problems = attempt(missing, self.shell, timeout, log)
+        self.agents |= {host: started[host] for host in missing if host in started}
+        for host in self.problems.keys() & started.keys():
             self.agents.pop(host).close()
 
     def close(self) -> None:
-        """End the agents."""
+        """Stop the agents."""
         close_all(self.agents.values())
 
     def send(self, host: str, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Send to an agent without waiting; `step` reports whether it is lost."""
+        """Send to an agent without waiting. If the agent is lost, ``step`` reports it."""
         if host not in self.problems:
             self.agents[host].frames.send(dict(message), payload)
 
     def unsent(self, host: str) -> int:
-        """Bytes that wait to be sent to a host, 0 if it is lost."""
+        """Return the number of bytes queued for a host, 0 if it is lost."""
         return 0 if host in self.problems else self.agents[host].frames.unsent
 
     def step(self, timeout: float | None) -> list[Event]:
-        """Send what waits, and return messages as soon as there are some.
+        """Send queued bytes and return messages as soon as any arrive.
 
         Args:
-            timeout: seconds to wait for messages; None: until there are some.
+            timeout: Seconds to wait for messages. None waits until one arrives.
         """
         with selectors.DefaultSelector() as selector:
             for host in self.connected:
@@ -95,13 +95,13 @@ class HostSet:
                 if frames.unsent and frames.open:
                     selector.register(frames.write_fd, selectors.EVENT_WRITE, host)
             ready = [(key.data, events) for key, events in selector.select(timeout)]
-        found: list[Event] = []
+        received: list[Event] = []
         for host, events in ready:
             if events & selectors.EVENT_WRITE:
                 self.agents[host].frames.flush()
             else:
-                found += self._receive(host)
-        return found
+                received += self._receive(host)
+        return received
 
     def _receive(self, host: str) -> list[Event]:
         agent, reason = self.agents[host], "connection closed"
@@ -109,68 +109,68 @@ class HostSet:
             messages, alive = agent.frames.receive()
         except ValueError as error:
             messages, alive, reason = [], False, f"invalid message: {error}"
-        found: list[Event] = [(host, message, payload) for message, payload in messages]
+        events: list[Event] = [(host, message, payload) for message, payload in messages]
         if not alive:
             last = agent.last_words()
             self.problems[host] = f"host lost: {reason}" + (f" ({last})" if last else "")
-            found.append((host, None, b""))
-        return found
+            events.append((host, None, b""))
+        return events
 
     def ask(
         self, messages: Mapping[str, Mapping[str, Any]], payload: bytes = b"", timeout: float = 60.0
     ) -> dict[str, dict[str, Any]]:
-        """Send each host its message, all of the same task, and wait for the answers.
+        """Send each host its message and wait for the answers. All messages have the same task.
 
         Returns:
-            By host; an answer's "problem" is "" if there is none.
+            Answers by host. An answer's "problem" is "" if it succeeded.
         """
-        found: dict[str, dict[str, Any]] = {
+        answers: dict[str, dict[str, Any]] = {
             host: {"problem": self.problems[host]} for host in messages if host in self.problems
         }
         for host, message in messages.items():
             self.send(host, message, payload)
         kinds = {(message["task"], message.get("do")) for message in messages.values()}
         deadline = time.monotonic() + timeout
-        while len(found) < len(messages):
+        while len(answers) < len(messages):
             left = deadline - time.monotonic()
             for host, answer, _ in self.step(max(0.0, left)):
                 if answer is None:
-                    found[host] = {"problem": self.problems[host]}
+                    answers[host] = {"problem": self.problems[host]}
                 elif (answer.get("answer"), answer.get("what")) in kinds:
-                    found[host] = answer
+                    answers[host] = answer
             if left <= 0:
                 late = {"problem": f"no answer within {timeout:g} s"}
-                found = dict.fromkeys(messages, late) | found
-        return {host: found[host] for host in messages}
+                answers = dict.fromkeys(messages, late) | answers
+        return {host: answers[host] for host in messages}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the hosts and the way to reach them."""
+    """Add the options that select the hosts and the way to reach them."""
     group = parser.add_argument_group("hosts")
     add_host_options(group)
-    text = "seconds for a host to answer (default %(default)g)"
+    text = "seconds within which a host must answer (default %(default)g)"
     group.add_argument("--connect-timeout", type=number, default=15.0, metavar="S", help=text)
 
 
 def host_set(arguments: argparse.Namespace) -> HostSet:
-    """Return the hosts that the arguments name, else those allocated by a scheduler; connects to none.
+    """Return the hosts in the arguments, or otherwise the hosts allocated by a scheduler. Does not connect.
 
     Raises:
-        LaunchError: no hosts are named, or the names cannot be parsed.
+        LaunchError: There are no hosts, or their names cannot be parsed.
     """
     shell = remote_shell_of(arguments, _KEEP_ALIVE)
     hosts = hosts_of(arguments, slots=0)
-    if not hosts and (given := detect(os.environ)):
-        hosts = given.hosts
-        ssh = (*shell.arguments, *given.ssh_arguments)
-        shell = replace(shell, method=given.method, arguments=ssh, start_timeout=given.start_timeout)
+    if not hosts and (job := detect(os.environ)):
+        hosts = job.hosts
+        ssh = (*shell.arguments, *job.ssh_arguments)
+        shell = replace(shell, method=job.method, arguments=ssh, start_timeout=job.start_timeout)
     if not hosts:
-        raise LaunchError("missing hosts: give -H node1,node2, or --hostfile FILE")
+        raise LaunchError("missing hosts: pass -H node1,node2 or --hostfile FILE")
     return of_hosts(hosts, shell)
 
 
 def of_hosts(hosts: Sequence[tuple[str, int]], shell: RemoteShell) -> HostSet:
-    """Return hosts with their slots; all names of this machine are one host."""
+    """Return hosts with their slots. All names of this machine count as one host."""
     local = local_names(name for name, _ in hosts)
     first = next((name for name, _ in hosts if name in local), "")
     slots = dict(merge((first if name in local else name, count) for name, count in hosts))

@@ -9,10 +9,10 @@ from rich.console import Console
 
 
 class CopyProgress:
-    """A bar with the progress of the slowest host; no bar where stderr is no terminal.
+    """A progress bar for the slowest host. There is no bar if stderr is not a terminal.
 
     Args:
-        total: bytes that each host has at the end.
+        total: Bytes that each host has at the end.
     """
 
     def __init__(self, total: int) -> None:
@@ -29,12 +29,12 @@ class CopyProgress:
         self._console.print(f"ringdance hosts: {text}")
 
     def update(self, done: Mapping[str, int]) -> None:
-        """Show how many bytes the slowest host has, and its name if it is behind the others."""
+        """Show the slowest host's number of bytes, and its name if it lags behind the others."""
         if not done:
             return
         slowest = min(done, key=done.__getitem__)
         task = self._progress.tasks[self._task]
-        if not task.completed:  # what an earlier copy has left does not count as speed
+        if not task.completed:  # bytes kept from an earlier copy must not count as speed
             self._progress.reset(self._task, completed=done[slowest])
         self._progress.start()
         behind = max(done.values()) - done[slowest] > (task.total or 0) / 50

@@ -16,11 +16,11 @@ from ringdance.tools.hosts.host_set import HostSet
 
 @dataclass
 class Result:
-    """How a command ended on a host.
+    """The result of a command on a host.
 
     Attributes:
-        output: its stdout and stderr, in the order in which they were written.
-        problem: why it was not run there, or not to its end; "" otherwise.
+        output: The command's stdout and stderr, in the order in which they were written.
+        problem: Reason why it did not run, or did not finish. Otherwise "".
     """
 
     output: bytearray = field(default_factory=bytearray)
@@ -28,14 +28,14 @@ class Result:
 
 
 def run_everywhere(hosts: HostSet, words: Sequence[str], timeout: float) -> dict[str, Result]:
-    """Run a command on all hosts, end what is left of it, and return the results by host.
+    """Run a command on all hosts, stop its remaining processes, and return the results by host.
 
-    It runs in the home directory, and finds the programs of this Python environment first.
+    The command runs in the home directory. The programs of this Python environment come first in its PATH.
 
     Args:
-        hosts: connected.
-        words: the program and its arguments.
-        timeout: seconds after which the command is ended.
+        hosts: Connected hosts.
+        words: Program and its arguments.
+        timeout: Seconds after which the command is stopped.
     """
     job: dict[str, Any] = {
         "job": uuid.uuid4().hex, "bases": bases(os.environ), "cwd": "/", "needed": [], "environ": {},
@@ -57,13 +57,13 @@ def run_everywhere(hosts: HostSet, words: Sequence[str], timeout: float) -> dict
             elif _ended(hosts, host, message, results[host]) and host in running:
                 running.remove(host)
     for host in running:
-        results[host].problem = f"it has not answered in {timeout:g} s"
+        results[host].problem = f"it did not answer within {timeout:g} s"
     _clean(hosts)
     return results
 
 
 def _ended(hosts: HostSet, host: str, message: Mapping[str, object] | None, result: Result) -> bool:
-    """Return whether `message` reports the end of the command on a host; note why, if it has failed."""
+    """Return True if ``message`` reports the end of the command on a host. Stores the reason of a failure."""
     if message is None:
         result.problem = hosts.problems[host]
     elif message.get("problem"):
@@ -72,7 +72,7 @@ def _ended(hosts: HostSet, host: str, message: Mapping[str, object] | None, resu
 
 
 def _clean(hosts: HostSet) -> None:
-    """End all processes of the command and remove its files."""
+    """Stop all processes of the command and remove its files."""
     left = set(hosts.connected)
     for host in left:
         hosts.send(host, {"clean": True, "failed": False})

@@ -32,8 +32,8 @@ gradients count in an exchange before they are used: averaging equal gradients c
 stay on their fast path.
 
 Overlap: if all ranks have spare cores (agreed through the mask), buckets are exchanged during backward.
-Otherwise everything is sent in one request at its end. Parameter order decides on the buckets and their
-order, never timing.
+Otherwise everything is sent in one request at the end of the pass. Parameter order decides on the buckets
+and their order, never timing.
 
 Note [Direct buckets]
 Gradients that are exchanged on their device (``core.exchange.device``) take another fast path. After
@@ -234,7 +234,7 @@ class GradientExchange:
         self.reset()
 
     def extend(self, names: Sequence[str]) -> None:
-        """Add the gradients that the source has gained. All ranks of the set call this, between equal steps.
+        """Add the gradients that the source has gained. All ranks call this between the same two steps.
 
         The exchange keeps its name, so that the next one fails on all ranks if a rank has not called this.
 

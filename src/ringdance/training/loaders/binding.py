@@ -119,7 +119,7 @@ class Loaders:
             prefetch: Batches that are prepared ahead.
             drop_last: Skip the last batch of an epoch if the global batch is short.
             process_set: Ranks among which the rows are divided.
-            device: Device of the tensors, like in ``image_loader``.
+            device: Device of the tensors, as in ``image_loader``.
 
         Raises:
             ArgumentError: An argument is wrong.

@@ -1,4 +1,4 @@
-"""What is kept of jobs in the background."""
+"""Records of jobs in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_streams() -> Iterator[None]:
-    """Keep stdout and stderr, which a record's creation redirects."""
+    """Restore stdout and stderr, which creating a record redirects."""
     kept = os.dup(1), os.dup(2)
     yield
     for descriptor, copy in enumerate(kept, 1):
@@ -54,7 +54,7 @@ def test_the_state_of_a_job() -> None:
     assert made("3333", machine="other boot", launcher_host="other").state == "elsewhere"
     assert made("6666", machine=f"{os.uname().nodename} before a restart").state == "lost"
     assert made("4444", ended=5.0, code=3).state == "ended"
-    # It ended between a look at its file and a look at its process, here or on another machine.
+    # The job ended between reading its file and checking its process, here or on another machine.
     assert replace(made("5555", ended=5.0, code=3), ended=None, pid=ended.pid).state == "ended"
     other = made("7777", ended=5.0, code=3, machine="other boot", launcher_host="other")
     assert replace(other, ended=None).state == "ended"
@@ -87,7 +87,7 @@ def test_only_what_is_the_record_of_its_directory_is_removed(tmp_path: Path) -> 
     for number in range(1, 55):
         made(f"{number:04x}", began=float(number + 1), ended=1.0, code=0)
     assert victim.exists()
-    assert "0000" not in [one.short[:4] for one in records.load_all()]
+    assert "0000" not in [loaded.short[:4] for loaded in records.load_all()]
 
 
 def test_the_end_is_written_where_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +140,9 @@ def test_jobs_are_found_by_the_first_digits_of_their_names() -> None:
         records.find()
     first, second = made("ab00", began=1.0), made("ab01", began=2.0, ended=3.0, code=0)
     assert records.find("ab00a") == first
-    assert records.find() == first, "the newest that runs"
+    assert records.find() == first, "without a name, the newest running job"
     replace(first, ended=2.0, code=0).write()
-    assert records.find() == second, "the newest"
+    assert records.find() == second, "if no job runs, the newest job"
     for name in ("ab", "ab02", "*"):
         with pytest.raises(LaunchError, match="no job in the background matches"):
             records.find(name)
@@ -159,9 +159,9 @@ def test_stop_needs_no_name_where_one_job_runs(
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
     monkeypatch.setattr(records.Record, "state", property(lambda self: "ended" if sent else "running"))
-    one = made("1111")
+    job = made("1111")
     assert commands.stop([]) == 0
-    assert sent == [(one.pid, signal.SIGTERM)]
+    assert sent == [(job.pid, signal.SIGTERM)]
     sent.clear()
     made("2222")
     assert commands.stop([]) == 2
@@ -177,7 +177,7 @@ def test_old_records_go_and_running_jobs_stay() -> None:
         made(f"{number:04x}", began=float(number + 1), ended=1.0, code=0)
     kept = [record.job[:4] for record in records.load_all()]
     assert kept[0] == "ffff"
-    assert len(kept) == 1 + 50 + 1  # the last was not over when its record was made
+    assert len(kept) == 1 + 50 + 1  # the newest record was not over when it was made
     assert kept[-1] == f"{59:04x}"
 
 
@@ -218,7 +218,7 @@ def test_a_user_that_does_not_exist_has_no_home_directory() -> None:
 
 
 def test_without_a_home_directory_none_called_tilde_is_made(tmp_path: Path) -> None:
-    """HOME unset and a user that is in no list, as in a container that is run with `--user 4194999`."""
+    """HOME is unset and the user is not in any list, as in a container run with `--user 4194999`."""
     if not shutil.which("unshare") or subprocess.run([*OTHER_USER, "true"], check=False).returncode:
         pytest.skip("may not make user namespaces")
     environ = {k: v for k, v in os.environ.items() if k != "HOME" and not k.startswith("XDG_")}

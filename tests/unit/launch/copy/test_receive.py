@@ -1,4 +1,4 @@
-"""An agent that receives files and passes them on."""
+"""An agent that receives files and forwards them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdance.host.messages import Frames
 def test_the_wait_for_a_stopped_host_ends(ends: str) -> None:
     read, write = os.pipe()
     reports = os.pipe()
-    here, there = socket.socketpair()  # nothing reads the other end, as if that host were stopped
+    here, there = socket.socketpair()  # nothing reads the other end, as if the host were stopped
     receiver = Receiver(Frames(read, reports[1]), selectors.DefaultSelector())
     receiver._after = here, Frames(here.fileno(), here.fileno())
     chunk = {"do": "chunk", "file": 0, "at": 0}

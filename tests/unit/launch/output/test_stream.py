@@ -1,4 +1,4 @@
-"""Lines out of streams, tracebacks held back, mpiexec's own epilogue."""
+"""Lines from streams, tracebacks that are held back, and mpiexec's own epilogue."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_any_cut_of_a_stream_gives_the_same_lines() -> None:
     expected = [b"a\r\n", b"b\n", b"\n", b"c\r", b"d\r", b"\r", b"e\r\n", b"\r\n", b"last"]
     for seed in range(500):
         chance = random.Random(seed)
-        lines, found, at = Lines(), [], 0
+        lines, received, at = Lines(), [], 0
         while at < len(text):
             size = chance.randint(1, 5)
-            found += lines.feed(text[at : at + size])
+            received += lines.feed(text[at : at + size])
             at += size
-        assert found + lines.end() == expected, f"seed {seed}"
+        assert received + lines.end() == expected, f"seed {seed}"
 
 
 def test_every_line_carries_its_rank_and_a_last_one_gets_an_end(tmp_path: Path) -> None:

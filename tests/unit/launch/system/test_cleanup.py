@@ -1,4 +1,4 @@
-"""What the cleanup after a failed job removes, and what it leaves: all that is not the job's."""
+"""The cleanup after a failed job removes the job's shared memory, and leaves everything else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from ringdance.host.system import linux
 from ringdance.host.system.cleanup import Cleanup
 
-pytestmark = pytest.mark.skipif(not linux.LINUX, reason="/dev/shm is Linux's")
+pytestmark = pytest.mark.skipif(not linux.LINUX, reason="needs Linux's /dev/shm")
 SHARED = Path("/dev/shm")
 MAPPING = """
 import mmap, sys, time
@@ -32,7 +32,7 @@ time.sleep(60)
 
 @pytest.fixture
 def others() -> Iterator[list[Path]]:
-    """Files of another program, written, closed and not unlinked; names as libraries give them."""
+    """Create another program's files: written, closed and not unlinked, with names as libraries use them."""
     mark = uuid.uuid4().hex[:8]
     names = (f"psm_{mark}", f"sem.mp-{mark}", f"mpich_shar_tmp{mark}", f"torch_4194999_{mark}_0")
     files = [SHARED / name for name in names]
@@ -44,13 +44,13 @@ def others() -> Iterator[list[Path]]:
 
 
 def test_semaphores_and_memory_in_use_stay() -> None:
-    """A semaphore is mapped under a name that it no longer has."""
+    """A semaphore stays mapped after its name is gone."""
     began = time.time()
-    lock = multiprocessing.get_context("spawn").Lock()
+    sem = multiprocessing.get_context("spawn").Lock()
     memory = shared_memory.SharedMemory(create=True, size=4096)
     try:
         assert Cleanup("no such job", (), began).run(failed=True)
-        assert Path("/dev/shm", "sem." + lock._semlock.name.lstrip("/")).exists()  # type: ignore[attr-defined]
+        assert Path("/dev/shm", "sem." + sem._semlock.name.lstrip("/")).exists()  # type: ignore[attr-defined]
         assert Path("/dev/shm", memory.name.lstrip("/")).exists()
     finally:
         memory.close()
@@ -66,7 +66,7 @@ def test_what_another_program_has_closed_and_not_unlinked_stays(others: list[Pat
 def test_what_a_killed_process_alone_had_mapped_is_removed(
     tmp_path: Path, others: list[Path], substitute: bool
 ) -> None:
-    """It was seen while the job ran; another process that cleans up knows it from the notes."""
+    """The cleanup saw the mapping while the job ran. A substitute process knows it from the notes."""
     job, began = uuid.uuid4().hex, time.time()
     segment = SHARED / f"psm_{job[:8]}"
     cleanup = Cleanup(job, [str(tmp_path)], began)
@@ -97,17 +97,17 @@ def test_what_a_killed_process_alone_had_mapped_is_removed(
 def test_another_process_that_now_has_the_number_of_a_killed_backup_stays() -> None:
     words = ["sh", "-c", "sleep 60 >&- & echo $!"]
     other = int(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
-    mine = subprocess.Popen(["sleep", "60"])
+    backup = subprocess.Popen(["sleep", "60"])
     try:
-        for number in (other, mine.pid):
+        for number in (other, backup.pid):
             cleanup = Cleanup("no such job", (), time.time())
             cleanup.backup = number
             cleanup.run()
-        assert mine.wait(10) == -signal.SIGKILL
-        assert Path(f"/proc/{other}/cmdline").read_bytes(), "it has ended"
+        assert backup.wait(10) == -signal.SIGKILL
+        assert Path(f"/proc/{other}/cmdline").read_bytes(), "the other process was killed"
     finally:
         os.kill(other, signal.SIGKILL)
-        mine.kill()
+        backup.kill()
 
 
 def notes(directory: Path) -> list[str]:

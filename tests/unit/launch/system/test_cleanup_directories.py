@@ -1,4 +1,4 @@
-"""Directories of jobs: locked while a process guards them, then removed by the next job."""
+"""Directories of jobs are locked while a process guards them. Afterwards, the next job removes them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ sys.stdin.read()
 
 
 def make(base: Path, job: str) -> None:
-    """Make the directory of a job of this process."""
+    """Create the directory of a job of this process."""
     make_directories([host_directory(str(base), job)], job)
 
 
 def old(directory: Path) -> Path:
-    """Make a directory look some minutes old."""
+    """Make a directory look five minutes old."""
     os.utime(directory, (time.time() - 300,) * 2)
     return directory
 
@@ -52,11 +52,11 @@ def test_what_a_dead_guard_has_left_goes_with_the_next_job(tmp_path: Path) -> No
         guard.kill()
     make(tmp_path, "c" * 32)
     assert not first.exists()
-    assert Path(host_directory(str(tmp_path), "b" * 32)).exists()  # this process lives
+    assert Path(host_directory(str(tmp_path), "b" * 32)).exists()  # this process is alive
 
 
 def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
-    """Only a directory with the marker is a job's; others with such a name are users' data."""
+    """Only directories with the marker belong to jobs. Others with such names are users' data."""
     names = ["ringdance-aaaaaaaaaaaa-otherhost", "ringdance-flight-x", "ringdance-my-thesis"]
     others = [tmp_path / name for name in names] + [Path(host_directory(str(tmp_path), "a" * 32))]
     for directory in others:
@@ -72,9 +72,9 @@ def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 @pytest.mark.parametrize("links", [False, True])
 def test_a_rank_asks_no_other_users_socket(links: bool) -> None:
-    """The name of a job's directory is no secret: another user may have made one where the job could not."""
+    """Job directories have known names, so another user may create one before the job does."""
     with (
-        tempfile.TemporaryDirectory(prefix="rdt-") as place,  # a short path
+        tempfile.TemporaryDirectory(prefix="rdt-") as place,  # for a short path
         tempfile.TemporaryDirectory(prefix="rdt-") as other,
         socket.socket(socket.AF_UNIX) as listener,
     ):
@@ -96,17 +96,17 @@ def test_a_rank_asks_no_other_users_socket(links: bool) -> None:
 
 
 def test_names_of_hosts_that_end_or_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on EC2, with a TMPDIR that hosts share, where they may not see each other's locks."""
+    """Hosts on EC2 have such names. If they share TMPDIR, they may not see each other's locks."""
     made: list[str] = []
     for number in (23, 24):
         own = SimpleNamespace(nodename=f"ip-10-0-1-{number}.us-west-2.compute.internal")
         monkeypatch.setattr(os, "uname", lambda own=own: own)
-        assert abandoned(str(tmp_path)) == []  # of the other one
+        assert abandoned(str(tmp_path)) == []  # the directory of the other host
         path = Path(host_directory(str(tmp_path), "a" * 32))
         assert len(path.name) <= len("ringdance-") + 12 + 1 + 20
         path.mkdir()
         (path / "RINGDANCE_JOB").symlink_to("a" * 32)
-        assert abandoned(str(tmp_path)) == []  # it is young
+        assert abandoned(str(tmp_path)) == []  # too young
         assert abandoned(str(old(path).parent)) == [str(path)]
         made += [path.name, ReceivedFile(str(tmp_path / "file"), 1, 0o600, 1)._stem]
     assert len(set(made)) == 4

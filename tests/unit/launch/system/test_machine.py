@@ -1,4 +1,4 @@
-"""What an agent says of its machine, started as agents are: without the package and without ``site``."""
+"""An agent's facts about its machine. Agents start without the package and without ``site``."""
 
 from __future__ import annotations
 

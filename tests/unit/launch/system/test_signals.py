@@ -13,7 +13,7 @@ from ringdance.host.system.signals import Signals
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Numbers of SIGCHLD that another handler of this process gets."""
+    """Return the SIGCHLD numbers that another handler of this process gets."""
     numbers: list[int] = []
     before = signal.signal(signal.SIGCHLD, lambda number, _: numbers.append(number))
     yield numbers
@@ -35,7 +35,7 @@ def test_only_the_launchers_signals_are_taken(handled: list[int]) -> None:
 
 
 def test_what_is_ignored_stays_ignored() -> None:
-    """As under nohup, and what a shell without job control starts in the background."""
+    """This is so under nohup, and in the background of a shell without job control."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals = Signals()
     try:
