@@ -23,7 +23,7 @@ from ringdance.torch import _private
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.adasum import AdasumOptimizer
-from ringdance.torch.communicators import nccl_built
+from ringdance.torch.device.communicators import nccl_built
 from ringdance.torch.gradients import Gradients
 from ringdance.torch.hooks import Hooks, release
 from ringdance.torch.memory import Compression

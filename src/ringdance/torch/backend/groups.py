@@ -92,7 +92,7 @@ def process_set(options: Any) -> int:
                 'init_process_group("ringdance"), or hvd.init() on all ranks before new_group().'
             )
         if size > 1 and _started_by_torchrun():
-            from ringdance.torch import gloo
+            from ringdance.torch.backend import gloo
 
             store = gloo.own_store(_prefixed("ringdance", options.store.clone()), rank, size)
             session.init(transport=(size, functools.partial(gloo.world, store, rank, size)))
