@@ -261,13 +261,7 @@ def DistributedOptimizer(
         reduce_in_backward,
     )
     if operation is ReduceOp.ADASUM and len(engine.members(number)) > 1:
-        if process_set is not global_process_set:
-            raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
-        if nccl_built() and any(parameter.is_cuda for parameter in parameters):
-            warnings.warn(
-                "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL. Scale "
-                "the learning rate as without NCCL, not by local_size().", stacklevel=2,
-            )  # fmt: skip
+        _check_adasum(process_set, parameters)
         release(parameters)
         return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
     if takes_part(process_set):
@@ -278,6 +272,17 @@ def DistributedOptimizer(
         end = weakref.finalize(result, _warn_of_idle, result._exchange, weakref.ref(optimizer))
         end.atexit = False
     return result
+
+
+def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
+    """Refuse Adasum on a part of the ranks, and warn where it differs from Horovod's."""
+    if process_set is not global_process_set:
+        raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
+    if nccl_built() and any(parameter.is_cuda for parameter in parameters):
+        warnings.warn(
+            "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL. Scale "
+            "the learning rate as without NCCL, not by local_size().", stacklevel=3,
+        )  # fmt: skip
 
 
 def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None:
