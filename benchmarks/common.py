@@ -292,7 +292,7 @@ class Report:
         self.job.barrier()
         self.say(
             f"{self.benchmark}: {self.job.size} ranks on {about['hosts']} host(s), {about['cores']} cores, "
-            f"{about['threads']} torch thread(s) a rank, {about['mpi']}, torch {about['torch']}"
+            f"{about['threads']} torch thread(s) per rank, {about['mpi']}, torch {about['torch']}"
         )
         if busy is not None and busy > BUSY_CORES:
             self.say(

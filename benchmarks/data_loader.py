@@ -245,7 +245,7 @@ def in_process(name: str, made: Path, workers: int, seconds: float) -> list[floa
 
 
 def prepare(photographs: Path, made: Path, least: int) -> int:
-    """Write the photographs in all formats, each so often that there are `least`; return how many."""
+    """Write the photographs in all formats, repeated to at least ``least`` images. Returns their number."""
     from ringdance.data import write
 
     files = directories(photographs)

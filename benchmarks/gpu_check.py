@@ -51,11 +51,11 @@ def main() -> int:
         RANKS[options.rank_part](options)
         return 0
     results = {part: run_part(part, options) for part in options.parts}
-    rows = [[part, "yes" if one["passed"] else "NO", one["text"]] for part, one in results.items()]
+    rows = [[part, "yes" if result["passed"] else "NO", result["text"]] for part, result in results.items()]
     print(format_table(("part", "passed", "figures"), rows))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 0 if all(one["passed"] for one in results.values()) else 1
+    return 0 if all(result["passed"] for result in results.values()) else 1
 
 
 def run_part(part: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def compare(given: argparse.Namespace, peer: str, least: float) -> None:
             times[how].append((time.perf_counter() - begun) / STEPS)
     medians = {how: statistics.median(hvd.allgather_object(own)[0]) for how, own in times.items()}
     speed = medians[peer] / medians["ringdance"]
-    text = ", ".join(f"{how} {given.batch / one:.1f} images/s a rank" for how, one in medians.items())
+    text = ", ".join(f"{how} {given.batch / seconds:.1f} images/s/rank" for how, seconds in medians.items())
     tell(speed >= least, f"{text}: {speed:.3f} of {peer} (at least {least:g})", seconds=medians, ratio=speed)
 
 
@@ -229,7 +229,7 @@ def overlap(given: argparse.Namespace) -> None:
     if device.type == "cpu":
         tell(True, "a profile of the CPU has no kernels of a communicator")
     else:
-        text = f"{total / STEPS / 1e3:.2f} ms of NCCL in a step, {share:.0%} of it beside computation"
+        text = f"{total / STEPS / 1e3:.2f} ms of NCCL in a step, {share:.0%} of it overlaps others"
         tell(share > 0.5, text, share=share)
 
 

@@ -55,12 +55,12 @@ def _step(average: Average) -> Callable[[Sequence[Any]], list[Any]]:
     import jax
 
     def loss(parameters: Sequence[Any]) -> Any:
-        return sum((one * one).sum() for one in parameters)
+        return sum((each * each).sum() for each in parameters)
 
     def step(parameters: Sequence[Any]) -> list[Any]:
         gradients = jax.lax.optimization_barrier(jax.grad(loss)(parameters))
         gradients = jax.lax.optimization_barrier(average(gradients))
-        return [one - RATE * gradient for one, gradient in zip(parameters, gradients, strict=True)]
+        return [weight - RATE * gradient for weight, gradient in zip(parameters, gradients, strict=True)]
 
     return step
 
@@ -72,7 +72,7 @@ def _as_they_are(gradients: Sequence[Any]) -> Any:
     small = gradients[1].reshape(-1)[0]
 
     def body(state: tuple[int, Any]) -> tuple[int, Any]:
-        return state[0] + 1, [one + one for one in state[1]]
+        return state[0] + 1, [array + array for array in state[1]]
 
     return jax.lax.while_loop(lambda state: (state[0] < 1) & (small < 0), body, (0, list(gradients)))[1]
 

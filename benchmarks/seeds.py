@@ -30,9 +30,9 @@ def trained(command: list[str]) -> tuple[Points, Points, str]:
             if re.fullmatch(r"\d+\.\d\d \d+ \S+ \d+\.\d+", " ".join(words[:4])):
                 epoch = float(words[0])
                 losses.append((epoch, float(words[3])))
-            elif found := _EVALUATION.search(line):
-                name = found[1]
-                evaluations.append((epoch, float(found[2]) / (100 if found[3] else 1)))
+            elif match := _EVALUATION.search(line):
+                name = match[1]
+                evaluations.append((epoch, float(match[2]) / (100 if match[3] else 1)))
     if process.returncode or not losses:
         sys.exit(f"exit code {process.returncode}, {len(losses)} losses: {' '.join(command)}")
     return losses, evaluations, name

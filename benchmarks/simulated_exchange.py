@@ -122,11 +122,11 @@ def main() -> None:
         ranks_per_core=max(1.0, ranks / cores()), turn=0.0,
     )  # fmt: skip
     print(f"{ranks} ranks on {arguments.hosts} hosts at {arguments.rate} Mbit/s, on {cores()} cores")
-    found, rows = measure(arguments), []
+    runs, rows = measure(arguments), []
     for name, sizes in LISTS.items():
         step = simulate(machine, arguments.hosts, arguments.slots, [(nbytes, 0.0) for nbytes in sizes], 0.0)
-        one, sent = summarize(found[name]["ms"]), found[name]["bytes"]
-        found[name]["simulated ms"], found[name]["simulated bytes"] = 1e3 * step.seconds, step.sent_bytes
+        one, sent = summarize(runs[name]["ms"]), runs[name]["bytes"]
+        runs[name]["simulated ms"], runs[name]["simulated bytes"] = 1e3 * step.seconds, step.sent_bytes
         rows.append([
             name, str(one.count), *(f"{ms:.2f}" for ms in (one.least, one.median, one.p90)),
             f"{1e3 * step.seconds:.2f}", f"{one.least / 1e3 / step.seconds:.2f}",
@@ -135,7 +135,7 @@ def main() -> None:
     columns = ("calls", "least ms", "median", "p90", "simulated", "of least", "of median", "MB", "simulated")
     print(format_table(("gradients", *columns), rows))
     if arguments.json:
-        arguments.json.write_text(json.dumps({**vars(arguments), "json": None, "results": found}))
+        arguments.json.write_text(json.dumps({**vars(arguments), "json": None, "results": runs}))
 
 
 if __name__ == "__main__":

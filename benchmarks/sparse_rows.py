@@ -110,10 +110,10 @@ def by_route(case: Case, route: str) -> Callable[[], tuple[Any, Any]]:
         kept, engine.settings = engine.settings, replace(engine.settings, sparse=route)
         try:
             part = Rows(case.keys, case.values, case.rows)
-            (one,) = SparseExchange(engine, [part], [route], name=f"benchmark.{route}", average=True).wait()
+            (rows,) = SparseExchange(engine, [part], [route], name=f"benchmark.{route}", average=True).wait()
         finally:
             engine.settings = kept
-        return one.keys, one.values
+        return rows.keys, rows.values
 
     return call
 
@@ -245,8 +245,8 @@ def main() -> None:
         case = Case(job, arguments.rows, arguments.columns, arguments.touched)
         table = case.rows * case.columns * 4
         report.say(
-            f"table {case.rows} x {case.columns} float32, {table / MB:.0f} MB; {arguments.touched} rows a "
-            f"rank, {case.nbytes / MB:.2f} MB of all ranks with their keys"
+            f"table {case.rows} x {case.columns} float32, {table / MB:.0f} MB; {arguments.touched} rows "
+            f"per rank, {case.nbytes / MB:.2f} MB on all ranks including keys"
         )
         calls = contestants(case)
         peaks = {name: max(map(max, job.gather([peak_of(call)]))) for name, call in calls.items()}

@@ -56,7 +56,7 @@ def pipeline(made: Path, *having: str) -> Iterator[Any]:
         data = data.map(lambda one: tf.io.parse_single_example(one, FEATURES)).batch(BATCH)
     if "prefetch" in having:
         data = data.prefetch(tf.data.AUTOTUNE)
-    return ((found["label"], found["ids"], found["values"]) for found in data)
+    return ((batch["label"], batch["ids"], batch["values"]) for batch in data)
 
 
 def one_by_one(made: Path) -> Iterator[Any]:

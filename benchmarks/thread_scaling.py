@@ -83,19 +83,19 @@ def main() -> None:
         sources["data"] = ["--data", arguments.data]
     rows, results = [], []
     for name, source in sources.items():
-        found: dict[str, list[list[float]]] = {RANKS: [], THREADS: []}
+        measured: dict[str, list[list[float]]] = {RANKS: [], THREADS: []}
         for number in range(arguments.runs):  # A B, B A, ...: slow changes affect both
             for form in (RANKS, THREADS) if number % 2 else (THREADS, RANKS):
-                found[form].append(speeds(form, arguments, source))
-        medians = {form: statistics.median(chain.from_iterable(runs)) for form, runs in found.items()}
+                measured[form].append(speeds(form, arguments, source))
+        medians = {form: statistics.median(chain.from_iterable(runs)) for form, runs in measured.items()}
         pairs = [
-            statistics.median(one) / statistics.median(other)
-            for one, other in zip(found[RANKS], found[THREADS], strict=True)
+            statistics.median(ranks) / statistics.median(threads)
+            for ranks, threads in zip(measured[RANKS], measured[THREADS], strict=True)
         ]
         share = medians[RANKS] / medians[THREADS]
         shown = ", ".join(ratio(pair) for pair in pairs)
         rows.append([name, f"{medians[RANKS]:.2f}", f"{medians[THREADS]:.2f}", ratio(share), shown])
-        results.append({"images": name, "images_per_second": found, "ratio": share, "pairs": pairs})
+        results.append({"images": name, "images_per_second": measured, "ratio": share, "pairs": pairs})
     print(format_table(["images/s", RANKS, THREADS, "ranks / threads", "pairs"], rows))
     if arguments.json:
         content = {"benchmark": "thread_scaling", "arguments": sys.argv[1:], "results": results}

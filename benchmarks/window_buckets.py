@@ -116,23 +116,23 @@ def measure(job: Any, report: Report, workload: Workload, seconds: float) -> Non
 
     torch.manual_seed(0)
     first, batches = workload.build(), data(job, workload)
-    found: dict[str, Any] = {}
+    train: dict[str, Any] = {}
     models = {name: copy.deepcopy(first) for name in (*job.modules, VIEWS, NONE)}
     for name, module in job.modules.items():
         sgd = torch.optim.SGD(models[name].parameters(), lr=LEARNING_RATE)
         optimizer = module.DistributedOptimizer(sgd, models[name].named_parameters())
-        found[name] = stepper(models[name], optimizer, batches)
-    found[VIEWS] = with_views(job, models[VIEWS], batches)
-    found[NONE] = stepper(models[NONE], torch.optim.SGD(models[NONE].parameters(), lr=LEARNING_RATE), batches)
-    for steps in found.values():
+        train[name] = stepper(models[name], optimizer, batches)
+    train[VIEWS] = with_views(job, models[VIEWS], batches)
+    train[NONE] = stepper(models[NONE], torch.optim.SGD(models[NONE].parameters(), lr=LEARNING_RATE), batches)
+    for steps in train.values():
         job.barrier()
         steps(20)
-    weights = {name: parameters_to_vector(models[name].parameters()).detach() for name in found}
+    weights = {name: parameters_to_vector(models[name].parameters()).detach() for name in train}
     for name in job.modules:
         torch.testing.assert_close(weights[VIEWS], weights[name], rtol=1e-4, atol=1e-6)
-    count = steps_in_block(job, found[NONE])
+    count = steps_in_block(job, train[NONE])
     table(report, f"step of {workload.name}", alternate(
-        job, {name: block(steps, count) for name, steps in found.items()}, seconds), job)  # fmt: skip
+        job, {name: block(steps, count) for name, steps in train.items()}, seconds), job)  # fmt: skip
     sizes = [weight.numel() for weight in first.parameters()]
     window = WindowBuckets(job, sizes)
     arrays = [np.ones(size, np.float32) for size in sizes]

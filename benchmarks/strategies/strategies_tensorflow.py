@@ -50,7 +50,7 @@ class Model:
         self.table = tf.Variable(first.pop("table"), name="table")
         self.sums = self._filled(self.table, sizes.accumulator)
         self.dense = {name: tf.Variable(value, name=name) for name, value in first.items()}
-        self.slots = {name: [self._filled(one, 0.0) for _ in "mv"] for name, one in self.dense.items()}
+        self.slots = {name: [self._filled(weight, 0.0) for _ in "mv"] for name, weight in self.dense.items()}
 
     def _filled(self, variable: Any, value: float) -> list[Any]:
         """Return a variable filled with ``value`` for each component, on the component's device."""
@@ -73,23 +73,23 @@ class Model:
         return dense["bias"] + tf.reduce_sum(linear, 1) + 0.5 * tf.reduce_sum(pairs, 1) + deep[:, 0]
 
     def _whole(self) -> dict[str, Any]:
-        return {name: tf.concat(parts(one), 0) if len(parts(one)) > 1 else parts(one)[0].value()
-                for name, one in self.dense.items()}  # fmt: skip
+        return {name: tf.concat(parts(weight), 0) if len(parts(weight)) > 1 else parts(weight)[0].value()
+                for name, weight in self.dense.items()}  # fmt: skip
 
     def gradients(self, labels: Any, ids: Any, values: Any, weight: Any) -> tuple[list[Any], list[Any]]:
         """Return the gradients of mean loss * weight for the table's components, as rows, and all others."""
         unique, where = tf.unique(tf.reshape(ids, [-1]))
-        components = [one for name in self.dense for one in parts(self.dense[name])]
+        components = [part for name in self.dense for part in parts(self.dense[name])]
         with tf.GradientTape() as tape:
             rows = tf.nn.embedding_lookup(parts(self.table), unique)
             logits = self.logits(rows, tf.reshape(where, tf.shape(ids)), values, self._whole())
             loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)) * weight
         table = parts(self.table)
-        found = tape.gradient(loss, [*table, *components])
-        return found[: len(table)], found[len(table) :]
+        gradients = tape.gradient(loss, [*table, *components])
+        return gradients[: len(table)], gradients[len(table) :]
 
     def apply(self, table: Sequence[Any], dense: Sequence[Any], step: Any) -> None:
-        """Update: ``table``: rows, each once; ``step``: number of the update, from 1."""
+        """Update the model with gradients of table rows, each once, and of the rest. ``step`` starts at 1."""
         warm = tf.minimum(1.0, step / rates.WARMUP)
         for var, sums, gradient in zip(parts(self.table), self.sums, table, strict=True):
             tf.raw_ops.ResourceSparseApplyAdagradV2(
@@ -172,7 +172,7 @@ def tower(place: Place) -> None:
                 part = labels[begin:end], ids[begin:end], values[begin:end], weight * share
                 gradients.append(model.gradients(*part))
         slices = [table[0] for table, _ in gradients]
-        rows_ = tf.concat([one.values for one in slices], 0), tf.concat([one.indices for one in slices], 0)
+        rows_ = tf.concat([row.values for row in slices], 0), tf.concat([row.indices for row in slices], 0)
         dense = [tf.add_n(list(each)) for each in zip(*(dense for _, dense in gradients), strict=True)]
         model.apply([merged(tf.IndexedSlices(*rows_))], dense, step)
 

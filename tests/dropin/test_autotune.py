@@ -1,4 +1,4 @@
-"""A training that is tuned while it runs: the same parameters, and the files."""
+"""A training that is tuned while it runs computes the same parameters and writes its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ringdance bench input` of a script on two ranks, which is slow at its input or at its step."""
+"""`ringdance bench input` for a script on two ranks, which is slow in its input or in its step."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_which_waits_for_which(bound: str, tmp_path: Path) -> None:
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    speeds = {part: found[part]["samples_per_second"] for part in ("loader", "step", "both")}
+    report = json.loads(done.stdout)
+    speeds = {part: report[part]["samples_per_second"] for part in ("loader", "step", "both")}
     assert min(speeds["loader"], speeds["step"]) == speeds[bound]
     assert speeds["both"] > 0
-    # Beside other programs it says that cores are short, or does not know: tests/unit/observe/test_bench.py.
-    assert found["bound"] in (bound, "cores", "order", "unclear")
-    assert found["sentence"]
+    # Next to other programs, it may report short cores or an unclear cause: tests/unit/observe/test_bench.py.
+    assert report["bound"] in (bound, "cores", "order", "unclear")
+    assert report["sentence"]
 
 
 @pytest.mark.slow
@@ -113,8 +113,8 @@ def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path, framework:
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert all(found[part]["samples_per_second"] > 0 for part in ("loader", "step", "both"))
+    report = json.loads(done.stdout)
+    assert all(report[part]["samples_per_second"] > 0 for part in ("loader", "step", "both"))
 
 
 PLANTED = """
@@ -154,7 +154,7 @@ for epoch in range(100000):
         time.sleep({"none": SECONDS, "small batch": 0.0}.get(CAUSE, SECONDS / 20))
         hvd.allreduce(np.ones(3), "gradients")
 """
-RIGHT = {  # words of the advice, of which one must be there
+RIGHT = {  # words of the advice, one of which must appear
     "slow rank": ("Rank 1 holds the others up", "and waits"),
     "busy rank": ("Rank 1 holds the others up", "and computes"),
     "disk": ("The loader waits most of the time",),
@@ -174,7 +174,7 @@ RIGHT = {  # words of the advice, of which one must be there
 @pytest.mark.parametrize("seconds", drawn("planted seconds", [0.008, 0.015, 0.03, 0.05, 0.08], 2))
 @pytest.mark.parametrize("cause", RIGHT)
 def test_a_planted_cause_is_named_or_nothing_is(cause: str, seconds: float, tmp_path: Path) -> None:
-    """On a busy machine, or where the noise is large, it says that it does not know."""
+    """On a busy machine, or if the noise is large, it reports that the cause is unclear."""
     (tmp_path / "train.py").write_text(PLANTED)
     cause, others_run = cause.removesuffix(", other programs"), "other programs" in cause
     spin = [sys.executable, "-c", "while True: pass"]
@@ -186,15 +186,15 @@ def test_a_planted_cause_is_named_or_nothing_is(cause: str, seconds: float, tmp_
             cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
         )  # fmt: skip
     finally:
-        for one in others:
-            one.kill()
+        for process in others:
+            process.kill()
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    said = f"{found['sentence']} {found['next_step']}"
-    speeds = {part: found[part]["samples_per_second"] for part in ("loader", "step")}
+    report = json.loads(done.stdout)
+    said = f"{report['sentence']} {report['next_step']}"
+    speeds = {part: report[part]["samples_per_second"] for part in ("loader", "step")}
     if others_run and cause in ("disk", "slow rank") and speeds["loader"] < speeds["step"] / 2:
-        assert "Other programs" not in said, said  # they do not hide who hardly uses a core
-    assert found["bound"] == "unclear" or all(words in said for words in RIGHT[cause]), said
+        assert "Other programs" not in said, said  # they do not hide who barely uses a core
+    assert report["bound"] == "unclear" or all(words in said for words in RIGHT[cause]), said
     assert "--resize" not in said
 
 

@@ -1,4 +1,4 @@
-"""`ringdance bench train` of a small model on one rank and on two, as its page in docs/ shows it."""
+"""`ringdance bench train` for a small model on one and two ranks, as its page in docs/ shows it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def test_the_command_of_the_page_writes_figures_and_a_plot(tmp_path: Path) -> No
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "mlp.json").read_text())
-    sizes = found.pop("sizes")
-    assert found == {"model": "mlp", "framework": "torch", "gradient_dtype": "float32", "batch": 64}
-    assert [one["ranks"] for one in sizes] == [1, 2]
-    for one in sizes:
-        assert set(one["step_seconds"]) == {"ringdance", "alone", "ddp"}
-        assert len(one["single_steps"]) == 12
-        assert 0 <= one["exposed_share"] < 1
-        assert min(one["images_per_second"], one["efficiency"], one["bound"], one["cores"]) > 0
-        names = [row["name"] for row in one["gradients"]]
-        assert {*names[:2]} == {"4.weight", "4.bias"}  # the last layer's are ready first
-        assert sum(row["bytes"] for row in one["gradients"]) == 669_706 * 4
-        times = [row["seconds"] for row in one["gradients"]]
+    report = json.loads((tmp_path / "mlp.json").read_text())
+    sizes = report.pop("sizes")
+    assert report == {"model": "mlp", "framework": "torch", "gradient_dtype": "float32", "batch": 64}
+    assert [size["ranks"] for size in sizes] == [1, 2]
+    for size in sizes:
+        assert set(size["step_seconds"]) == {"ringdance", "alone", "ddp"}
+        assert len(size["single_steps"]) == 12
+        assert 0 <= size["exposed_share"] < 1
+        assert min(size["images_per_second"], size["efficiency"], size["bound"], size["cores"]) > 0
+        names = [row["name"] for row in size["gradients"]]
+        assert {*names[:2]} == {"4.weight", "4.bias"}  # the last layer's gradients are ready first
+        assert sum(row["bytes"] for row in size["gradients"]) == 669_706 * 4
+        times = [row["seconds"] for row in size["gradients"]]
         assert 0 < times[0] <= times[-1]
         assert times == sorted(times)
     assert done.stdout.count("total      loss") == 2
@@ -56,8 +56,8 @@ def test_other_frameworks(framework: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     sizes = json.loads((tmp_path / "found.json").read_text())["sizes"]
-    assert all(one["assumed"] for one in sizes)
-    assert all(sum(row["bytes"] for row in one["gradients"]) == 669_706 * 4 for one in sizes)
+    assert all(size["assumed"] for size in sizes)
+    assert all(sum(row["bytes"] for row in size["gradients"]) == 669_706 * 4 for size in sizes)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`benchmarks/strategies/compare.py`: strategies of training side by side, on real processes."""
+"""`benchmarks/strategies/compare.py` compares strategies of training on real processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def clicks(tmp_path: Path) -> Path:
 
 
 def results(directory: Path) -> dict[str, Any]:
-    return {one.stem: json.loads(one.read_text()) for one in (directory / "comparison").glob("*-*.json")}
+    return {path.stem: json.loads(path.read_text()) for path in (directory / "comparison").glob("*-*.json")}
 
 
 @pytest.mark.slow
@@ -56,14 +56,14 @@ def test_a_strategy_that_fails_is_a_row_and_the_next_time_only_it_is_run(clicks:
     done = run(clicks, *words, "--framework", "torch", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "torch ringdance: starting" not in done.stderr
-    found = results(clicks)
-    assert found["torch-ringdance"] == first["torch-ringdance"]
-    for one in found.values():
-        assert one["curve"][-1][0] == 20000 // 256 * 256 + 256
-        assert one["processes"] == 2
-        assert 0 < one["cores_busy"] <= 2 * len(one["curve"])
-        assert one["memory"] > 10**7
-    ours, ddp = (found[f"torch-{name}"]["curve"] for name in ("ringdance", "ddp"))
+    result = results(clicks)
+    assert result["torch-ringdance"] == first["torch-ringdance"]
+    for tensor in result.values():
+        assert tensor["curve"][-1][0] == 20000 // 256 * 256 + 256
+        assert tensor["processes"] == 2
+        assert 0 < tensor["cores_busy"] <= 2 * len(tensor["curve"])
+        assert tensor["memory"] > 10**7
+    ours, ddp = (result[f"torch-{name}"]["curve"] for name in ("ringdance", "ddp"))
     assert [point[2] for point in ours] == pytest.approx([point[2] for point in ddp], abs=1e-3)
     assert ours[-1][2] > 0.6
     other = run(clicks, *words, "--framework", "torch", *SMALL[2:], "--dim", "8")
@@ -79,13 +79,13 @@ def test_all_strategies_reach_the_same_auc(clicks: Path) -> None:
     pytest.importorskip("tensorflow")
     done = run(clicks, SCRIPT, *COMPARE[1:], *SMALL)
     assert done.returncode == 0, done.stderr
-    found = results(clicks)
-    assert len(found) == 9
-    aucs = {name: one["curve"][-1][2] for name, one in found.items()}
+    result = results(clicks)
+    assert len(result) == 9
+    aucs = {name: value["curve"][-1][2] for name, value in result.items()}
     asynchronous = aucs.pop("tensorflow-parameter_server")
     assert max(aucs.values()) - min(aucs.values()) < 0.002, aucs
     assert asynchronous > 0.55
-    assert found["tensorflow-parameter_server"]["processes"] == 5
+    assert result["tensorflow-parameter_server"]["processes"] == 5
     assert (clicks / "comparison" / "curves.svg").stat().st_size > 1000
 
 

@@ -1,4 +1,4 @@
-"""A training job that has its data computed by a job of workers, both started by horovodrun: sharding.md."""
+"""A training job whose data are computed by a job of workers, both started by horovodrun: sharding.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "data_service.py"
 RUN = [str(Path(sys.executable).parent / "horovodrun"), "-H", "localhost:2", "-np"]
 
 pytestmark = [
-    pytest.mark.slow,  # TensorFlow in four processes each; tests/unit/tensorflow has the parts
+    pytest.mark.slow,  # TensorFlow in four processes each; tests/unit/tensorflow covers the parts
     pytest.mark.limit(3 * LIMIT),
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow"),
 ]
@@ -27,7 +27,7 @@ pytestmark = [
 
 @contextmanager
 def workers(directory: Path, number: int, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """The compute job; it is to end by itself when the training job says so."""
+    """Run the compute job. It must exit on its own when the training job tells it to."""
     module = "horovod.tensorflow.data.compute_worker"
     command = [*RUN, str(number), sys.executable, "-m", module, "service.json"]
     with (directory / "workers.txt").open("w") as output:
@@ -55,17 +55,17 @@ def train(directory: Path, *options: str) -> str:
 
 
 def numbers(pattern: str, said: str) -> list[int]:
-    (found,) = re.findall(pattern, said)
-    return [int(one) for one in re.findall(r"\d+", found)]
+    (line,) = re.findall(pattern, said)
+    return [int(number) for number in re.findall(r"\d+", line)]
 
 
 @pytest.mark.parametrize(
     ("number", "options", "given", "times"),
     [
-        # All ranks see all data; or they share one pass.
+        # All ranks see all data, or they share one pass.
         (1, [], [], 2),
         (2, [], ["--reuse-dataset"], 1),
-        # Each of two dispatchers hands out all data, to one rank each.
+        # Each of two dispatchers hands out all data to one rank.
         (2, ["--dispatchers", "2"], ["--reuse-dataset"], 2),
         (2, ["--dispatcher-side", "training"], ["--reuse-dataset"], 1),
     ],

@@ -1,4 +1,4 @@
-"""What `make dist` makes: the same files again, and wheels with which the first commands work."""
+"""`make dist` builds the same files each time, and wheels with which the first commands work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a clone with the changes that are not committed."""
+    """Return a clone that includes uncommitted changes."""
     path = tmp_path_factory.mktemp("clone") / "ringdance"
     subprocess.run(["git", "clone", "-q", ROOT, path], check=True)
     changed = subprocess.run(["git", "diff", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
@@ -32,20 +32,20 @@ def make(clone: Path) -> None:
 
 
 def sums(clone: Path) -> dict[str, str]:
-    return {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in (clone / "dist").iterdir()}
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (clone / "dist").iterdir()}
 
 
 def test_equal_sources_give_equal_files(clone: Path) -> None:
     before = sums(clone)
     assert len(before) == 4
-    for one in (clone / "src").rglob("*.py"):
-        os.utime(one)
+    for path in (clone / "src").rglob("*.py"):
+        os.utime(path)
     make(clone)
     assert sums(clone) == before
 
 
 def test_the_first_commands_work_from_the_wheels_alone(clone: Path, tmp_path: Path) -> None:
-    """In an empty directory, with an environment that has nothing else."""
+    """They work in an empty directory, in an environment without other packages."""
     ringdance, horovod = sorted((clone / "dist").glob("*.whl"))
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     python, place = tmp_path / "env" / "bin" / "python", tmp_path / "empty"
@@ -73,6 +73,6 @@ def test_the_first_commands_work_from_the_wheels_alone(clone: Path, tmp_path: Pa
     (place / "old.py").write_text("import horovod.torch as hvd\nhvd.init()\nprint(hvd.rank(), hvd.size())\n")
     lines = sorted(run("horovodrun -np 2 python old.py").splitlines())
     assert lines == ["[0]<stdout>:0 2", "[1]<stdout>:1 2"]
-    found = run("ringdance doctor --quick", (0, 1))  # 1: a warning, of what else is on this machine
-    assert " in order" in found
-    assert " error " not in found
+    report = run("ringdance doctor --quick", (0, 1))  # 1: a warning about something else on this machine
+    assert " in order" in report
+    assert " error " not in report

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/, and scripts that pages show, run in one job of two ranks."""
+"""The Python blocks of README.md and docs/, and scripts shown by pages, run in one job of two ranks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ pytestmark = pytest.mark.limit(4 * LIMIT)
 
 
 def parts(command: str) -> tuple[str, str, tuple[str, ...]]:
-    """Split a command into what starts it, the script, and its arguments."""
-    found = re.fullmatch(rf"({'|'.join(PREFIXES)})python (\S+\.py) ?(.*)", command)
-    assert found, f"no job of two ranks runs {command!r}"
-    return found[1], found[2], tuple(found[3].split())
+    """Split a command into its launcher, the script, and the script's arguments."""
+    match = re.fullmatch(rf"({'|'.join(PREFIXES)})python (\S+\.py) ?(.*)", command)
+    assert match, f"no job of two ranks runs {command!r}"
+    return match[1], match[2], tuple(match[3].split())
 
 
 def on_two_ranks(above: Path) -> dict[str, Task]:
-    """Make a directory for each page; blocks and scripts of a page run in it."""
+    """Create a directory for each page, in which its blocks and scripts run."""
     places = {page: above / title(page).replace("/", "-") for page in PAGES}
     for page in {*SCRIPTS, *(block.page for block, _, _ in SHOWN.values())}:
         put_files(page, places[page])
     tasks = {title(page): Task(str(page), (), places[page], text) for page, text in SCRIPTS.items()}
     for number, (name, (block, command, _)) in enumerate(SHOWN.items()):
         start, path, words = parts(command)
-        directory = above / f"shown.{number}"  # the runner's own files are named after it
+        directory = above / f"shown.{number}"  # the runner names its own files after it
         directory.symlink_to(places[block.page])
         tasks[name] = Task(str(directory / path), words, directory, alone=not start)
     return tasks
@@ -59,7 +59,7 @@ def test_a_script_prints_what_its_page_shows(name: str, shared_job: dict[str, Ou
 
 
 def said(done: Outcome, prefix: str) -> str:
-    """Return the lines of all ranks, as the launcher prints them."""
+    """Return the lines of all ranks as the launcher prints them."""
     lines = [
         prefix.format(rank) + line
         for rank in range(done.size)

@@ -35,7 +35,7 @@ COMMANDS = [
 
 
 LONG = [page for page in COMMANDS if any("slow" in block.marks for block in blocks(page))]
-# These start no ranks: they run in a fork of this process, which has imported them.
+# These do not start ranks, so they run in a fork of this process, which has imported them.
 FORKED = re.compile(
     r"ringdance (?:data|plan|report|timeline|advise|explain|settings|recipes|slurm|k8s|sagemaker)\b"
     r"[^|&;<>()$`~]*"
@@ -55,7 +55,7 @@ def test_the_slow_commands_of_a_page_do_too(page: Path, tmp_path: Path) -> None:
 
 
 def run_all(chosen: list[Block], page: Path, directory: Path) -> None:
-    """Run the commands of these blocks of a page, in their order."""
+    """Run the commands of a page's blocks in order."""
     put_files(page, directory)
     for block in chosen:
         if block.language in ("console", "sh") and block.runs_here:
@@ -65,7 +65,7 @@ def run_all(chosen: list[Block], page: Path, directory: Path) -> None:
 
 
 def run(block: Block, command: str, shown: str, directory: Path) -> None:
-    # What `make` would do is not done here, but its targets must exist.
+    # `make` is only a dry run here, which checks that its targets exist.
     command = command.replace("make ", "make --dry-run ", 1) if command.startswith("make ") else command
     start = in_a_fork if FORKED.fullmatch(command) else in_a_shell
     code, said = start(command, directory, environment() | {"XDG_STATE_HOME": str(directory / "state")})
@@ -77,7 +77,7 @@ def run(block: Block, command: str, shown: str, directory: Path) -> None:
 
 
 def in_a_shell(command: str, directory: Path, environ: dict[str, str]) -> tuple[int, str]:
-    """Run a command; return its exit code and its output."""
+    """Run a command and return its exit code and output."""
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=directory, env=environ, text=True, timeout=150, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -86,7 +86,7 @@ def in_a_shell(command: str, directory: Path, environ: dict[str, str]) -> tuple[
 
 
 def in_a_fork(command: str, directory: Path, environ: dict[str, str]) -> tuple[int, str]:
-    """Run a command of `ringdance` in a fork of this process; return its exit code and its output."""
+    """Run a `ringdance` command in a fork of this process and return its exit code and output."""
     program, *words = shlex.split(command)
     path = str(Path(sys.executable).with_name(program))
     done = run_forked(main, [path, *words], directory, environ, joined=True)

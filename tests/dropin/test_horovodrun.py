@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-m", "horovod.runner.launch"]
 
 
 def horovodrun(*words: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
-    """Run the command in a fork of this process. Its console script is tried below, and by the pages."""
+    """Run the command in a fork of this process. Later tests and the pages run its console script."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "RINGDANCE_"))}
     done = run_forked(run_commandline, ["horovodrun", *words], environ=clean | environ)
     texts = [text.encode(errors="surrogateescape") for text in (done.stdout, done.stderr)]
@@ -38,7 +38,7 @@ def horovodrun(*words: str, **environ: str) -> subprocess.CompletedProcess[bytes
 
 @pytest.fixture
 def program(tmp_path: Path) -> Callable[[str], str]:
-    """Write a program that knows its rank; gives its path."""
+    """Return a function that writes a program, which knows its rank, and returns the program's path."""
 
     def write(text: str) -> str:
         path = tmp_path / "train.py"
@@ -51,12 +51,12 @@ def program(tmp_path: Path) -> Callable[[str], str]:
 
 
 def lines(output: bytes, start: str) -> list[str]:
-    """The lines that begin with `start`, without it."""
+    """Return the lines that begin with `start`, without it."""
     return [line.removeprefix(start) for line in output.decode().splitlines() if line.startswith(start)]
 
 
 def test_a_command_with_collectives(program):
-    """README.md has one with PyTorch, by horovodrun too."""
+    """README.md has a command with PyTorch, also started by horovodrun."""
     path = program(
         """
         import numpy as np, ringdance.numpy as hvd
@@ -326,7 +326,7 @@ def test_check_build():
     assert done.returncode == 0
     text, _, about = done.stdout.decode().partition("\nMPI: ")
     assert about
-    assert text.replace("[X] NCCL", "[ ] NCCL") == textwrap.dedent(  # of PyTorch's builds some have it
+    assert text.replace("[X] NCCL", "[ ] NCCL") == textwrap.dedent(  # some PyTorch builds have NCCL
         f"""\
         Horovod v{horovod.__version__}:
 

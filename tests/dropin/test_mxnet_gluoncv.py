@@ -1,8 +1,8 @@
-"""GluonCV's own scripts with `--horovod`, unchanged, on two ranks and a few photographs of COCO.
+"""GluonCV's own scripts with `--horovod`, unchanged, on two ranks and a few COCO photographs.
 
-``GLUONCV_SCRIPTS`` is the directory `scripts` of GluonCV's repository, ``COCO_SAMPLE`` a directory with
-``train2017`` and ``annotations/instances_train2017.json``; and GluonCV is installed:
-``pip install --no-deps gluoncv==0.10.5.post0``, then pycocotools, opencv-python-headless, yacs, tqdm,
+``GLUONCV_SCRIPTS`` is the `scripts` directory of GluonCV's repository. ``COCO_SAMPLE`` is a directory with
+``train2017`` and ``annotations/instances_train2017.json``. GluonCV must be installed:
+``pip install --no-deps gluoncv==0.10.5.post0``, then pycocotools, opencv-python-headless, yacs, tqdm and
 matplotlib.
 """
 
@@ -31,7 +31,7 @@ SIZE += ["--rpn-train-pre-nms", "400", "--rpn-train-post-nms", "100", "--rcnn-nu
 SIZE += ["--rpn-test-pre-nms", "200", "--rpn-test-post-nms", "50", "--anchor-alloc-size", "128,128"]
 COMMON = ["--dataset", "coco", "--network", "resnet18_v1b", "--horovod", "--kv-store", "local"]
 COMMON += ["--batch-size", "2", "--num-workers", "1", "--epochs", "1", "--log-interval", "1"]
-COMMON += ["--lr", "1e-6", "--lr-warmup", "10"]  # frozen layers that were never trained: no more than this
+COMMON += ["--lr", "1e-6", "--lr-warmup", "10"]  # frozen layers were never trained, so the rate must stay low
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,13 +44,13 @@ needs_coco = pytest.mark.skipif(not os.environ.get("COCO_SAMPLE"), reason="needs
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home directory with a few images of COCO where GluonCV looks for all of them."""
+    """Create a home directory with a few COCO images where GluonCV looks for the whole data set."""
     root = tmp_path / ".mxnet" / "datasets" / "coco"
     (root / "annotations").mkdir(parents=True)
     whole = json.loads((SAMPLE / "annotations" / "instances_train2017.json").read_text())
     images = [one | {"coco_url": f"train2017/{one['file_name']}"} for one in whole["images"][:IMAGES]]
-    chosen = {one["id"] for one in images}
-    objects = [one for one in whole["annotations"] if one["image_id"] in chosen]
+    chosen = {image["id"] for image in images}
+    objects = [annotation for annotation in whole["annotations"] if annotation["image_id"] in chosen]
     few = json.dumps(whole | {"images": images, "annotations": objects})
     for split in ("train2017", "val2017"):
         (root / split).symlink_to(SAMPLE / "train2017")
@@ -66,11 +66,11 @@ def run(script: str, words: list[str], directory: Path) -> Outcome:
 
 
 def check_losses(done: Outcome) -> None:
-    """Of the first stage alone: on hosts the second overflows without Horovod as well."""
+    """Check the first stage's losses only. On hosts, the second stage overflows without Horovod, too."""
     pattern = r"\[Epoch 0\]\[Batch \d+\], Speed: .*RPN_Conf=([\d.]+),RPN_SmoothL1=([\d.]+),"
     losses = re.findall(pattern, done.err)
     assert len(losses) >= IMAGES // 2
-    assert all(0 < float(one) < 2 for pair in losses for one in pair)
+    assert all(0 < float(array) < 2 for pair in losses for array in pair)
 
 
 @needs_coco
@@ -82,7 +82,7 @@ def test_faster_rcnn(home: Path) -> None:
 
 @needs_coco
 def test_mask_rcnn(home: Path) -> None:
-    """It evaluates on all ranks, and gathers the outcome with mpi4py."""
+    """It evaluates on all ranks and gathers the results with mpi4py."""
     done = run("instance/mask_rcnn/train_mask_rcnn.py", [*COMMON, *SIZE], home)
     check_losses(done)
     assert "Validation Inference cost" in done.err
@@ -102,6 +102,6 @@ def test_imagenet(tmp_path: Path) -> None:
     done = run("classification/imagenet/train_horovod.py", words, tmp_path)
     assert len(re.findall(r"Loss\[[\d.]+\]", done.err)) == 2
     assert "Validation-accuracy" in done.err
-    assert sorted(one.name for one in (tmp_path / "params").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "params").iterdir()) == [
         "imagenet-resnet18_v1b-0.params", "imagenet-resnet18_v1b-0.states",
     ]  # fmt: skip

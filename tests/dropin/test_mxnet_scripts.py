@@ -1,4 +1,4 @@
-"""Scripts for MXNet as people write them for Horovod, and those of the pages."""
+"""MXNet scripts as users write them for Horovod, and the scripts of the pages."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def trained(directory: Path, way: str, size: int, *words: str) -> Outcome:
 
 
 def test_two_ranks_train_as_one_process_with_the_double_batch(tmp_path: Path) -> None:
-    """Gluon with a trainer; all parameters get their shape, and rank 0's values, in the first pass."""
+    """In the first pass, all parameters of a Gluon net get their shape and rank 0's values."""
     trained(tmp_path / "two", "horovodrun", 2, "--batch-size", "32", "--lr", "0.02")
     trained(tmp_path / "one", "alone", 1, "--batch-size", "64", "--lr", "0.04")
-    two, one = (mx.nd.load(str(tmp_path / name / "mnist.params")) for name in ("two", "one"))
+    two, first = (mx.nd.load(str(tmp_path / name / "mnist.params")) for name in ("two", "one"))
     assert len(two) == 6
-    for name, array in one.items():
+    for name, array in first.items():
         np.testing.assert_allclose(two[name].asnumpy(), array.asnumpy(), rtol=0, atol=2e-4)
 
 
 def test_the_script_of_the_page(tmp_path: Path) -> None:
-    found = blocks(ROOT / "docs" / "tutorials" / "frameworks.md")
-    (tmp_path / "train_mxnet.py").write_text(next(one.text for one in found if one.file == "train_mxnet.py"))
+    result = blocks(ROOT / "docs" / "tutorials" / "frameworks.md")
+    (tmp_path / "train_mxnet.py").write_text(next(one.text for one in result if one.file == "train_mxnet.py"))
     done = run_each("mpiexec", 2, ["train_mxnet.py"], tmp_path)
     assert done.code == 0, done.out + done.err
     assert done.out.splitlines() == ["good fit: True"] * 2
@@ -63,7 +63,7 @@ def test_what_is_asked_of_the_build() -> None:
 
 def test_the_module_of_the_page(tmp_path: Path) -> None:
     page = ROOT / "docs" / "reference" / "mxnet.md"
-    (tmp_path / "module.py").write_text(next(one.text for one in blocks(page) if one.language == "python"))
+    (tmp_path / "module.py").write_text(next(item.text for item in blocks(page) if item.language == "python"))
     done = run_each("mpiexec", 2, ["module.py"], tmp_path)
     assert done.code == 0, done.out + done.err
 
@@ -72,12 +72,12 @@ def test_the_rows_of_the_contract_name_tests_that_exist() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "dropin" / "contract"))
     import rows
 
-    found = [row for row in rows.load() if row["part"] == "MXNet"]
-    assert rows.mistakes(found, rows.collected(found)) == []
+    results = [row for row in rows.load() if row["part"] == "MXNet"]
+    assert rows.mistakes(results, rows.collected(results)) == []
 
 
 def test_the_names_are_horovod_s() -> None:
-    """What names.toml says of the module; the environment with the other frameworks has no MXNet."""
+    """This checks names.toml for the module. The other frameworks' environment does not have MXNet."""
     path = ROOT / "compat" / "horovod" / "compare_names.py"
     names = SourceFileLoader("compare_names", str(path)).load_module()
     data, _ = names.load()

@@ -1,4 +1,4 @@
-"""RayExecutor on a real Ray: a cluster of two nodes here, and two machines where namespaces can be made."""
+"""RayExecutor on a real Ray: a cluster of two nodes, and two machines if namespaces can be created."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_variable_of_the_first_machine_goes_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But settings: the connections of agents are in clear, also where Ray's own are not."""
+    """Only settings go there, because agents' connections are not encrypted, even if Ray's own are."""
     plans: list[Any] = []
 
     def job(ready: Any, *_: Any, **__: Any) -> Any:
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_ends_the_call_for_all(cluster: Any) -> None:
         hvd.init()
         if hvd.rank() == 1:
             raise ValueError("as asked")
-        hvd.allreduce(np.ones(1))  # would wait for rank 1
+        hvd.allreduce(np.ones(1))  # would otherwise wait for rank 1
 
     executor = RayExecutor(SETTINGS, num_hosts=2, num_workers_per_host=1)
     executor.start()
@@ -164,7 +164,7 @@ def test_what_is_killed_is_named_and_leaves_no_rank(cluster: Any, tmp_path: Path
         with pytest.raises(LaunchError, match=r"rank 1 on .* has died: killed by SIGKILL"):
             cluster.get(calls[1])
         executor.shutdown()
-    else:  # the one that both ranks are connected to, as both nodes are this machine
+    else:  # the one address both ranks use, as both nodes are this machine
         names = {process.pid: process.name() for process in psutil.Process(pids[0]).parents()}
         os.kill(next(pid for pid, name in names.items() if name.startswith("ray::Node")), signal.SIGKILL)
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
@@ -201,7 +201,7 @@ executor.shutdown()
 
 @pytest.mark.limit(200)
 def test_two_machines_form_one_world_without_ssh(tmp_path: Any) -> None:
-    """A second node under another host name: to MPI it is another machine."""
+    """The second node has another host name, so to MPI it is another machine."""
     pytest.importorskip("ray")
     if os.getuid() or not shutil.which("unshare"):
         pytest.skip("needs root, for another host name")
@@ -218,12 +218,12 @@ def test_two_machines_form_one_world_without_ssh(tmp_path: Any) -> None:
         f"--object-store-memory 80000000 --disable-usage-stats --address 127.0.0.1:{port} >&2'; "
         f"{sys.executable} -c '{TWO_MACHINES}' {os.path.dirname(__file__)} 127.0.0.1:{port}"
     )
-    # The nodes' processes end with their namespace.
+    # The nodes' processes exit with their namespace.
     done = subprocess.run(
         ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script],
         env=bare, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     shutil.rmtree(f"/tmp/rd{os.getpid()}", ignore_errors=True)
-    # Local ranks begin anew on the second machine.
+    # Local ranks start from 0 again on the second machine.
     expected = [(0, 4, 0, 10.0, None), (1, 4, 1, 10.0, None), (2, 4, 0, 10.0, None), (3, 4, 1, 10.0, None)]
     assert str(expected) in done.stdout, done.stdout + done.stderr

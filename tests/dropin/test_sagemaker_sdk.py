@@ -1,4 +1,4 @@
-"""SageMaker's SDK v2, where it is installed, sends what was recorded of it."""
+"""If SageMaker's SDK v2 is installed, it still sends the recorded requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Scripts in the ways people write them for Horovod, run alone, by horovodrun and by mpiexec.
+"""Scripts as users write them for Horovod, run alone, by horovodrun and by mpiexec.
 
-By horovodrun the scripts run in the job of conftest.py; in test-all each script is also a job of its own.
+By horovodrun, the scripts run in conftest.py's job. In make test-all, each script also runs as its own job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from script_jobs import LIMIT, SCRIPTS, Outcome, Task, every_way, run_all, run_e
 pytestmark = pytest.mark.limit(10 * LIMIT)
 @dataclass(frozen=True)
 class Run:
-    """A script with its arguments, and the run in whose directory it goes on."""
+    """A script with its arguments, and the earlier run in whose directory it continues."""
 
     script: str
     words: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Run:
 
 
 def plan(size: int) -> dict[str, Run]:
-    """Return what is run on `size` ranks, by name, in this order."""
+    """Return what to run on `size` ranks, by name, in this order."""
     compressed = ("--fp16-allreduce",) if size == 3 else ()
     image_words = ("--batch-size", "40", "--batches-per-allreduce", "1")
     loader = ("--workers", "1")
@@ -67,19 +67,19 @@ Start = Callable[..., Outcome]
 
 
 def tasks(size: int, above: Path) -> dict[str, Task]:
-    """Make the directories and the data of the plan's scripts."""
+    """Create the directories and the data for the plan's scripts."""
     data = above / "data"
     sys.path.insert(0, str(SCRIPTS))
     __import__("digits").digits(str(data), train=True)
-    found = {}
+    tasks_by_name = {}
     for name, run in plan(size).items():
         path = SCRIPTS / f"{run.script}.py"
         place = ("--data-dir", str(data)) if "--data-dir" in path.read_text() else ()
-        # The runner's own files of a run are named after its directory.
+        # The runner names its own files of a run after the run's directory.
         directory = above / name
         directory.mkdir() if not run.after else directory.symlink_to(above / run.after)
-        found[name] = Task(str(path), (*run.words, *place), directory)
-    return found
+        tasks_by_name[name] = Task(str(path), (*run.words, *place), directory)
+    return tasks_by_name
 
 
 def on_two_ranks(above: Path) -> dict[str, Task]:
@@ -88,7 +88,7 @@ def on_two_ranks(above: Path) -> dict[str, Task]:
 
 @pytest.fixture(scope="module")
 def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Return the outcome of one run of the plan; all of a way are run when the first is asked for."""
+    """Return the outcome of one run. The first request runs all scripts of that way."""
 
     @functools.cache
     def outcomes(way: str, size: int) -> dict[str, Outcome]:
@@ -117,7 +117,7 @@ def assert_close(mine: dict[str, Any], wanted: dict[str, Any], tolerance: float)
 
 @every_way
 def test_mnist(start: Start, way: str, size: int) -> None:
-    """All seams; the same steps with any number of processes, given the same global batch and rate."""
+    """All integration points work. With equal global batches and rates, any number of processes agrees."""
     done = start(way, size, "mnist")
     alone = start("alone", 1, "mnist")
     assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
@@ -143,7 +143,7 @@ def test_mnist_with_options(start: Start) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--use-adasum"], ["--use-adasum", "--fp16-allreduce"]])
 def test_mnist_with_adasum(words: list[str], tmp_path: Path) -> None:
-    """A job of its own, in which the first process makes the data."""
+    """Adasum runs in its own job, in which the first process creates the data."""
     script = [str(SCRIPTS / "mnist.py"), *words, "--lr", "0.05"]
     check_options(run_each("horovodrun", 2, script, tmp_path))
 
@@ -181,7 +181,7 @@ def test_imagenet(start: Start, way: str, size: int) -> None:
 
 
 def test_imagenet_resumed(start: Start) -> None:
-    """One epoch, then another from its checkpoint, give exactly what two at once give."""
+    """One epoch, and another from its checkpoint, give exactly the result of two epochs at once."""
     first = start("horovodrun", 2, "imagenet_first")
     second = start("horovodrun", 2, "imagenet_second")
     assert second.out.count("Starting from epoch 1") == 1
@@ -197,7 +197,7 @@ def test_imagenet_resumed(start: Start) -> None:
 
 @every_way
 def test_amp(start: Start, way: str, size: int) -> None:
-    """An overflow on one rank makes all ranks leave out that step."""
+    """After an overflow on one rank, all ranks skip that step."""
     done = start(way, size, "amp")
     assert set(done.of_ranks(r"skipped steps .*")) == {"skipped steps [5], scale 2048"}
     assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
@@ -217,7 +217,7 @@ def test_amp_with_bfloat16(tmp_path: Path) -> None:
 @every_way
 def test_process_sets(start: Start, way: str, size: int) -> None:
     done = start(way, size, "process_sets", fine=False)
-    # Importing mpi4py first starts MPI before ringdance can choose: Open MPI then tells of its UCX component.
+    # Importing mpi4py first starts MPI before ringdance configures it: Open MPI mentions its UCX component.
     noise = "osc_ucx_component" if way == "each by mpiexec" else "no line at all"
     assert [line for line in done.err.splitlines() if line.strip() and noise not in line] == []
     assert done.code == 0
@@ -225,13 +225,13 @@ def test_process_sets(start: Start, way: str, size: int) -> None:
     biases = " ".join(f"{0.5 + rank % 2:.3f}" for rank in range(size))
     for rank in range(size):
         mine = list(range(rank % 2, size, 2))
-        own = float(sum(one + 1 for one in mine))
+        own = float(sum(item + 1 for item in mine))
         number = rank % 2 + 1 if size > 1 else 0
         wanted = [
             f"set {number} of ranks {mine}, rank {mine.index(rank)} of {len(mine)} in it",
             f"sum {[own] * 2}",
             f"everybody's sum {[everybody] * 2}",
-            f"gathered {[float(one + 1) for one in mine for _ in range(min(one + 1, 2))]}",
+            f"gathered {[float(item + 1) for item in mine for _ in range(min(item + 1, 2))]}",
             f"from the last {[float(mine[-1] + 1)] * 2}",
             f"biases {biases}",
         ]
@@ -248,7 +248,7 @@ def test_process_sets(start: Start, way: str, size: int) -> None:
 
 @every_way
 def test_uneven_join(start: Start, way: str, size: int) -> None:
-    """Ranks that have joined count as zeros, and averages still divide by the number of all ranks."""
+    """Joined ranks count as zeros, and averages still divide by the number of all ranks."""
     done = start(way, size, "uneven_join")
     model = torch.nn.Linear(4, 1, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
@@ -302,7 +302,7 @@ def test_collectives(start: Start, way: str, size: int) -> None:
     done = start(way, size, "collectives", fine=False)
     assert done.code == 0, done.err
     assert sorted(done.out.splitlines()) == [f"rank {rank} of {size}: all well" for rank in range(size)]
-    # The script uses the old argument `average` twice, and is told so.
+    # The script uses the old argument `average` twice, and is warned about it.
     lines = done.err.splitlines()
     assert len(lines) == 2 * 2 * size, done.err
     assert sum("collectives.py" in line and "DeprecationWarning" in line for line in lines) == 2 * size
@@ -331,7 +331,7 @@ def test_optimizers(start: Start, way: str, size: int) -> None:
 
 @every_way
 def test_elastic(start: Start, way: str, size: int) -> None:
-    """Two failures: the steps since the last commit are made again, and the result is the same."""
+    """After two failures, steps since the last commit are repeated, and the result is the same."""
     done = start(way, size, "elastic", fine=False)
     assert done.code == 0, done.err
     lines = done.err.splitlines()

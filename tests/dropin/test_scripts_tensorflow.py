@@ -1,6 +1,6 @@
-"""Scripts for TensorFlow and Keras as people write them for Horovod, run alone, by horovodrun and by mpiexec.
+"""TensorFlow and Keras scripts as users write them for Horovod, run alone, by horovodrun and by mpiexec.
 
-By horovodrun the scripts run in the job of conftest.py; in test-all each script is also a job of its own.
+By horovodrun, the scripts run in conftest.py's job. In make test-all, each script also runs as its own job.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ every_way = pytest.mark.parametrize(
         pytest.param("each by mpiexec", 3, marks=pytest.mark.slow),
     ],
 )
-# Those for sessions turn eager execution off. The last one is in docs/coming-from-horovod.md.
+# Scripts with sessions turn eager execution off. The last one is in docs/coming-from-horovod.md.
 NAMES = ("tensorflow_tape", "tensorflow_session", "session")
 PAGE = ROOT / "docs" / "coming-from-horovod.md"
 Start = Callable[[str, int, str], Outcome]
 
 
 def on_two_ranks(above: Path) -> dict[str, Task]:
-    """Make the directories of the scripts, and the script of the page."""
-    (above / "session.py").write_text(next(one.text for one in blocks(PAGE) if one.file == "session.py"))
+    """Create the directories of the scripts, and the page's script."""
+    (above / "session.py").write_text(next(item.text for item in blocks(PAGE) if item.file == "session.py"))
     places = {name: SCRIPTS for name in NAMES[:-1]} | {NAMES[-1]: above}
     for name in NAMES:
         (above / name).mkdir()
@@ -45,7 +45,7 @@ def on_two_ranks(above: Path) -> dict[str, Task]:
 
 @pytest.fixture(scope="module")
 def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Return the outcome of one script; all are run when the first is asked for."""
+    """Return the outcome of one script. The first request runs all of them."""
 
     @functools.cache
     def outcomes(way: str, size: int) -> dict[str, Outcome]:
@@ -80,14 +80,14 @@ def test_a_session_with_the_hook(start: Start, way: str, size: int) -> None:
 
 @every_way
 def test_the_session_of_the_page(start: Start, way: str, size: int) -> None:
-    found = next(one for one in blocks(PAGE) if one.language == "console" and "session.py" in one.text)
-    _, _, shown = found.text.splitlines()[1].partition(":")
+    block = next(item for item in blocks(PAGE) if item.language == "console" and "session.py" in item.text)
+    _, _, shown = block.text.splitlines()[1].partition(":")
     assert start(way, size, "session").out.splitlines() == [shown] * size
 
 
 @pytest.mark.slow
 def test_keras_by_horovodrun(tmp_path: Path) -> None:
-    """The rank tests of Keras run this script too, within their processes (test_keras_scripts.py)."""
+    """Keras's rank tests also run this script, within their own processes (test_keras_scripts.py)."""
     pytest.importorskip("sklearn")
     words = [str(SCRIPTS / "keras_mnist.py"), "--directory", str(tmp_path)]
     done = run_each("horovodrun", 2, words, tmp_path)

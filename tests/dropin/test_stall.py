@@ -1,4 +1,4 @@
-"""Ranks that do not make the same calls: what is said, and how the job ends, in scripts run as usual."""
+"""Ranks that make different calls: what is reported, and how the job ends, in scripts run as usual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_S
 
 Start = Callable[..., tuple[int, str]]
 
-# The launcher ends all ranks when one has ended after an error: each waits until all have said theirs.
+# The launcher stops all ranks once one exits with an error, so each waits until all have reported theirs.
 TOGETHER = """
     from pathlib import Path
     Path(f"done.{hvd.rank()}").touch()
@@ -86,7 +86,7 @@ POOL = """
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Run a script on several ranks; returns exit code and output of all."""
+    """Return a function that runs a script on several ranks and returns the exit code and all output."""
     def start(way: str, size: int, script: str, **settings: str) -> tuple[int, str]:
         (tmp_path / "train.py").write_text(textwrap.dedent(script))
         command, environ = launcher(size)
@@ -104,12 +104,12 @@ def start(tmp_path: Path) -> Start:
     return start
 
 
-# Under load it takes long to start Python and PyTorch on all ranks.
+# On a busy machine, starting Python and PyTorch on all ranks takes long.
 pytestmark = pytest.mark.limit(160)
 
 
 def line_with(script: str, words: str) -> str:
-    """train.py:<number of the line with these words>."""
+    """Return "train.py:N in ", where N is the number of the line with these words."""
     lines = textwrap.dedent(script).splitlines()
     return f"train.py:{next(number for number, line in enumerate(lines, 1) if words in line)} in "
 
@@ -119,17 +119,17 @@ def warnings_in(output: str) -> list[str]:
 
 
 def errors_in(output: str) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+    texts: dict[int, list[str]] = {}
     for rank, text in re.findall(r"rank (\d+) got (.*)", output):
-        found.setdefault(int(rank), []).append(text)
-    return found
+        texts.setdefault(int(rank), []).append(text)
+    return texts
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_disjoint_names(start: Start, size: int) -> None:
-    """First a warning with all that one needs to find it; then an error on every rank, at every call.
+    """First a warning with everything needed to find the cause, then an error on every rank at every call.
 
-    After a restart no rank waits: all only poll.
+    After a restart, all ranks poll, and none waits.
     """
     code, output = start("mpiexec", size, DISJOINT, **STALL)
     assert code != 0
@@ -166,7 +166,7 @@ def test_disjoint_names(start: Start, size: int) -> None:
     ("way", "size"), [("mpiexec", 2), pytest.param("horovodrun", 3, marks=pytest.mark.slow)]
 )
 def test_late_ranks_end_the_job(start: Start, way: str, size: int) -> None:
-    """Rank r comes 10 r seconds late, a warning is due after 2 and the end after 5."""
+    """Rank r is 10 r seconds late, the warning is due after 2 seconds, and the job's end after 5."""
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"}
     code, output = start(way, size, LATE, **limits)
     assert code != 0
@@ -189,9 +189,9 @@ def test_late_ranks_that_nobody_watches(start: Start) -> None:
     assert not warnings_in(output)
 
 
-@pytest.mark.slow  # TensorFlow on two ranks; tests/ranks/test_tensorflow_threads.py has the sentence
+@pytest.mark.slow  # TensorFlow on two ranks; tests/ranks/test_tensorflow_threads.py checks the message
 def test_programs_side_by_side_in_one_thread_of_tensorflow(start: Start) -> None:
-    """Two threads, in another order on rank 1: none of TensorFlow's is left for what the other waits for."""
+    """Two programs run in a different order on rank 1, and no TensorFlow thread is left for the other one."""
     code, output = start("mpiexec", 2, POOL, **STALL, RINGDANCE_DEADLOCK_TIME="2")
     assert code != 0
     assert "all 1 threads in which TensorFlow runs operations wait" in output

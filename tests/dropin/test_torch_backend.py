@@ -1,4 +1,4 @@
-"""The backend "ringdance" under torchrun, where MPI does not know the ranks; a rank that dies in DDP."""
+"""The backend "ringdance" under torchrun, where MPI does not know the ranks, and a rank that dies in DDP."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ sys.exit(code)
 
 @pytest.mark.limit(LIMIT)
 def test_in_one_job_of_torchrun(tmp_path: Path) -> None:
-    """After a restart: the page's script, the tests of the backend, and an end with a pending receive."""
+    """After a restart, the page's script, the backend's tests and an exit with a pending receive work."""
     put_files(ROOT / "docs" / "howto" / "training" / "torch-distributed.md", tmp_path)
     (tmp_path / "together.py").write_text(TOGETHER)
     words = ["--max-restarts=1", "together.py", f"--rootdir={ROOT}", str(TESTS)]
@@ -79,7 +79,7 @@ def test_the_tests_of_the_backend_on_three_ranks(hosts: str) -> None:
 
 @pytest.mark.limit(LIMIT)
 def test_a_timeout_is_an_error_on_all_ranks_and_a_rank_that_dies_is_named(tmp_path: Path) -> None:
-    """Backward does not return with gradients that were not reduced, nor does anything after it."""
+    """Backward does not return with unreduced gradients, and neither does any later call."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, time, torch, torch.distributed as dist\n"
@@ -120,7 +120,7 @@ def test_a_timeout_is_an_error_on_all_ranks_and_a_rank_that_dies_is_named(tmp_pa
 
 @pytest.mark.limit(LIMIT)
 def test_ranks_started_by_hand_that_begin_again(tmp_path: Path) -> None:
-    """torch's store ends with its process group; the job and a later group do not need it."""
+    """torch's store ends with its process group, but the job and a later group do not need it."""
     script = tmp_path / "again.py"
     script.write_text(
         "import time, torch, torch.distributed as dist\n"

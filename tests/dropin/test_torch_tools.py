@@ -1,8 +1,8 @@
 """Accelerate, Transformers and Lightning under `ringdance run`: the scripts of their page in docs/.
 
-Each trains the same weights as under torchrun, the tools' own way, the same with the backend "ringdance", and
-again with `hvd.DistributedOptimizer` in place of DistributedDataParallel. The page's commands, and what they
-print, are run by test_docs_commands.py.
+Each script trains the same weights in four ways: under torchrun, the tools' own way; under `ringdance run`;
+with the backend "ringdance"; and with `hvd.DistributedOptimizer` instead of DistributedDataParallel.
+test_docs_commands.py runs the page's commands and checks their output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from doc_blocks import ROOT, environment, put_files
 
 PAGE = ROOT / "docs" / "howto" / "training" / "torch-tools.md"
 LIMIT = 240.0
-# What report() of the page's task.py does besides.
+# What report() in the page's task.py does in addition.
 SAVE = """
 report_only = report
 def report(rank, size):
@@ -27,7 +27,7 @@ def report(rank, size):
 
 
 def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[str, Any]]:
-    """Run a script of the page; return the weights of its ranks, which see their rank and size."""
+    """Run a script of the page and return its ranks' weights. Ranks must see their rank and size."""
     import torch
 
     out = directory / f"{launcher[1]}-{size}-{name}-"
@@ -37,11 +37,11 @@ def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[
         capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [torch.load(f"{out}{rank}") for rank in range(size)]
-    assert [(rank, of) for rank, of, _ in found] == [(rank, size) for rank in range(size)]
+    collected = [torch.load(f"{out}{rank}") for rank in range(size)]
+    assert [(rank, of) for rank, of, _ in collected] == [(rank, size) for rank in range(size)]
     script = (directory / f"{name}.py").read_text()
     assert done.stdout.count("batches of each rank") == ("batches of" in script)
-    return [weights for _, _, weights in found]
+    return [weights for _, _, weights in collected]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -63,7 +63,7 @@ def test_the_weights_are_those_of_torchrun(tool: str, tmp_path: Path) -> None:
     for weights in results(tmp_path, 2, name, "ringdance", "run", "-np", "2", "python"):
         assert same(weights, own)
     for weights in results(tmp_path, 2, f"{name}_hvd", "ringdance", "run", "-np", "2", "python"):
-        assert all(torch.allclose(weights[one], own[one], rtol=0, atol=1e-6) for one in own)
+        assert all(torch.allclose(weights[item], own[item], rtol=0, atol=1e-6) for item in own)
     plain = task.read_text()
     task.write_text(f"import torch.distributed as d\nd.init_process_group('ringdance')\n{plain}")
     for weights in results(tmp_path, 2, name, "ringdance", "run", "-np", "2", "python"):

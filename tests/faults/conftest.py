@@ -1,4 +1,4 @@
-"""Lets the fault tests import ``processes``, their helpers."""
+"""Let the fault tests import ``processes``, their helpers."""
 
 import sys
 from pathlib import Path

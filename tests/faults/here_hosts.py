@@ -1,7 +1,7 @@
-"""Other "hosts" without root: what ssh would start there runs here, under another name.
+"""Simulated "hosts" that do not need root: what ssh would start there runs here, under another host name.
 
-A program named ssh, first in PATH, runs the command in namespaces of its own: name, processes, /dev/shm. Only
-the network is this machine's. The host dies with that ssh, as it would with its network.
+A program named ssh, first in PATH, runs the command in its own namespaces for host name, processes and
+/dev/shm. Only the network is this machine's. The host dies with its ssh, as a host does with its network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENTER = (
 
 
 def why_not() -> str:
-    """Why there can be no such hosts here, or ""."""
+    """Return why such hosts cannot exist here, or ""."""
     if not shutil.which("unshare"):
         return "needs unshare (util-linux)"
     tried = subprocess.run(
@@ -45,11 +45,11 @@ def why_not() -> str:
 
 
 def environment(directory: Path, before: str = ":") -> dict[str, str]:
-    """Variables under which hosts called other1, other2, ... can be reached.
+    """Return the environment in which hosts called other1, other2, ... can be reached.
 
     Args:
-        directory: for the program named ssh.
-        before: what each host does first: a shell's command without single quotes.
+        directory: Directory for the program named ssh.
+        before: Shell command without single quotes, which each host runs first.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "ssh").write_text(_SSH.format(enter=" ".join(ENTER), before=before))
@@ -58,7 +58,7 @@ def environment(directory: Path, before: str = ":") -> dict[str, str]:
     return {**os.environ, **allow, "PATH": f"{directory}{os.pathsep}{os.environ['PATH']}"}
 
 
-# Run by a shell in a mount namespace: places for temporary files can only be read, but for one.
+# Run by a shell in a mount namespace: makes all places for temporary files read-only, except one.
 READ_ONLY = """
 for d in /tmp /var/tmp; do mount --bind $d $d && mount -o remount,bind,ro $d || exit 9; done
 [ -z "$1" ] || mount -t tmpfs tmpfs "$1"
@@ -67,5 +67,5 @@ shift; exec "$@"
 
 
 def without_temporary_files(but: str, *words: str) -> list[str]:
-    """A command line that runs `words` where only `but` ("": nothing) can be written for temporary files."""
+    """Return a command that runs `words` where temporary files can be written only in `but` ("": nowhere)."""
     return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, "sh", but, *words]

@@ -1,9 +1,7 @@
-"""Ranks that wait for long for what comes at last, and ranks that never can go on.
+"""Ranks that wait a long time for work that completes in the end, and ranks that can never continue.
 
-    c_thread, c_timer, debugger,
-
-Each rank waits for another name than the others, on some thread: only what other threads do, or will do,
-shows that the job goes on.
+Each rank waits for a different name than the others, on some thread. Only what other threads do, or will do,
+shows that the job can continue.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def reduce(name: str, **options: Any) -> Any:
 
 
 def start(function: Callable[[], Any]) -> Future[Any]:
-    """Call on a thread of its own."""
+    """Call a function on its own thread."""
     result = Future[Any]()
 
     def run() -> None:
@@ -50,11 +48,11 @@ def start(function: Callable[[], Any]) -> Future[Any]:
 
 
 def crossed(work: Callable[[], Any], elsewhere: bool = False) -> None:
-    """Let each rank wait for a name that the others submit only after long work.
+    """Make each rank wait for a name that the other ranks submit only after long work.
 
     Args:
-        work: what takes long, on the main thread, while another waits; or
-        elsewhere: on a thread that has not called the engine before, while the main thread waits.
+        work: Long work, done on the main thread while another thread waits.
+        elsewhere: If True, a thread that has never called the engine works, and the main thread waits.
     """
     names = [f"of {rank}" for rank in range(hvd.size())]
     own = names.pop(hvd.rank())
@@ -88,7 +86,7 @@ def child(seconds: float) -> None:
 
 
 def pipe(seconds: float) -> None:
-    """Read what another process sends late, as from a data service."""
+    """Read data that another process sends late, like a data service."""
     command = [sys.executable, "-c", SLEEP.format(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
         assert sender.stdout is not None
@@ -96,14 +94,14 @@ def pipe(seconds: float) -> None:
 
 
 def reader(seconds: float) -> None:
-    """Wait for a queue that such a thread fills."""
+    """Wait for a queue that a thread with such a pipe fills."""
     items: queue.Queue[None] = queue.Queue()
     start(lambda: items.put(pipe(seconds)))
     items.get()
 
 
 def other_process(seconds: float) -> None:
-    """Wait for a lock that another process releases: a futex, as for those of this process."""
+    """Wait for a lock that another process releases. It is a futex, like the locks within this process."""
     lock = multiprocessing.get_context("fork").Lock()
     lock.acquire()
     if os.fork() == 0:
@@ -115,7 +113,7 @@ def other_process(seconds: float) -> None:
 
 
 def lock(seconds: float) -> None:
-    """Wait for a lock of Python that a thread releases later."""
+    """Wait for a Python lock that a thread releases later."""
     held = threading.Lock()
     held.acquire()
     threading.Timer(seconds, held.release).start()
@@ -128,7 +126,7 @@ def limited_lock(seconds: float) -> None:
 
 
 def c_thread(seconds: float) -> None:
-    """Wait in C for a thread of C, which sleeps."""
+    """Wait in C for a C thread that sleeps."""
     libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
     libc.pthread_create(ctypes.byref(thread), None, libc.sleep, ctypes.c_void_p(max(1, round(seconds))))
     libc.pthread_join(thread, None)
@@ -142,7 +140,7 @@ class _Notification(ctypes.Structure):
 
 
 def c_timer(seconds: float) -> None:
-    """Wait in C for a thread of C that does not run yet, as a graph waits for its data."""
+    """Wait in C for a C thread that does not exist yet, as a graph waits for its data."""
     libc, timer, semaphore = ctypes.CDLL(None), ctypes.c_void_p(), (ctypes.c_long * 4)()
     function = ctypes.cast(libc.sem_post, ctypes.c_void_p)
     on_thread = _Notification(value=ctypes.addressof(semaphore), kind=2, function=function)
@@ -175,7 +173,7 @@ WORK = (
 
 
 def late_result(seconds: float) -> None:
-    """Rank 0 evaluates on a thread, and its main thread waits already for what comes after the result."""
+    """Rank 0 evaluates on a thread, while its main thread already waits for what follows the result."""
     if hvd.rank() == 0:
         evaluation = start(lambda: (sleep_in_steps(seconds), reduce("result")))
         reduce("done")
@@ -186,7 +184,7 @@ def late_result(seconds: float) -> None:
 
 
 def threads_come_and_go(seconds: float) -> None:
-    """No thread that has submitted lives any more, but those that wait."""
+    """No thread that has submitted is still alive, except the threads that wait."""
     for _ in range(3):
         start(lambda: reduce("step")).result()
     with ThreadPoolExecutor(2) as idle:
@@ -195,7 +193,7 @@ def threads_come_and_go(seconds: float) -> None:
 
 
 def limited_wait(seconds: float) -> None:
-    """Rank 0 gives up what it waits for, and submits what the others wait for."""
+    """Rank 0 stops waiting after a timeout, and submits what the others wait for."""
     if hvd.rank() == 0:
         late = session.engine().submit(request_for("late"))
         try:
@@ -215,7 +213,7 @@ def request_for(name: str) -> Request:
 
 
 def one_of_two_gives_up(seconds: float) -> None:
-    """Two threads wait for one Work, one of them not to the end."""
+    """Two threads wait for the same Work, and one of them stops waiting early."""
     name = "a" if hvd.rank() else "b"
     work = session.engine().submit(request_for(name))
     stays = start(work.wait)
@@ -238,36 +236,36 @@ def others_in_a_set(seconds: float) -> None:
 
 
 def one_in_a_set_is_late(seconds: float) -> None:
-    """All wait, in two sets, for a rank whose only thread that has ever called is not its main one."""
+    """All ranks wait in two sets for a rank where so far only a thread other than the main one has called."""
     sets = [hvd.add_process_set([rank, hvd.size() - 1]) for rank in range(hvd.size() - 1)]
     if hvd.rank() == hvd.size() - 1:
         waits = start(lambda: reduce("all"))
         time.sleep(seconds)
-        for one in sets:
-            hvd.barrier(one)
+        for pair in sets:
+            hvd.barrier(pair)
     else:
         hvd.barrier(sets[hvd.rank()])
         waits = start(lambda: reduce("all"))
     waits.result()
-    for one in sets:
-        hvd.remove_process_set(one)
+    for pair in sets:
+        hvd.remove_process_set(pair)
 
 
 def sets_change(seconds: float) -> None:
-    """Sets are made and removed while other threads wait."""
+    """Sets are created and removed while other threads wait."""
 
     def change() -> None:
         until, go_on = time.monotonic() + seconds, np.ones(1)
         while go_on[0]:
-            one = hvd.add_process_set(range(hvd.size() - 1))
-            hvd.remove_process_set(one)
+            added = hvd.add_process_set(range(hvd.size() - 1))
+            hvd.remove_process_set(added)
             go_on = hvd.broadcast(np.array([time.monotonic() < until]), 0, name="again")
 
     crossed(change)
 
 
 def joined(seconds: float) -> None:
-    """One has no more data, one evaluates, one trains on."""
+    """One rank has no more data, one evaluates, and one continues to train."""
     if hvd.rank() == 1:
         sleep_in_steps(seconds)
     if hvd.rank() != 0:
@@ -276,7 +274,7 @@ def joined(seconds: float) -> None:
 
 
 def joined_with_threads(seconds: float) -> None:
-    """Ranks wait in a set, and the main threads in join or not yet."""
+    """Ranks wait in a set while main threads wait in join, or have not called it yet."""
     pair = hvd.add_process_set([1, 2])
     waits = None
     if hvd.rank() == 1:
@@ -298,7 +296,7 @@ def marked(seconds: float) -> None:
 
 
 def large(seconds: float) -> None:
-    """One exchange takes long; threads wait for others meanwhile."""
+    """One exchange takes long while threads wait for other names."""
 
     def exchange() -> None:
         until, go_on, values = time.monotonic() + seconds, np.ones(1), np.ones(1 << 24)
@@ -310,7 +308,7 @@ def large(seconds: float) -> None:
 
 
 def restarted(seconds: float) -> None:
-    """New engines, while threads of the old ones fail; then a rank is late."""
+    """New engines start while threads of the old ones fail. Then a rank is late."""
     waits = start(lambda: reduce(f"never {hvd.rank()}"))
     hvd.barrier()
     hvd.shutdown()
@@ -322,7 +320,7 @@ def restarted(seconds: float) -> None:
 
 
 def stopped(seconds: float) -> None:
-    """SIGSTOP, as by a debugger that attaches."""
+    """A rank is stopped by SIGSTOP, as by an attaching debugger."""
 
     def stop() -> None:
         if hvd.rank() == 0:
@@ -335,7 +333,7 @@ def stopped(seconds: float) -> None:
 
 
 def in_a_signal(seconds: float) -> None:
-    """A handler that takes long, called in the main thread's wait, submits what the others wait for."""
+    """A slow signal handler, called while the main thread waits, submits what the others wait for."""
     handles = []
 
     def handler(number: int, frame: object) -> None:
@@ -354,7 +352,7 @@ def in_a_signal(seconds: float) -> None:
 
 
 def asleep_in_c(seconds: float) -> Any:
-    """Return a data set of TensorFlow whose source is late, in C++."""
+    """Return a TensorFlow data set whose source is slow, in C++."""
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops import testing
 
@@ -362,7 +360,7 @@ def asleep_in_c(seconds: float) -> Any:
 
 
 def graph(seconds: float) -> None:
-    """TensorFlow computes, then waits for data, all in C++."""
+    """TensorFlow computes, then waits for data, entirely in C++."""
     import tensorflow as tf
 
     @tf.function
@@ -376,7 +374,7 @@ def graph(seconds: float) -> None:
 
 
 def data_service(seconds: float) -> None:
-    """Wait for batches of a data service of TensorFlow."""
+    """Wait for batches from a TensorFlow data service."""
     import tensorflow as tf
 
     service = tf.data.experimental.service
@@ -389,7 +387,7 @@ def data_service(seconds: float) -> None:
 
 
 def jitted(seconds: float) -> None:
-    """JAX computes while main threads wait already, and then calls back."""
+    """JAX computes while main threads already wait, and then calls back."""
     import jax
     import jax.numpy as jnp
 
@@ -402,7 +400,7 @@ def jitted(seconds: float) -> None:
 
 
 def loader(seconds: float) -> None:
-    """A data loader of PyTorch whose workers take their time."""
+    """A PyTorch data loader with slow workers."""
     import torch
 
     class Slow(torch.utils.data.Dataset[int]):
@@ -420,7 +418,7 @@ LONG: dict[str, Callable[[float], None]] = {
     **{f"{work.__name__}": lambda seconds, work=work: crossed(lambda: work(seconds)) for work in WORK},
     **{f"{work.__name__} elsewhere": lambda seconds, work=work: crossed(lambda: work(seconds), elsewhere=True)
        for work in WORK if work is not debugger},
-    **{one.__name__: one for one in (
+    **{kind.__name__: kind for kind in (
         late_result, threads_come_and_go, limited_wait, one_of_two_gives_up, others_in_a_set,
         one_in_a_set_is_late, sets_change, joined, joined_with_threads, marked, large, restarted, stopped,
         in_a_signal, graph, data_service, jitted, loader,
@@ -434,7 +432,7 @@ def swapped() -> None:
 
 
 def on_threads() -> None:
-    """The main threads wait for threads that wait for each other; others have nothing to do."""
+    """Main threads wait for threads that wait for each other. Other threads are idle."""
     items: queue.Queue[int] = queue.Queue()
     start(items.get)
     with ThreadPoolExecutor(2) as idle:
@@ -443,7 +441,7 @@ def on_threads() -> None:
 
 
 def in_a_graph() -> None:
-    """One rank alone has a gradient of rows, in TensorFlow's graph."""
+    """In TensorFlow's graph, one rank's gradient is dense while the others' gradients are rows."""
     import tensorflow as tf
 
     import ringdance.tensorflow as hvd_tf
@@ -456,7 +454,7 @@ def in_a_graph() -> None:
     step()
 
 
-FOR_EVER: dict[str, Callable[[], None]] = {one.__name__: one for one in (swapped, on_threads, in_a_graph)}
+FOR_EVER: dict[str, Callable[[], None]] = {kind.__name__: kind for kind in (swapped, on_threads, in_a_graph)}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""A training loop on three ranks with a planted cause: ``planted_job.py CAUSE``, see test_planted_causes.
+"""A training loop on three ranks with a planted cause: ``planted_job.py CAUSE``, used by test_planted_causes.
 
-After some steps a cause calls ``begin``, which writes down the time. The line at which a rank must be
-reported ends with ``# <cause>``.
+After some steps, a cause calls ``begin``, which records the time. The line that must be reported for a rank
+ends with ``# <cause>``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 10  # before the cause
 
 
 def line_of(cause: str) -> int:
-    """Return the number of the line that ends with ``# <cause>``, 0 if there is none."""
+    """Return the number of the line that ends with ``# <cause>``, or 0 if no line does."""
     lines = Path(__file__).read_text().splitlines()
     return next((number for number, line in enumerate(lines, 1) if line.endswith(f"# {cause}")), 0)
 
@@ -188,7 +188,7 @@ def endless_child() -> None:
 
 
 def uninterruptible() -> None:
-    """As in a file system that does not answer; here until a child, made by vfork, starts its program."""
+    """Sleep as in a file system that does not respond: until a child made by vfork starts its program."""
     os.mkfifo(HERE / "stdin")
     begin()
     stdin = (os.POSIX_SPAWN_OPEN, 0, str(HERE / "stdin"), os.O_RDONLY, 0)
@@ -214,7 +214,7 @@ def evaluate() -> None:
 
 
 def disturbed(cause: str) -> None:
-    """Run a cause that is in the calls of all ranks."""
+    """Run a cause that consists in the calls of all ranks."""
     mine = hvd.rank() == 1
     if mine:
         begin()

@@ -1,4 +1,4 @@
-"""Helpers of the fault tests: start a job, find its processes by a marker of the test's own."""
+"""Helpers for the fault tests: start a job, and find its processes by the test's own marker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THESIS = "my-thesis"
 
 @dataclass
 class Job:
-    """A `ringdance run` with a TMPDIR of its own, whose processes all carry one marker."""
+    """A `ringdance run` with its own TMPDIR. All its processes carry the same marker."""
 
     process: subprocess.Popen[bytes]
     marker: str
@@ -39,26 +39,26 @@ class Job:
     ids: set[str] = field(default_factory=set)
 
     def processes(self) -> list[psutil.Process]:
-        """All living ones, the launcher's included; notes the job's id on the way."""
-        found = []
+        """Return all living processes, including the launcher. Records the job's id as a side effect."""
+        processes = []
         for process in psutil.process_iter():
             try:
                 environ = process.environ()
                 if environ.get(MARKER) == self.marker and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
                     if "RINGDANCE_JOB" in environ:
                         self.ids.add(environ["RINGDANCE_JOB"])
             except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
-        return found
+        return processes
 
     def leftovers(self) -> list[str]:
-        """What is still there, in words."""
+        """Describe everything that is left of the job."""
         left = [f"process {process.pid}: {describe(process)}" for process in self.processes()]
         places = [place for place, _, _ in os.walk(self.temporary) if place != str(self.temporary)]
-        # PyTorch's managers of shared memory leave an empty socket when they are killed.
+        # PyTorch's shared memory managers leave an empty socket when they are killed.
         places = [place for place in places if not os.path.basename(place).startswith("torch-shm-dir-")]
-        # There is the job's directory if the other's path leaves no room in a socket's address.
+        # The job's directory is in /tmp if TMPDIR's path is too long for a socket's address.
         places += [str(path) for path in Path("/tmp").glob("ringdance-*") if self.owns(path.name)]
         left += [f"file {place}" for place in places if not os.path.exists(f"{place}/{THESIS}")]
         names = [line for line in segments(self.temporary) if (SHARED / line).exists()]
@@ -66,7 +66,7 @@ class Job:
         return left + [f"shared memory {name}" for name in names]
 
     def end(self) -> None:
-        """Whatever a failed test has left of it."""
+        """Kill whatever a failed test has left of the job."""
         self.process.kill()
         self.process.wait()
         if wait_until(lambda: not self.processes(), 5.0) is None:
@@ -74,15 +74,15 @@ class Job:
                 process.kill()
 
     def owns(self, name: str) -> bool:
-        """Whether a directory of that name belongs to this job."""
+        """Return True if a directory with this name belongs to the job."""
         return any(name.startswith(f"ringdance-{id_[:12]}") for id_ in self.ids)
 
 
 class Others:
-    """Files and directories of another program of this user, which no job may touch.
+    """Files and directories of another program of the same user, which no job may touch.
 
-    In shared memory they are closed and not unlinked, and have names as libraries give them; the directories
-    are in `temporary`.
+    Those in shared memory are closed but not unlinked, and have names like those that libraries use. The
+    directories are in `temporary`.
     """
 
     def __init__(self, temporary: Path) -> None:
@@ -98,12 +98,12 @@ class Others:
             os.utime(place, (time.time() - 300,) * 2)
 
     def change(self) -> None:
-        """Write into each, as its own program does while the job runs."""
+        """Write to each file, as its own program does while the job runs."""
         for file in self._files:
             file.write_text("important")
 
     def missing(self) -> list[str]:
-        """Those that are there no more; the others are removed."""
+        """Return the files that no longer exist, and remove the others."""
         missing = [str(file) for file in self._files if not file.exists()]
         for file in self._files:
             file.unlink(missing_ok=True)
@@ -111,13 +111,13 @@ class Others:
 
 
 def segments(temporary: Path) -> list[str]:
-    """Names of the shared memory segments that the job's ranks and workers have noted."""
+    """Return the names of shared memory segments recorded by the job's ranks and workers."""
     path = temporary.parent / "segments"
     return path.read_text().split() if path.exists() else []
 
 
 def describe(process: psutil.Process) -> str:
-    """Its command line, or what is left of it."""
+    """Return the process's command line, or "(gone)" if it has exited."""
     try:
         return " ".join(process.cmdline())[-200:]
     except psutil.Error:
@@ -125,7 +125,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def start(directory: Path, *command: str, **options: object) -> Job:
-    """Start ``ringdance run`` with `command`; its TMPDIR is ``directory/tmp``."""
+    """Start ``ringdance run`` with `command`. Its TMPDIR is ``directory/tmp``."""
     marker = uuid.uuid4().hex
     temporary = directory / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
@@ -141,13 +141,13 @@ def by_main(
     """Run ``ringdance`` with `words` within this process, which has imported it already.
 
     Args:
-        words: Of the command line.
-        env: All variables of the environment (default: those of this process).
+        words: Words of the command line.
+        env: Complete environment. Default: this process's environment.
         cwd: Working directory.
-        given: What stdin has.
+        given: Text for stdin.
 
     Returns:
-        The exit code and the output, also of the processes that the command has started.
+        The exit code and the output, including output of processes that the command has started.
     """
     with contextlib.ExitStack() as stack:
         out, err, stdin = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
@@ -168,7 +168,7 @@ def by_main(
 
 @contextlib.contextmanager
 def streams(*files: BinaryIO) -> Iterator[None]:
-    """Let descriptors 0, 1 and 2 be these files, and sys.stdout and sys.stderr write there."""
+    """Redirect descriptors 0, 1 and 2 to these files, and sys.stdout and sys.stderr too."""
     former = [os.dup(number) for number in range(3)]
     for number, file in enumerate(files):
         os.dup2(file.fileno(), number)
@@ -187,20 +187,20 @@ def streams(*files: BinaryIO) -> Iterator[None]:
 
 
 def needed(*packages: str) -> None:
-    """Skip a test or a module without these packages, which jobs import and this process need not."""
+    """Skip a test or module without these packages, which jobs import but this process does not need."""
     if missing := [name for name in packages if not find_spec(name)]:
         pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
 
 def script(directory: Path, text: str) -> str:
-    """Write a program for the ranks; gives its path."""
+    """Write a program for the ranks and return its path."""
     path = directory / "program.py"
     path.write_text(textwrap.dedent(text))
     return str(path)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
-    """Seconds until it holds, or None if it did not within `seconds`."""
+    """Return the seconds until the condition holds, or None if it does not hold within `seconds`."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > seconds:
@@ -210,10 +210,10 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
 
 
 def monitors_have_ended(seconds: float = 20.0) -> bool:
-    """Wait until there is no monitor on this host: on a busy one it still writes when its job has ended."""
+    """Wait until no monitor runs on this host. On a busy host, one may outlive its job and still write."""
 
     def none() -> bool:
-        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        return "ringdance.core.monitor.main" not in found
+        listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        return "ringdance.core.monitor.main" not in listing
 
     return wait_until(none, seconds) is not None

@@ -1,8 +1,8 @@
-"""Training that takes its time, with nothing wrong: ``quiet_job.py MINUTES FACTOR``, where factor 1 is real.
+"""A slow training without anything wrong: ``quiet_job.py MINUTES FACTOR``, where factor 1 is realistic.
 
-First and again in the middle a compilation of 60 s, which the ranks end 4 s apart; steps of 8 s, which differ
-by up to 20% between ranks and from step to step; fast steps; every 20 steps an evaluation of 2 minutes on
-rank 0, marked. FACTOR shortens compilations and evaluations.
+At the start and in the middle, the ranks compile for 60 s and finish 4 s apart. Then there are steps of 8 s
+that differ by up to 20% between ranks and between steps, fast steps, and every 20 steps an evaluation of 2
+minutes on rank 0, which is marked. FACTOR shortens compilations and evaluations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ringdance.numpy as hvd
 
 
 def compute(seconds: float) -> None:
-    """Use the CPU, though not all of it: three ranks may share two cores with other programs."""
+    """Use the CPU, but not all of it, because three ranks may share two cores with other programs."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         sum(range(20_000))
@@ -25,7 +25,7 @@ def compute(seconds: float) -> None:
 
 
 def step(seconds: float) -> None:
-    """A forward pass, and a backward pass that submits gradients as they come."""
+    """Make a forward pass, and a backward pass that submits gradients as they are computed."""
     compute(0.4 * seconds)
     handles = []
     for layer in range(3):
@@ -33,7 +33,7 @@ def step(seconds: float) -> None:
         handles.append(hvd.allreduce(np.ones(10_000), name=f"gradient.{layer}", wait=False))
     for handle in handles:
         hvd.synchronize(handle)
-    hvd.mark_step()  # as optimizers do
+    hvd.mark_step()  # like optimizers
 
 
 def main() -> None:

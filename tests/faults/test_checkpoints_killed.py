@@ -1,4 +1,4 @@
-"""Checkpoints of two managers in one directory, killed while saving: the newest is read, and is whole."""
+"""Two managers' checkpoints in one directory, killed while saving: the newest is read, and is complete."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from processes import start, wait_until
 
 import ringdance.numpy as hvd
 
-# Each save is counted; its count is in the model and in all of the table, and noted before and after. Numbers
-# go back, and come again.
+# Saves are counted. The count is stored in the model and throughout the table, and recorded before and after
+# the save. Checkpoint numbers may go back and recur.
 PROGRAM = """
 import os, random, sys
 import ringdance.numpy as hvd
@@ -63,19 +63,19 @@ def job() -> Iterator[None]:
 
 
 def notes_of(path: Path, what: str, name: str) -> list[tuple[int, int]]:
-    """The counts and numbers that were noted of a manager's saves."""
+    """Return the recorded counts and numbers of a manager's saves."""
     words = [line.split() for line in path.read_text().splitlines()]
     return [(int(line[2]), int(line[3])) for line in words if line[:2] == [what, name]]
 
 
 def saves(notes: Path, ready: int) -> bool:
-    """Return whether the program has started once more and, the first time, has saved something."""
+    """Return True once the program has started again and something has been saved."""
     text = notes.read_text()
     return text.count("ready") > ready and "done" in text
 
 
 def kill_while_saving(directory: Path, ranks: int, count: int, notes: Path) -> None:
-    """Start the program and kill rank 0 at some time, then the rest."""
+    """Start the program and kill rank 0 at a random time, then the rest."""
     ready = notes.read_text().count("ready")
     words = [sys.executable, "-c", PROGRAM, str(directory), str(notes), str(count), str(ranks - 1)]
     with open(directory.parent / "output.txt", "wb") as output:
@@ -129,9 +129,9 @@ def test_the_newest_completed_checkpoint_is_read(
             numbers = saved.numbers()
             assert numbers[-1] == newest[0]
             for number in numbers:
-                found = saved.read(number)
-                assert found is not None
-                what, written = found[1].split()
+                content = saved.read(number)
+                assert content is not None
+                what, written = content[1].split()
                 assert (int(written), number) in begun
                 if what == b"table":
                     saved.read(number, table)

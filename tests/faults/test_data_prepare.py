@@ -26,7 +26,7 @@ IMAGES = 1200
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Images of two classes: few contents, many names."""
+    """Create images of two classes: few different contents, many names."""
     root = tmp_path_factory.mktemp("src")
     first = []
     for number in range(8):
@@ -51,7 +51,7 @@ def command(source: Path, destination: Path, processes: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory) -> dict[str, bytes]:
-    """The files of a run without a fault."""
+    """Return the files of an undisturbed run."""
     destination = tmp_path_factory.mktemp("whole")
     subprocess.run(command(source, destination, 1), check=True, timeout=60)
     return files(destination)
@@ -63,7 +63,7 @@ def files(destination: Path) -> dict[str, bytes]:
 
 def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that write, without the one that tracks their shared memory."""
-    return [one for one in family if any("spawn_main" in word for word in one.cmdline())]
+    return [process for process in family if any("spawn_main" in word for word in process.cmdline())]
 
 
 @pytest.mark.parametrize("victim", ["parent", "worker", pytest.param("alone", marks=pytest.mark.slow)])
@@ -81,7 +81,7 @@ def test_resumed_after_kill_9(source, whole, tmp_path, victim):
     (workers[1] if victim == "worker" else family[0]).send_signal(signal.SIGKILL)
     code = job.wait(60)
     psutil.wait_procs(family, timeout=30)
-    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [item for item in family if item.is_running() and item.status() != psutil.STATUS_ZOMBIE]
     if victim == "worker":
         assert code == 2
         assert b"Stopped. The same command resumes" in (told := (tmp_path / "first").read_bytes())
@@ -95,10 +95,10 @@ def test_resumed_after_kill_9(source, whole, tmp_path, victim):
     again = subprocess.run(resume, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0, again.stderr
     assert "Resuming: " in again.stderr
-    found = files(destination)
-    assert found == whole
+    result = files(destination)
+    assert result == whole
     written = [name for name, number in kept.items() if (destination / name).stat().st_ino != number]
-    assert len(written) <= processes  # renamed, but not yet noted as complete
+    assert len(written) <= processes  # renamed, but not yet recorded as complete
     assert sorted(path.name for path in (destination / ".prepare").iterdir()) == ["lock", "train.json"]
 
 
@@ -139,7 +139,7 @@ def test_click_logs_resumed_after_kill_9_in_both_passes(tmp_path):
         times = {path: path.stat().st_mtime_ns for path in done}
     subprocess.run([*start, str(destination), *options, "1"], check=True, timeout=60)
     again = [path for path in times if path.stat().st_mtime_ns != times[path]]
-    assert len(again) <= 2  # complete, but that was not noted yet
+    assert len(again) <= 2  # complete, but not yet recorded
     assert files(destination) == files(whole)
-    left = ["criteo.json", "lock"]  # the first says what --overwrite may remove
+    left = ["criteo.json", "lock"]  # the first lists what --overwrite may remove
     assert sorted(path.name for path in (destination / ".prepare").iterdir()) == left

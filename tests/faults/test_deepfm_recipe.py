@@ -28,7 +28,7 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows with a planted signal, and rows for validation."""
+    """Create rows with a planted signal, and rows for validation."""
     target = tmp_path_factory.mktemp("clicks") / "set"
     words = ("data", "generate", "criteo", str(target), "--rows", str(ROWS), "--validation", "0.2")
     command = [sys.executable, "-m", "ringdance", *words, "--table-size", "20000"]
@@ -37,7 +37,7 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin(directory: Path, recipe: str, ranks: int, clicks: Path, *words: str) -> tuple[Job, Path]:
-    """Start a training; return it, and the file of its output."""
+    """Start a training and return it with its output file."""
     number = len(list(directory.glob("*.txt")))
     output = directory / f"{number}.txt"
     script = str(RECIPES / f"train_{recipe}.py")
@@ -50,19 +50,19 @@ def begin(directory: Path, recipe: str, ranks: int, clicks: Path, *words: str) -
 
 
 def run(directory: Path, recipe: str, ranks: int, clicks: Path, *words: str) -> str:
-    """Train to the end; return the output."""
+    """Train to the end and return the output."""
     job, output = begin(directory, recipe, ranks, clicks, *words)
     assert job.process.wait(240) == 0, output.read_text()
     return output.read_text()
 
 
 def auc_of(text: str) -> float:
-    """Return the last AUC of an output."""
+    """Return the last AUC in an output."""
     return float(re.findall(r"AUC (0\.\d+)", text)[-1])
 
 
 def kill(job: Job) -> None:
-    """Kill the ranks and what has started them, at once."""
+    """Kill the ranks and the processes that started them, all at once."""
     everything = [psutil.Process(job.process.pid), *job.processes()]
     for act in (signal.SIGSTOP, signal.SIGKILL):
         for process in everything:
@@ -73,7 +73,7 @@ def kill(job: Job) -> None:
 
 
 def learned_and_scored(directory: Path, recipe: str, clicks: Path, ranks: int = 2) -> float:
-    """Train for as many steps on any number of ranks, and score the validation rows; return their AUC."""
+    """Train for equally many steps on any number of ranks, score the validation rows and return their AUC."""
     model = directory / "model"
     text = run(directory, recipe, ranks, clicks, "--epochs", str(ranks), "--export", str(model))
     assert "of 8,000 rows" in text
@@ -109,10 +109,10 @@ def test_yesterdays_model_is_a_start_if_it_is_of_this_kind(clicks: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_sharded_table_is_as_good(clicks: Path, tmp_path: Path) -> None:
-    one = run(tmp_path, "torch", 2, clicks)
+    plain = run(tmp_path, "torch", 2, clicks)
     sharded = run(tmp_path, "torch", 2, clicks, "--sharded")
     assert "sharded" in sharded
-    assert auc_of(sharded) == pytest.approx(auc_of(one), abs=2e-4)
+    assert auc_of(sharded) == pytest.approx(auc_of(plain), abs=2e-4)
 
 
 @pytest.mark.slow
@@ -125,12 +125,12 @@ def test_keras_learns_and_scores_new_rows(clicks: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.limit(600)
 def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None:
-    """With Keras and as many ranks it ends with the weights of an unbroken one."""
+    """With Keras on the same number of ranks, it ends with the weights of an uninterrupted training."""
     pytest.importorskip("tensorflow")
     words = ("--checkpoint-every", "5", "--epochs", "2")
     whole, saved = tmp_path / "whole", tmp_path / "saved"
     run(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(whole))
-    each = 32_000 // (2 * BATCH)  # whole batches
+    each = 32_000 // (2 * BATCH)  # complete batches
     steps = each * 2
     for _ in range(2):
         job, output = begin(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(saved))
@@ -142,8 +142,8 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
     text = run(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(saved))
     assert f"continuing after step {at}: epoch {at // each}" in text
     for ending in ("npz", "npz.npy"):
-        pair = [np.load(one / f"checkpoint-{steps:08}.{ending}") for one in (whole, saved)]
-        arrays = [{"table": one} if ending == "npz.npy" else dict(one) for one in pair]
+        pair = [np.load(item / f"checkpoint-{steps:08}.{ending}") for item in (whole, saved)]
+        arrays = [{"table": tensor} if ending == "npz.npy" else dict(tensor) for tensor in pair]
         for name in arrays[0].keys() - {"position", "options", "arrays"}:
             np.testing.assert_allclose(arrays[1][name], arrays[0][name], rtol=1e-3, atol=1e-4, err_msg=name)
     more = run(tmp_path, "keras", 3, clicks, "--epochs", "3", "--checkpoints", str(saved))
@@ -152,6 +152,6 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
 
 
 def newest(directory: Path) -> int:
-    """Return the step of the newest checkpoint that counts: see Note [Manifests]."""
-    found = CheckpointFiles(directory, 2, "checkpoint", ".npz").find(None) if directory.is_dir() else None
-    return found.number if found else 0
+    """Return the step of the newest valid checkpoint: see Note [Manifests]."""
+    newest = CheckpointFiles(directory, 2, "checkpoint", ".npz").find(None) if directory.is_dir() else None
+    return newest.number if newest else 0

@@ -23,7 +23,7 @@ from ringdance.training.checkpoint_files import CheckpointFiles, present_path
 needed("torch")
 ROWS, FIELDS = 20_001, 3
 
-# The recipe as it is, but its model notes which rows each step is given, and its position after them.
+# The unchanged recipe, but its model records which rows each step gets, and the position afterwards.
 RECORDER = """
 import json, sys
 sys.path.insert(0, {recipes!r})
@@ -44,7 +44,7 @@ loop.main("", Model)
 
 @pytest.fixture
 def numbered(tmp_path: Path) -> Path:
-    """Rows whose second id is their number."""
+    """Create rows whose second id is their number."""
     path = tmp_path / "set"
     path.mkdir()
     numbers = np.arange(ROWS)
@@ -56,7 +56,7 @@ def numbered(tmp_path: Path) -> Path:
 
 
 def begin(directory: Path, data: Path, ranks: int, number: int, *words: str) -> tuple[Job, Path]:
-    """Start a run that notes its rows as ``rows-<number>-<rank>.jsonl``; return it, and its output's file."""
+    """Start a run that records its rows in ``rows-<number>-<rank>.jsonl``. Return it and its output file."""
     script, output = directory / f"{number}.py", directory / f"{number}.txt"
     script.write_text(RECORDER.format(recipes=str(RECIPES), record=directory / f"rows-{number}"))
     with output.open("wb") as file:
@@ -72,7 +72,7 @@ def begin(directory: Path, data: Path, ranks: int, number: int, *words: str) -> 
 @pytest.mark.limit(600)
 @pytest.mark.parametrize("sharded", [(), ("--sharded",)])
 def test_each_row_counts_once(sharded: tuple[str, ...], numbered: Path, tmp_path: Path) -> None:
-    """Killed in mid-epoch on 2 ranks, then on 3, then completed by 2."""
+    """The training is killed in mid-epoch on 2 ranks, then on 3, then completed by 2."""
     counted: Counter[int] = Counter()
     done = 0
     for number, ranks in enumerate((2, 3, 2)):
@@ -93,29 +93,29 @@ def test_each_row_counts_once(sharded: tuple[str, ...], numbered: Path, tmp_path
             assert int(resumed[1].replace(",", "")) == done
         before, done = done, reached(tmp_path / "saved")
         assert before < done
-        assert done < ROWS or number == 2, "killed after the end"
+        assert done < ROWS or number == 2, "killed too late"
         for path in tmp_path.glob(f"rows-{number}-*.jsonl"):
             lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
             for position, rows in map(json.loads, lines):
-                if position <= done:  # later steps are lost with the killed run, and made again
+                if position <= done:  # later steps are lost with the killed run and repeated
                     counted.update(rows)
     assert done == ROWS
     assert each_once(counted, ROWS, 2 * 64)
 
 
 def saved_at(directory: Path, step: int) -> bool:
-    """Whether there is a checkpoint of that step or a later one."""
+    """Return True if there is a checkpoint of that step or a later one."""
     return newest(directory) >= step
 
 
 def reached(directory: Path) -> int:
     """Return how many rows of the epoch the newest checkpoint contains.
 
-    Killed at the right moment, it counts although its files have their first names still: Note [Manifests].
+    If killed at the right moment, it is valid though its files keep their first names: Note [Manifests].
     """
     files = CheckpointFiles(directory, 2, "checkpoint", ".npz")
-    found = files.find(None)
-    assert found
-    with np.load(present_path(files.path(found.number), found.token)) as saved:
+    newest = files.find(None)
+    assert newest
+    with np.load(present_path(files.path(newest.number), newest.token)) as saved:
         position = json.loads(str(saved["position"]))
     return int(position["done"]) or int(position["epoch"]) * ROWS

@@ -43,21 +43,21 @@ sys.exit(int((here / "end").read_text() or 0))
 def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     yield {**os.environ, **allow, "XDG_STATE_HOME": str(tmp_path / "state"), MARKER: str(tmp_path)}
-    for process in living(tmp_path):  # what a failed test has left
+    for process in living(tmp_path):  # leftovers of a failed test
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def living(directory: Path) -> list[psutil.Process]:
-    """All processes of a test."""
-    found = []
+    """Return all processes of a test."""
+    results = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARKER) == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                results.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return results
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def ringdance(environ: dict[str, str], tmp_path: Path) -> Ringdance:
 
 @pytest.fixture
 def job(ringdance: Ringdance, tmp_path: Path) -> Callable[..., str]:
-    """Starts one of two ranks; gives its name once both run."""
+    """Return a function that starts a job of two ranks and returns its name once both run."""
 
     def start(*words: str) -> str:
         options = ("-np", "2", "--grace", "1.5", "--detach")
@@ -89,8 +89,8 @@ def job(ringdance: Ringdance, tmp_path: Path) -> Callable[..., str]:
 
 
 def state(ringdance: Ringdance, name: str) -> dict[str, object]:
-    (found,) = json.loads(ringdance("status", name, "--json").stdout)
-    return found
+    (row,) = json.loads(ringdance("status", name, "--json").stdout)
+    return row
 
 
 def test_a_job_is_followed_to_its_end(
@@ -116,7 +116,7 @@ def test_a_job_is_followed_to_its_end(
 
 
 def test_it_survives_its_terminal(job: Callable[..., str], ringdance: Ringdance, tmp_path: Path) -> None:
-    """Ending all processes of the session that started it does not reach it."""
+    """Killing all processes of the session that started the job does not affect it."""
     name = job()
     record = state(ringdance, name)
     pid = int(str(record["pid"]))
@@ -157,7 +157,7 @@ def test_stop_is_orderly_then_hard(job: Callable[..., str], ringdance: Ringdance
 
 
 def test_it_can_be_stopped_while_it_starts(ringdance: Ringdance, tmp_path: Path) -> None:
-    """A rank that starts when the others get SIGTERM gets it too; the delays go through the whole start."""
+    """A rank that starts while the others get SIGTERM gets it too. The delays cover the whole start."""
     outcomes = set[str]()
     for i in range(80):
         name = ringdance("run", "-np", "2", "--detach", "sleep", "1000").stdout.strip()

@@ -1,4 +1,4 @@
-"""Elastic training that cannot go on: a rank has ended, and hosts and processes do not change."""
+"""Elastic training that cannot continue, because a rank has exited and hosts and processes are fixed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROGRAM = """
 """
 
 
-# How a rank ends, the exit code of the job, and the cause that it shows.
+# How a rank ends, the job's exit code, and the cause that the job reports.
 ENDS = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
     "raises": ("raise ValueError('my own')", 1, "ValueError: my own"),
@@ -59,19 +59,19 @@ def run_job(directory: Path, how: str, *options: str, program: str = PROGRAM) ->
 @pytest.mark.parametrize("end", sampled("ends of elastic training", list(ENDS), 1, always=["killed"]))
 def test_the_job_ends_with_the_cause(tmp_path: Path, end: str) -> None:
     how, code, cause = ENDS[end]
-    found, output = run_job(tmp_path, how)
-    assert found == code
+    returned, output = run_job(tmp_path, how)
+    assert returned == code
     assert re.search(rf"first failure: rank 1 of 3 on .*{cause}", output)
-    assert output.count("begins at") == 3  # no rank has started again
+    assert output.count("begins at") == 3  # no rank has restarted
     assert "through" not in output
 
 
 @pytest.mark.limit(120)
 def test_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
-    """It has left the job by itself and does something else: the others say so after a while."""
+    """A rank that leaves the job and does something else is reported by the others after a while."""
     how = "hvd.shutdown(); time.sleep(600)"
-    found, output = run_job(tmp_path, how, "-x", "RINGDANCE_ELASTIC_TIMEOUT=2")
-    assert found != 0
+    returned, output = run_job(tmp_path, how, "-x", "RINGDANCE_ELASTIC_TIMEOUT=2")
+    assert returned != 0
     assert "not all 3 ranks were ready within 2 s (setting elastic_timeout)" in output
     assert "Not there yet: rank 1 (pid " in output
     assert output.count("begins at") == 3
@@ -81,8 +81,8 @@ def test_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
 def test_a_mismatch_that_comes_each_time(tmp_path: Path) -> None:
     everywhere = PROGRAM.replace(" and hvd.rank() == 1", "")
     how = "hvd.allreduce(np.ones(1 + hvd.rank(), np.float32), name='planted')"
-    found, output = run_job(tmp_path, how, program=everywhere)
-    assert found == 1
+    returned, output = run_job(tmp_path, how, program=everywhere)
+    assert returned == 1
     assert output.count("begins at 0") == 3
     assert output.count("begins at 10") == 3 * MOST_FAILURES
     assert "MismatchError: Mismatched shapes" in output

@@ -1,4 +1,4 @@
-"""What the launcher shows of a rank that ends the job by an exit code or a fatal signal."""
+"""What the launcher reports about a rank that ends the job with an exit code or a fatal signal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_rank_that_ends_while_others_wait(tmp_path: Path, ending: str, code: i
     assert "first failure: rank 1 of 2" in frame
     assert words in frame
     if code == 139:
-        assert f'File "{path}", line 5 in step' in frame  # and not the C frames that MPI lists
+        assert f'File "{path}", line 5 in step' in frame  # instead of the C frames that MPI lists
         assert "Process received signal" not in done.stderr
 
 
@@ -78,7 +78,7 @@ def test_an_exit_code_ends_the_job_while_the_others_compute(
 
 
 def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
-    """Python waits for the thread, which waits for the other rank, before it calls ``atexit``'s."""
+    """Before ``atexit`` functions, Python waits for the thread, which waits for the other rank."""
     path = script(
         tmp_path,
         "import sys, threading, numpy as np, ringdance.numpy as hvd\n"
@@ -94,7 +94,7 @@ def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
 
 
 def test_mpi_is_not_finalized_after_an_exit_code(tmp_path: Path) -> None:
-    """In a script that uses mpi4py alone: it would wait for the others."""
+    """Finalizing in a script that only uses mpi4py would wait for the other ranks."""
     path = script(
         tmp_path,
         "import sys, time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.Get_rank(): sys.exit(4)\n"
@@ -116,7 +116,7 @@ def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_p
     assert done.returncode == 0, done.stderr
 
 
-# What a script does with a result that has failed, and the exit code.
+# What a script does with a failed result, and the exit code.
 READERS = {
     "read": ("result.block_until_ready()", 1),
     "unread": ("", 1),
@@ -129,7 +129,7 @@ READERS = {
 
 @pytest.mark.parametrize("reader", sampled("readers in JAX", list(READERS), 1, always=["unread"]))
 def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, reader: str) -> None:
-    """Also where nothing reads a result, or Keras, which drops the error; not where the script gets it."""
+    """It fails the job even if the result is unread or Keras drops the error, unless the script gets it."""
     ending, code = READERS[reader]
     needed("jax", "keras")
     path = script(
@@ -140,7 +140,7 @@ def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, reader: str) -> 
         "long = jax.jit(lambda x: (x @ x)[0, 0]).lower(matrix).compile()\n"
         "first = jax.jit(lambda x, y: hvd.allreduce(x + y, name='a')[:2]).lower(x, x[0]).compile()\n"
         "more = jax.jit(lambda x: x + 1).lower(two).compile()\n"
-        "result = more(more(more(first(x, long(matrix)))))\n"  # all begin before the first has ended
+        "result = more(more(more(first(x, long(matrix)))))\n"  # all start before the first has completed
         f"{ending}\n",
     )
     done = by_main("run", "-np", "2", sys.executable, path)
@@ -148,6 +148,6 @@ def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, reader: str) -> 
     shown = "MismatchError: Mismatched shapes for 'allreduce.a': (2,) on rank 0"
     assert (shown in done.stderr) == bool(code), done.stderr
     if code:
-        first = next(one for one in done.stderr.splitlines() if one.startswith("first failure: rank"))
+        first = next(line for line in done.stderr.splitlines() if line.startswith("first failure: rank"))
         assert shown in first
         assert first.count("Error dispatching computation") <= 1

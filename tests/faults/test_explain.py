@@ -1,4 +1,4 @@
-"""``ringdance explain`` of jobs that hang."""
+"""``ringdance explain`` for jobs that hang."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def explain(*arguments: str) -> str:
 
 
 def begin(directory: Path, cause: str) -> Job:
-    """Start three ranks with a planted cause; their output goes to ``directory/out``."""
+    """Start three ranks with a planted cause. Their output goes to ``directory/out``."""
     os.environ["PLANTED"] = str(directory)
     options = ("-np", "3", "--output-filename", str(directory / "out"))
     output = open(directory / "output", "wb")  # noqa: SIM115
@@ -79,7 +79,7 @@ def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None
         assert f"planted_job.py:{line_of('file_lock')} in file_lock" in last
         assert "rank 0 on host " in said
         assert "s for 'allreduce.loss' (after " in said
-        assert said.count("hread 0x") >= 6  # of each rank two
+        assert said.count("hread 0x") >= 6  # two per rank
         assert wait_until(lambda: len(list(out.glob("ringdance-st*-rank*"))) == 4, 30.0) is not None
         stall = json.loads(next(out.glob("ringdance-stall-rank0-*.json")).read_text())
         assert (stall["name"], stall["culprits"]) == ("allreduce.loss", [1])
@@ -94,7 +94,7 @@ def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None
 
 
 def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
-    """The rank's main thread is in PyTorch's file, as far as can be seen; importing torch takes long."""
+    """From outside, the rank's main thread appears to be in a PyTorch file. Importing torch takes long."""
     library, program = tmp_path / "site-packages/torch/utils/data/dataloader.py", tmp_path / "job.py"
     library.parent.mkdir(parents=True)
     library.write_text(LOADER)
@@ -102,9 +102,9 @@ def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
     job = start(tmp_path, "-np", "2", sys.executable, str(program))
     try:
         assert wait_until((tmp_path / "began").exists, 30.0) is not None
-        found: list[str] = []
-        assert wait_until(lambda: _says(found, job, "Rank 0 waits for rank 1"), 20.0) is not None, found
-        last = found[-1].splitlines()[-1]
+        results: list[str] = []
+        assert wait_until(lambda: _says(results, job, "Rank 0 waits for rank 1"), 20.0) is not None, results
+        last = results[-1].splitlines()[-1]
         assert f"its main thread waits for its data loader, at {program}:14 in <module>; its worker " in last
         assert re.search(rf"; its worker process \d+ sleeps, at {program}:11 in load\.$", last), last
         assert 'job.py", line 11 in load' in explain(str(job.process.pid), "--stacks")
@@ -139,7 +139,7 @@ def test_the_outcome_is_written_and_a_new_job_removes_it(tmp_path: Path) -> None
 
 
 def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
-    """By directory and command, also those in the foreground."""
+    """Jobs are distinguished by directory and command, including foreground jobs."""
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     jobs = [begin(tmp_path / name, "file_lock") for name in ("one", "other")]
@@ -150,8 +150,8 @@ def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
         assert done.returncode == 2
         rows = [line for line in done.stderr.splitlines() if f"in {os.getcwd()}: python" in line]
         assert len([row for row in rows if ": 3 ranks for " in row and row.endswith("file_lock")]) >= 2
-        found = json.loads(by_main("status", "--json").stdout)
-        assert {job.process.pid for job in jobs} <= {one["pid"] for one in found if one["ranks"] == 3}
+        report = json.loads(by_main("status", "--json").stdout)
+        assert {job.process.pid for job in jobs} <= {row["pid"] for row in report if row["ranks"] == 3}
     finally:
         for job in jobs:
             job.end()
@@ -171,7 +171,7 @@ def test_ranks_before_init_are_shown_and_a_foreground_job_cannot_be_stopped(tmp_
         assert wait_until(lambda: explain(str(job.process.pid)).splitlines()[-1] == last, 30.0) is not None
         assert "now in init())" in explain(str(job.process.pid))
         shown = json.loads(by_main("status", "--json").stdout)
-        name = next(one["job"] for one in shown if one["pid"] == job.process.pid)
+        name = next(row["job"] for row in shown if row["pid"] == job.process.pid)
         done = by_main("stop", name[:6])
         assert done.returncode == 2
         assert f"no job in the background matches {name[:6]}" in done.stderr

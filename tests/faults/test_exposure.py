@@ -1,4 +1,4 @@
-"""What a running job offers to others: which sockets listen, for whom; and what is heard is not unpickled."""
+"""What a running job exposes: which sockets listen, and for whom. Received data are not unpickled."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ rd.allreduce(np.ones(4), name="end")
 """
 
 
-@pytest.mark.skipif(find_mpi().family != "openmpi", reason="the table is Open MPI's")
+@pytest.mark.skipif(find_mpi().family != "openmpi", reason="the table is about Open MPI")
 def test_a_job_on_one_host_listens_as_documented(tmp_path: Path) -> None:
     path = tmp_path / "wait"
     path.touch()
     job = start(tmp_path, "-np", "2", "python", script(tmp_path, WAITING), str(path))
     try:
         assert wait_until(lambda: all(Path(f"{path}.{rank}").exists() for rank in (0, 1)), 30.0) is not None
-        found, ports = exposure.listening(process.pid for process in job.processes())
-        assert found == exposure.documented(several=False)
-        assert not ports, "open to the network"
+        result, ports = exposure.listening(process.pid for process in job.processes())
+        assert result == exposure.documented(several=False)
+        assert not ports, "ports are open to the network"
         (name,) = job.ids
         words = Path("/proc/net/unix").read_text().split()
         directories = {Path(word).parent for word in words if f"/ringdance-{name[:12]}-" in word}

@@ -1,8 +1,8 @@
-"""No warning about ranks that only take their time, and no error while any of them may go on.
+"""No warning about ranks that are merely slow, and no error as long as any of them may continue.
 
-``QUIET_MINUTES=30`` is the full length, with a compilation of 60 s and evaluations of 2 minutes; without it a
-short form runs. ``python tests/faults/test_false_alarms.py MINUTES [KIND ...]`` prints how much
-long work ended how.
+``QUIET_MINUTES=30`` is the full length, with a compilation of 60 s and evaluations of 2 minutes. Without it,
+a short form runs. ``python tests/faults/test_false_alarms.py MINUTES [KIND ...]`` prints counts of long work
+by outcome.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_ranks_that_take_their_time_are_no_stall() -> None:
 
 
 def run_long_work(kinds: Sequence[str], deadlock_time: float, seconds: float) -> tuple[int, str]:
-    """Run kinds of long work on three ranks; return the exit code and the output."""
+    """Run kinds of long work on three ranks and return the exit code and the output."""
     command, environ = launcher(3)
     environ |= {
         "RINGDANCE_DEADLOCK_TIME": str(deadlock_time),
@@ -56,7 +56,7 @@ def run_long_work(kinds: Sequence[str], deadlock_time: float, seconds: float) ->
 
 
 @pytest.mark.limit(400)
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are only warnings")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems only get warnings")
 def test_long_work_is_no_deadlock() -> None:
     kinds = [
         "late_result", "limited_wait", "one_of_two_gives_up", "reader", "reader elsewhere",
@@ -68,7 +68,7 @@ def test_long_work_is_no_deadlock() -> None:
 
 
 @pytest.mark.limit(400)
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are only warnings")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems only get warnings")
 @pytest.mark.parametrize("kind", ["on_threads", pytest.param("in_a_graph", marks=pytest.mark.slow)])
 def test_a_deadlock_is_found_whatever_sleeps_besides(kind: str) -> None:
     if kind == "in_a_graph":
@@ -79,9 +79,9 @@ def test_a_deadlock_is_found_whatever_sleeps_besides(kind: str) -> None:
 
 
 def soak(minutes: float, kinds: Sequence[str]) -> Counter[str]:
-    """Run jobs of some kinds each, in a random order, with times cut to a tenth and shorter; count the ends.
+    """Run jobs with random kinds of long work, with times cut to a tenth or less. Count the outcomes.
 
-    Every fifth job is one that can never go on.
+    One in five jobs, on average, can never continue.
     """
     chance, ends, until = random.Random(), Counter[str](), time.monotonic() + 60 * minutes
     while time.monotonic() < until:
@@ -89,17 +89,17 @@ def soak(minutes: float, kinds: Sequence[str]) -> Counter[str]:
         if planted := chance.random() < 0.2:
             chosen = [chance.choice(list(FOR_EVER))]
         code, text = run_long_work(chosen, deadlock_time, 4 * deadlock_time)
-        found = DEADLOCK in text
+        reported = DEADLOCK in text
         end = (
-            ("found" if found else "missed")
+            ("found" if reported else "missed")
             if planted
             else "false"
-            if found
+            if reported
             else "ok"
             if not code
             else "failed"
         )
-        ends[f"deadlocks {end}" if planted or found else f"jobs {end}"] += 1
+        ends[f"deadlocks {end}" if planted or reported else f"jobs {end}"] += 1
         ends["kinds of long work"] += text.count(": ok")
         if end in ("missed", "false", "failed"):
             print(f"{chosen}, {deadlock_time:g} s: {end}, {code}\n{text[-3000:]}", flush=True)
@@ -108,7 +108,7 @@ def soak(minutes: float, kinds: Sequence[str]) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.limit(3600)
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are only warnings")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems only get warnings")
 def test_long_work_of_all_kinds_is_no_deadlock() -> None:
     ends = soak(float(os.environ.get("QUIET_MINUTES", "3")), list(LONG))
     print(dict(ends))

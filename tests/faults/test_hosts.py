@@ -1,4 +1,4 @@
-"""Jobs on this machine and on "hosts" beside it, as far as that goes without root (see here_hosts.py)."""
+"""Jobs on this machine and on simulated "hosts", to the extent possible without root: here_hosts.py."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_another_environment_and_directory_on_another_host(tmp_path: Path) -> No
         capture_output=True, text=True, check=False, timeout=100.0,
     )  # fmt: skip
     assert sorted(done.stdout.splitlines()) == [
-        f"[0]<{os.uname().nodename}> 2 {sys.executable} {there}",  # which is on this host too
+        f"[0]<{os.uname().nodename}> 2 {sys.executable} {there}",  # which exists on this host too
         f"[1]<other1> 2 {moved}/bin/python {there}",
     ], done.stderr
 
@@ -144,19 +144,19 @@ def test_a_script_that_calls_a_function_on_hosts(
 
 
 def find(marker: str, words: str = "") -> list[psutil.Process]:
-    """Living processes of a test, with `words` in their command line."""
-    found = []
+    """Return the living processes of a test with `words` in their command line."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARKER) == marker and words in " ".join(process.cmdline()):
-                found.append(process)
+                processes.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return processes
 
 
 def each(processes: list[psutil.Process], action: Callable[[psutil.Process], None]) -> None:
-    """Do it to those that still are there."""
+    """Apply an action to those processes that still exist."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             action(process)
@@ -193,7 +193,7 @@ def interrupt(marker: str) -> str:
 
 
 def directories(names: list[str]) -> list[Path]:
-    """Jobs' directories of such hosts."""
+    """Return the job directories of these hosts."""
     return [path for name in names for path in Path(tempfile.gettempdir()).glob(f"ringdance-*-{name}")]
 
 
@@ -219,10 +219,10 @@ def test_harm_to_a_host(program: Callable[[str], str], tmp_path: Path, harm: Cal
         assert job.wait(40.0) != 0
         assert words in log.read_text()
         assert (FRAME in log.read_text()) == (harm not in (kill_launcher, interrupt))
-        # What stands still cannot end: such a host ends its processes when it goes on.
+        # A stopped process cannot exit: such a host ends its processes once it continues.
         each(find(marker), psutil.Process.resume)
         assert wait_until(lambda: not find(marker), 30.0) is not None, find(marker)
-        # A host that is gone keeps its files, which here lie with the others'.
+        # A lost host keeps its files, which here are in the same directory as the others'.
         left = [path for path in directories(names) if path not in before]
         assert len(left) == (1 if harm in (kill_host, silence_host) else 0)
         for path in left:
@@ -241,7 +241,7 @@ def test_a_daemon_that_does_not_start(program: Callable[[str], str], tmp_path: P
     (tmp_path / "broken").write_text(f"#!/bin/sh\n{f'umount -l {daemon}' if once else ':'}\nexit 1\n")
     (tmp_path / "broken").chmod(0o755)
     environ = here_hosts.environment(tmp_path / "bin", f"mount --bind {tmp_path}/broken {daemon}")
-    # One other host: of two, the second's daemon may not have been broken yet when the first one's fails.
+    # One other host: with two, the first daemon may fail before the second host's daemon is broken.
     line = [*LINE, "-H", "localhost:2,other1:2", "python", program("print('works')")]
     done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert done.stderr.count("retrying once") == 1
@@ -271,7 +271,7 @@ def test_a_start_that_takes_too_long_names_hosts_and_ranks(
 
 
 def copied_package(directory: Path, version: str) -> Path:
-    """A copy of what an agent runs, of another version."""
+    """Copy what an agent runs, with another version."""
     package = Path(here_hosts.__file__).parents[2] / "src" / "ringdance"
     shutil.copytree(package / "launch", directory / "ringdance" / "launch")
     shutil.copy(package / "limits.py", directory / "ringdance")
@@ -309,7 +309,7 @@ def test_what_is_wrong_on_a_host_is_told(tmp_path: Path, does: str, words: str) 
 
 
 def test_tmpdir_holds_on_all_hosts(tmp_path: Path, program: Callable[[str], str]) -> None:
-    """/tmp can only be read; what is written lies in the launcher's TMPDIR, on the other hosts too."""
+    """/tmp is read-only, so everything is written to the launcher's TMPDIR, on the other hosts too."""
     path = program("print(os.path.dirname(os.environ['RINGDANCE_JOB_DIRECTORY']))\n")
     with tempfile.TemporaryDirectory(prefix="rdt-") as place:  # a short path
         done = subprocess.run(
@@ -322,7 +322,7 @@ def test_tmpdir_holds_on_all_hosts(tmp_path: Path, program: Callable[[str], str]
 
 
 def test_a_blank_in_tmpdir_is_no_obstacle(tmp_path: Path, program: Callable[[str], str]) -> None:
-    """mpiexec splits the path of what it runs as ssh at blanks."""
+    """mpiexec splits the path of its ssh program at blanks."""
     with tempfile.TemporaryDirectory(prefix="rd t-") as place:
         done = subprocess.run(
             [*LINE, *THREE, "--no-check", "python", program("print('works')")],
@@ -334,7 +334,7 @@ def test_a_blank_in_tmpdir_is_no_obstacle(tmp_path: Path, program: Callable[[str
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_results_of_any_size_come_or_the_host_that_is_lost_is_named(tmp_path: Path, lost: bool) -> None:
-    """More than a message may hold, with arguments as large; no process on the way holds them whole."""
+    """Arguments and results exceed a message's limit, and no intermediate process holds them completely."""
     (tmp_path / "call.py").write_text(
         "import hashlib, os, resource, ringdance\n"
         "def large(blob):\n"

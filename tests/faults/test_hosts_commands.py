@@ -1,4 +1,4 @@
-"""`ringdance hosts` on this machine and on "hosts" beside it (see here_hosts.py)."""
+"""`ringdance hosts` on this machine and on simulated "hosts": see here_hosts.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hosts(environ: dict[str, str]) -> Hosts:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A directory with all that there can be in one."""
+    """Create a directory with every kind of entry."""
     top = tmp_path / "data"
     (top / "deep" / "er").mkdir(parents=True)
     (top / "big").write_bytes(os.urandom(5_000_001))
@@ -63,7 +63,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
-    """Each other host gets a directory of its own at $HOME/own: where it is from here."""
+    """Give each other host its own directory at $HOME/own. Returns a function with its path from here."""
     ssh = Path(tmp_path / "bin" / "ssh")
     text = ssh.read_text()
     places = f'mkdir -p {tmp_path}/own "{tmp_path}/of/$1"; mount --bind "{tmp_path}/of/$1" {tmp_path}/own; '
@@ -72,18 +72,18 @@ def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
 
 
 def listing(top: Path) -> dict[str, object]:
-    """All below a directory: kind, mode, time of files, contents."""
-    found: dict[str, object] = {}
+    """Return everything below a directory: kind, mode, modification time of files, contents."""
+    entries: dict[str, object] = {}
     for path in sorted(top.rglob("*")):
         status = path.lstat()
         if path.is_symlink():
-            found[str(path.relative_to(top))] = os.readlink(path)
+            entries[str(path.relative_to(top))] = os.readlink(path)
         elif path.is_file():
             key = (status.st_mode, status.st_mtime_ns, path.read_bytes())
-            found[str(path.relative_to(top))] = key
+            entries[str(path.relative_to(top))] = key
         else:
-            found[str(path.relative_to(top))] = status.st_mode
-    return found
+            entries[str(path.relative_to(top))] = status.st_mode
+    return entries
 
 
 def test_a_folder_comes_as_it_is(
@@ -104,7 +104,7 @@ def test_a_folder_comes_as_it_is(
     again = hosts("copy", *OTHERS, str(data), str(tmp_path / "own" / "copy"))
     assert "0 files, 0 bytes, to 3 hosts" in again.stdout
     assert "4 were there already" in again.stdout
-    # A file with the same size and time but other contents is found by --checksum only.
+    # Only --checksum notices a file with the same size and time but different contents.
     victim = apart("other2") / "copy" / "big"
     status = victim.stat()
     victim.write_bytes(bytes(5_000_001))
@@ -124,7 +124,7 @@ def test_a_file_into_a_folder_and_to_the_same_place(
     assert (apart("other3") / "big").read_bytes() == (data / "big").read_bytes()
     assert hosts("copy", "-H", "other1", str(data / "big"), "~/own/renamed").returncode == 0
     assert (apart("other1") / "renamed").read_bytes() == (data / "big").read_bytes()
-    (tmp_path / "own" / "mine").write_text("mine")  # as seen from here; the hosts have another one there
+    (tmp_path / "own" / "mine").write_text("mine")  # as seen from here; hosts have another one
     assert hosts("copy", *OTHERS, str(tmp_path / "own" / "mine")).returncode == 0
     assert (apart("other2") / "mine").read_text() == "mine"
 
@@ -149,17 +149,17 @@ def test_an_interrupted_copy_goes_on_where_it_was(
     time.sleep(0.5)
     kept = {host: partial(host) for host in ("other1", "other2", "other3")}
     assert all(10_000_000 < count < size for count in kept.values()), kept
-    assert not list((tmp_path / "of").glob("*/big")), "no file has its name before it is whole"
-    # What is left on one of them is spoiled; another has been emptied.
+    assert not list((tmp_path / "of").glob("*/big")), "no file gets its name before it is complete"
+    # Corrupt what is left on one host. Another has been emptied.
     with open(next(apart("other1").glob(".big.ringdance-*")), "r+b") as spoiled:
         spoiled.write(b"nonsense")
     next(apart("other2").glob(".big.ringdance-*")).unlink()
     done = hosts("copy", *OTHERS, "--json", str(source), "~/own/")
     assert done.returncode == 0, done.stderr
-    found = {row["host"]: row for row in json.loads(done.stdout)}
-    assert found["other3"]["kept"] == kept["other3"]
-    assert found["other3"]["bytes"] == size - kept["other3"]
-    assert found["other2"]["bytes"] == size
+    results = {row["host"]: row for row in json.loads(done.stdout)}
+    assert results["other3"]["kept"] == kept["other3"]
+    assert results["other3"]["bytes"] == size - kept["other3"]
+    assert results["other2"]["bytes"] == size
     for host in kept:
         assert (apart(host) / "big").read_bytes() == source.read_bytes()
         assert [path.name for path in apart(host).iterdir()] == ["big"]

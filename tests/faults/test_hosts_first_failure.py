@@ -1,6 +1,6 @@
-"""A rank on another host dies: it is named first, and the others learn of it as on one host.
+"""A rank on another host dies: it is named first, and the others notice as they do on one host.
 
-The same on hosts with networks of their own, and many times: tests/hosts/test_first_failure.py.
+tests/hosts/test_first_failure.py repeats this many times, on hosts with their own networks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringdance.launch.mpi import find_mpi
 pytestmark = [
     pytest.mark.limit(100),
     pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"hosts: {here_hosts.why_not()}"),
-    pytest.mark.skipif(find_mpi().family != "openmpi", reason="UCX takes hosts of one kernel for one host"),
+    pytest.mark.skipif(find_mpi().family != "openmpi", reason="UCX treats hosts on one kernel as one"),
 ]
 WORK = """
 import os, sys

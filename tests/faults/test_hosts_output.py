@@ -1,4 +1,4 @@
-"""Forms of output beside the lines with their rank."""
+"""Output formats other than lines with their rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def program(directory: Path) -> str:
 
 def test_json_lines(tmp_path: Path) -> None:
     done = run("--output-json", "python", program(tmp_path))
-    found = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
+    results = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
     for rank in range(3):
-        mine = [(line["stream"], line["text"]) for line in found if line["rank"] == rank]
+        mine = [(line["stream"], line["text"]) for line in results if line["rank"] == rank]
         assert mine == [("stdout", "same"), ("stdout", f"own {rank}"), ("stderr", 'warning "ü"')]
-    assert all(line["time"] > 1e9 and line["host"] for line in found)
+    assert all(line["time"] > 1e9 and line["host"] for line in results)
 
 
 def test_colours_are_on_the_screen_only(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_bars_of_two_ranks_do_not_overwrite_each_other(tmp_path: Path, terminal:
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert done.returncode == 0, shown
-    if terminal:  # both below one another: two lines are taken away before they are shown again
+    if terminal:  # the terminal shows one below the other: two lines are removed before each redraw
         last = shown.rpartition("\x1b[2A\x1b[J")[2]
         assert last.splitlines() == ["[0] bar 4", "[1] bar 4"]
     else:

@@ -1,4 +1,4 @@
-"""A process of a job on several hosts is stopped (SIGSTOP): the job goes on, and says what waits."""
+"""A process of a job on several hosts is stopped (SIGSTOP): the job continues, and reports what waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringdance.launch.mpi import find_mpi
 pytestmark = [
     pytest.mark.limit(100),
     pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"hosts: {here_hosts.why_not()}"),
-    pytest.mark.skipif(find_mpi().family != "openmpi", reason="UCX takes hosts of one kernel for one host"),
+    pytest.mark.skipif(find_mpi().family != "openmpi", reason="UCX treats hosts on one kernel as one"),
 ]
 WORK = """
 import os, signal, time
@@ -73,7 +73,7 @@ def test_a_stopped_rank_on_another_host_is_called_stopped(tmp_path: Path) -> Non
         job.wait(40.0)
         text = (tmp_path / "log").read_text()
         assert re.search(r"ringdance: rank 2 on other1 \(pid \d+\) was stopped by SIGSTOP", text), text
-        # By rank 0, on the other host, which cannot see it: rank 1 does.
+        # Rank 0, on the other host, reports this without seeing the rank. Rank 1 does see it.
         assert re.search(
             r"rank 0 .* No answer from rank 2 on host other1 \(pid \d+\): its process is stopped", text
         )

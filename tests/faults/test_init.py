@@ -1,4 +1,4 @@
-"""Ranks that never come to init(): the others say which, before MPI could."""
+"""Ranks that never call init(): the others name them, before MPI could."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLEEP = "if rank == 2: time.sleep(600)"
 
 
 def said(command: list[str], seconds: float = 60.0, **environ: str) -> str:
-    """What the job says on stderr until it has said who is missing; then it is ended."""
+    """Return the job's stderr up to the message that names the missing rank, then terminate the job."""
     begun = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -73,7 +73,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
-    """Two of what says to be three: the third is on another host, or has ended."""
+    """Only some of the ranks are started. The others are on another host, or have exited."""
     program = script(
         tmp_path,
         """
@@ -133,7 +133,7 @@ if __name__ == "__main__":
 def test_a_process_that_a_rank_starts_is_not_the_rank(
     by: str, method: str, nested: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Though it calls init() with the rank's environment. A job of its own, by a launcher, is one."""
+    """It calls init() with the rank's environment anyway. A process in its own launcher's job is a rank."""
     command, environ = launcher(2)
     if by == "ringdance run":
         command = [sys.executable, "-m", "ringdance", "run", "-np", "2"]
@@ -148,7 +148,7 @@ def test_a_process_that_a_rank_starts_is_not_the_rank(
 
 
 def test_mpi_without_support_for_threads_is_called_by_no_thread_of_the_engine(tmp_path: Path) -> None:
-    """MPI may then be called by the main thread only: the engine works while that waits."""
+    """Then only the main thread may call MPI, so the engine works while the main thread waits."""
     path = script(
         tmp_path,
         "import mpi4py, threading\n"

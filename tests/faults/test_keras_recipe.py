@@ -1,4 +1,4 @@
-"""The Keras recipe, killed in mid-epoch and resumed with other numbers of ranks: each image once an epoch."""
+"""The Keras recipe killed in mid-epoch, resumed with other numbers of ranks: each image once per epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdance import data, recipes
 RECIPE = Path(recipes.__file__).parent / "resnet50"
 IMAGES = 45
 
-# The recipe itself, with a net that trains in a second; after DIE steps rank 1 kills itself.
+# The recipe itself, with a net that trains within a second. After DIE steps, rank 1 kills itself.
 SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, {recipe!r})
@@ -44,7 +44,7 @@ train_keras.main()
 
 
 def run(directory: Path, name: str, ranks: int, die: int) -> subprocess.CompletedProcess[str]:
-    """Train with `ranks` processes; the second one is killed after `die` steps, unless that is -1."""
+    """Train with `ranks` processes. The second one is killed after `die` steps, unless that is -1."""
     logs = directory / name
     logs.mkdir()
     words = (
@@ -68,7 +68,7 @@ def test_killed_with_two_ranks_then_with_three_it_ends_with_two(tmp_path: Path) 
         samples.append((file.getvalue(), number % 2))
     data.write(tmp_path / "data", samples)
     (tmp_path / "script.py").write_text(SCRIPT.format(recipe=str(RECIPE)))
-    first = run(tmp_path, "first", 2, 5)  # 12 steps in an epoch: killed in the first one
+    first = run(tmp_path, "first", 2, 5)  # 12 steps per epoch: killed in the first epoch
     assert first.returncode, first.stdout
     second = run(tmp_path, "second", 3, 7)  # in the second epoch
     assert second.returncode, second.stdout

@@ -1,5 +1,6 @@
-"""SIGKILL to any one process of a job, at random times: nothing may be left, nothing of others
-may be touched, and the exit code is never 0.
+"""SIGKILL any one process of a job at a random time.
+
+Nothing may be left, nothing that belongs to others may be touched, and the exit code is never 0.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from sampled import sampled
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
-# Ranks with forked workers that ignore SIGTERM, as loader workers deep in native code do, an
-# MPI window, and a segment of shared memory in each process.
+# Ranks with forked workers that ignore SIGTERM, like loader workers deep in native code, with an MPI window
+# and a shared memory segment in each process.
 PROGRAM = """
     import multiprocessing, os, signal, time
     from multiprocessing.shared_memory import SharedMemory
@@ -50,7 +51,7 @@ PROGRAM = """
         time.sleep(600)
     MPI.COMM_WORLD.Barrier()
 """
-# The same with the loader that people use; slow to import.
+# The same with PyTorch's data loader, which is slow to import.
 LOADER_PROGRAM = """
     import time, torch
     from mpi4py import MPI
@@ -65,16 +66,16 @@ LOADER_PROGRAM = """
     for batch in torch.utils.data.DataLoader(Data(), batch_size=8, num_workers=2):
         time.sleep(0.001)
 """
-# Intel's mpiexec waits for the other processes when one dies before MPI_Init: if a rank's front is killed
-# before it is known to the launcher, the time for the start has to pass.
-INTEL = any(one.metadata["Name"] == "impi-rt" for one in importlib.metadata.distributions())
+# If a process dies before MPI_Init, Intel's mpiexec waits for the others. If a rank's front is killed before
+# the launcher knows it, the start timeout has to pass.
+INTEL = any(distribution.metadata["Name"] == "impi-rt" for distribution in importlib.metadata.distributions())
 START_S = 20
 VICTIMS = ("rank", "launcher", "mpiexec")
 OTHERS = ("agent", "front", "supervisor")
 
 
 def role(process: psutil.Process) -> str:
-    """What a process of the job is."""
+    """Return a process's role in the job."""
     line = process.cmdline()
     text, name = " ".join(line), os.path.basename(line[0]) if line else ""
     if name.startswith(("prterun", "orterun", "mpiexec", "mpirun")):
@@ -84,39 +85,39 @@ def role(process: psutil.Process) -> str:
     parent = process.parent()
     above = parent.cmdline() if parent else []
     if "host.agent.main" in text:
-        return "watcher" if above == line else "agent"  # the job goes on without a watcher
+        return "watcher" if above == line else "agent"  # the job continues without a watcher
     if "host.agent.rank" in text:
         return "supervisor" if above == line else "front"
     if "program.py" not in text:
         return "other"
-    # mpiexec's own command line holds the wrapper's too.
+    # The command line of mpiexec contains the wrapper's command line, too.
     return "rank" if "host.agent.rank" in " ".join(above[:5]) else "worker"
 
 
 def find(job: Job, wanted: str, seconds: float = 20.0) -> psutil.Process | None:
-    """The first process of that role to appear."""
-    found: list[psutil.Process] = []
+    """Wait for the first process with this role and return it."""
+    matches: list[psutil.Process] = []
 
     def look() -> bool:
         for process in job.processes():
             try:
                 if process.pid != job.process.pid and role(process) == wanted:
-                    found.append(process)
+                    matches.append(process)
             except psutil.Error:
                 continue
-        return bool(found) or job.process.poll() is not None
+        return bool(matches) or job.process.poll() is not None
 
     wait_until(look, seconds)
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def trial(
     directory: Path, seed: int, victims: tuple[str, ...], program: str = PROGRAM, longest: float = 2.0
 ) -> tuple[str, float]:
-    """Start a job, kill one of its processes, and wait until nothing is left; who it was, and the seconds."""
+    """Start a job, kill a process, and wait until nothing is left. Return its role, and the seconds taken."""
     chance = random.Random(seed)
     wanted = chance.choice(victims)
-    # Half of the kills come within the first instants, the others anywhere in start and run.
+    # Half of the kills come in the first moments, the others anywhere between start and end.
     delay = chance.choice((chance.uniform(0, 0.1), chance.uniform(0, longest)))
     directory.mkdir()
     others = Others(directory / "tmp")
@@ -143,7 +144,7 @@ def trial(
     assert not missing, f"{what}: another program's files were removed: {missing}"
     assert seconds is not None, f"{what}: {limit} s later there are still {left}\n{said}"
     assert job.process.returncode != 0, f"{what}: exit code 0\n{said}"
-    assert wanted == "launcher" or "the job failed" in said, f"{what}: no cause told\n{said}"
+    assert wanted == "launcher" or "the job failed" in said, f"{what}: no cause reported\n{said}"
     return wanted, seconds
 
 
@@ -159,17 +160,17 @@ def test_kill_one(tmp_path: Path, victim: str) -> None:
 )
 def test_kill_at_random_times(program: str, trials: int, longest: float) -> None:
     first = int(os.environ.get("KILL_SEED") or random.SystemRandom().randrange(1 << 30))
-    # Not tmp_path, which may be too long for the sockets of PyTorch's managers of shared memory.
+    # Not tmp_path, which may be too long for the sockets of PyTorch's shared memory managers.
     with tempfile.TemporaryDirectory() as base:
         took = [trial(Path(base, str(n)), first + n, VICTIMS, program, longest) for n in range(trials)]
     slow = [(who, round(seconds, 2)) for who, seconds in took if seconds > 2.0]
     print(f"KILL_SEED={first}: {trials - len(slow)} of {trials} gone within 2 s; others: {slow}")
-    # 19 of 20 within 2 s, all within 5 s.
+    # 19 out of 20 within 2 s, and all within 5 s.
     assert len(slow) * 20 <= trials, slow
 
 
 def test_shared_memory_that_no_helper_knows_is_removed(tmp_path: Path) -> None:
-    """Python's resource tracker unlinks what a killed process leaves; here it has been told to forget it."""
+    """Python's resource tracker unlinks what a killed process leaves, but here it forgets the segment."""
     program = """
         import os, time
         from multiprocessing import resource_tracker

@@ -1,4 +1,4 @@
-"""More shards than a process may have files open: images and tables, an epoch and a resumption on 3 ranks."""
+"""More shards than a process may open: images and tables, an epoch and a resumption on 3 ranks."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ hvd.shutdown()
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many shards of one image each."""
+    """Create that many shards with one image each."""
     path, memory, rows = tmp_path_factory.mktemp("images"), io.BytesIO(), np.zeros(SHARDS, ROW)
     Image.new("RGB", (8, 8)).save(memory, "PNG")
     data = memory.getvalue()
     rows["file"], rows["length"] = np.arange(SHARDS), len(data)
     files = [ShardFile(f"train-{number}.tar", 1, len(data), 0) for number in range(SHARDS)]
-    for one in files:
-        (path / one.name).write_bytes(data)
+    for file in files:
+        (path / file.name).write_bytes(data)
     Dataset(path, "train", "webdataset", ["a"], files, rows).write()
     return path
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many files of two rows each, whose id is the row's number."""
+    """Create that many files with two rows each. A row's id is its number."""
     path, files = tmp_path_factory.mktemp("table"), []
     for number in range(SHARDS):
         ids = np.array([[2 * number], [2 * number + 1]])

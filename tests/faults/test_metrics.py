@@ -1,4 +1,4 @@
-"""Figures of a job's ranks: files, the endpoint, the summary; also of ranks that are killed."""
+"""Metrics of a job's ranks: files, the endpoint, the summary, also for killed ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_figures_of_all_ranks_are_in_the_output_directory(tmp_path: Path, event:
     done = ringdance(tmp_path, WRITTEN.format(path=path) + LOOP.format(event=event), 3, *options)
     assert (done.returncode == 0) == (event == "written()"), done.stderr
     assert monitors_have_ended()
-    assert "ringdance: 3 ranks" not in done.stderr  # too short a run for a summary
+    assert "ringdance: 3 ranks" not in done.stderr  # the run is too short for a summary
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics-0.jsonl").read_text().splitlines()]
     steps = 30 if event == "written()" else 20
     for rank in range(3):

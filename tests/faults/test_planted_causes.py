@@ -35,14 +35,14 @@ TRACE = r'File "\S*planted_job\.py", line {line}, in {function}'
 
 @dataclass(frozen=True)
 class Planted:
-    """A cause.
+    """A planted cause.
 
     Attributes:
-        words: patterns of what the first message must contain.
-        function: in which the line with ``# <cause>`` is.
-        ways: how the job is started.
-        limit: seconds from the cause to the message.
-        mount: where to mount a file system of 64 MiB.
+        words: Patterns that the first message must contain.
+        function: Function with the line that ends with ``# <cause>``.
+        ways: Ways to start the job.
+        limit: Seconds from the cause to the message.
+        mount: Where to mount a file system of 64 MiB.
     """
 
     words: tuple[str, ...]
@@ -114,7 +114,7 @@ CAUSES = {
 
 
 def command_of(cause: str, way: str, directory: Path) -> list[str]:
-    """The command line that starts the job, in a mount namespace of its own where it needs one."""
+    """Return the command that starts the job, in its own mount namespace if it needs one."""
     start = launcher(3)[0] if way == "mpiexec" else [sys.executable, "-m", "ringdance", "run", "-np", "3"]
     line = [*start, sys.executable, str(JOB), cause]
     if mount := CAUSES[cause].mount:
@@ -130,17 +130,17 @@ def command_of(cause: str, way: str, directory: Path) -> list[str]:
 def missing_words(cause: str, text: str) -> list[str]:
     planted = CAUSES[cause]
     place = {"{line}": str(line_of(cause)), "{function}": planted.function}
-    found = []
+    results = []
     for words in planted.words:
         for key, value in place.items():
             words = words.replace(key, value)
         if not re.search(words, text, re.DOTALL):
-            found.append(words)
-    return found
+            results.append(words)
+    return results
 
 
 def first_message(lines: Sequence[str]) -> str:
-    """The first message about what is wrong: a warning is one line, a failure all that follows."""
+    """Return the first message about a problem: one line for a warning, all that follows for a failure."""
     for number, line in enumerate(lines):
         if " has waited " in line or re.search(r" submitted \d+ s ago", line):
             return line
@@ -150,7 +150,7 @@ def first_message(lines: Sequence[str]) -> str:
 
 
 def trial(cause: str, way: str, directory: Path) -> tuple[float, list[str], str]:
-    """Run a job; return the seconds from the cause to the message, the words it lacks, and the message."""
+    """Run a job. Return the seconds from the cause to the message, missing words, and the message."""
     own = launcher(3)[1]
     environ = {k: v for k, v in own.items() if not k.startswith(("HOROVOD_", "RINGDANCE_"))}
     environ |= {"PLANTED": str(directory), "RINGDANCE_FLIGHT_RECORDER_DIR": str(directory / "records")}
@@ -182,14 +182,14 @@ def trial(cause: str, way: str, directory: Path) -> tuple[float, list[str], str]
             until = min(until, time.monotonic() + 5.0)
     end(job)
     while GROUP.exists():
-        with contextlib.suppress(OSError):  # its last process is ending
+        with contextlib.suppress(OSError):  # its last process is exiting
             GROUP.rmdir()
         time.sleep(0.05)
     return seconds, wrong, text or "\n".join(lines)
 
 
 def end(job: subprocess.Popen[str]) -> None:
-    """End a job with all its processes."""
+    """Kill a job with all its processes."""
     job.terminate()
     try:
         job.wait(5.0)
@@ -205,7 +205,7 @@ def possible(cause: str) -> bool:
 
 
 def check(cause: str, way: str) -> str:
-    """Run one trial; return what is wrong, "" if nothing, and print the result."""
+    """Run one trial, print the result, and return what is wrong, or ""."""
     with tempfile.TemporaryDirectory(prefix="planted-") as directory:
         seconds, wrong, text = trial(cause, way, Path(directory))
     if not wrong and seconds > CAUSES[cause].limit:
@@ -217,7 +217,7 @@ def check(cause: str, way: str) -> str:
 
 
 def score(causes: Sequence[str], ways: Sequence[str]) -> tuple[int, int]:
-    """Run trials; return how many causes were named rightly in all ways, and how many there were."""
+    """Run trials. Return how many causes were named correctly in all ways, and the number of causes."""
     rows = [
         not any([check(cause, way) for way in CAUSES[cause].ways if way in ways])
         for cause in causes
@@ -230,7 +230,7 @@ def score(causes: Sequence[str], ways: Sequence[str]) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_planted_causes_are_named() -> None:
-    """At least 19 of 20: where a job is held up, by which rank, at which line, within 5 seconds."""
+    """At least 19 of 20 messages name the cause, the rank and the line within 5 seconds."""
     right, tried = score(list(CAUSES), ("ringdance run", "mpiexec"))
     assert tried - right <= tried // 20
 

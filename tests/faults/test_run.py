@@ -92,10 +92,10 @@ def test_what_would_go_wrong_is_refused(words: list[str], environ: dict[str, str
 
 
 def test_ranks_of_this_host_run_where_chdir_says(tmp_path: Path) -> None:
-    """A shell goes there, which drops variables that it cannot name."""
+    """A shell changes the directory, and drops variables whose names it does not support."""
     text = "import os; print(os.getcwd(), os.environ['FOO.BAR'][:8], os.environ['spark-env'])"
     words = ("-np", "2", "--chdir", str(tmp_path), "-x", "spark-env=a b", "python", "-c", text)
-    large = f"it's $1 {'x' * 120_000}"  # which a socket delivers in parts
+    large = f"it's $1 {'x' * 120_000}"  # large enough for a socket to deliver in parts
     done = run(*words, env={**os.environ, "FOO.BAR": large})
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {tmp_path} it's $1  a b" for rank in (0, 1)]
 
@@ -141,11 +141,11 @@ def test_torch_distributed_starts_beside_ringdance(program: Callable[[str], str]
 
 
 def slow(*values: object) -> Any:
-    """Parameters that only `make test-all` has."""
+    """Return parameters that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# A framework that costs nothing to import.
+# A stub for a framework, cheap to import.
 _STUB = """
 import types
 sys.modules["torch"] = types.ModuleType("torch")
@@ -208,11 +208,11 @@ def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -
     ends = "import ringdance.numpy as hvd\nif rank: sys.stderr.write('no torchvision\\n')\nelse: hvd.init()\n"
     done = run("-np", "3", "python", program(ends))
     assert done.returncode == 1
-    why = "other ranks still ran; its last line on stderr: no torchvision"  # before what is only a guess
+    why = "other ranks still ran; its last line on stderr: no torchvision"  # must precede the guess
     assert f"{why}; rank(s) that never called hvd.init(), which all must call: " in done.stderr, done.stderr
 
 
-# Stages of a pipeline send activations and average nothing.
+# Pipeline stages send activations and do not average anything.
 PIPELINE = (
     "import torch.distributed as dist\ndist.init_process_group('ringdance')\nloss.backward()\n"
     "dist.destroy_process_group()"
@@ -238,7 +238,7 @@ def test_training_alone_after_init_is_noticed(program: Callable[[str], str], tex
 
 
 def test_ranks_agree_on_whether_weights_are_compared(program: Callable[[str], str]) -> None:
-    """Else some would wait for others that do not compare them."""
+    """Otherwise some ranks would wait for others that do not compare them."""
     path = program(
         "if rank == 1: os.environ['RINGDANCE_CHECK_WEIGHTS'] = 'off'\n"
         "import ringdance.numpy as hvd\nhvd.init()\n"
@@ -302,7 +302,7 @@ def test_a_handled_traceback_is_shown_as_output(program: Callable[[str], str]) -
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
-        slow("sys.exit(7)", 7, "exited with code 7"),  # shown by other tests too
+        slow("sys.exit(7)", 7, "exited with code 7"),  # other tests cover this too
         slow("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
         ("os.abort()", 134, "SIGABRT"),
     ],
@@ -372,14 +372,14 @@ def test_abort(program: Callable[[str], str]) -> None:
 
 @pytest.mark.parametrize("trial", [0, slow(1), slow(2)])
 def test_programs_without_mpi_end(trial: int) -> None:
-    """By a process of the launcher's own: most tests call its main()."""
+    """The launcher runs in its own process here, while most tests call its main()."""
     line = [sys.executable, "-m", "ringdance", "run", "-np", "4", "true"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"/dev/shm of its own: {here_hosts.why_not()}")
-@pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH cannot do without")
+@pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH needs /dev/shm")
 @pytest.mark.parametrize(("size", "filled"), [slow(8, 0), (24, 20)])
 def test_a_dev_shm_without_room_for_mpi(program: Callable[[str], str], size: int, filled: int) -> None:
     path = program(
@@ -409,7 +409,7 @@ def test_a_window_makes_no_noise(program: Callable[[str], str]) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> None:
-    """Ranks that ignore SIGTERM are ended too; the launcher alone gets the signal, mpiexec is elsewhere."""
+    """Ranks that ignore SIGTERM are killed too. Only the launcher gets the signal, not mpiexec."""
     path = script(
         tmp_path,
         """
@@ -471,17 +471,17 @@ ENDED_BY = [
     [*sampled_rows("time to save", ENDED_BY, 1, ENDED_BY[:1]), slow(20, FIRST, signal.SIGTERM)],
 )
 def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number: int) -> None:
-    """One rank of three saves, the others die of SIGTERM; it gets one, also where a scheduler signals all."""
+    """One rank saves while SIGTERM kills the others. It gets one signal, even if a scheduler signals all."""
     if number == signal.SIGHUP and find_mpi().family != "openmpi":
-        pytest.skip("it ends ranks")
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else nohup's would stay
+        pytest.skip("with this MPI, it ends ranks")
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # otherwise nohup's handler would stay
     path = script(tmp_path, SAVES.format(seconds=seconds))
     with open(tmp_path / "out", "wb") as output:
         job = start(tmp_path, "-np", "3", "python", path, stdout=output, stderr=output)
     signal.signal(signal.SIGHUP, before)
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 3, 20.0) is not None
-    found = {process.pid for process in job.processes()} if "all" in whom else set()
-    for pid in sorted(found | {job.process.pid}, reverse="last" in whom):
+    pids = {process.pid for process in job.processes()} if "all" in whom else set()
+    for pid in sorted(pids | {job.process.pid}, reverse="last" in whom):
         os.kill(pid, number)
     ended = wait_until(lambda: job.process.poll() is not None, seconds + 30.0)
     left = job.leftovers()
@@ -496,10 +496,10 @@ def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number
 
 
 TOGETHER = [
-    [(signal.SIGHUP, 0.0), (signal.SIGHUP, 0.0002)],  # a terminal that is closed
+    [(signal.SIGHUP, 0.0), (signal.SIGHUP, 0.0002)],  # a closing terminal
     [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.01)],
-    [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.2)],  # LSF, whose next one is SIGKILL
-    [(signal.SIGTERM, 0.0), (signal.SIGTERM, 1.0), (signal.SIGHUP, 0.3)],  # impatient
+    [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.2)],  # LSF, which sends SIGKILL next
+    [(signal.SIGTERM, 0.0), (signal.SIGTERM, 1.0), (signal.SIGHUP, 0.3)],  # an impatient user
 ]
 
 
@@ -508,7 +508,7 @@ def test_signals_that_come_together_leave_ranks_their_time(
     signals: list[tuple[int, float]], tmp_path: Path
 ) -> None:
     path = script(tmp_path, SAVES.format(seconds=2))
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else nohup's would stay
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # otherwise nohup's handler would stay
     with open(tmp_path / "out", "wb") as output:
         job = start(tmp_path, "-np", "3", "python", path, stdout=output, stderr=output)
     signal.signal(signal.SIGHUP, before)
@@ -547,7 +547,7 @@ def test_a_signal_after_a_failure_hides_no_cause(tmp_path: Path) -> None:
 
 
 def test_what_follows_from_the_end_is_no_cause(tmp_path: Path) -> None:
-    """A rank that notices the end of another one after SIGTERM, and prints it, is none either."""
+    """An error that a rank prints because it notices, after SIGTERM, another's exit is not a cause either."""
     path = script(
         tmp_path,
         """
@@ -677,7 +677,7 @@ def test_dry_run_and_help_start_nothing() -> None:
 
 
 def test_without_an_mpi_library_the_error_names_the_packages(tmp_path: Path) -> None:
-    """An environment with nothing in it but the package's source."""
+    """The environment contains only the package's source."""
     lines = (
         "import sys; sys.path.insert(0, sys.argv[1]); from ringdance.launch.cli import main; "
         "sys.exit(main(sys.argv[2:]))"
@@ -753,7 +753,7 @@ def test_operations_that_are_lost_at_the_end_are_told(program: Callable[[str], s
 
 @pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"namespaces: {here_hosts.why_not()}")
 def test_no_directory_for_temporary_files_is_told_in_a_line(tmp_path: Path) -> None:
-    """Each place that was tried, with the reason, and what to do; the working directory is none either."""
+    """It lists each place with a reason, and says what to do. The working directory is not a fallback."""
     environ = {**os.environ, "TMPDIR": "/no-such-directory"}
     line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "true"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`ringdance search` while its searcher and its trials are killed, and what it leaves."""
+"""`ringdance search` while its searcher and its trials are killed, and what remains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ objective: {name: loss, line: 'loss (\\S+)'}
 sampler: {name: random, seed: 3}
 trials: %d
 """
-# Says when it begins and ends; the first two have a child that outlives them if it can.
+# Reports its start and end. The first two trials have a child that outlives them if it can.
 SCRIPT = """\
 import os, subprocess, sys, time
 x, number, seconds = float(sys.argv[1]), sys.argv[2], float(sys.argv[3])
@@ -49,7 +49,7 @@ say("end")
 
 @pytest.fixture(autouse=True)
 def _this_python_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials run `python`, of which a machine may have none."""
+    """Put this Python first in PATH: trials run `python`, which a machine may not have."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
@@ -79,7 +79,7 @@ class Search:
         )  # fmt: skip
 
     def said(self, word: str) -> list[tuple[int, int]]:
-        """Numbers and pids of the trials that said so."""
+        """Return numbers and pids of the trials that wrote this word."""
         path = self.directory / "said"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(line.split()[1]), int(line.split()[2])) for line in lines if line.startswith(word)]
@@ -89,14 +89,14 @@ class Search:
 
     def processes(self) -> list[str]:
         study = str((self.directory / "space.search").resolve())
-        found = []
+        results = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK, "").startswith(study) and process.status() != "zombie":
-                    found.append(f"{process.pid}: {process.cmdline()}")
+                    results.append(f"{process.pid}: {process.cmdline()}")
             except psutil.Error:
                 continue
-        return found
+        return results
 
 
 def killed_and_resumed(directory: Path, trials: int, kills: int, seconds: float) -> None:
@@ -120,7 +120,7 @@ def killed_and_resumed(directory: Path, trials: int, kills: int, seconds: float)
     assert len({trial.params["x"] for trial in study.trials()}) == trials
     ends = Counter(number for number, _ in search.said("end"))
     assert set(ends) == set(range(trials))
-    # A trial can end in the moment in which its searcher is killed, unseen only before its code is written.
+    # A trial may complete while its searcher is being killed, unseen until its code is written.
     assert sum(ends.values()) - trials <= kills
     begins = Counter(number for number, _ in search.said("begin"))
     assert sum(begins.values()) <= trials + 1 + 2 * kills
@@ -180,7 +180,7 @@ def test_failed_trials_are_kept_apart_and_end_the_search(tmp_path: Path) -> None
 
 
 def test_a_pruned_trial_ends_at_its_next_report_or_is_ended(tmp_path: Path) -> None:
-    """Trials of two ranks; rank 0 of odd ones does not care."""
+    """In trials of two ranks, rank 0 of odd trials ignores pruning and must be terminated."""
     (tmp_path / "space.yaml").write_text(
         "parameters: {x: {low: 0.0, high: 1.0}}\nsampler: {name: random, seed: 0}\ntrials: 4\n"
         "pruner: {name: median, n_startup_trials: 1}\n"
@@ -218,15 +218,15 @@ print("loss 1")
 
 @pytest.mark.parametrize("to", ["searcher", "trial"])
 def test_a_trial_that_a_signal_ends_well_has_no_result(to: str, tmp_path: Path) -> None:
-    """Trial 0 saves and exits with 0, trial 1 goes on, and the searcher is killed before it is through."""
+    """Trial 0 saves and exits with 0, trial 1 continues, and the searcher is killed before it finishes."""
     search = Search(tmp_path, 2, 0.0)
     (tmp_path / "trial.py").write_text(EARLY)
     running = search.start()
     search.wait_for("begin", 2)
     exits = tmp_path / "space.search/trials/0000/exit"
-    if to == "trial":  # as from a scheduler, which signals all processes
+    if to == "trial":  # as a scheduler signals all processes
         running.send_signal(signal.SIGSTOP)
-        shells = [one for one in psutil.Process(running.pid).children() if str(exits) in one.cmdline()]
+        shells = [child for child in psutil.Process(running.pid).children() if str(exits) in child.cmdline()]
         os.killpg(shells[0].pid, signal.SIGTERM)
     else:
         running.send_signal(signal.SIGTERM)
@@ -243,7 +243,7 @@ def test_a_trial_that_a_signal_ends_well_has_no_result(to: str, tmp_path: Path) 
 
 
 def test_a_copied_study_leaves_the_trials_of_the_first_alone(tmp_path: Path) -> None:
-    """An exit code that a host which went down left empty is none."""
+    """An exit code file left empty by a host that went down does not count as an exit code."""
     search = Search(tmp_path, 1, 0.0)
     (tmp_path / "trial.py").write_text(EARLY)
     running = search.start()
@@ -253,14 +253,14 @@ def test_a_copied_study_leaves_the_trials_of_the_first_alone(tmp_path: Path) -> 
     copy = search.start("--study", "copy", "--grace", "1")
     search.wait_for("begin", 2)
     (tmp_path / "go").touch()
-    for one in (copy, running):
-        out, _ = one.communicate(timeout=60)
+    for item in (copy, running):
+        out, _ = item.communicate(timeout=60)
         assert "1 trials: 1 finished; best loss 1," in out, out
     assert len(search.said("begin")) == 2
 
 
 def test_what_is_no_failure_or_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Trials that diverge do not end the search; brackets are no markup; code 255 is no signal."""
+    """Diverging trials do not end the search, brackets are not markup, and code 255 is not a signal."""
     search = Search(tmp_path, 8, 0.0)
     (tmp_path / "trial.py").write_text(
         "import sys\nn = int(sys.argv[2])\n"
@@ -278,7 +278,7 @@ def test_what_is_no_failure_or_no_number(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_the_digits_of_the_page_are_tuned(tmp_path: Path) -> None:
-    """The commands of docs/howto/training/search.md as they stand there."""
+    """The commands of docs/howto/training/search.md work as shown."""
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     page = ROOT / "docs" / "howto" / "training" / "search.md"
@@ -300,7 +300,7 @@ def test_the_digits_of_the_page_are_tuned(tmp_path: Path) -> None:
 @pytest.mark.skipif(bool(here_hosts.why_not()), reason=here_hosts.why_not() or "-")
 @pytest.mark.limit(180)
 def test_trials_on_two_hosts(tmp_path: Path) -> None:
-    """Each has a rank on either; a signal ends those on both."""
+    """Each trial has a rank on both hosts, and a signal terminates both."""
     (tmp_path / "space.yaml").write_text("parameters: {x: {low: 0.0, high: 1.0}}\ntrials: 2\n")
     (tmp_path / "trial.py").write_text(
         "import os, sys, time\nimport numpy as np\nimport ringdance, ringdance.numpy as hvd\nhvd.init()\n"
@@ -321,7 +321,7 @@ def test_trials_on_two_hosts(tmp_path: Path) -> None:
     assert wait_until(reports.exists, 50) is not None, running.communicate()
     running.send_signal(signal.SIGTERM)
     assert running.wait(60) == 130
-    lines = (one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]))
+    lines = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
     assert not [line for line in lines if str(tmp_path / "trial.py") in line]
     out, _ = search(3).communicate(timeout=60)
     assert "2 trials: 2 finished; best objective 2" in out, out

@@ -1,4 +1,4 @@
-"""Jobs where what is usually there is missing or full: stdout, a disk, HOME, /proc, the loopback."""
+"""Jobs in which something usual is missing or full: stdout, a disk, HOME, /proc, the loopback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shell(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def program(tmp_path: Path) -> str:
-    """Prints ten lines to each stream, then leaves a file that says that its rank came to its end."""
+    """A program that prints ten lines to each stream, then writes a file to show that its rank completed."""
     path = script(
         tmp_path,
         "import os, sys\nfor n in range(10):\n    print('out', n)\n    print('err', n, file=sys.stderr)\n"
@@ -86,7 +86,7 @@ def test_what_no_job_can_do_without_is_told_in_a_line(tmp_path: Path, line: str,
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.skipif(find_mpi().family != "openmpi", reason="its code")
+@pytest.mark.skipif(find_mpi().family != "openmpi", reason="tests Open MPI's code")
 def test_too_few_open_files(tmp_path: Path) -> None:
     done = shell(f"ulimit -n 24; {RUN} true", tmp_path)
     assert done.returncode == 2
@@ -98,7 +98,7 @@ def test_a_stdout_that_does_not_block_gets_everything(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     job = subprocess.Popen([*RUN.split(), "python", path], stdout=write, stderr=subprocess.PIPE)
-    # The reader starts when the pipe is full and the launcher has tried once more.
+    # The reader starts once the pipe is full and the launcher has tried again.
     assert wait_until(lambda: not select.select([], [write], [], 0)[1], 20.0) is not None
     os.close(write)
     time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""The timeline of a job, also of one that is killed."""
+"""A job's timeline, also if the job is killed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ for step in range(20):
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text())
-    return found
+    report: list[dict[str, Any]] = json.loads(path.read_text())
+    return report
 
 
 def run(
@@ -50,7 +50,7 @@ def test_all_ranks_are_in_the_file(tmp_path: Path, event: str) -> None:
     assert monitors_have_ended()
     found = events_of(path)
     names = {one["pid"]: one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]}
-    ended = [(one["name"], names[one["pid"]], one["tid"]) for one in found if one["ph"] == "E"]
+    ended = [(row["name"], names[row["pid"]], row["tid"]) for row in found if row["ph"] == "E"]
     counts = collections.Counter(ended)
     for rank in range(3):
         assert counts["NEGOTIATE_ALLREDUCE", "allreduce.large", rank] == steps
@@ -62,7 +62,7 @@ def test_what_is_left_to_write_when_a_job_is_killed_is_written(tmp_path: Path) -
     path = tmp_path / "timeline.json"
     text = LOOP.replace("range(20)", "range(3000)").replace("1_000_000", "100").replace("12", "2000")
     assert run(tmp_path, text.format(event="os.kill(os.getpid(), 9)"), 2, str(path)).returncode == 137
-    ended = [one["tid"] for one in events_of(path) if one["ph"] == "E" and one["name"] == "ALLREDUCE"]
+    ended = [event["tid"] for event in events_of(path) if event["ph"] == "E" and event["name"] == "ALLREDUCE"]
     assert min(collections.Counter(ended).values()) >= 2001
 
 
@@ -72,13 +72,13 @@ def test_a_timeline_of_some_steps(tmp_path: Path) -> None:
     words = ["--timeline", str(path), "-x", "RINGDANCE_TIMELINE_STEPS=5:8", "python", script(tmp_path, text)]
     assert by_main("run", "-np", "2", *words).returncode == 0
     found = events_of(path)
-    marks = [one for one in found if one["name"].startswith("step ")]
-    assert sorted({one["name"] for one in marks}) == ["step 6", "step 7", "step 8"]
+    marks = [event for event in found if event["name"].startswith("step ")]
+    assert sorted({mark["name"] for mark in marks}) == ["step 6", "step 7", "step 8"]
     assert len(marks) == 6
     names = {one["pid"]: one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]}
-    ended = [names[one["pid"]] for one in found if one["ph"] == "E" and one["name"] == "ALLREDUCE"]
+    ended = [names[event["pid"]] for event in found if event["ph"] == "E" and event["name"] == "ALLREDUCE"]
     assert ended.count("allreduce.large") == 6
-    waits = [one["args"]["tensor"] for one in found if one["name"] == "WAIT"]
+    waits = [event["args"]["tensor"] for event in found if event["name"] == "WAIT"]
     assert waits.count("allreduce.large") == 6
     assert "The file lacks" not in timeline(path)
 
@@ -102,11 +102,11 @@ def test_a_timeline_is_started_and_stopped_by_the_script(tmp_path: Path) -> None
     assert "the timeline is not written" in done.stderr
     assert "No such file or directory" in done.stderr
     for number in range(3):
-        found = events_of(tmp_path / f"{number}.json")
-        names = {one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]}
+        result = events_of(tmp_path / f"{number}.json")
+        names = {row["args"]["name"] for row in result if row["name"] == "process_name" and row["pid"]}
         assert f"allreduce.inside{number}" in names
         assert "allreduce.outside" not in names
-        assert any(one["name"] == "CYCLE_START" for one in found) == (number == 1)
+        assert any(event["name"] == "CYCLE_START" for event in result) == (number == 1)
 
 
 HARM = """

@@ -1,4 +1,4 @@
-"""The recipe killed in mid-epoch, resumed with other numbers of ranks: each sample counts once an epoch."""
+"""The recipe killed in mid-epoch, resumed with other numbers of ranks: each sample once per epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IMAGES, EPOCHS, BATCH, EVERY = 202, 3, 4, 2
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of small JPEGs."""
+    """Create a data set of small JPEGs."""
     root = tmp_path_factory.mktemp("images")
     for number in range(IMAGES):
         path = root / f"src/n{number % 3:08}/{number}.JPEG"
@@ -40,7 +40,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin(directory: Path, images: Path, ranks: int, name: str) -> tuple[Job, Path, Path]:
-    """Start a run; return it, the directory of its record of samples, and the file of its output."""
+    """Start a run. Return it, the directory with its record of samples, and its output file."""
     record, output = directory / name, directory / f"{name}.txt"
     record.mkdir()
     with output.open("wb") as file:
@@ -61,7 +61,7 @@ def latest(directory: Path) -> int:
 
 
 def kill(job: Job) -> None:
-    """Kill the ranks and what has started them, at once."""
+    """Kill the ranks and the processes that started them, all at once."""
     everything = [psutil.Process(job.process.pid), *job.processes()]
     for process in everything:
         try:
@@ -86,17 +86,17 @@ def kill_after(job: Job, directory: Path, step: int, output: Path) -> None:
 
 
 def used(record: Path, first: int, last: int | None) -> list[dict[str, object]]:
-    """Return what the ranks wrote of steps ``first`` + 1 to ``last``."""
+    """Return the ranks' records for steps ``first`` + 1 to ``last``."""
     lines = [line for path in record.glob("rank-*.jsonl") for line in path.read_text().splitlines(True)]
     whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [one for one in whole if one["step"] > first and (last is None or one["step"] <= last)]
+    return [item for item in whole if item["step"] > first and (last is None or item["step"] <= last)]
 
 
 @pytest.mark.slow
 def test_each_sample_counts_once_in_an_epoch(tmp_path: Path, images: Path) -> None:
     counted: list[dict[str, object]] = []
     step = 0
-    # 2 ranks take 26 steps for an epoch, 3 ranks 17: both kills come within one.
+    # An epoch takes 26 steps on 2 ranks and 17 on 3, so both kills come in mid-epoch.
     for number, (ranks, until) in enumerate([(2, 30), (3, 52), (2, None)]):
         job, record, output = begin(tmp_path, images, ranks, f"run{number}")
         try:
@@ -116,7 +116,7 @@ def test_each_sample_counts_once_in_an_epoch(tmp_path: Path, images: Path) -> No
         step = contained
 
     for epoch in range(EPOCHS):
-        samples = Counter(one for line in counted if line["epoch"] == epoch for one in line["samples"])
+        samples = Counter(sample for line in counted if line["epoch"] == epoch for sample in line["samples"])
         assert each_once(samples, IMAGES, 2 * BATCH), f"epoch {epoch}"
     steps = {line["step"] for line in counted}
     assert steps == set(range(1, step + 1))

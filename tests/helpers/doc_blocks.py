@@ -88,7 +88,7 @@ class Block:
 
     @property
     def belongs_to_page(self) -> bool:
-        """True if the block is to be run as part of its page wherever the modules it needs are installed."""
+        """True if the block runs as part of its page wherever the modules it needs are installed."""
         return self.language in RUN and not {"not run:", "in", "drawing", "shared job"} & self.marks.keys()
 
     @property

@@ -139,10 +139,10 @@ class Api:
         if not rest:
             wanted = dict(text.split("=") for text in query.get("labelSelector", [""])[0].split(",") if text)
             items = [
-                item
-                for (kind, where, _), item in self.objects.items()
+                object_
+                for (kind, where, _), object_ in self.objects.items()
                 if (kind, where) == (resource, namespace)
-                and wanted.items() <= item["metadata"].get("labels", {}).items()
+                and wanted.items() <= object_["metadata"].get("labels", {}).items()
             ]
             return 200, {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}
         key = (resource, namespace, rest[0])

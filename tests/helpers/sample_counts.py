@@ -17,12 +17,8 @@ def contained(runs: Sequence[Path]) -> dict[int, Counter[int]]:
     """Count each image by epoch, over the steps that contributed to the final weights.
 
     Args:
-        runs: Log directories of consecutive runs. Each run resumed from a checkpoint of the previous one.
-            If a later run repeated steps, the weights of the earlier ones were lost.
-
-    Args:
-        runs: the logs' directories of runs that each went on from a checkpoint of the one before. Steps of a
-            run that a later one made again are in weights that were lost.
+        runs: Log directories of consecutive runs. Each run resumed from a checkpoint of the previous one. If
+            a later run repeated steps, the weights of the earlier ones were lost.
     """
     kept: list[dict] = []
     for directory in runs:

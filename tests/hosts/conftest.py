@@ -1,4 +1,4 @@
-"""Three simulated hosts for all tests here, or the reason why there are none. Most tests here are slow."""
+"""Three simulated hosts for all tests here, or the reason for skipping them. Most tests here are slow."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ IN_MAKE_TEST = {
 
 
 def pytest_configure() -> None:
-    """Remove the hosts when the run is ended by SIGTERM, and find programs of system administrators."""
+    """Remove the hosts if SIGTERM ends the run, and add system administration programs to PATH."""
     signal.signal(signal.SIGTERM, remove_all)
     os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 

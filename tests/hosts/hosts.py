@@ -1,7 +1,7 @@
-"""Hosts made of namespaces: each has a network, a name, processes, mounts, a /dev/shm and an sshd of its own.
+"""Hosts made of namespaces, each with its own network, name, processes, mounts, /dev/shm and sshd.
 
-A bridge joins them, in a namespace too, so that nothing of this machine's network is touched. Files are
-shared as by NFS, but for /dev/shm, /run, /root/.ssh and /etc/hosts. Needs root, `ip` and `sshd`.
+A bridge connects them, in its own namespace, so that this machine's network is not touched. Files are
+shared as over NFS, except /dev/shm, /run, /root/.ssh and /etc/hosts. Needs root, `ip` and `sshd`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SetEnv TMPDIR=/run/tmp
 
 
 def why_not() -> str:
-    """Why there can be no such hosts here, or ""."""
+    """Return why such hosts cannot exist here, or ""."""
     if os.name != "posix" or not hasattr(os, "getuid") or os.getuid() != 0:
         return "needs root"
     needed = ("ip", "tc", "unshare", "nsenter", "ssh-keygen", _SSHD)
@@ -57,21 +57,21 @@ _made: list[Hosts] = []
 
 
 def remove_all(number: int, frame: object) -> NoReturn:
-    """End this process by a signal, without the fixtures' ends, which wait for what runs on the hosts."""
+    """Exit on a signal without tearing down fixtures, which would wait for what runs on the hosts."""
     for hosts in tuple(_made):
         hosts.down()
     os._exit(128 + number)
 
 
 class Hosts:
-    """`count` hosts h1, h2, ...; `rate` is the links' in Mbit/s, 0 for no limit.
+    """`count` hosts h1, h2, ... `rate` limits the links in Mbit/s (0: no limit).
 
     Args:
-        directory: for keys and settings; its path must be short.
-        count: how many.
-        rate: of each link, in both directions.
-        domain: of all names but a host's own, as of pods: "job.ns.svc".
-        ipv6: whether they have IPv6 addresses, and no others.
+        directory: Directory for keys and settings. Its path must be short.
+        count: Number of hosts.
+        rate: Rate of each link, in both directions.
+        domain: Domain of all names except a host's own name, as for pods: "job.ns.svc".
+        ipv6: If True, hosts have only IPv6 addresses.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Hosts:
         space = self._tag + name
         _run("ip", "netns", "add", space)
         _run("ip", "-n", space, "link", "set", "lo", "up")
-        # A fixed address: the others remember it when the host comes back.
+        # A fixed address, because the other hosts remember it when the host comes back.
         number = self.address[name].removeprefix(self._net)
         pair = f"eth0 address 02:00:00:00:07:{number:0>2} type veth peer name"
         _run("ip", "-n", space, "link", "add", *pair.split(), name, "netns", self._switch)
@@ -152,14 +152,14 @@ class Hosts:
         self._init[name] = int(children.read_text().split()[0])
 
     def line(self, name: str, *command: str) -> list[str]:
-        """The command line that runs `command` on a host as if from a login there."""
+        """Return the command line that runs `command` on a host as if from a login there."""
         enter = ["nsenter", "-t", str(self._init[name]), "-a", f"--wd={os.getcwd()}"]
         return [*enter, "env", "TMPDIR=/run/tmp", *command]
 
     def run(
         self, name: str, *command: str, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run `command` there to its end."""
+        """Run `command` on a host to its end."""
         return subprocess.run(
             self.line(name, *command),
             capture_output=True,
@@ -171,51 +171,51 @@ class Hosts:
         )
 
     def start(self, name: str, *command: str, log: Path) -> subprocess.Popen[bytes]:
-        """Start `command` there, its output into a file."""
+        """Start `command` on a host, with its output in a file."""
         with open(log, "wb") as file:
             return subprocess.Popen(
                 self.line(name, *command), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
             )
 
     def end(self, outer: subprocess.Popen[bytes]) -> None:
-        """End what ``start`` has started, nsenter's child, as Ctrl-C does."""
+        """Interrupt what ``start`` has started, nsenter's child, like Ctrl-C."""
         subprocess.run(["pkill", "-INT", "-P", str(outer.pid)], check=False)
         outer.wait(30.0)
 
     def unplug(self, name: str) -> None:
-        """Take its link down at the switch."""
+        """Take a host's link down at the switch."""
         _run("ip", "-n", self._switch, "link", "set", name, "down")
 
     def plug(self, name: str) -> None:
-        """Bring it up again."""
+        """Bring a host's link up again."""
         _run("ip", "-n", self._switch, "link", "set", name, "up")
 
     def kill(self, name: str) -> None:
-        """SIGKILL everything there; the others see its connections close."""
+        """SIGKILL everything on a host. The other hosts see its connections close."""
         os.kill(self._init[name], signal.SIGKILL)
 
     def power_off(self, name: str) -> None:
-        """The same, in silence."""
+        """Kill a host silently: the other hosts do not see its connections close."""
         self.unplug(name)
         self.kill(name)
 
     def revive(self, name: str) -> None:
-        """Start it again after it was killed."""
+        """Start a host again after it was killed."""
         self._outer.pop(name).wait(10.0)
         subprocess.run(["ip", "netns", "del", self._tag + name], check=False)
         wait_until(lambda: name not in _run("ip", "-n", self._switch, "-br", "link"), 5.0)
         self._add(name)
 
     def alive(self, name: str) -> bool:
-        """Whether it runs."""
+        """Return True if a host is running."""
         return self._outer[name].poll() is None
 
     def processes(self, name: str) -> dict[int, str]:
-        """Pids (as this machine sees them) and command lines of all that runs there beside sshd."""
+        """Return pids (as this machine sees them) and command lines of a host's processes, except sshd."""
         if not self.alive(name):
             return {}
         space = os.stat(f"/proc/{self._init[name]}/ns/pid").st_ino
-        found = {}
+        lines = {}
         for entry in Path("/proc").iterdir():
             try:
                 if not entry.name.isdigit() or os.stat(entry / "ns/pid").st_ino != space:
@@ -224,26 +224,26 @@ class Hosts:
             except OSError:
                 continue
             if line and "sshd" not in line.split(" -c ")[0]:
-                found[int(entry.name)] = line
-        return found
+                lines[int(entry.name)] = line
+        return lines
 
     def leftovers(self, name: str, job: str = "") -> list[str]:
-        """What jobs have left there, in words; of the directories in /tmp only those of `job`, if given."""
+        """Describe what jobs have left on a host. In /tmp, only directories of `job` count, if given."""
         left = [f"{name}: process {pid}: {line[-150:]}" for pid, line in self.processes(name).items()]
         root = Path(f"/proc/{self._init[name]}/root")
         for directory in ("dev/shm", "run/tmp"):
-            # (What PyTorch keeps for the next run is no job's, nor what a killed TensorFlow has left;
-            # flight records are left to be read.)
+            # (PyTorch's files for the next run and a killed TensorFlow's files do not belong to a job.
+            # Flight records are kept for reading.)
             kept = ("torchinductor", "ringdance-flight-", "__autograph_generated_file", "__pycache__")
             paths = [path for path in (root / directory).iterdir() if not path.name.startswith(kept)]
             left += [f"{name}: /{directory}/{path.name}" for path in paths]
-        # (/tmp is all hosts'. If the lock is still held, it is another run's job, with hosts of the
-        # same names: a process of this one's would have been found above.)
+        # (All hosts share /tmp. If the lock is still held, the directory belongs to another run's job, on
+        # hosts with the same names: a process of this run would have been found above.)
         directories = Path("/tmp").glob(f"ringdance-{job[:12] or '*'}-{name}")
         return left + [str(path) for path in directories if not _locked(path)]
 
     def down(self) -> None:
-        """Remove all."""
+        """Remove all hosts."""
         if self in _made:
             _made.remove(self)
         for process in self._outer.values():
@@ -257,7 +257,7 @@ def _locked(directory: Path) -> bool:
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
-        return True  # just being removed
+        return True  # being removed right now
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -275,7 +275,7 @@ def _run(*command: str) -> str:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
-    """Seconds until it holds, or None if it did not within `seconds`."""
+    """Return the seconds until the condition holds, or None if it does not hold within `seconds`."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > seconds:

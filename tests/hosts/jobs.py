@@ -1,4 +1,4 @@
-"""Programs that the ranks of these tests run."""
+"""Programs for the ranks of these tests."""
 
 PLACES = """
 import os
@@ -8,7 +8,7 @@ numbers = [int(os.environ["HOROVOD_" + name]) for name in names]
 print(os.uname().nodename, *numbers, MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank))
 """
 
-# Linear regression on data of one's own: all ranks end with the same weights, which depend on all data.
+# Linear regression on each rank's own data: all ranks end with the same weights, which depend on all data.
 TRAINING = """
 import numpy as np
 import ringdance.numpy as rd
@@ -27,7 +27,7 @@ print(f"rank {rd.rank()} of {rd.size()}: loss {float(np.sum((weights - truth) **
 rd.shutdown()
 """
 
-# The address and the port that the launcher has chosen, and a sum over all ranks by torch.distributed.
+# The address and port that the launcher chose, and a sum over all ranks by torch.distributed.
 ENV_INIT = """
 import os
 import torch
@@ -38,7 +38,7 @@ print(summed.item(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
 torch.distributed.destroy_process_group()
 """
 
-# One rank of each host need some seconds after SIGTERM; the others die of it.
+# One rank on each host needs some seconds after SIGTERM, which kills the others.
 SAVES = """
 import os, signal, sys, time
 from mpi4py import MPI

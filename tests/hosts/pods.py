@@ -1,7 +1,7 @@
 """Simulated hosts as the pods of an MPIJob (v2beta1) or TrainJob: the launcher is h1, the others are workers.
 
-The operator's part is played as its documentation and source have it: names that only exist with the job's
-domain, a host file in /etc/mpi, and variables in the launcher's pod. /etc is each pod's own.
+The operator is simulated according to its documentation and source: names that exist only with the job's
+domain, a host file in /etc/mpi, and variables in the launcher's pod. Each pod has its own /etc.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ mount -t overlay etc -o lowerdir=/etc,upperdir=/run/etc/upper,workdir=/run/etc/w
 mount --bind {names} /etc/hosts
 mkdir -p /etc/mpi; cp {hostfile} /etc/mpi/hostfile
 """
-# The image: docker/Dockerfile's user and ssh client; and the job's key, as the operator mounts it.
+# The image: docker/Dockerfile's user and ssh client, and the job's key, mounted as by the operator.
 _OUR_IMAGE = """set -eu
 mount -t overlay bin -o lowerdir=/usr/local/bin,upperdir=/run/bin/upper,workdir=/run/bin/work /usr/local/bin
 install -m 755 {root}/docker/job-host-key /usr/local/bin/
@@ -44,9 +44,9 @@ class Pods:
     """The pods of a job.
 
     Args:
-        directory: for keys and settings.
-        workers: how many.
-        slots: ranks on each.
+        directory: Directory for keys and settings.
+        workers: Number of workers.
+        slots: Ranks on each worker.
         kind: "MPIJob" or "TrainJob".
     """
 
@@ -79,23 +79,23 @@ class Pods:
             raise RuntimeError(f"{name}: {done.stderr}")
 
     def know_workers(self, known: bool) -> None:
-        """Whether the workers' names exist; in a cluster that is some time after the pods' start."""
+        """Make the workers' names exist or not. In a cluster, they appear some time after the pods start."""
         lines = self._names.read_text().splitlines()
         kept = [line.removeprefix("#") for line in lines]
         hidden = [line if known or line.split()[0] == "127.0.0.1" else f"#{line}" for line in kept]
-        self._names.write_text("\n".join(hidden) + "\n")  # in place: it is mounted
+        self._names.write_text("\n".join(hidden) + "\n")  # in place, because it is mounted
 
     def use_our_image(self, root: Path, directory: str) -> None:
-        """Make the pods as from docker/Dockerfile, with the job's key pair in `directory`."""
+        """Make the pods look like docker/Dockerfile's image, with the job's key pair in `directory`."""
         key = self.directory / "net/ssh/id_ed25519"
         for name in self.hosts.names:
             self.do(name, _OUR_IMAGE.format(root=root, directory=directory, key=key, python=sys.base_prefix))
 
     def as_container(self, *command: str) -> list[str]:
-        """The command line that has the user and the rights of a restricted pod's container."""
+        """Return a command line with the user and rights of a restricted pod's container."""
         home = ["env", "HOME=/home/mpiuser", "USER=mpiuser"]
         return ["setpriv", *_RIGHTS, *home, "sh", "-c", f"cd /home/mpiuser; exec {shlex.join(command)}"]
 
     def down(self) -> None:
-        """End all."""
+        """Stop all pods."""
         self.hosts.down()

@@ -1,4 +1,4 @@
-"""A Slurm on simulated hosts: munge and slurmd on each, slurmctld on the first."""
+"""Slurm on simulated hosts: munge and slurmd on each, slurmctld on the first."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def why_not() -> str:
-    """Why there can be no Slurm here, or "" (beside what hosts need)."""
+    """Return why Slurm cannot run here, in addition to the hosts' requirements, or ""."""
     programs = ("munged", "slurmctld", "slurmd", "srun")
     missing = [name for name in programs if not shutil.which(name, path="/usr/sbin:/usr/bin")]
     return f"needs {', '.join(missing)} (Debian: slurm-wlm munge)" if missing else ""
 
 
 class Slurm:
-    """A cluster of all of `hosts`; it ends with them.
+    """A cluster of all `hosts`. It ends with them.
 
     Args:
-        hosts: where.
-        directory: for its settings, state and logs; one that does not exist.
+        hosts: Hosts of the cluster.
+        directory: Directory for settings, state and logs. It must not exist yet.
     """
 
     def __init__(self, hosts: Hosts, directory: Path) -> None:
@@ -76,7 +76,7 @@ class Slurm:
         self._own = {pid for name in hosts.names for pid in hosts.processes(name)}
 
     def _start(self, host: str, *command: str) -> None:
-        """Run a command that ends, or puts itself into the background."""
+        """Run a command that exits, or moves itself to the background."""
         with open(self.directory / f"{host}.out", "ab") as log:  # a daemon would hold a pipe open
             line = ["env", *(f"{name}={value}" for name, value in self.environ.items()), *command]
             subprocess.run(
@@ -98,6 +98,6 @@ class Slurm:
         return self.hosts.run(self.hosts.names[0], *command, timeout=timeout, env=self.environ)
 
     def leftovers(self) -> list[str]:
-        """What jobs have left on the hosts, in words."""
-        found = [line for name in self.hosts.names for line in self.hosts.leftovers(name)]
-        return [line for line in found if not any(f": process {pid}: " in line for pid in self._own)]
+        """Describe what jobs have left on the hosts."""
+        lines = [line for name in self.hosts.names for line in self.hosts.leftovers(name)]
+        return [line for line in lines if not any(f": process {pid}: " in line for pid in self._own)]

@@ -29,14 +29,14 @@ def test_strategies_on_two_hosts_reach_the_same_auc(three_hosts: Hosts, tmp_path
         done = three_hosts.run(
             "h1", sys.executable, str(SCRIPT), clicks, "-H", "h2:1,h3:1", "--framework",
             framework, "--strategies", ",".join(names), "--dim", "4", "--hidden", "16", "--batch-size", "256",
-            "--output", str(output), timeout=240.0,  # four strategies, of which one has five processes
+            "--output", str(output), timeout=240.0,  # four strategies, one with five processes
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    found = {one.stem: json.loads(one.read_text()) for one in output.glob("*-*.json")}
-    assert len(found) == 6
-    processes = {name: one["processes"] for name, one in found.items()}
-    assert processes == {name: 1 if "single" in name else 5 if "server" in name else 2 for name in found}
-    aucs = {name: one["curve"][-1][2] for name, one in found.items()}
+    results = {path.stem: json.loads(path.read_text()) for path in output.glob("*-*.json")}
+    assert len(results) == 6
+    processes = {name: value["processes"] for name, value in results.items()}
+    assert processes == {name: 1 if "single" in name else 5 if "server" in name else 2 for name in results}
+    aucs = {name: value["curve"][-1][2] for name, value in results.items()}
     assert aucs.pop("tensorflow-parameter_server") > 0.55
     assert max(aucs.values()) - min(aucs.values()) < 0.002, aucs
     for name in three_hosts.names:

@@ -21,7 +21,7 @@ SIZE = 40_000_000
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Hosts]:
-    """h1 copies to h2, h3 and h4, each by a link of 100 Mbit/s; /run is each host's own."""
+    """h1 copies to h2, h3 and h4, each over a link of 100 Mbit/s. Each host has its own /run."""
     if why_not():
         pytest.skip(f"simulated hosts: {why_not()}")
     with tempfile.TemporaryDirectory(prefix="rdh-") as directory:
@@ -37,7 +37,7 @@ def big(tmp_path: Path) -> Path:
 
 
 def sent(hosts: Hosts, name: str) -> int:
-    """Bytes that have left a host."""
+    """Return the number of bytes that have left a host."""
     fields = re.search(r"eth0:(.*)", hosts.run(name, "cat", "/proc/net/dev").stdout)
     assert fields
     return int(fields[1].split()[8])
@@ -48,8 +48,8 @@ def digest(hosts: Hosts, name: str, path: str) -> str:
 
 
 def partial(hosts: Hosts, name: str) -> int:
-    found = hosts.run(name, "sh", "-c", "stat -c %s /run/.big.ringdance-* 2>/dev/null").stdout
-    return int(found or 0)
+    result = hosts.run(name, "sh", "-c", "stat -c %s /run/.big.ringdance-* 2>/dev/null").stdout
+    return int(result or 0)
 
 
 def test_the_leaders_link_carries_it_once(four: Hosts, big: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_leaders_link_carries_it_once(four: Hosts, big: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     loads = {name: (sent(four, name) - before[name]) / SIZE for name in four.names}
-    assert 1.0 < loads["h1"] < 1.2, loads  # with what TCP and ssh add
+    assert 1.0 < loads["h1"] < 1.2, loads  # including the overhead of TCP and ssh
     assert 1.0 < loads["h2"] < 1.2, loads
     assert 1.0 < loads["h3"] < 1.2, loads
     assert loads["h4"] < 0.2, loads
@@ -99,10 +99,10 @@ def test_a_host_that_falls_out_does_not_stop_the_others(four: Hosts, big: Path, 
     finally:
         four.plug("h3")
     said = (tmp_path / "log").read_text()
-    found = {row["host"]: row for row in json.loads(said[said.index("[") :])}
-    assert "host lost" in found["h3"]["problem"]
+    results = {row["host"]: row for row in json.loads(said[said.index("[") :])}
+    assert "host lost" in results["h3"]["problem"]
     for name in ("h2", "h4"):
-        assert not found[name]["problem"]
+        assert not results[name]["problem"]
         assert digest(four, name, "/run/big") == digest(four, "h1", str(big))
 
 

@@ -1,4 +1,4 @@
-"""`ringdance explain` of a job on several hosts."""
+"""`ringdance explain` for a job on several hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets of running jobs on simulated hosts: as documented, and tried from another host."""
+"""Sockets of running jobs on simulated hosts: as documented, and probed from another host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringdance.launch.mpi import find_mpi
 
 pytestmark = [
     pytest.mark.limit(120),
-    pytest.mark.skipif(find_mpi().family != "openmpi", reason="the table is Open MPI's"),
+    pytest.mark.skipif(find_mpi().family != "openmpi", reason="the table is about Open MPI"),
 ]
 RUN = (sys.executable, "-m", "ringdance", "run", "--no-check")
 WAITING = """
@@ -66,7 +66,7 @@ def test_a_job_listens_as_documented(three_hosts: Hosts, tmp_path: Path, hosts: 
 
 
 def _ports(hosts: Hosts, name: str) -> set[int]:
-    """All listening TCP ports of a host but sshd's."""
+    """Return all listening TCP ports of a host except sshd's."""
     lines = hosts.run(name, "cat", "/proc/net/tcp", "/proc/net/tcp6").stdout.splitlines()
     words = [line.split() for line in lines if "local_address" not in line]
     return {int(word[1].rpartition(":")[2], 16) for word in words if word[3] == "0A"} - {22}

@@ -1,4 +1,4 @@
-"""A rank dies on one of three hosts: it is named first, with its cause and code; the others clean up."""
+"""A rank dies on one of three hosts: it is named first, with its cause and code, and the others clean up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ringdance.launch.mpi import find_mpi
 
 pytestmark = [
     pytest.mark.limit(300),
-    pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH's UCX crashes where a peer has died"),
+    pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH's UCX crashes after a peer has died"),
 ]
 RUN = (sys.executable, "-m", "ringdance", "run", "--no-check")
 LAYOUTS = ("h1:2,h2:1,h3:1", "h1:1,h2:2,h3:3")
-# How rank 2 ends, what is said of that, and the job's exit code.
+# How rank 2 dies, how that is reported, and the job's exit code.
 DEATHS = {
     "kill": ("os.kill(os.getpid(), 9)", r"killed by SIGKILL \(signal 9\)", 128 + signal.SIGKILL),
     "term": ("os.kill(os.getpid(), 15)", r"killed by SIGTERM \(signal 15\)", 128 + signal.SIGTERM),
@@ -67,7 +67,7 @@ def test_who_died_during_init(three_hosts: Hosts, tmp_path: Path, layout: str) -
     done = three_hosts.run("h1", *RUN, "-H", layout, "python", str(tmp_path / "work.py"))
     assert re.search(r"first failure: rank 2 of \d on h[23], pid \d+: killed by SIGKILL", done.stderr)
     assert done.returncode == 137
-    # (Those who learn of it late may see that others have left since.)
+    # (Ranks that notice late may see that others have left since.)
     assert re.search(
         r"then rank \d .*RankLostError: ranks? [\d, ]*\d died while the job was starting", done.stderr
     )

@@ -1,4 +1,4 @@
-"""A job on three hosts that is ended from outside: its ranks have time to save."""
+"""A job on three hosts that is terminated from outside: its ranks have time to save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = (sys.executable, "-m", "ringdance", "run", "--no-check", "-H", "h1:2,h2:2,
 @pytest.mark.parametrize("seconds", [3, 20])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_ranks_have_time_to_save(three_hosts: Hosts, tmp_path: Path, everywhere: bool, seconds: int) -> None:
-    """The launcher gets SIGTERM, or all processes of all hosts do, as by schedulers."""
+    """The launcher gets SIGTERM, or all processes on all hosts get it, as from schedulers."""
     (tmp_path / "saves.py").write_text(SAVES)
     log = tmp_path / "log"
     outer = three_hosts.start("h1", *RUN, "python", str(tmp_path / "saves.py"), str(seconds), log=log)

@@ -1,4 +1,4 @@
-"""Hosts that have IPv6 addresses only."""
+"""Hosts that have only IPv6 addresses."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def test_a_copy_goes_from_host_to_host(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(os.urandom(3_000_000))
     done = hosts.run("h1", *LINE, "hosts", "copy", "-H", "h2,h3", str(tmp_path / "big"), "/run/copied")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "the chain holds"
+    assert done.stderr == "", "the hosts pass the copy on without errors"
     for name in ("h2", "h3"):
         assert hosts.run(name, "cmp", str(tmp_path / "big"), "/run/copied").returncode == 0

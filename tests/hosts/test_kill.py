@@ -1,4 +1,4 @@
-"""Whatever happens to a host, a daemon or a rank: the job ends soon, says what it was, and leaves nothing."""
+"""Whatever happens to a host, a daemon or a rank: the job ends soon, names the cause, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hosts import Hosts, wait_until
 pytestmark = pytest.mark.limit(300)
 RUN = (sys.executable, "-m", "ringdance", "run")
 DAEMONS = ("/prted", "/orted", "/hydra_pmi_proxy")
-LIMIT = 10.0  # seconds, of the contract: not a matter of speed
+LIMIT = 10.0  # seconds, promised by the contract; not a measure of speed
 
 WORK = """
 import os, time
@@ -32,7 +32,7 @@ while True:
 
 
 class Job:
-    """A job of six ranks on the three hosts, begun on h1; `timeout` is of the heartbeat."""
+    """A job of six ranks on the three hosts, started on h1. `timeout` is the heartbeat's."""
 
     def __init__(self, hosts: Hosts, directory: Path, idle: bool, timeout: str = "6") -> None:
         self.hosts, self.log = hosts, directory / "log"
@@ -51,11 +51,11 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def find(self, host: str, words: str) -> list[int]:
-        """Processes on a host by their command line."""
+        """Find processes on a host by their command line."""
         return [pid for pid, line in self.hosts.processes(host).items() if words in line]
 
     def end(self) -> int:
-        """Wait for its end; the exit code."""
+        """Wait for the job to exit, and return its exit code."""
         began = time.monotonic()
         while self.outer.poll() is None:
             assert time.monotonic() - began < LIMIT, f"still runs after {LIMIT} s: {self.said}"
@@ -73,8 +73,8 @@ def kill_rank(job: Job) -> str:
 
 
 def kill_daemon(job: Job) -> str:
-    found = job.hosts.processes("h2").items()
-    daemon = next(pid for pid, line in found if line.split()[0].endswith(DAEMONS))
+    result = job.hosts.processes("h2").items()
+    daemon = next(pid for pid, line in result if line.split()[0].endswith(DAEMONS))
     os.kill(daemon, signal.SIGKILL)
     return "host h2 (ranks 2-3): "
 
@@ -114,7 +114,7 @@ HARMS = [kill_rank, kill_daemon, kill_agent, kill_host, power_off, unplug, inter
 
 @pytest.fixture
 def whole(three_hosts: Hosts) -> Iterator[Hosts]:
-    """The hosts, which are repaired after each test."""
+    """Return the hosts, which are repaired after each test."""
     yield three_hosts
     for name in three_hosts.names:
         three_hosts.plug(name)
@@ -129,7 +129,7 @@ def whole(three_hosts: Hosts) -> Iterator[Hosts]:
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("trial", range(int(os.environ.get("KILL_TRIALS", "5"))))
 def test_harm(whole: Hosts, tmp_path: Path, harm: Callable[[Job], str], idle: bool, trial: int) -> None:
-    # A host that was killed in an earlier trial has kept its files.
+    # A host that was killed in an earlier trial keeps its files.
     before = {line for name in whole.names for line in whole.leftovers(name)}
     job = Job(whole, tmp_path, idle)
     try:
@@ -157,7 +157,7 @@ def test_harm(whole: Hosts, tmp_path: Path, harm: Callable[[Job], str], idle: bo
 
 
 def test_a_network_that_comes_back_ends_no_job(whole: Hosts, tmp_path: Path) -> None:
-    """As a live migration: what is silent is shown, and that it answers again."""
+    """As in a live migration, the job reports that a host is silent, and later that it responds again."""
     job = Job(whole, tmp_path, False, "30")
     try:
         whole.unplug("h2")

@@ -1,4 +1,4 @@
-"""More hosts than fit into the usual limit of open files; their agents are processes of this machine."""
+"""More hosts than the usual limit of open files allows. Their agents are processes of this machine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def run(limit: str, *words: str) -> subprocess.CompletedProcess[str]:
 def test_a_command_on_more_hosts_than_the_soft_limit_of_open_files_allows(tmp_path: Path) -> None:
     done = run("-Sn 1024", "--hosts", str(HOSTS), "--json", str(tmp_path / "found"))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found").read_text())
-    assert found["hosts"] == HOSTS
-    assert found["agents"] < HOSTS * 20 * 2**20
-    assert found["launcher"] < 100 * 2**20
+    report = json.loads((tmp_path / "found").read_text())
+    assert report["hosts"] == HOSTS
+    assert report["agents"] < HOSTS * 20 * 2**20
+    assert report["launcher"] < 100 * 2**20
 
 
 def test_the_hard_limit_of_open_files_is_told_with_the_number_that_is_needed() -> None:

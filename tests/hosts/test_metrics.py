@@ -1,4 +1,4 @@
-"""Figures of a job on several hosts: in the launcher's output directory, and at the end."""
+"""Metrics of a job on several hosts: in the launcher's output directory, and in the summary."""
 
 from __future__ import annotations
 

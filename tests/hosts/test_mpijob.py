@@ -1,4 +1,4 @@
-"""In the launcher pod of an MPIJob or a TrainJob: nothing is said of hosts, all comes from the operator."""
+"""In the launcher pod of an MPIJob or TrainJob, no hosts are given: everything comes from the operator."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(done: subprocess.CompletedProcess[str], pods: Pods, prefix: str) -> No
         assert f"rank {rank} of 4: loss " in line
         losses.add(line.partition("loss ")[2])
     assert len(losses) == 1
-    # (The daemons of a pod with our image are its own; /tmp is shared with other hosts of the same names.)
+    # (A pod with our image runs its own daemons, and /tmp is shared with other hosts of the same names.)
     left = [line for name in pods.hosts.names for line in pods.hosts.leftovers(name)]
     assert [line for line in left if not line.startswith("/tmp/") and "sshd" not in line] == []
 
@@ -105,7 +105,7 @@ def test_horovods_line(pods: Pods, script: str) -> None:
 
 
 def test_the_line_of_the_operators_examples(pods: Pods, script: str) -> None:
-    """Open MPI 4's mpirun, as scripts of such jobs have it, by the program that is put into PATH."""
+    """Scripts of such jobs call Open MPI 4's mpirun. Our program of that name in PATH accepts its options."""
     shim = pods.directory / "shim"
     subprocess.run([sys.executable, "-m", "ringdance", "mpirun", "--install-into", str(shim)], check=True)
     line = (
@@ -118,7 +118,7 @@ def test_the_line_of_the_operators_examples(pods: Pods, script: str) -> None:
 
 @pytest.mark.parametrize("launcher", ["", "mpiexec --allow-run-as-root -np 2"])
 def test_ranks_in_the_launcher_s_pod_are_refused(pods: Pods, script: str, launcher: str) -> None:
-    """Open MPI 5 starts them there, as it does not read the operator's list of hosts."""
+    """Open MPI 5 would start them there, because it does not read the operator's host list."""
     if find_mpi().family != "openmpi":
         pytest.skip("other MPIs read the operator's list of hosts")
     done = launch(pods, *launcher.split(), "python", script, KUBERNETES_SERVICE_HOST="10.96.0.1")
@@ -128,9 +128,9 @@ def test_ranks_in_the_launcher_s_pod_are_refused(pods: Pods, script: str, launch
 
 
 def test_our_own_manifest(pods: Pods, script: str) -> None:
-    """The commands that a manifest has for the pods, with the image's files, the user and the rights."""
+    """The manifest's commands for the pods work with the image's files, user and rights."""
     if find_mpi().family != "openmpi" and pods.kind == "TrainJob":
-        pytest.skip("TrainJobs know Open MPI only")
+        pytest.skip("TrainJobs support only Open MPI")
     wanted = JobRequest(name="pi", image="image", command=["python", script], workers=2, slots=2)
     documents = manifest(replace(wanted, kind=pods.kind))
     first, last = documents[0], documents[-1]
@@ -144,7 +144,7 @@ def test_our_own_manifest(pods: Pods, script: str) -> None:
         command = last["spec"]["trainer"]["command"]
     pods.use_our_image(ROOT, SSH_DIRECTORY)
     if launch(pods, *pods.as_container(sys.executable, "-c", "import ringdance")).returncode:
-        pytest.skip("this Python, or this clone, cannot be read by other users than root")
+        pytest.skip("only root can read this Python or this clone")
     daemons = []
     for name in pods.workers:
         line = pods.as_container(*worker["containers"][0]["command"])

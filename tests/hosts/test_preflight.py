@@ -1,4 +1,4 @@
-"""A host that cannot run the job is found before anything starts there."""
+"""A host that cannot run the job is detected before anything starts there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(three_hosts: Hosts, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def full(three_hosts: Hosts) -> Iterator[None]:
-    """h2 has no room in its /dev/shm."""
+    """Fill h2's /dev/shm."""
     assert three_hosts.run("h2", "mount", "-t", "tmpfs", "-o", "size=4k", "full", "/dev/shm").returncode == 0
     yield
     three_hosts.run("h2", "umount", "/dev/shm")
@@ -46,7 +46,7 @@ def test_a_host_without_shared_memory(run: Run, three_hosts: Hosts) -> None:
     assert "h3" not in done.stderr
     assert [three_hosts.processes(name) for name in three_hosts.names] == [{}, {}, {}]
     assert run("--no-check").stdout.count(MARK) == 3
-    plan = run("--dry-run")  # it starts nothing, whatever is wrong
+    plan = run("--dry-run")  # starts nothing, whatever is wrong
     assert plan.returncode == 0
     assert MARK not in plan.stdout
 

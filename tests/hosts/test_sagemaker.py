@@ -1,7 +1,7 @@
-"""A training job with SageMaker's MPI distribution, by SageMaker's own toolkit, on two hosts.
+"""A training job with SageMaker's MPI distribution, run by SageMaker's own toolkit, on two hosts.
 
-Each host is laid out as the service lays out a training container; the request is what our Estimator would
-send. The toolkit's mpirun is ours, put into PATH as an image's builder would.
+Each host is laid out like the service's training containers, and the request is what our Estimator would
+send. The toolkit's mpirun is ours, put into PATH as an image's builder would do it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringdance.submit.sagemaker import Estimator
 
 pytestmark = pytest.mark.limit(300)
 BIN = Path(sys.executable).parent
-DONE = Path("/tmp/done.h1")  # the toolkit's sign for the other hosts; /tmp is shared here
+DONE = Path("/tmp/done.h1")  # tells the toolkit on other hosts to stop; /tmp is shared here
 
 SETUP = """set -eu
 mkdir -p /run/etc/upper /run/etc/work /run/opt/upper /run/opt/work
@@ -140,11 +140,11 @@ def start(two_hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., list[Conta
 
 
 def ranks_in(timeline: Path) -> set[str]:
-    """The ranks in a timeline that have exchanged something."""
+    """Return the ranks that have exchanged something according to a timeline."""
     events = json.loads(timeline.read_text())
-    named = [one for one in events if one["name"] == "process_name" and one["pid"]]
-    names = {one["pid"]: one["args"]["name"] for one in named}
-    active = {names[one["pid"]] for one in events if one["ph"] in "BX" and one["pid"]}
+    named = [event for event in events if event["name"] == "process_name" and event["pid"]]
+    names = {row["pid"]: row["args"]["name"] for row in named}
+    active = {names[event["pid"]] for event in events if event["ph"] in "BX" and event["pid"]}
     return {name.partition(" (")[0] for name in active if name.startswith("rank ")}
 
 
@@ -160,12 +160,12 @@ def test_a_job_on_two_hosts(start: Callable[..., list[Container]], two_hosts: Ho
     assert not (second.ml / "model" / "model.txt").exists()
     assert ranks_in(first.ml / "output" / "timeline.json") == {f"rank {i} on h{1 + i // 2}" for i in range(4)}
     assert not (second.ml / "output" / "timeline.json").exists()
-    # The other host has seen the job's daemon, and the end.
+    # The other host has seen the job's daemon start and exit.
     assert second.process.wait(100) == 0, second.said
     assert "Orted process exited" in second.said
     assert "status file found" in second.said
     left = [line for name in two_hosts.names for line in two_hosts.leftovers(name)]
-    # (/tmp is shared with other hosts of the same names)
+    # (/tmp is shared with other hosts of the same names.)
     assert [line for line in left if not line.startswith("/tmp/")] == []
 
 

@@ -1,4 +1,4 @@
-"""The benchmark that measures beside the simulator: what hosts send is what was predicted."""
+"""The benchmark that measures next to the simulator: hosts send as many bytes as predicted."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def test_hosts_send_what_is_simulated(tmp_path: Path, hosts: int, slots: int) ->
     line += ["--json", str(tmp_path / "found.json")]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    result = json.loads((tmp_path / "found.json").read_text())["results"]
     for name in ("161 of ResNet-50", "one of 16 MiB"):
-        assert found[name]["bytes"] == pytest.approx(found[name]["simulated bytes"], rel=0.02), name
+        assert result[name]["bytes"] == pytest.approx(result[name]["simulated bytes"], rel=0.02), name

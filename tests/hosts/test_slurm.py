@@ -1,4 +1,4 @@
-"""Training inside a Slurm over simulated hosts: by `ringdance run`, and by srun alone."""
+"""Training inside Slurm on simulated hosts: with `ringdance run`, and with srun only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_allocation_is_the_plan(cluster: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("-np", "2"), ("-H", "localhost:2")])
 def test_ranks_on_one_host_of_an_allocation(cluster: Slurm, words: tuple[str, str], tmp_path: Path) -> None:
-    """mpiexec starts no daemons on the others."""
+    """mpiexec does not start daemons on the other hosts."""
     (tmp_path / "places.py").write_text(PLACES)
     done = cluster.run(*SALLOC, *RUN, *words, "python", str(tmp_path / "places.py"))
     assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_cancelled_job_have_time_to_save(cluster: Slurm, tmp_path: Path) -> None:
-    """Slurm sends SIGTERM to all processes of the job: its batch script's, and the agents' on other hosts."""
+    """Slurm sends SIGTERM to all the job's processes: its batch script's, and the agents' on other hosts."""
     (tmp_path / "saves.py").write_text(SAVES)
     out, script = tmp_path / "out", tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\nexec {' '.join(RUN)} --no-check python {tmp_path}/saves.py 20\n")

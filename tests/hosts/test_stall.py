@@ -1,4 +1,4 @@
-"""A rank on another host that cannot answer is looked at by a rank of its own host."""
+"""A rank on another host that cannot respond is examined by a rank on its own host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline of a job on several hosts, whose file is on the launcher's."""
+"""The timeline of a job on several hosts. Its file is on the launcher's host."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_ranks_of_all_hosts_are_in_the_launchers_file(
     }  # fmt: skip
     (tensor,) = [pid for pid, name in names.items() if name == "allreduce.gradient"]
     times = collections.defaultdict(list)
-    for one in found:
-        if one["pid"] == tensor and one["ph"] in "BE":
-            times[one["name"], one["ph"], one["tid"]].append(one["ts"])
+    for event in found:
+        if event["pid"] == tensor and event["ph"] in "BE":
+            times[event["name"], event["ph"], event["tid"]].append(event["ts"])
     for rank in range(4):
         assert len(times["ALLREDUCE", "E", rank]) == 30
         assert len(times["NEGOTIATE_ALLREDUCE", "B", rank]) == 30
-        # All begin to exchange at the same time on one clock, and the last to submit is the one that sleeps.
+        # On a common clock, all start to exchange at the same time, and the sleeping rank submits last.
         for own, others in zip(times["ALLREDUCE", "B", rank], times["ALLREDUCE", "B", 0], strict=True):
             assert abs(own - others) < 100_000
     late = sum(
@@ -71,15 +71,15 @@ def test_ranks_of_all_hosts_are_in_the_launchers_file(
 
 
 def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path: Path) -> None:
-    """Its ranks leave before the monitors of their hosts have met."""
+    """Its ranks leave before their hosts' monitors have connected."""
     path, script = tmp_path / "timeline.json", tmp_path / "short.py"
     script.write_text("import ringdance.numpy as hvd\nhvd.init()\nhvd.barrier()\n")
     line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1,h3:1", "--timeline", str(path)]
     for _ in range(3):
         done = three_hosts.run("h1", *line, "python", str(script))
         assert done.returncode == 0, done.stderr
-        found = json.loads(path.read_text())
-        named = [one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]]
+        report = json.loads(path.read_text())
+        named = [row["args"]["name"] for row in report if row["name"] == "process_name" and row["pid"]]
         assert {"rank 0 on h1", "rank 1 on h2", "rank 2 on h3"} == {
             name.partition(" (")[0] for name in named if name.startswith("rank ")
         }
@@ -87,14 +87,14 @@ def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path:
 
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_killed_monitor_does_not_end_the_job(three_hosts: Hosts, tmp_path: Path, steps: int) -> None:
-    """Also before it has connected to the other host's: a warning says that then."""
+    """This also holds before it has connected to the other host's monitor. Then a warning says so."""
     path, script = tmp_path / "timeline.json", tmp_path / "kill.py"
     script.write_text(KILL.replace("STEPS", str(steps)))
     line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1", "--timeline", str(path)]
     done = three_hosts.run("h1", *line, "python", str(script))
     assert done.returncode == 0, done.stderr
     assert "was killed by signal 9; the timeline and the metrics lack what its ranks do" in done.stderr
-    names = [one["name"] for one in json.loads(path.read_text())]
+    names = [load["name"] for load in json.loads(path.read_text())]
     if steps:
         assert names[-1] == f"{END}the end of rank 1 on h2: its monitor was killed, or cannot be reached"
     assert any(name.startswith(END) and "complete" not in name for name in names)

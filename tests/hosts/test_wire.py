@@ -1,4 +1,4 @@
-"""The benchmark that makes its own hosts: it runs, checks sums, and writes what it says."""
+"""The benchmark that creates its own hosts: it runs, checks sums, and writes what it reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_benchmark_of_the_wire(tmp_path: Path, slots: int) -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 0, done.stderr
     assert f"wire: {2 * slots} ranks on 2 hosts" in done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["bound_ms"] == pytest.approx((3 << 20) * 8 / 1e6)
-    assert sorted(name.partition(",")[0] for name in found["results"]) == ["engine", "raw"]
-    assert all(result["least"] > 0 and result["count"] for result in found["results"].values())
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["bound_ms"] == pytest.approx((3 << 20) * 8 / 1e6)
+    assert sorted(name.partition(",")[0] for name in report["results"]) == ["engine", "raw"]
+    assert all(result["least"] > 0 and result["count"] for result in report["results"].values())

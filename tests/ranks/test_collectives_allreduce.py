@@ -61,16 +61,16 @@ def test_every_operation_and_shape(way: str, dtype: str) -> None:
 
 def test_complex_numbers_are_pairs_of_floats(way: str) -> None:
     """An infinite part leaves the other part unchanged at any scale. A joined rank adds zeros."""
-    given = np.array([complex(np.inf, 1), complex(2, -np.inf), 3 - 4j])
+    array = np.array([complex(np.inf, 1), complex(2, -np.inf), 3 - 4j])
     factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
     for _ in range(4):  # from the second call on, the request is cached
-        same(hvd.allreduce(given, name="complex"), given)
-        same(hvd.allreduce(given, name="scaled", **factors), (1.5 * given.view(float)).view(complex))
+        same(hvd.allreduce(array, name="complex"), array)
+        same(hvd.allreduce(array, name="scaled", **factors), (1.5 * array.view(float)).view(complex))
     inputs = [all_values(SIZE, dtype, (5,), 1) for dtype in ("complex128", "float64", "complex64")]
     for got, row in zip(hvd.allreduce([row[RANK] for row in inputs], **factors), inputs, strict=True):
         np.testing.assert_allclose(got, reduced(row, "average", 0.5, 3.0), rtol=1e-6)
     if RANK:
-        same(hvd.allreduce(given, op=hvd.Sum), sum([given] * (SIZE - 1)))
+        same(hvd.allreduce(array, op=hvd.Sum), sum([array] * (SIZE - 1)))
     hvd.join()
 
 
@@ -197,8 +197,8 @@ def test_integers_wrap_as_in_numpy(way: str) -> None:
 def test_halves_are_rounded_once(way: str) -> None:
     """Adding two tiny parts to 1 loses neither of them, as a sum in 16 bits would."""
     for dtype, tiny in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
-        one = np.full(3, 1.0 if RANK == 0 else tiny, dtype_of(dtype))
-        got = hvd.allreduce(one, op=hvd.Sum)
+        tensor = np.full(3, 1.0 if RANK == 0 else tiny, dtype_of(dtype))
+        got = hvd.allreduce(tensor, op=hvd.Sum)
         same(got, np.full(3, np.float32(1.0 + (SIZE - 1) * tiny)).astype(dtype_of(dtype)))
 
 
@@ -213,8 +213,8 @@ def test_all_ranks_have_the_same_bits(way: str) -> None:
 def test_one_rank_is_the_identity(way: str) -> None:
     for dtype in DTYPES:
         for operation in allowed(dtype):
-            given = values(0, dtype, (7, 3))
-            same(hvd.allreduce(given, op=OPERATIONS[operation]), given)
+            array = values(0, dtype, (7, 3))
+            same(hvd.allreduce(array, op=OPERATIONS[operation]), array)
     for dtype in FLOATS:
         same(hvd.allreduce(values(0, dtype, (5,)), op=hvd.Adasum), values(0, dtype, (5,)))
 

@@ -245,11 +245,11 @@ def test_root_outside(way: str) -> None:
     for root in (SIZE, -1):
         with pytest.raises(ArgumentError, match=f"root rank {root} is not in process set 0"):
             hvd.broadcast(np.ones(3), root)
-    one = hvd.add_process_set([LAST])
+    process_set = hvd.add_process_set([LAST])
     if ODD:
         with pytest.raises(ArgumentError, match="given as a global rank"):
-            hvd.broadcast(np.ones(3), 0, process_set=one)
-    hvd.remove_process_set(one)
+            hvd.broadcast(np.ones(3), 0, process_set=process_set)
+    hvd.remove_process_set(process_set)
 
 
 @several

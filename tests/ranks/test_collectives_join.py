@@ -20,8 +20,8 @@ several = pytest.mark.ranks(2, 3, 4)
 
 def inputs_of(dtype: str, shape: tuple[int, ...], seed: int = 0) -> list[Array]:
     """Return integers, whose sums are exact in any order, without -0.0, which would disturb MPI's minimum."""
-    given = all_values(SIZE, dtype, shape, seed)
-    return [np.trunc(4 * part).astype(part.dtype) + part.dtype.type(0) for part in given]
+    inputs = all_values(SIZE, dtype, shape, seed)
+    return [np.trunc(4 * part).astype(part.dtype) + part.dtype.type(0) for part in inputs]
 
 
 def expected(early: int, dtype: str, shape: tuple[int, ...], operation: str, seed: int = 0) -> Array:
@@ -40,8 +40,8 @@ def test_each_rank_joins_first_once(way: str, named: bool) -> None:
         if early != RANK:
             for step in range(4):
                 for dtype in ("float32", "int64", "bfloat16"):
-                    given = inputs_of(dtype, (40, 3), step)[RANK]
-                    got = hvd.allreduce(given, name=f"join {dtype}" if named else None, op=hvd.Average)
+                    inputs = inputs_of(dtype, (40, 3), step)[RANK]
+                    got = hvd.allreduce(inputs, name=f"join {dtype}" if named else None, op=hvd.Average)
                     same(got, expected(early, dtype, (40, 3), "average", step))
         last = hvd.join()
         assert last != early
@@ -65,8 +65,8 @@ def test_groups_min_max_product_and_large(way: str) -> None:
     """A joined rank does not change a minimum, maximum or product."""
     if RANK != 0:
         for name, op in (("min", hvd.Min), ("max", hvd.Max), ("product", hvd.Product)):
-            given = inputs_of("float64", (1 << 17,))[RANK]
-            same(hvd.allreduce(given, op=op), expected(0, "float64", (1 << 17,), name))
+            inputs = inputs_of("float64", (1 << 17,))[RANK]
+            same(hvd.allreduce(inputs, op=op), expected(0, "float64", (1 << 17,), name))
         group = [inputs_of(dtype, (5, 2))[RANK] for dtype in ("int32", "float16")]
         for got, dtype in zip(hvd.allreduce(group, op=hvd.Sum), ("int32", "float16"), strict=True):
             same(got, expected(0, dtype, (5, 2), "sum"))

@@ -29,20 +29,20 @@ def test_messages_of_any_rank() -> None:
     if RANK:
         sent = [np.full(40_007, 10 * RANK + number, np.uint8) for number in range(each)]
         hvd.barrier()
-        wait_for([transport.send(one, 0, 4) for one in sent])
+        wait_for([transport.send(array, 0, 4) for array in sent])
         hvd.barrier()
         return
     count = each * (SIZE - 1)
     received = [np.zeros(40_007, np.uint8) for _ in range(count)]
-    posted = [transport.receive(one, None, 4) for one in received[: count // 2]]
+    posted = [transport.receive(array, None, 4) for array in received[: count // 2]]
     hvd.barrier()
     time.sleep(0.1)  # the other senders' messages are already waiting
-    posted += [transport.receive(one, None, 4) for one in received[count // 2 :]]
+    posted += [transport.receive(array, None, 4) for array in received[count // 2 :]]
     wait_for(posted[::-1])
     hvd.barrier()
-    assert all((one == one[0]).all() for one in received)
-    found = sorted((message.source, int(one[0])) for message, one in zip(posted, received, strict=True))
-    assert found == [(rank, 10 * rank + number) for rank in range(1, SIZE) for number in range(each)]
+    assert all((array == array[0]).all() for array in received)
+    result = sorted((message.source, int(array[0])) for message, array in zip(posted, received, strict=True))
+    assert result == [(rank, 10 * rank + number) for rank in range(1, SIZE) for number in range(each)]
 
 
 def test_a_message_that_is_too_large_for_mpi() -> None:
@@ -61,12 +61,12 @@ def test_a_message_that_is_longer_than_the_buffer() -> None:
         whole = np.zeros(8000 + after, np.uint8)
         short = transport.receive(whole[:8000], 1, 6)
         rest = [np.zeros(16, np.uint8) for _ in range(2)]
-        later = [transport.receive(one, source, 6) for one, source in zip(rest, (None, 1), strict=True)]
+        later = [transport.receive(array, source, 6) for array, source in zip(rest, (None, 1), strict=True)]
         wait_for(later[::-1])
         with pytest.raises(RuntimeError, match="rank 1 has sent 9000 bytes, but the buffer has only 8000"):
             wait_for([short])
         assert not whole.any()
-        assert [one.tolist() for one in rest] == [[7] * 16] * 2
+        assert [array.tolist() for array in rest] == [[7] * 16] * 2
     hvd.barrier()
 
 

@@ -62,14 +62,14 @@ def test_grouped_and_asynchronous_allgather(way: str) -> None:
 def test_broadcast_from_every_root(way: str, dtype: str) -> None:
     for root in range(SIZE):
         for shape in [(), (0,), (1,), (3, 5, 7), (9001,)]:
-            given = values(RANK, dtype, shape)
-            kept = given.copy()
-            result = hvd.broadcast(given, root)
+            array = values(RANK, dtype, shape)
+            kept = array.copy()
+            result = hvd.broadcast(array, root)
             same(result, values(root, dtype, shape))
-            same(given, kept)
-            assert not np.shares_memory(result, given)
-            assert hvd.broadcast(given, root, out=given) is given
-            same(given, result)
+            same(array, kept)
+            assert not np.shares_memory(result, array)
+            assert hvd.broadcast(array, root, out=array) is array
+            same(array, result)
 
 
 def test_broadcast_of_many_and_large(way: str) -> None:
@@ -89,12 +89,12 @@ def alltoall_expected(
     dtype: str, rest: tuple[int, ...], splits: list[list[int]], rows: list[int]
 ) -> list[np.ndarray]:
     """Return what this rank receives from each rank. ``splits[i][j]`` rows go from i to j."""
-    found = []
+    results = []
     for sender in range(SIZE):
-        given = values(sender, dtype, (rows[sender], *rest))
+        array = values(sender, dtype, (rows[sender], *rest))
         start = sum(splits[sender][:RANK])
-        found.append(given[start : start + splits[sender][RANK]])
-    return found
+        results.append(array[start : start + splits[sender][RANK]])
+    return results
 
 
 @pytest.mark.parametrize("dtype", sampled("alltoall", DTYPES, 2, EVERY_DAY))
@@ -126,11 +126,11 @@ def test_alltoall_of_large_parts(way: str) -> None:
 
 def test_alltoall_in_equal_parts_and_asynchronous(way: str) -> None:
     splits, rows = [[3] * SIZE] * SIZE, [3 * SIZE] * SIZE
-    given = values(RANK, "float32", (3 * SIZE, 4))
+    array = values(RANK, "float32", (3 * SIZE, 4))
     want = np.concatenate(alltoall_expected("float32", (4,), splits, rows))
-    same(hvd.alltoall(given), want)
-    same(hvd.synchronize(hvd.alltoall(given, name="later", wait=False)), want)
-    later = hvd.alltoall(given, [3] * SIZE, name="later", wait=False)
+    same(hvd.alltoall(array), want)
+    same(hvd.synchronize(hvd.alltoall(array, name="later", wait=False)), want)
+    later = hvd.alltoall(array, [3] * SIZE, name="later", wait=False)
     got, received = hvd.synchronize(later)
     same(got, want)
     assert received.tolist() == [3] * SIZE
@@ -195,12 +195,12 @@ def test_results_do_not_change_later(way: str) -> None:
 @pytest.mark.ranks(1)
 def test_one_rank_is_the_identity(way: str) -> None:
     for dtype in DTYPES:
-        given = values(0, dtype, (6, 5))
-        same(hvd.allgather(given), given)
-        same(hvd.broadcast(given, 0), given)
-        same(hvd.alltoall(given), given)
+        array = values(0, dtype, (6, 5))
+        same(hvd.allgather(array), array)
+        same(hvd.broadcast(array, 0), array)
+        same(hvd.alltoall(array), array)
         if dtype != "bool":
-            same(hvd.reducescatter(given), given)
+            same(hvd.reducescatter(array), array)
     got, received = hvd.alltoall(np.arange(6), [4])
     same(got, np.arange(4))
     assert received.tolist() == [4]

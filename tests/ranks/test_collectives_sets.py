@@ -22,8 +22,8 @@ several = pytest.mark.ranks(2, 3, 4)
 def sets_of(*members: list[int]) -> Iterator[list[ProcessSet]]:
     made = [hvd.add_process_set(ranks) for ranks in members]
     yield made
-    for one in made:
-        assert hvd.remove_process_set(one)
+    for process_set in made:
+        assert hvd.remove_process_set(process_set)
 
 
 @several
@@ -60,14 +60,14 @@ def test_overlapping_sets_at_once(way: str) -> None:
     with sets_of(*rings) as made:
         handles = []
         for step in range(6):
-            for one, ranks in [*zip(made, rings, strict=True), (hvd.global_process_set, list(range(SIZE)))]:
+            for value, ranks in [*zip(made, rings, strict=True), (hvd.global_process_set, list(range(SIZE)))]:
                 if RANK in ranks:
                     inputs = all_values(ranks, "int64", (30,), step)
                     handle = hvd.allreduce(
                         values(RANK, "int64", (30,), step),
                         name=f"same name {step}",
                         op=hvd.Sum,
-                        process_set=one,
+                        process_set=value,
                     wait=False)
                     handles.append((handle, reduced(inputs, "sum")))
         for i in np.random.default_rng(RANK).permutation(len(handles)):
@@ -158,9 +158,9 @@ def test_many_sets_made_and_removed_under_load(way: str) -> None:
         load = np.full(20_000, 1.0)
         handles = [hvd.allreduce(load, name=f"load {i}", op=hvd.Sum, wait=False) for i in range(5)]
         with sets_of([step % SIZE], *([[0, 1]] if SIZE > 2 else [])) as made:
-            for one in made:
-                if one.included():
-                    hvd.allreduce(np.ones(10), process_set=one)
+            for process_set in made:
+                if process_set.included():
+                    hvd.allreduce(np.ones(10), process_set=process_set)
             for handle in handles:
                 same(hvd.synchronize(handle), np.full(20_000, float(SIZE)))
 
@@ -168,12 +168,12 @@ def test_many_sets_made_and_removed_under_load(way: str) -> None:
 @several
 def test_static_sets_from_init(way: str) -> None:
     hvd.shutdown()
-    one = ProcessSet(range(1, SIZE))
+    process_set = ProcessSet(range(1, SIZE))
     other = ProcessSet([0])
-    hvd.init(process_sets=[one, other])
-    assert (one.process_set_id, other.process_set_id) == (1, 2)
-    if one.included():
-        same(hvd.allreduce(np.ones(2), op=hvd.Sum, process_set=one), np.full(2, SIZE - 1.0))
+    hvd.init(process_sets=[process_set, other])
+    assert (process_set.process_set_id, other.process_set_id) == (1, 2)
+    if process_set.included():
+        same(hvd.allreduce(np.ones(2), op=hvd.Sum, process_set=process_set), np.full(2, SIZE - 1.0))
     hvd.barrier()
 
 

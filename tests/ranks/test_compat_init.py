@@ -209,7 +209,7 @@ def test_dynamic_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_objects_outlive_a_shutdown_unregistered_in_effect() -> None:
     """Objects keep their numbers, as in Horovod, and init registers them again."""
     if SIZE == 1:
-        pytest.skip("no set but the global one")
+        pytest.skip("needs a second process set")
     kept = hvd.ProcessSet([0])
     hvd.init(process_sets=[kept])
     hvd.shutdown()

@@ -22,7 +22,7 @@ def parameter(value: float) -> Any:
 
 
 def wrapped(parameters: list[Any], kind: Any = torch.optim.SGD, **options: Any) -> Any:
-    names = [(f"p{index}", one) for index, one in enumerate(parameters)]
+    names = [(f"p{index}", value) for index, value in enumerate(parameters)]
     return hvd.DistributedOptimizer(kind(parameters, **({"lr": 1.0} | options)), names)
 
 

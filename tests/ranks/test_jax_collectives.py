@@ -55,7 +55,7 @@ def test_values(wrap: Wrap) -> None:
     same(wrap(hvd.allgather)(mine()), np.concatenate(everyone()))
     for root in range(SIZE):
         same(wrap(lambda x, root=root: hvd.broadcast(x, root))(mine()), everyone()[root])
-    pieces = [one[2 * RANK : 2 * RANK + 2] for one in everyone()]
+    pieces = [array[2 * RANK : 2 * RANK + 2] for array in everyone()]
     same(wrap(hvd.alltoall)(mine()), np.concatenate(pieces))
     same(wrap(lambda x: hvd.reducescatter(x, op=hvd.Sum))(mine()), total[2 * RANK : 2 * RANK + 2])
     same(wrap(hvd.allreduce)(jnp.float32(RANK)), (SIZE - 1) / 2)
@@ -65,9 +65,9 @@ def test_all_types_in_one_group(wrap: Wrap) -> None:
     kinds = ["float32", "bfloat16", "float16", "int32", "uint8"]
     values = [jnp.full((5,), RANK + 1).astype(kind) for kind in kinds]
     done = wrap(lambda *all_: hvd.grouped_allreduce(all_, op=hvd.Sum))(*values)
-    for kind, one in zip(kinds, done, strict=True):
-        assert one.dtype == kind
-        same(one, np.full(5, SIZE * (SIZE + 1) // 2))
+    for kind, item in zip(kinds, done, strict=True):
+        assert item.dtype == kind
+        same(item, np.full(5, SIZE * (SIZE + 1) // 2))
     truth = jnp.array([RANK == 0, True])
     assert wrap(lambda x: hvd.allreduce(x, op=hvd.Min))(truth).tolist() == [SIZE == 1, True]
     compressed = wrap(lambda x: hvd.allreduce(x, compression=hvd.Compression.bf16))(mine())
@@ -90,15 +90,15 @@ def test_gradients(wrap: Wrap) -> None:
     blocks = np.repeat(np.arange(SIZE) + 1, 2)[:, None] * like
     same(gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum)), SIZE * blocks)
     same(gradient(hvd.alltoall), blocks)
-    group = wrap(jax.grad(lambda x: sum(one.sum() for one in hvd.grouped_allreduce([x, 2 * x]))))
+    group = wrap(jax.grad(lambda x: sum(array.sum() for array in hvd.grouped_allreduce([x, 2 * x]))))
     same(group(mine()), 3 * like)
 
 
 @pytest.mark.ranks(2, 3, 4)
 def test_what_is_not_linear_has_no_gradient(wrap: Wrap) -> None:
     def loss(x: Any, stop: Any) -> Any:
-        found = [hvd.allreduce(x, op=op) for op in (hvd.Min, hvd.Max, hvd.Product)]
-        return x.sum() + sum(stop(one).sum() for one in found), found
+        results = [hvd.allreduce(x, op=op) for op in (hvd.Min, hvd.Max, hvd.Product)]
+        return x.sum() + sum(stop(array).sum() for array in results), results
 
     with pytest.raises(ArgumentError, match=rf"on rank {RANK}: .* only Average and Sum do"):
         wrap(jax.grad(lambda x: loss(x, jnp.asarray)[0]))(mine())
@@ -111,10 +111,10 @@ def test_second_derivative(wrap: Wrap) -> None:
     def loss(x: Any) -> Any:
         return (hvd.allreduce(x, op=hvd.Sum) ** 2).sum()
 
-    found = wrap(jax.grad(lambda x: jax.grad(loss)(x).sum()))(mine())
-    same(found, 2.0 * SIZE**2 * np.ones((2 * SIZE, 3)))
-    found = wrap(jax.grad(lambda x: jax.grad(lambda x: (hvd.allgather(x) ** 2).sum())(x).sum()))(mine())
-    same(found, 2.0 / SIZE * np.ones((2 * SIZE, 3)))
+    result = wrap(jax.grad(lambda x: jax.grad(loss)(x).sum()))(mine())
+    same(result, 2.0 * SIZE**2 * np.ones((2 * SIZE, 3)))
+    result = wrap(jax.grad(lambda x: jax.grad(lambda x: (hvd.allgather(x) ** 2).sum())(x).sum()))(mine())
+    same(result, 2.0 / SIZE * np.ones((2 * SIZE, 3)))
 
 
 def test_loops_branches_and_order() -> None:
@@ -132,8 +132,8 @@ def test_loops_branches_and_order() -> None:
     def many(x: Any) -> Any:
         return [hvd.allreduce(x + number, op=hvd.Sum) for number in range(20)]
 
-    for number, one in enumerate(many(jnp.zeros(1000))):
-        same(one, np.full(1000, SIZE * number))
+    for number, value in enumerate(many(jnp.zeros(1000))):
+        same(value, np.full(1000, SIZE * number))
 
 
 def test_a_result_that_nobody_uses_is_still_exchanged() -> None:
@@ -150,8 +150,8 @@ def test_uneven_rows_outside_of_jit() -> None:
     assert received.tolist() == [RANK + 1] * SIZE
     assert rows.shape == (SIZE * (RANK + 1),)
     sent = jnp.arange(SIZE * (SIZE + 1) // 2 + 1.0)  # one row is not sent, so it has no gradient
-    found = jax.grad(lambda x: (hvd.alltoall(x, splits=range(1, SIZE + 1))[0] * 2).sum())(sent)
-    same(found, [2.0] * (len(sent) - 1) + [0.0])
+    result = jax.grad(lambda x: (hvd.alltoall(x, splits=range(1, SIZE + 1))[0] * 2).sum())(sent)
+    same(result, [2.0] * (len(sent) - 1) + [0.0])
     assert hvd.reducescatter(jnp.ones((SIZE + 1, 2)), op=hvd.Sum).shape == (1 + (RANK == 0), 2)
 
 
@@ -180,8 +180,8 @@ def test_process_sets() -> None:
             same(hvd.allreduce(mine(), process_set=some), expected)
             same(jax.jit(lambda x: hvd.allreduce(x, process_set=some))(mine()), expected)
             place = 0 if RANK == 0 else 1
-            found = jax.jit(lambda x: hvd.reducescatter(x, process_set=some))(jnp.ones((4, 1)) * place)
-            same(found, np.full((2, 1), 0.5))
+            result = jax.jit(lambda x: hvd.reducescatter(x, process_set=some))(jnp.ones((4, 1)) * place)
+            same(result, np.full((2, 1), 0.5))
     finally:
         hvd.barrier()
         hvd.remove_process_set(some)
@@ -205,11 +205,11 @@ def test_64_bits_of_numpy_stay_whole() -> None:
     """64-bit counters, seeds and sums of losses are not truncated to 32 bits, as JAX would do."""
     large, third = np.array([2**40 + RANK]), np.float64(RANK + 1 / 3)
     tree = {"step": large, "seed": np.array(2**63 + RANK, np.uint64), "loss": np.full((2, 2), third).T}
-    found = hvd.broadcast_parameters(tree, root_rank=SIZE - 1)
-    assert found["step"].tolist() == [2**40 + SIZE - 1]
-    assert int(found["seed"]) == 2**63 + SIZE - 1
-    assert found["loss"].tolist() == [[SIZE - 1 + 1 / 3] * 2] * 2
-    assert {one.dtype.name for one in found.values()} == {"int64", "uint64", "float64"}
+    result = hvd.broadcast_parameters(tree, root_rank=SIZE - 1)
+    assert result["step"].tolist() == [2**40 + SIZE - 1]
+    assert int(result["seed"]) == 2**63 + SIZE - 1
+    assert result["loss"].tolist() == [[SIZE - 1 + 1 / 3] * 2] * 2
+    assert {array.dtype.name for array in result.values()} == {"int64", "uint64", "float64"}
     total = hvd.allreduce(large, op=hvd.Sum)
     assert total.tolist() == [SIZE * 2**40 + SIZE * (SIZE - 1) // 2]
     total += 1
@@ -218,7 +218,7 @@ def test_64_bits_of_numpy_stay_whole() -> None:
     assert hvd.allgather(large).tolist() == [2**40 + rank for rank in range(SIZE)]
     assert hvd.alltoall(np.repeat(large, SIZE)).tolist() == [2**40 + rank for rank in range(SIZE)]
     both = hvd.grouped_allreduce([third, jnp.float32(third)], compression=hvd.Compression.fp16)
-    assert [one.dtype.name for one in both] == ["float32", "float32"]
+    assert [array.dtype.name for array in both] == ["float32", "float32"]
     assert isinstance(hvd.allreduce(np.float32(third)), jax.Array)
     jax.config.update("jax_enable_x64", True)
     try:
@@ -233,11 +233,11 @@ def test_broadcast_of_a_pytree() -> None:
         others = [f"rank {rank}", np.ones(2) * rank]
         return {"a": mine(rank), "key": jax.random.key(rank), "n": rank, "none": None, "s": others}
 
-    found, expected = hvd.broadcast_parameters(tree(RANK), root_rank=SIZE - 1), tree(SIZE - 1)
-    same(found["a"], expected["a"])
-    assert jnp.array_equal(jax.random.key_data(found["key"]), jax.random.key_data(expected["key"]))
-    assert (found["n"], found["none"], found["s"][0]) == (SIZE - 1, None, f"rank {SIZE - 1}")
-    assert found["s"][1].tolist() == [SIZE - 1] * 2
+    result, expected = hvd.broadcast_parameters(tree(RANK), root_rank=SIZE - 1), tree(SIZE - 1)
+    same(result["a"], expected["a"])
+    assert jnp.array_equal(jax.random.key_data(result["key"]), jax.random.key_data(expected["key"]))
+    assert (result["n"], result["none"], result["s"][0]) == (SIZE - 1, None, f"rank {SIZE - 1}")
+    assert result["s"][1].tolist() == [SIZE - 1] * 2
     assert hvd.broadcast_object({"rank": RANK}) == {"rank": 0}
     assert hvd.allgather_object(RANK) == list(range(SIZE))
 
@@ -247,13 +247,13 @@ def test_complex_numbers(wrap: Wrap) -> None:
         assert found.dtype == np.complex64
         np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5)
 
-    every = [one + 1j * one[::-1] for one in everyone()]
+    every = [array + 1j * array[::-1] for array in everyone()]
     x, total, own = jnp.asarray(every[RANK], jnp.complex64), sum(every), slice(2 * RANK, 2 * RANK + 2)
     near(wrap(hvd.allreduce)(x), total / SIZE)
     near(wrap(lambda x: hvd.grouped_allreduce([x, jnp.ones(2)], op=hvd.Sum)[0])(x), total)
     near(wrap(hvd.allgather)(x), np.concatenate(every))
     near(wrap(lambda x: hvd.broadcast(x, 0))(x), every[0])
-    near(wrap(hvd.alltoall)(x), np.concatenate([one[own] for one in every]))
+    near(wrap(hvd.alltoall)(x), np.concatenate([array[own] for array in every]))
     near(wrap(lambda x: hvd.reducescatter(x, op=hvd.Sum))(x), total[own])
     for op in (hvd.Product, hvd.Adasum) if SIZE > 1 else ():
         with pytest.raises((ArgumentError, jax.errors.JaxRuntimeError, ValueError), match="not by"):
@@ -263,10 +263,10 @@ def test_complex_numbers(wrap: Wrap) -> None:
 
 
 def test_complex_numbers_of_64_bits_each_and_training() -> None:
-    given = np.array([1 + 1e-12j]) * (RANK + 1)
-    found = hvd.allreduce(given, op=hvd.Sum)
-    assert found.dtype == np.complex128
-    assert found == np.array([1 + 1e-12j]) * sum(range(1, SIZE + 1))
+    inputs = np.array([1 + 1e-12j]) * (RANK + 1)
+    result = hvd.allreduce(inputs, op=hvd.Sum)
+    assert result.dtype == np.complex128
+    assert result == np.array([1 + 1e-12j]) * sum(range(1, SIZE + 1))
     transformation = hvd.distributed(optax.sgd(1.0), compression=hvd.Compression.bf16)
     weight = jnp.ones(3, jnp.complex64)
     state = transformation.init(weight)

@@ -62,9 +62,9 @@ def with_nnx(tx: Any, ranks: list[int], seed: int) -> list[Any]:
 
 @pytest.mark.parametrize("train", [pytest.param(with_linen, marks=pytest.mark.slow), with_nnx])
 def test_flax(train: Any) -> None:
-    found = train(hvd.distributed(optax.adam(0.05)), [RANK], seed=RANK)
+    result = train(hvd.distributed(optax.adam(0.05)), [RANK], seed=RANK)
     expected = train(optax.adam(0.05), ALL, seed=RANK)
-    assert len(found) == len(expected) >= 4
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-        assert set(hvd.allgather_object(np.asarray(one).tobytes())) == {np.asarray(one).tobytes()}
+    assert len(result) == len(expected) >= 4
+    for actual, other in zip(result, expected, strict=True):
+        np.testing.assert_allclose(actual, other, atol=1e-6)
+        assert set(hvd.allgather_object(np.asarray(actual).tobytes())) == {np.asarray(actual).tobytes()}

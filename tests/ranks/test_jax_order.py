@@ -42,16 +42,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Record the first number of each exchange in the order in which exchanges are carried out."""
     if SIZE == 1:
         pytest.skip("one rank exchanges nothing")
-    found: Seen = []
+    results: Seen = []
     original = exchange.run
 
     def run(what: Any, inputs: Any, *rest: Any) -> Any:
-        found.append(float(inputs[0].reshape(-1)[0]))
+        results.append(float(inputs[0].reshape(-1)[0]))
         time.sleep(0.001 * (RANK + 1))  # gives other exchanges time to overtake
         return original(what, inputs, *rest)
 
     monkeypatch.setattr(exchange, "run", run)
-    return found
+    return results
 
 
 def late(x: Any) -> Any:
@@ -70,8 +70,8 @@ def test_calls_that_are_ready_late_are_not_overtaken(seen: Seen) -> None:
         return [total(number + (late(x) if number % 2 == 0 else 0 * x)) for number in range(12)]
 
     for _ in range(3):
-        found = jit(many)(jnp.float32(1))
-        assert [float(one) for one in found] == [SIZE * number for number in range(12)]
+        result = jit(many)(jnp.float32(1))
+        assert [float(value) for value in result] == [SIZE * number for number in range(12)]
     assert seen == list(range(12)) * 3
 
 
@@ -109,8 +109,8 @@ def test_programs_in_flight_exchange_in_the_order_of_their_calls(seen: Seen) -> 
     values = jax.block_until_ready([jnp.float32(number) for number in range(1, 10)])
     for _ in range(5):
         ways = [large, small, total] * 3
-        found = [function(value) for function, value in zip(ways, values, strict=True)]
-        assert [float(one) for one in found] == [SIZE * number for number in range(1, 10)]
+        results = [function(value) for function, value in zip(ways, values, strict=True)]
+        assert [float(array) for array in results] == [SIZE * number for number in range(1, 10)]
     assert seen == [1, 2, 3, 4, 5, 6, 7, 8, 9] * 5
 
 
@@ -138,8 +138,8 @@ def test_ways_may_be_mixed(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
         slow = jit(lambda x: total(x + late(x)))
         slow(2.0).block_until_ready()
     values = jax.block_until_ready([jnp.float32(number) for number in range(3, 9)])
-    found = [function(value) for value in values for function in (quick, slow)]
-    assert [float(one) for one in found] == [SIZE * number for number in range(3, 9) for _ in range(2)]
+    results = [function(value) for value in values for function in (quick, slow)]
+    assert [float(array) for array in results] == [SIZE * number for number in range(3, 9) for _ in range(2)]
     assert seen == [1, 2, *[number for number in range(3, 9) for _ in range(2)]]
 
 
@@ -152,8 +152,8 @@ def test_programs_compiled_ahead_can_be_called_again() -> None:
 
 def test_literals_keys_and_no_arguments() -> None:
     table = np.arange(1000.0, dtype=np.float32)
-    found = jit(lambda: total(jnp.asarray(table)))()
-    np.testing.assert_array_equal(found, SIZE * table)
+    result = jit(lambda: total(jnp.asarray(table)))()
+    np.testing.assert_array_equal(result, SIZE * table)
 
     def noise(key: Any) -> Any:
         return key, total(jax.random.uniform(key)), None, 3
@@ -199,8 +199,8 @@ def test_constants_are_exchanged_when_the_program_runs(
     assert [float(loop()) for _ in range(2)] == [3 * SIZE * (SIZE + 1) / 2] * 2
     assert seen == [RANK + 1] * 6
     # Next to a differentiated value, an eager call may gather any number of rows.
-    found = jax.grad(lambda x: x * float(hvd.allgather(jnp.full(RANK + 1, 2.0)).sum()))(1.0)
-    assert float(found) == SIZE * (SIZE + 1)
+    result = jax.grad(lambda x: x * float(hvd.allgather(jnp.full(RANK + 1, 2.0)).sum()))(1.0)
+    assert float(result) == SIZE * (SIZE + 1)
 
 
 def test_programs_are_traced_again_at_another_size() -> None:
@@ -212,6 +212,6 @@ def test_programs_are_traced_again_at_another_size() -> None:
         hvd.init(comm)
         assert hvd.size() == (SIZE if comm is None else 1)
         ranks = list(range(1, SIZE + 1)) if comm is None else [RANK + 1]
-        found, gathered = program(jnp.full(1, RANK + 1.0))
-        assert (float(found[0]), gathered.tolist()) == (sum(ranks), ranks)
+        result, gathered = program(jnp.full(1, RANK + 1.0))
+        assert (float(result[0]), gathered.tolist()) == (sum(ranks), ranks)
         assert float(mean(RANK + 1.0)) == sum(ranks) / len(ranks)

@@ -72,7 +72,7 @@ def test_without_the_lowering_of_programs(unknown: str, monkeypatch: pytest.Monk
     original = pxla._cached_lowering_to_hlo
 
     def other(jaxpr: Any, *rest: Any, **named: Any) -> Any:
-        assert not any(one.primitive is programs._program for one in jaxpr.eqns), "never seen"
+        assert not any(eqn.primitive is programs._program for eqn in jaxpr.eqns), "never lowered"
         return original(jaxpr, *rest, **named)
 
     monkeypatch.setattr(pxla, "_cached_lowering_to_hlo", other)

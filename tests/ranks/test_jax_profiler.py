@@ -30,7 +30,7 @@ def test_waits_are_spans(tmp_path: Path) -> None:
     hvd.allreduce(jnp.ones(3), name="later")
     (path,) = tmp_path.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    spans = {one["name"]: one["dur"] for one in events if one.get("name", "").startswith(PREFIX)}
+    spans = {event["name"]: event["dur"] for event in events if event.get("name", "").startswith(PREFIX)}
     assert set(spans) == {f"{PREFIX}allreduce.in_jit", f"{PREFIX}allreduce.at_once"}
     if hvd.rank() == 0:
         assert spans[f"{PREFIX}allreduce.in_jit"] > 0.1e6

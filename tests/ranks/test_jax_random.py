@@ -59,7 +59,7 @@ def loss_of(program: Program, rank: int) -> Any:
     wide = jnp.bfloat16 if program.half else jnp.float32
 
     def loss(values: dict[str, Any], x: Any, ids: Any, y: Any) -> Any:
-        values = {name: one.astype(wide) for name, one in values.items()}
+        values = {name: value.astype(wide) for name, value in values.items()}
         rows = values["table"][ids] if "table" in values else None
         predicted = predict(program, values, x.astype(wide), rows, rank, jnp)
         return jnp.mean((predicted.astype(jnp.float32) - y) ** 2)
@@ -68,10 +68,10 @@ def loss_of(program: Program, rank: int) -> Any:
 
 
 def start(program: Program, transformations: list[Any], rank: int) -> tuple[Any, Any]:
-    values = {name: jnp.asarray(one) for name, one in first_values(program, rank).items()}
+    values = {name: jnp.asarray(value) for name, value in first_values(program, rank).items()}
     return values, [
-        one.init({name: values[name] for name in names})
-        for one, names in zip(transformations, halves(program), strict=True)
+        item.init({name: values[name] for name in names})
+        for item, names in zip(transformations, halves(program), strict=True)
     ]
 
 
@@ -80,9 +80,9 @@ def updated(
 ) -> tuple[Any, Any]:
     """Make one step with all optimizers."""
     after, values = [], dict(values)
-    for one, names, state in zip(transformations, halves(program), states, strict=True):
+    for item, names, state in zip(transformations, halves(program), states, strict=True):
         mine = {name: values[name] for name in names}
-        updates, state = one.update({name: gradients[name] for name in names}, state, mine)
+        updates, state = item.update({name: gradients[name] for name in names}, state, mine)
         values |= optax.apply_updates(mine, updates)
         after.append(state)
     return values, after
@@ -119,7 +119,7 @@ def train(program: Program, directory: Path) -> list[Any]:
             values, states = jax.tree.map(jnp.asarray, pickle.loads(path.read_bytes()))
             transformations = made()
             run = step if eager else jax.jit(step)
-        batches = [batch(program, one, RANK) for one in steps_of(program, epoch)]
+        batches = [batch(program, item, RANK) for item in steps_of(program, epoch)]
         updates = [
             [jnp.stack(parts) for parts in zip(*batches[first : first + program.passes], strict=True)]
             for first in range(0, len(batches), program.passes)
@@ -128,8 +128,8 @@ def train(program: Program, directory: Path) -> list[Any]:
             stacked = [jnp.stack(parts) for parts in zip(*updates, strict=True)]
             (values, states), _ = jax.lax.scan(step, (values, states), stacked)
         else:
-            for one in updates:
-                (values, states), _ = run((values, states), one)
+            for update in updates:
+                (values, states), _ = run((values, states), update)
     return weights(values)
 
 
@@ -141,7 +141,7 @@ def alone(program: Program) -> list[Any]:
     passes: list[Any] = []
     for step in [step for epoch in range(program.epochs) for step in steps_of(program, epoch)]:
         every = [computed[rank](values, *batch(program, step, rank)) for rank in range(SIZE)]
-        leaves = joined(program, [list(one.values()) for one in every], lambda one, other: one + other)
+        leaves = joined(program, [list(array.values()) for array in every], lambda one, other: one + other)
         passes.append(dict(zip(every[0], leaves, strict=True)))
         if len(passes) == program.passes:
             share = 1 / program.passes if program.average else 1.0

@@ -102,8 +102,8 @@ def test_weights_are_compared_wherever_update_is_traced() -> None:
     ))  # fmt: skip
     for number in range(24):
         every_other(number)
-    one = {"w": jnp.ones(3)}
-    plain = tx.init(one)
+    first = {"w": jnp.ones(3)}
+    plain = tx.init(first)
     through = jax.grad(lambda w: tx.update({"w": w}, plain, {"w": w})[0]["w"].sum())(jnp.ones(3))
     assert through.tolist() == pytest.approx([-0.1] * 3)
     updates, _ = tx.update({"w": 1.0}, tx.init({"w": 1.0}), {"w": 1.0})
@@ -134,8 +134,8 @@ def search(tx: Any, ranks: list[int], extra: tuple[str, ...]) -> Any:
     @jax.jit
     def step(params: Any, state: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(params)
-        given = {"value": value, "grad": gradients, "value_fn": loss, "grad_fn": slope}
-        chosen = {name: one for name, one in given.items() if name in extra}
+        inputs = {"value": value, "grad": gradients, "value_fn": loss, "grad_fn": slope}
+        chosen = {name: entry for name, entry in inputs.items() if name in extra}
         updates, state = tx.update(gradients, state, params, **chosen)
         return optax.apply_updates(params, updates), state
 
@@ -160,9 +160,9 @@ SEARCHES = [
 @pytest.mark.parametrize(("make", "extra"), sampled_rows("searches", SEARCHES, 1))
 def test_what_calls_the_loss_again_gets_that_of_all_ranks(make: Any, extra: tuple[str, ...]) -> None:
     """Line searches choose the same step on all ranks, from losses and gradients of the whole batch."""
-    found = search(hvd.distributed(make()), [RANK], extra)
-    assert same_on_all_ranks(found)
-    assert far(found, alone(lambda: search(make(), list(range(SIZE)), extra))) < 1e-4
+    result = search(hvd.distributed(make()), [RANK], extra)
+    assert same_on_all_ranks(result)
+    assert far(result, alone(lambda: search(make(), list(range(SIZE)), extra))) < 1e-4
 
 
 OPTIMIZERS = {
@@ -181,19 +181,19 @@ def test_twenty_steps_equal_one_process(name: str, jit: bool) -> None:
     params = hvd.broadcast_parameters(beginning(RANK), root_rank=0)
     assert far(params, beginning(0)) == 0
     with counting_steps() as steps:
-        found = jax.block_until_ready(train(hvd.distributed(make()), [RANK], params, jit))
+        result = jax.block_until_ready(train(hvd.distributed(make()), [RANK], params, jit))
         assert steps() == 20 * (SIZE > 1)
-    assert same_on_all_ranks(found)
-    assert far(found, alone(lambda: train(make(), list(range(SIZE)), params))) < 1e-6
+    assert same_on_all_ranks(result)
+    assert far(result, alone(lambda: train(make(), list(range(SIZE)), params))) < 1e-6
 
 
 def test_accumulation() -> None:
     """Two steps' reduced gradients make one update, and the state is equal on all ranks."""
     tx = hvd.distributed(optax.MultiSteps(optax.sgd(0.05), 2))
-    found = train(tx, [RANK], beginning())
-    assert same_on_all_ranks(found)
+    result = train(tx, [RANK], beginning())
+    assert same_on_all_ranks(result)
     plain = optax.MultiSteps(optax.sgd(0.05), 2)
-    assert far(found, train(plain, list(range(SIZE)), beginning())) < 1e-6
+    assert far(result, train(plain, list(range(SIZE)), beginning())) < 1e-6
     _, state = tx.update(jnp.full(1, 10.0 * RANK), tx.init(jnp.zeros(1)))
     assert same_on_all_ranks(state)
 
@@ -225,17 +225,17 @@ def test_bfloat16_parameters() -> None:
     small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), beginning())
     expected = alone(lambda: train(optax.sgd(0.1), list(range(SIZE)), small))
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
-        found = train(hvd.distributed(optax.sgd(0.1), compression=compression), [RANK], small)
-        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
-        assert same_on_all_ranks(found)
-        assert far(found, expected) < 5e-2
+        result = train(hvd.distributed(optax.sgd(0.1), compression=compression), [RANK], small)
+        assert {leaf.dtype for leaf in jax.tree.leaves(result)} == {jnp.dtype(jnp.bfloat16)}
+        assert same_on_all_ranks(result)
+        assert far(result, expected) < 5e-2
 
 
 def test_a_loss_that_the_optimizer_is_given_is_that_of_all_ranks() -> None:
     """Otherwise the ranks would take steps of different length, here the loss / |gradient|^2."""
     params, tx = jnp.ones(3), hvd.distributed(optax.polyak_sgd())
-    found, _ = jax.jit(tx.update)(params, tx.init(params), params, value=jnp.float32(RANK))
-    np.testing.assert_allclose(found, -(SIZE - 1) / 2 / 3, rtol=1e-5)
+    result, _ = jax.jit(tx.update)(params, tx.init(params), params, value=jnp.float32(RANK))
+    np.testing.assert_allclose(result, -(SIZE - 1) / 2 / 3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("jit", [True, False])
@@ -243,10 +243,10 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(jit: bool) -> None:
     params, gradients = jnp.ones(3), jnp.full(3, jnp.nan if RANK == 0 else 1.0)
     tx = hvd.distributed(optax.apply_if_finite(optax.sgd(0.1), 3))
     update = jax.jit(tx.update) if jit else tx.update
-    found, state = update(gradients, tx.init(params), params)
-    assert not found.any()
-    found, state = update(jnp.full(3, RANK + 1.0), state, params)
-    np.testing.assert_allclose(found, -0.1 * (SIZE + 1) / 2, rtol=1e-6)
+    result, state = update(gradients, tx.init(params), params)
+    assert not result.any()
+    result, state = update(jnp.full(3, RANK + 1.0), state, params)
+    np.testing.assert_allclose(result, -0.1 * (SIZE + 1) / 2, rtol=1e-6)
     for outer in ("apply_if_finite", "MultiSteps") if SIZE > 1 else ():  # the reverse nesting is refused
         tx = getattr(optax, outer)(hvd.distributed(optax.sgd(0.1)), 3)
         update = jax.jit(tx.update) if jit else tx.update
@@ -261,9 +261,9 @@ def test_process_set() -> None:
     some = hvd.add_process_set(members)
     try:
         tx = hvd.distributed(optax.sgd(0.1), process_set=some)
-        found = jax.block_until_ready(train(tx, [RANK], beginning()))
+        result = jax.block_until_ready(train(tx, [RANK], beginning()))
         expected = train(optax.sgd(0.1), members if RANK in members else [RANK], beginning())
-        assert far(found, expected) < 1e-6
+        assert far(result, expected) < 1e-6
         assert far(expected, beginning()) > 1e-2
     finally:
         hvd.remove_process_set(some)
@@ -271,5 +271,5 @@ def test_process_set() -> None:
 
 @pytest.mark.ranks(1)
 def test_alone_nothing_changes() -> None:
-    found = train(hvd.distributed(optax.adam(1e-2)), [0], beginning())
-    assert far(found, train(optax.adam(1e-2), [0], beginning())) == 0
+    result = train(hvd.distributed(optax.adam(1e-2)), [0], beginning())
+    assert far(result, train(optax.adam(1e-2), [0], beginning())) == 0

@@ -58,7 +58,7 @@ def test_an_unknown_layout_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(ffi, "_execute", never)
     x = jnp.arange(6.0) * (RANK + 1)
-    found = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(x)
-    np.testing.assert_array_equal(found, np.arange(6.0) * sum(range(SIZE + 1)))
-    found = jax.jit(jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum) ** 2).sum()))(x)
-    np.testing.assert_array_equal(found, 2 * SIZE * np.arange(6.0) * sum(range(SIZE + 1)))
+    result = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(x)
+    np.testing.assert_array_equal(result, np.arange(6.0) * sum(range(SIZE + 1)))
+    result = jax.jit(jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum) ** 2).sum()))(x)
+    np.testing.assert_array_equal(result, 2 * SIZE * np.arange(6.0) * sum(range(SIZE + 1)))

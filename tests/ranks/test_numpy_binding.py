@@ -33,8 +33,8 @@ def test_allreduce() -> None:
 
 def test_groups() -> None:
     pair, totals = [MINE, MINE[:1].astype(np.int32)], [sum(EVERY), sum(EVERY)[:1].astype(np.int32)]
-    own = [one.copy() for one in pair]
-    other = [one.copy() for one in pair]
+    own = [array.copy() for array in pair]
+    other = [array.copy() for array in pair]
     for results in (
         hvd.allreduce(pair, op=hvd.Sum),
         hvd.synchronize(hvd.allreduce(pair, op=hvd.Sum, wait=False)),
@@ -50,7 +50,7 @@ def test_groups() -> None:
 def test_the_others() -> None:
     assert np.array_equal(hvd.allgather(MINE), np.concatenate(EVERY))
     assert np.array_equal(hvd.synchronize(hvd.allgather(MINE[:RANK], wait=False)), np.concatenate(
-        [one[:rank] for rank, one in enumerate(EVERY)]
+        [value[:rank] for rank, value in enumerate(EVERY)]
     ))
     root = SIZE - 1
     for result in (hvd.broadcast(MINE, root), hvd.synchronize(hvd.broadcast(MINE, root, wait=False))):

@@ -114,7 +114,7 @@ def test_errors_are_on_all_ranks(tmp_path: Path) -> None:
     assert len(rows) == 2
 
 
-@pytest.mark.skipif(SIZE == 1, reason="with peers")
+@pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
 @pytest.mark.parametrize(("bad", "wrong"), [
     (10, r"ids 3 to 10 \(int64\)"), (1 << 60, "ids 3 to 1152921504606846976"), (-1, "ids -1 to 3"),
     (4.5, r"ids 3 to 4 \(float64\)"),

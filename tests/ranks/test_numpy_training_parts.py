@@ -39,20 +39,20 @@ def test_the_area_under_the_curve_is_that_of_all_samples(digits: int) -> None:
     owner = random.integers(0, max(SIZE - 1, 1), 5_000)  # the last rank has no samples
     for part in np.array_split(np.flatnonzero(owner == RANK), 3):
         metric.add(scores[part], labels[part])
-    found = metric.result()
+    result = metric.result()
     near = np.clip(scores, 1e-15, 1 - 2.0**-53)
     logloss = -np.where(labels == 1, np.log(near), np.log1p(-near)).mean()
-    assert found["auc"] == pytest.approx(area(scores, labels), abs=1e-12)
-    assert found["logloss"] == pytest.approx(logloss, rel=1e-9)
-    assert found["calibration"] == pytest.approx(scores.sum() / labels.sum(), rel=1e-12)
-    assert (found["count"], found["positives"]) == (5_000, int(labels.sum()))
+    assert result["auc"] == pytest.approx(area(scores, labels), abs=1e-12)
+    assert result["logloss"] == pytest.approx(logloss, rel=1e-9)
+    assert result["calibration"] == pytest.approx(scores.sum() / labels.sum(), rel=1e-12)
+    assert (result["count"], result["positives"]) == (5_000, int(labels.sum()))
 
 
 def test_scores_that_are_no_probabilities_are_an_error_on_all_ranks() -> None:
     metric = hvd.BinaryScores()
     assert np.isnan(metric.result()["auc"])
     metric.add([np.nan if RANK == SIZE - 1 else 0.5, 0.25], [1, 0])
-    with pytest.raises(ArgumentError, match=rf"not between 0 and 1: 1 of rank {SIZE - 1}\."):
+    with pytest.raises(ArgumentError, match=rf"not between 0 and 1: 1 on rank {SIZE - 1}\."):
         metric.result()
     with pytest.raises(ArgumentError, match=r"labels such as \[2\]"):
         metric.add([0.5], [2])

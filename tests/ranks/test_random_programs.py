@@ -50,7 +50,7 @@ def gathered(report: Report) -> list[Report]:
 @pytest.mark.parametrize("mismatch", [False, True])
 @pytest.mark.parametrize("first", BLOCKS)
 def test_programs(first: int, mismatch: bool) -> None:
-    found = []
+    results = []
     with other_settings(environ_of(first)) if first else contextlib.nullcontext():
         engine = session.engine()
         assert not first or engine.settings.cache_capacity == settings_of(make(first, 3)).cache_capacity
@@ -61,7 +61,7 @@ def test_programs(first: int, mismatch: bool) -> None:
                 report = play(engine, program)
             except RingdanceError as error:
                 report = Report([f"{type(error).__name__}: {error}"])
-            found += [f"{program}: {text}" for text in problems(program, gathered(report))]
+            results += [f"{program}: {text}" for text in problems(program, gathered(report))]
             if engine.end.broken:
                 break
-    assert not found
+    assert not results

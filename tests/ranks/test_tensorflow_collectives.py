@@ -55,8 +55,8 @@ def test_place_and_the_operations_that_tell_it() -> None:
 
     for way in (at_once, in_graph):
         numbers = way(told)()
-        assert [int(one) for one in numbers] == wanted
-        assert all(one.dtype == tf.int32 for one in numbers)
+        assert [int(number) for number in numbers] == wanted
+        assert all(number.dtype == tf.int32 for number in numbers)
 
 
 @both
@@ -64,18 +64,18 @@ def test_place_and_the_operations_that_tell_it() -> None:
 def test_allreduce(way: Any, dtype: str) -> None:
     for shape in SHAPES:
         for name, op in OPERATIONS.items():
-            given = mine(dtype, shape)
-            result = way(lambda x, op=op: hvd.allreduce(x, op=op))(given)
-            assert result.dtype == given.dtype
+            tensor = mine(dtype, shape)
+            result = way(lambda x, op=op: hvd.allreduce(x, op=op))(tensor)
+            assert result.dtype == tensor.dtype
             same(array(result), reduced(all_values(SIZE, dtype, shape), name))
-            same(array(given), values(RANK, dtype, shape))
+            same(array(tensor), values(RANK, dtype, shape))
 
 
 @both
 def test_allreduce_of_booleans(way: Any) -> None:
-    given = tf.constant([RANK == 0, True, False])
-    assert way(lambda x: hvd.allreduce(x, op=hvd.Max))(given).numpy().tolist() == [True, True, False]
-    assert way(lambda x: hvd.allreduce(x, op=hvd.Min))(given).numpy().tolist() == [SIZE == 1, True, False]
+    tensor = tf.constant([RANK == 0, True, False])
+    assert way(lambda x: hvd.allreduce(x, op=hvd.Max))(tensor).numpy().tolist() == [True, True, False]
+    assert way(lambda x: hvd.allreduce(x, op=hvd.Min))(tensor).numpy().tolist() == [SIZE == 1, True, False]
 
 
 @both
@@ -113,22 +113,22 @@ def test_prescale_and_postscale(way: Any, dtype: str) -> None:
 @both
 def test_many_in_one_function(way: Any) -> None:
     def many(tensors: list[Any]) -> list[Any]:
-        return [hvd.allreduce(one, op=hvd.Sum) for one in tensors]
+        return [hvd.allreduce(tensor, op=hvd.Sum) for tensor in tensors]
 
-    given = [mine("float32", (i, 3), seed=i) for i in range(20)]
-    for i, result in enumerate(way(many)(given)):
+    inputs = [mine("float32", (i, 3), seed=i) for i in range(20)]
+    for i, result in enumerate(way(many)(inputs)):
         same(array(result), reduced(all_values(SIZE, "float32", (i, 3), seed=i), "sum"))
 
 
 @both
 @pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
 def test_compression(way: Any, compression: Any) -> None:
-    given = tf.constant([1.5, -2.0]) * (RANK + 1)
+    inputs = tf.constant([1.5, -2.0]) * (RANK + 1)
     whole = tf.constant([RANK + 1])
     floats, integers = way(
         lambda x, y: (hvd.allreduce(x, op=hvd.Sum, compression=compression),
                       hvd.allreduce(y, op=hvd.Sum, compression=compression))
-    )(given, whole)
+    )(inputs, whole)
     total = SIZE * (SIZE + 1) // 2
     assert floats.dtype == tf.float32
     assert floats.numpy().tolist() == [1.5 * total, -2.0 * total]
@@ -138,8 +138,8 @@ def test_compression(way: Any, compression: Any) -> None:
 @both
 def test_indexed_slices(way: Any) -> None:
     def call(values_: Any, indices: Any, op: int) -> Any:
-        given = tf.IndexedSlices(values_, indices, dense_shape=tf.constant([9, 2]))
-        result = hvd.allreduce(given, op=op)
+        tensor = tf.IndexedSlices(values_, indices, dense_shape=tf.constant([9, 2]))
+        result = hvd.allreduce(tensor, op=op)
         assert isinstance(result, tf.IndexedSlices)
         return result.values, result.indices, result.dense_shape
 
@@ -155,15 +155,15 @@ def test_indexed_slices(way: Any) -> None:
 
 
 def test_indexed_slices_refuse() -> None:
-    given = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), dense_shape=tf.constant([9, 2]))
+    tensor = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), dense_shape=tf.constant([9, 2]))
     for op in (hvd.Adasum, hvd.Min, hvd.Max, hvd.Product):
         with pytest.raises(NotImplementedError):
-            hvd.allreduce(given, op=op)
+            hvd.allreduce(tensor, op=op)
         with pytest.raises(NotImplementedError):
-            hvd.grouped_allreduce([tf.ones(2), given], op=op)
+            hvd.grouped_allreduce([tf.ones(2), tensor], op=op)
     for scale in ({"prescale_factor": 2.0}, {"postscale_factor": 2.0}):
         with pytest.raises(NotImplementedError):
-            hvd.allreduce(given, op=hvd.Sum, **scale)
+            hvd.allreduce(tensor, op=hvd.Sum, **scale)
 
 
 @both
@@ -186,13 +186,13 @@ def test_grouped_allreduce(way: Any) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
 def test_allgather(way: Any, dtype: str) -> None:
     for rows in ([3] * SIZE, ROWS[:SIZE], [0] * SIZE, [2 * (r % 2) for r in range(SIZE)]):
-        given = mine(dtype, (rows[RANK], 3))
-        result = way(lambda x: hvd.allgather(x))(given)
+        tensor = mine(dtype, (rows[RANK], 3))
+        result = way(lambda x: hvd.allgather(x))(tensor)
         same(array(result), np.concatenate([values(r, dtype, (rows[r], 3)) for r in range(SIZE)]))
-    one, two = way(lambda x, y: hvd.grouped_allgather([x, y]))(
+    first, two = way(lambda x, y: hvd.grouped_allgather([x, y]))(
         mine(dtype, (ROWS[RANK], 2)), mine("int32", (RANK,))
     )
-    same(array(one), np.concatenate([values(r, dtype, (ROWS[r], 2)) for r in range(SIZE)]))
+    same(array(first), np.concatenate([values(r, dtype, (ROWS[r], 2)) for r in range(SIZE)]))
     same(array(two), np.concatenate([values(r, "int32", (r,)) for r in range(SIZE)]))
 
 
@@ -208,13 +208,13 @@ def test_broadcast(way: Any, dtype: str) -> None:
 @both
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "bfloat16"])
 def test_broadcast_in_place(way: Any, dtype: str) -> None:
-    one = tf.Variable(mine(dtype, (3, 2)))
+    variable = tf.Variable(mine(dtype, (3, 2)))
     two = tf.Variable(mine("int32", ()))
     for root in range(SIZE):
-        one.assign(mine(dtype, (3, 2)))
+        variable.assign(mine(dtype, (3, 2)))
         two.assign(mine("int32", ()))
-        way(lambda root=root: hvd.broadcast_([one, two], root) and 0)()
-        same(array(one), values(root, dtype, (3, 2)))
+        way(lambda root=root: hvd.broadcast_([variable, two], root) and 0)()
+        same(array(variable), values(root, dtype, (3, 2)))
         same(array(two), values(root, "int32", ()))
 
 
@@ -261,10 +261,10 @@ def test_reducescatter(way: Any, dtype: str) -> None:
             result = way(lambda x, op=op: hvd.reducescatter(x, op=OPERATIONS[op]))(mine(dtype, shape))
             whole = reduced(all_values(SIZE, dtype, shape), op)
             same(array(result), whole[rows_of(RANK, rows, SIZE)])
-            one, two = way(lambda x, op=op: hvd.grouped_reducescatter([x, x], op=OPERATIONS[op]))(
+            first, two = way(lambda x, op=op: hvd.grouped_reducescatter([x, x], op=OPERATIONS[op]))(
                 mine(dtype, shape)
             )
-            same(array(one), array(result))
+            same(array(first), array(result))
             same(array(two), array(result))
     scaled = way(lambda x: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=3.0, postscale_factor=2.0))(
         tf.ones((SIZE, 2), dtype)
@@ -274,32 +274,32 @@ def test_reducescatter(way: Any, dtype: str) -> None:
 
 @both
 def test_names(way: Any) -> None:
-    """An explicit name works, and name scopes may differ between ranks if they are to be ignored."""
+    """An explicit name works, and name scopes may differ between ranks if they are ignored."""
 
     def call(x: Any) -> Any:
         with tf.name_scope(f"scope{RANK}"):
-            one = hvd.allreduce(x, op=hvd.Sum, name="named.here", ignore_name_scope=True)
+            tensor = hvd.allreduce(x, op=hvd.Sum, name="named.here", ignore_name_scope=True)
             two = hvd.broadcast(x, 0, name="again", ignore_name_scope=True)
             three = hvd.allgather(x, name="rows", ignore_name_scope=True)
             four, _ = hvd.alltoall(x, [1] * SIZE, name="rows", ignore_name_scope=True)
-        return one, two, three, four
+        return tensor, two, three, four
 
     for _ in range(2):
-        one, two, three, four = way(call)(tf.fill((SIZE,), RANK + 1.0))
-        assert one.numpy().tolist() == [SIZE * (SIZE + 1) / 2] * SIZE
+        first, two, three, four = way(call)(tf.fill((SIZE,), RANK + 1.0))
+        assert first.numpy().tolist() == [SIZE * (SIZE + 1) / 2] * SIZE
         assert two.numpy().tolist() == [1.0] * SIZE
         assert three.shape == (SIZE * SIZE,)
         assert four.numpy().tolist() == [r + 1.0 for r in range(SIZE)]
 
 
 def test_results_do_not_share_the_inputs_memory() -> None:
-    given = tf.ones(4)
+    tensor = tf.ones(4)
     for result in (
-        hvd.allreduce(given), hvd.allgather(given), hvd.broadcast(given, 0), hvd.reducescatter(given),
-        hvd.alltoall(tf.repeat(given, SIZE)),
+        hvd.allreduce(tensor), hvd.allgather(tensor), hvd.broadcast(tensor, 0), hvd.reducescatter(tensor),
+        hvd.alltoall(tf.repeat(tensor, SIZE)),
     ):
         result._numpy()[...] = 7.0
-        assert given.numpy().tolist() == [1.0] * 4
+        assert tensor.numpy().tolist() == [1.0] * 4
 
 
 @several
@@ -325,8 +325,8 @@ def test_join() -> None:
 def test_tensors_from_outside_of_a_graph_match_whatever_else_a_rank_has_made() -> None:
     for _ in range(RANK):
         tf.constant(0.0) + 1
-    one, two = tf.constant([1.0]), tf.constant([2.0])
-    both = tf.function(lambda: (hvd.allreduce(one, op=hvd.Sum), hvd.allreduce(two, op=hvd.Sum)))
+    first, two = tf.constant([1.0]), tf.constant([2.0])
+    both = tf.function(lambda: (hvd.allreduce(first, op=hvd.Sum), hvd.allreduce(two, op=hvd.Sum)))
     assert [total.numpy().tolist() for total in both()] == [[SIZE], [2 * SIZE]]
 
 
@@ -345,7 +345,7 @@ def test_complex_numbers(way: Callable[..., Any]) -> None:
         near(lambda x=x: hvd.allgather(x, name="gathered"), np.concatenate(every))
         near(lambda x=x: hvd.broadcast(x, 1, name="broadcast"), every[1])
         near(lambda x=x: hvd.reducescatter(x, op=hvd.Sum, name="scattered"), total[own])
-        parts = np.concatenate([one[RANK : RANK + 1] for one in every])
+        parts = np.concatenate([value[RANK : RANK + 1] for value in every])
         near(lambda x=x: hvd.alltoall(x, [1] * SIZE, name="exchanged")[0], parts)
         for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
             with pytest.raises((NotImplementedError, tf.errors.OpError), match="by Sum and Average, not by"):

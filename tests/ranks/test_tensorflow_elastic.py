@@ -112,12 +112,12 @@ def test_seeds_stay_each_ranks_own() -> None:
     keras.utils.set_random_seed(RANK)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)])
     keras.utils.set_random_seed(0)  # all tests of this process share TensorFlow's seed
-    seeds = [one for one in model.variables if "seed" in one.path]
+    seeds = [variable for variable in model.variables if "seed" in variable.path]
     assert len(seeds) == 1
     before = np.asarray(seeds[0])
     hvd.broadcast_variables(model.variables, root_rank=0)
     assert np.array_equal(seeds[0], before)
-    assert len({one.tobytes() for one in hvd.allgather_object(np.asarray(model.weights[0]))}) == 1
+    assert len({item.tobytes() for item in hvd.allgather_object(np.asarray(model.weights[0]))}) == 1
 
 
 class Noted(hvd.elastic.TensorFlowKerasState):

@@ -29,7 +29,7 @@ def gradient_of(way: Any, kind: Callable[[Any], Any], given: Any, weights: Any) 
             tape.watch(x)
             results = kind(x)
             listed = results if isinstance(results, list) else [results]
-            loss = tf.add_n([tf.reduce_sum(one * w) for one, w in zip(listed, weights, strict=True)])
+            loss = tf.add_n([tf.reduce_sum(item * w) for item, w in zip(listed, weights, strict=True)])
         return tape.gradient(loss, x)
 
     return way(compute)(given).numpy()
@@ -105,14 +105,14 @@ def test_alltoall(way: Any) -> None:
     weights = [values(r, "float64", (SIZE * (SIZE + 1) // 2, 2), 1) for r in range(SIZE)]
     starts = np.cumsum([0, *range(1, SIZE + 1)])
     wanted = np.concatenate([w[starts[RANK] : starts[RANK + 1]] for w in weights] + [np.zeros((1, 2))])
-    given = mine((SIZE * (RANK + 1) + 1, 2))
+    tensor = mine((SIZE * (RANK + 1) + 1, 2))
     got = gradient_of(
-        way, lambda x: hvd.alltoall(x, [RANK + 1] * SIZE)[0], given, [tf.constant(weights[RANK])]
+        way, lambda x: hvd.alltoall(x, [RANK + 1] * SIZE)[0], tensor, [tf.constant(weights[RANK])]
     )
     np.testing.assert_allclose(got, wanted)
     equal = gradient_of(way, hvd.alltoall, mine((SIZE, 2)), [mine((SIZE, 2), 1)])
     every = all_values(SIZE, "float64", (SIZE, 2), 1)
-    np.testing.assert_allclose(equal, np.stack([one[RANK] for one in every]))
+    np.testing.assert_allclose(equal, np.stack([value[RANK] for value in every]))
 
 
 @both

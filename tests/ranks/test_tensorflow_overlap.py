@@ -70,17 +70,17 @@ def test_what_uses_gradients_waits_for_a_late_rank(overlap: str) -> None:
     def step(*given: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(given)
-            loss = tf.add_n([tf.reduce_sum(one) for one in given]) * (RANK + 1.0)
-        return [one * 2.0 for one in hvd.DistributedGradientTape(tape).gradient(loss, list(given))]
+            loss = tf.add_n([tf.reduce_sum(item) for item in given]) * (RANK + 1.0)
+        return [item * 2.0 for item in hvd.DistributedGradientTape(tape).gradient(loss, list(given))]
 
     with other_settings({"RINGDANCE_OVERLAP": overlap}), tf.Graph().as_default():
-        given = [tf.compat.v1.placeholder(tf.float32, (300_000,)) for _ in range(3)]  # more than one bucket
-        doubled = step(*given)
+        inputs = [tf.compat.v1.placeholder(tf.float32, (300_000,)) for _ in range(3)]  # more than one bucket
+        doubled = step(*inputs)
         with tf.compat.v1.Session(config=THREADS) as running:
             for count in range(2 * SIZE):
                 if count % SIZE == RANK:
                     time.sleep(0.3)
-                got = running.run(doubled, {one: np.ones(300_000) for one in given})
+                got = running.run(doubled, {tensor: np.ones(300_000) for tensor in inputs})
                 np.testing.assert_allclose(got, np.full((3, 300_000), SIZE + 1.0))
 
 
@@ -116,14 +116,14 @@ def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
         gradients = step(first, last, index)
         with tf.compat.v1.Session(config=THREADS) as running:
             for failed in ([0], [0], range(SIZE), range(SIZE)):
-                given = {first: np.zeros(300_000), last: np.ones(300_000)}
+                inputs = {first: np.zeros(300_000), last: np.ones(300_000)}
                 here = RANK in failed
                 error = tf.errors.InvalidArgumentError if here else tf.errors.FailedPreconditionError
                 said = "indices" if here else "because of the call on rank 0 on host .*: the run of its graph"
                 with pytest.raises(error, match=said):
-                    running.run(gradients, given | {index: 7 if here else 0})
+                    running.run(gradients, inputs | {index: 7 if here else 0})
                 assert not in_flight.pending()
-                got = running.run(gradients, given | {index: 0})
+                got = running.run(gradients, inputs | {index: 0})
                 np.testing.assert_allclose(got, [np.full(300_000, (SIZE + 1) / 2), np.zeros(300_000)])
     assert not in_flight._leftover
     assert not in_flight._unstarted

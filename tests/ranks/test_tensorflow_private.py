@@ -48,10 +48,10 @@ def test_without_recording_of_operations(monkeypatch: pytest.MonkeyPatch) -> Non
     @tf.function
     def step() -> Any:
         with tf.GradientTape() as tape:
-            loss = sum(tf.reduce_sum(one) for one in variables) * (RANK + 1.0)
+            loss = sum(tf.reduce_sum(variable) for variable in variables) * (RANK + 1.0)
         return hvd.DistributedGradientTape(tape).gradient(loss, variables)
 
-    assert [float(one[0]) for one in step()] == [average] * 2
+    assert [float(item[0]) for item in step()] == [average] * 2
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -84,9 +84,9 @@ def train(program: Program, directory: Path) -> list[Any]:
     values: dict[str, Any] = {}
 
     def step(*given: Any) -> None:
-        for name, one in first_values(program, 0 if program.late else RANK).items():
+        for name, value in first_values(program, 0 if program.late else RANK).items():
             if name not in values:  # in the first step, if late
-                values[name] = tf.Variable(one)
+                values[name] = tf.Variable(value)
         with tf.GradientTape(persistent=program.two) as tape:
             loss = loss_of(program, values, given, RANK)
         for optimizer, names in zip(optimizers, halves(program), strict=True):
@@ -96,14 +96,14 @@ def train(program: Program, directory: Path) -> list[Any]:
             optimizer.apply_gradients(pairs)
 
     if not program.late:
-        values = {name: tf.Variable(one) for name, one in first_values(program, RANK).items()}
+        values = {name: tf.Variable(value) for name, value in first_values(program, RANK).items()}
         hvd.broadcast_variables(values.values(), root_rank=0)
     run = step
     if program.compiled:
         for optimizer, names in zip(optimizers, halves(program), strict=True):
             if not program.late:
                 optimizer.build([values[name] for name in names if has_gradient(program, name)])
-        x, ids, y = (tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in batch(program, 0, RANK))
+        x, ids, y = (tf.TensorSpec([None, *item.shape[1:]], item.dtype) for item in batch(program, 0, RANK))
         run = tf.function(step, input_signature=[x, ids, y])
     for number in all_steps(program):
         run(*map(tf.constant, batch(program, number, RANK)))
@@ -117,8 +117,8 @@ def has_gradient(program: Program, name: str) -> bool:
 def train_in_session(program: Program) -> list[Any]:
     with tf.Graph().as_default():
         firsts = first_values(program, RANK)
-        values = {name: v1.get_variable(name, initializer=one) for name, one in firsts.items()}
-        x, ids, y = (v1.placeholder(one.dtype, [None, *one.shape[1:]]) for one in batch(program, 0, RANK))
+        values = {name: v1.get_variable(name, initializer=first) for name, first in firsts.items()}
+        x, ids, y = (v1.placeholder(item.dtype, [None, *item.shape[1:]]) for item in batch(program, 0, RANK))
         loss = loss_of(program, values, (x, ids, y), RANK)
         operations = []
         for index, names in enumerate(halves(program)):
@@ -128,8 +128,8 @@ def train_in_session(program: Program) -> list[Any]:
             )
             pairs = optimizer.compute_gradients(loss, [values[name] for name in names])
             operations.append((optimizer, pairs))
-        reduced = [one for _, pairs in operations for one, _ in pairs if one is not None]
-        with tf.control_dependencies([one.op for one in reduced]):  # no step before all gradients exist
+        reduced = [value for _, pairs in operations for value, _ in pairs if value is not None]
+        with tf.control_dependencies([dtype.op for dtype in reduced]):  # no step before all gradients exist
             step = tf.group(*[
                 optimizer.apply_gradients([pair for pair in pairs if pair[0] is not None])
                 for optimizer, pairs in operations
@@ -141,7 +141,7 @@ def train_in_session(program: Program) -> list[Any]:
 
 
 def alone(program: Program) -> list[Any]:
-    values = {name: tf.Variable(one) for name, one in first_values(program, 0).items()}
+    values = {name: tf.Variable(value) for name, value in first_values(program, 0).items()}
     optimizers = [optimizer_of(program) for _ in halves(program)]
     passes = 1 if program.loop else program.passes
     sums: dict[str, Any] = {}
@@ -150,27 +150,27 @@ def alone(program: Program) -> list[Any]:
             with tf.GradientTape() as tape:
                 loss = loss_of(program, values, batch(program, number, rank), rank)
             names = trained(program)
-            found = tape.gradient(loss, [values[name] for name in names])
-            for name, one in zip(names, found, strict=True):
-                if one is not None:
+            result = tape.gradient(loss, [values[name] for name in names])
+            for name, item in zip(names, result, strict=True):
+                if item is not None:
                     share = (1.0 if program.sum else 1 / SIZE) * (1 / passes if program.average else 1.0)
-                    sums.setdefault(name, []).append((one, share))
+                    sums.setdefault(name, []).append((item, share))
         if count % passes == 0:
             whole = {name: total_of(parts) for name, parts in sums.items()}
             for optimizer, names in zip(optimizers, halves(program), strict=True):
                 optimizer.apply_gradients([(whole[name], values[name]) for name in names if name in whole])
             sums = {}
-    return [one.numpy() for one in values.values()]
+    return [value.numpy() for value in values.values()]
 
 
 def total_of(parts: list[tuple[Any, float]]) -> Any:
     """Return the sum of gradients, as rows if all of them are rows."""
-    total = sum(np.asarray(tf.convert_to_tensor(one)) * share for one, share in parts)
+    total = sum(np.asarray(tf.convert_to_tensor(value)) * share for value, share in parts)
     if len(parts) == 1 and SIZE == 1:  # not exchanged: optimizers see a batch's repeated rows
         return parts[0][0]
-    if not all(isinstance(one, tf.IndexedSlices) for one, _ in parts):
+    if not all(isinstance(value, tf.IndexedSlices) for value, _ in parts):
         return tf.constant(total, tf.float32)
-    rows = np.unique(np.concatenate([np.asarray(one.indices) for one, _ in parts]))
+    rows = np.unique(np.concatenate([np.asarray(value.indices) for value, _ in parts]))
     return tf.IndexedSlices(tf.constant(total[rows], tf.float32), tf.constant(rows), total.shape)
 
 

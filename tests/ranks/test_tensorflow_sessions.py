@@ -37,9 +37,9 @@ def test_many_calls_in_one_run(run: Run, branch: bool) -> None:
     shapes = [(i % 5, 3) for i in range(30)]
     made: dict[int, Any] = {}
     for i in np.random.default_rng(RANK).permutation(len(shapes)).tolist():
-        given = tf.constant(values(RANK, "float32", shapes[i], seed=i))
-        call = partial(hvd.allreduce, given, op=hvd.Sum, name=f"many.{i}")
-        made[i] = tf.cond(yes, call, partial(tf.identity, given)) if branch else call()
+        tensor = tf.constant(values(RANK, "float32", shapes[i], seed=i))
+        call = partial(hvd.allreduce, tensor, op=hvd.Sum, name=f"many.{i}")
+        made[i] = tf.cond(yes, call, partial(tf.identity, tensor)) if branch else call()
     for i, result in zip(made, run(list(made.values())), strict=True):
         wanted = reduced(all_values(SIZE, "float32", shapes[i], seed=i), "sum")
         assert result.tobytes() == wanted.tobytes()
@@ -55,11 +55,11 @@ def test_every_verb(run: Run) -> None:
     every = all_values(SIZE, "float32", (SIZE, 2))
     total = reduced(every, "sum")
     wanted = [
-        np.concatenate(every), every[-1], np.stack([one[RANK] for one in every]), [1] * SIZE,
+        np.concatenate(every), every[-1], np.stack([tensor[RANK] for tensor in every]), [1] * SIZE,
         total[RANK : RANK + 1], [total, 2 * total], SIZE, RANK,
     ]  # fmt: skip
-    for result, one in zip(results, wanted, strict=True):
-        np.testing.assert_allclose(result, one, rtol=1e-6)
+    for result, tensor in zip(results, wanted, strict=True):
+        np.testing.assert_allclose(result, tensor, rtol=1e-6)
 
 
 def test_gradients(run: Run) -> None:
@@ -71,7 +71,7 @@ def test_gradients(run: Run) -> None:
     gathered = v1.gradients(tf.reduce_sum(hvd.allgather(x) * tf.tile(weights, [SIZE, 1])), x)[0]
     first, second, third = run([summed, sent, gathered])
     np.testing.assert_allclose(first, sum(every))
-    np.testing.assert_allclose(second, np.stack([one[RANK] for one in every]))
+    np.testing.assert_allclose(second, np.stack([tensor[RANK] for tensor in every]))
     np.testing.assert_allclose(third, sum(every) / SIZE)
 
 
@@ -79,8 +79,8 @@ def test_gradients_of_one_call_twice_in_one_run(run: Run) -> None:
     x = tf.constant([1.0, 2.0])
     reduced_ = hvd.allreduce(x, op=hvd.Sum, name="once")
     both = [v1.gradients(reduced_ * factor, x)[0] for factor in (1.0, 3.0)]
-    one, other = run(both)
-    assert one.tolist() == [SIZE] * 2
+    first, other = run(both)
+    assert first.tolist() == [SIZE] * 2
     assert other.tolist() == [3 * SIZE] * 2
 
 
@@ -196,7 +196,7 @@ def test_broadcast_of_global_variables(run: Run) -> None:
     operation = hvd.broadcast_global_variables(SIZE - 1)
     run(v1.global_variables_initializer())
     run(operation)
-    assert [one[0] for one in run(variables)] == [10.0 * (SIZE - 1) + i for i in range(3)]
+    assert [item[0] for item in run(variables)] == [10.0 * (SIZE - 1) + i for i in range(3)]
     assert run(count) == SIZE - 1
     received = hvd.broadcast_(variables, 0)
     run(received)

@@ -56,17 +56,17 @@ def test_the_same_plan_as_for_indices(ends: str, make: Any, layout: str) -> None
 def test_elements_of_any_structure(ends: str) -> None:
     whole = {"x": np.arange(14.0).reshape(7, 2), "y": (np.arange(7), np.array([str(n) for n in range(7)]))}
     data = tf.data.Dataset.from_tensor_slices(whole).filter(lambda _: True)
-    found = mine(hvd.shard(data, ends=ends))
+    result = mine(hvd.shard(data, ends=ends))
     plan = Shard(7, ends=ends, rank=RANK, size=SIZE)
-    assert [one["y"][0] for one in found] == plan.indices().tolist()
-    assert [one["x"].tolist() for one in found] == whole["x"][plan.indices()].tolist()
-    assert [one["y"][1].decode() for one in found] == [str(n) for n in plan.indices()]
+    assert [value["y"][0] for value in result] == plan.indices().tolist()
+    assert [value["x"].tolist() for value in result] == whole["x"][plan.indices()].tolist()
+    assert [value["y"][1].decode() for value in result] == [str(n) for n in plan.indices()]
 
 
 def test_an_endless_data_set() -> None:
     for ends in ("pad", "drop", "join"):
-        found = mine(hvd.shard(tf.data.Dataset.range(4).repeat(), ends=ends).take(6))
-        assert found == [place % 4 for place in range(RANK, RANK + 6 * SIZE, SIZE)]
+        result = mine(hvd.shard(tf.data.Dataset.range(4).repeat(), ends=ends).take(6))
+        assert result == [place % 4 for place in range(RANK, RANK + 6 * SIZE, SIZE)]
 
 
 @pytest.mark.parametrize("buffer", [True, 5])
@@ -87,15 +87,15 @@ def test_shuffled_tensors(ends: str) -> None:
     tensors = {"a": tf.range(length), "b": np.ones((length, 2))}
     in_order = hvd.shard(tensors, ends=ends)
     assert in_order.cardinality() == len(plan)
-    found = mine(in_order)
-    assert [one["a"] for one in found] == plan.indices().tolist()
-    assert found[0]["b"].shape == (2,)
+    result = mine(in_order)
+    assert [value["a"] for value in result] == plan.indices().tolist()
+    assert result[0]["b"].shape == (2,)
 
 
 def check_epochs(data: Any, length: int, ends: str) -> None:
     epochs = []
     for _ in range(3):
-        gathered = hvd.allgather_object([int(one) for one in mine(data.batch(2).unbatch())])
+        gathered = hvd.allgather_object([int(rank) for rank in mine(data.batch(2).unbatch())])
         seen = Counter(itertools.chain(*gathered))
         if ends == "drop":
             assert set(seen.values()) == {1}
@@ -135,8 +135,8 @@ def test_elements_that_can_be_read_once_and_tuples_of_one(ends: str) -> None:
     shared = hvd.shard(data, ends=ends)
     assert next(once) == 0  # nothing is read before this
     once = itertools.chain([0], once)
-    found = sorted(itertools.chain(*hvd.allgather_object([int(one) for one in shared])))
-    assert found == list(range(10 // SIZE * SIZE if ends == "drop" else 10))
+    result = sorted(itertools.chain(*hvd.allgather_object([int(item) for item in shared])))
+    assert result == list(range(10 // SIZE * SIZE if ends == "drop" else 10))
     single = tf.data.Dataset.from_tensor_slices((np.arange(7),)).filter(lambda _: True)
     plan = Shard(7, ends=ends, rank=RANK, size=SIZE)
-    assert [int(one) for (one,) in mine(hvd.shard(single, ends=ends))] == plan.indices().tolist()
+    assert [int(value) for (value,) in mine(hvd.shard(single, ends=ends))] == plan.indices().tolist()

@@ -59,13 +59,13 @@ def test_the_verb(way: Any, route: str, dtype: str, known: bool, kind: Any) -> N
             assert (result.dense_shape is None) is not known
             return result.values, result.indices
 
-        found, places = call(tf.constant(keys, kind), tf.constant(values))
+        results, places = call(tf.constant(keys, kind), tf.constant(values))
         all_keys, sums = wanted(dtype)
         assert places.dtype == kind
         assert places.numpy().tolist() == all_keys.tolist()
         fractions = dtype == "int64" and op == hvd.Average
-        assert found.dtype == (tf.float64 if fractions else dtype)
-        np.testing.assert_allclose(found.numpy(), sums / divisor, rtol=1e-3 if dtype == "float16" else 1e-6)
+        assert results.dtype == (tf.float64 if fractions else dtype)
+        np.testing.assert_allclose(results.numpy(), sums / divisor, rtol=1e-3 if dtype == "float16" else 1e-6)
 
 
 @both
@@ -84,18 +84,18 @@ def test_gradients_of_embeddings(way: Any, route: str) -> None:
     def reduced() -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(RANK)
-        found = hvd.DistributedGradientTape(tape).gradient(loss, [words, users, weight])
-        assert isinstance(found[0], tf.IndexedSlices)
-        assert isinstance(found[1], tf.IndexedSlices)
-        return [tf.convert_to_tensor(one) for one in found], found[0].indices
+        results = hvd.DistributedGradientTape(tape).gradient(loss, [words, users, weight])
+        assert isinstance(results[0], tf.IndexedSlices)
+        assert isinstance(results[1], tf.IndexedSlices)
+        return [tf.convert_to_tensor(tensor) for tensor in results], results[0].indices
 
     with tf.GradientTape() as tape:
         joined = tf.add_n([loss_of(rank) for rank in range(SIZE)]) / SIZE
     expected = tape.gradient(joined, [words, users, weight])
     for _ in range(2):
-        found, places = reduced()
-        for mine, one in zip(found, expected, strict=True):
-            np.testing.assert_allclose(mine.numpy(), tf.convert_to_tensor(one).numpy(), rtol=1e-5, atol=1e-5)
+        result, places = reduced()
+        for mine, item in zip(result, expected, strict=True):
+            np.testing.assert_allclose(mine.numpy(), tf.convert_to_tensor(item).numpy(), rtol=1e-5, atol=1e-5)
     if SIZE > 1:
         assert places.numpy().tolist() == sorted({7, 9, *range(SIZE)})
 
@@ -111,8 +111,8 @@ def test_differentiable(way: Any, route: str) -> None:
         @way
         def call(op: int = op) -> Any:
             with tf.GradientTape() as tape:
-                given = tf.IndexedSlices(tf.convert_to_tensor(values), keys, tf.constant([TABLE, 2]))
-                result = hvd.allreduce(given, op=op)
+                tensor = tf.IndexedSlices(tf.convert_to_tensor(values), keys, tf.constant([TABLE, 2]))
+                result = hvd.allreduce(tensor, op=op)
                 picked = tf.gather(factors, result.indices) * (RANK + 1.0)
                 loss = tf.reduce_sum(result.values * picked)
             return tape.gradient(loss, values)

@@ -31,7 +31,7 @@ def rows() -> Rows:
 
 def example(number: int, names: tuple[str, str, str], integer: bool = False) -> bytes:
     """Return the record that the public DeepFM scripts write for a row."""
-    label, ids, values = (one[number].tolist() for one in rows())
+    label, ids, values = (row[number].tolist() for row in rows())
     kinds = (
         tf.train.Feature(int64_list=tf.train.Int64List(value=[int(label)])) if integer else
         tf.train.Feature(float_list=tf.train.FloatList(value=[label])),
@@ -60,18 +60,18 @@ def directory() -> Path:
 
 
 def parsed(records: list[bytes]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    found = tf.io.parse_example(records, {
+    result = tf.io.parse_example(records, {
         "label": tf.io.FixedLenFeature((), tf.float32), "ids": tf.io.FixedLenFeature((FIELDS,), tf.int64),
         "values": tf.io.FixedLenFeature((FIELDS,), tf.float32),
     })  # fmt: skip
-    return {"ids": found["ids"].numpy(), "values": found["values"].numpy()}, found["label"].numpy()
+    return {"ids": result["ids"].numpy(), "values": result["values"].numpy()}, result["label"].numpy()
 
 
 def test_records_are_those_of_tensorflow(directory: Path, tmp_path: Path) -> None:
     """TensorFlow parses our records, serializes the same bytes, and we read what it writes."""
     wanted = rows()
     table = Table.open(directory)
-    names = [str(directory / one.name) for one in table.files]
+    names = [str(directory / path.name) for path in table.files]
     records = list(tf.data.TFRecordDataset(names).as_numpy_iterator())
     message = tf.train.Example.FromString(records[4])
     assert message.SerializeToString(deterministic=True) == records[4]
@@ -84,18 +84,18 @@ def test_records_are_those_of_tensorflow(directory: Path, tmp_path: Path) -> Non
         with tf.io.TFRecordWriter(name) as writer:
             for number in range(60):
                 writer.write(example(number, names, integer))
-        found = Table.open(name, table_size=TABLE)
-        assert (found.fields, len(found)) == (FIELDS, 60)
-        for one, other in zip(found.read(np.arange(60)), wanted.part(0, 60), strict=True):
-            assert one.dtype == other.dtype
-            assert one.tobytes() == other.tobytes()
+        result = Table.open(name, table_size=TABLE)
+        assert (result.fields, len(result)) == (FIELDS, 60)
+        for actual, other in zip(result.read(np.arange(60)), wanted.part(0, 60), strict=True):
+            assert actual.dtype == other.dtype
+            assert actual.tobytes() == other.tobytes()
 
 
 def test_loader_and_dataset_have_each_row_once(directory: Path) -> None:
     wanted = rows()
     loader = hvd.table_loader(Table.open(directory), 100, seed=1)
     seen = [batch.ids.numpy() for batch in loader if batch.weight]
-    dataset = [one[0]["ids"].numpy() for one in hvd.table_dataset(loader)]
+    dataset = [item[0]["ids"].numpy() for item in hvd.table_dataset(loader)]
     assert all(np.array_equal(*pair) for pair in zip(seen, dataset, strict=False))
     ids = np.concatenate([*itertools.chain(*hvd.allgather_object(seen))])
     assert np.array_equal(ids[np.argsort(ids[:, 0])], wanted.ids)

@@ -128,7 +128,7 @@ def test_large_gradients_go_in_parts(overlap: str) -> None:
         @tf.function
         def step() -> Any:
             with tf.GradientTape() as tape:
-                loss = tf.add_n([tf.reduce_sum(one * one) for one in variables]) * (RANK + 1.0)
+                loss = tf.add_n([tf.reduce_sum(variable * variable) for variable in variables]) * (RANK + 1.0)
             gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
             with tf.GradientTape() as again:
                 second = tf.reduce_sum(variables[0] * (RANK + 1.0))
@@ -138,11 +138,11 @@ def test_large_gradients_go_in_parts(overlap: str) -> None:
             with counting_steps() as steps:
                 gradients, again = step()
                 assert steps() == 2
-            for i, one in enumerate(gradients):
-                assert np.ptp(one.numpy()) == 0
-                assert float(one[0]) == pytest.approx(2 * (1 + i) * MEAN)
+            for i, value in enumerate(gradients):
+                assert np.ptp(value.numpy()) == 0
+                assert float(value[0]) == pytest.approx(2 * (1 + i) * MEAN)
             assert float(again[0][7]) == pytest.approx(MEAN)
-        kinds = [one.type for one in step.get_concrete_function().graph.get_operations()]
+        kinds = [operation.type for operation in step.get_concrete_function().graph.get_operations()]
         assert kinds.count("RingdanceWait") == (SIZE > 1)
         assert kinds.count("RingdanceStart") > 3 * (SIZE > 1) - 1
 
@@ -156,14 +156,14 @@ def test_the_same_variables_twice(way: Any) -> None:
         taken = []
         for factor in (1.0, 2.0, 3.0):
             with tf.GradientTape() as tape:
-                loss = tf.add_n([tf.reduce_sum(one * one) for one in variables]) * (RANK + 1) * factor
+                loss = tf.add_n([tf.reduce_sum(v * v) for v in variables]) * (RANK + 1) * factor
             taken.append(hvd.DistributedGradientTape(tape).gradient(loss, variables)[-1])
         return taken
 
     for _ in range(3):
-        for number, one in enumerate(way(step)(), 1):
-            assert np.ptp(one.numpy()) == 0
-            assert float(one[0]) == pytest.approx(2 * number * MEAN)
+        for number, value in enumerate(way(step)(), 1):
+            assert np.ptp(value.numpy()) == 0
+            assert float(value[0]) == pytest.approx(2 * number * MEAN)
 
 
 @several
@@ -239,9 +239,9 @@ def test_models_in_two_threads(apart: str) -> None:
         stop.wait(30)
 
     names = [{"name": f"model.{number}"} if apart == "names" else {} for number in range(2)]
-    threads = [threading.Thread(target=train, args=(one,), kwargs=names[one]) for one in range(2)]
-    for one in threads:
-        one.start()
+    threads = [threading.Thread(target=train, args=(i,), kwargs=names[i]) for i in range(2)]
+    for thread in threads:
+        thread.start()
     for number in range(2) if apart else [RANK == 0]:
         turns[number].set()
     for event in turns:
@@ -249,8 +249,8 @@ def test_models_in_two_threads(apart: str) -> None:
     while len(found) < 2:
         time.sleep(0.01)
     stop.set()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.join()
     if apart:
         assert found == {0: MEAN - 1, 1: MEAN + 9}
     else:
@@ -282,7 +282,7 @@ def test_the_tape_is_of_its_kind() -> None:
     assert tf.convert_to_tensor(tape.gradient(other, [weight])[0]).numpy().tolist() == [2.0, 0.0]
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedGradientTape(tape)
-    wrong_groups = [{"groups": one} for one in (-2, "x", 1.5, [1, 2], [[1]])]
+    wrong_groups = [{"groups": item} for item in (-2, "x", 1.5, [1, 2], [[1]])]
     for wrong in (*wrong_groups, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, {"op": 9}):
         with pytest.raises(ValueError):
             hvd.DistributedGradientTape(tf.GradientTape(), **wrong)
@@ -337,10 +337,10 @@ def test_partial_tape_leaves_layers_local() -> None:
     weights = [*own.trainable_weights, *shared.trainable_weights]
     gradients = tape.gradient(loss, weights)
     assert len(gradients) == 4
-    assert [tuple(one.shape) for one in gradients] == [(3, RANK + 2), (RANK + 2,), (3, 3), (3,)]
+    assert [tuple(gradient.shape) for gradient in gradients] == [(3, RANK + 2), (RANK + 2,), (3, 3), (3,)]
     np.testing.assert_allclose(gradients[1].numpy(), 4.0)
     everywhere = hvd.allgather_object(gradients[2].numpy().tolist())
-    assert all(one == everywhere[0] for one in everywhere)
+    assert all(tensor == everywhere[0] for tensor in everywhere)
     for wrong in ("dense", [own, 3]):
         with pytest.raises(ValueError, match="Keras layers"):
             hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=wrong)
@@ -364,10 +364,10 @@ def test_broadcast_variables(inplace: bool) -> None:
 
 
 def test_objects() -> None:
-    given = {"rank": RANK, "list": [1, 2.5, "three"]}
+    inputs = {"rank": RANK, "list": [1, 2.5, "three"]}
     for root in range(SIZE):
-        assert hvd.broadcast_object(given, root, name=f"object.{root}") == {**given, "rank": root}
-        assert hvd.broadcast_object_fn(root)(given) == {**given, "rank": root}
+        assert hvd.broadcast_object(inputs, root, name=f"object.{root}") == {**inputs, "rank": root}
+        assert hvd.broadcast_object_fn(root)(inputs) == {**inputs, "rank": root}
     assert hvd.allgather_object("x" * RANK) == ["x" * r for r in range(SIZE)]
 
 
@@ -391,7 +391,7 @@ def test_sync_batch_norm(way: Any, lengths: list[int]) -> None:
                 loss = tf.reduce_sum(outputs**2 * factors)
             return outputs, tape.gradient(loss, x)
 
-        return [one.numpy() for one in way(compute)(inputs)]
+        return [tensor.numpy() for tensor in way(compute)(inputs)]
 
     synced, plain = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
     synced.build((None, 3, 4))
@@ -480,12 +480,12 @@ def test_later_calls_come_after_those_within_a_condition() -> None:
         return hvd.allreduce(tf.ones(2), name="later")
 
     every = step.get_concrete_function().graph.get_operations()
-    before, left = set(), [[one for one in every if one.type.startswith("Ringdance")][-1]]
+    before, left = set(), [[tensor for tensor in every if tensor.type.startswith("Ringdance")][-1]]
     while left:
-        one = left.pop()
-        if one.name not in before:
-            before.add(one.name)
-            left += [*one.control_inputs, *(tensor.op for tensor in one.inputs)]
-    conditions = {one.name for one in every if one.type in ("If", "StatelessIf")}
+        first = left.pop()
+        if first.name not in before:
+            before.add(first.name)
+            left += [*first.control_inputs, *(tensor.op for tensor in first.inputs)]
+    conditions = {tensor.name for tensor in every if tensor.type in ("If", "StatelessIf")}
     assert conditions
     assert conditions <= before

@@ -66,8 +66,8 @@ def given(shape: Any, dtype: torch.dtype = torch.float32, rank: int = RANK) -> t
 def by_both(call: Callable[[Any], Any], tolerance: float = 1e-5) -> None:
     """Compare a call's results in our group and in gloo's. gloo adds three ranks in another order."""
     tolerance = 0.0 if SIZE == 2 else tolerance
-    for one, other in zip(call(WORLD), call(GLOO), strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for actual, other in zip(call(WORLD), call(GLOO), strict=True):
+        torch.testing.assert_close(actual, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", sampled("reductions", DTYPES, 2, EVERY_DAY), ids=str)
@@ -75,10 +75,10 @@ def by_both(call: Callable[[Any], Any], tolerance: float = 1e-5) -> None:
 def test_reductions(dtype: torch.dtype, shape: Any) -> None:
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
         def reduce(group: Any, op: Any = op) -> list[torch.Tensor]:
-            one, other = given(shape, dtype), given(shape, dtype)
-            dist.all_reduce(one, op, group=group)
+            first, other = given(shape, dtype), given(shape, dtype)
+            dist.all_reduce(first, op, group=group)
             dist.reduce(other, SIZE - 1, op, group=group)
-            return [one, other] if RANK == SIZE - 1 else [one]
+            return [first, other] if RANK == SIZE - 1 else [first]
 
         by_both(reduce)
 
@@ -90,12 +90,12 @@ def test_moving(dtype: torch.dtype) -> None:
         return [given(shape, dtype, rank) for rank in range(SIZE)]
 
     def equal(found: Any, wanted: Any) -> None:
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
+        for actual, other in zip(found, wanted, strict=True):
+            assert torch.equal(actual.view(torch.uint8), other.contiguous().view(torch.uint8))
 
-    one = given((3, 2), dtype)
-    dist.broadcast(one, SIZE - 1)
-    equal([one], everyone((3, 2))[-1:])
+    tensor = given((3, 2), dtype)
+    dist.broadcast(tensor, SIZE - 1)
+    equal([tensor], everyone((3, 2))[-1:])
     parts = [torch.empty(3, 2, dtype=dtype) for _ in range(SIZE)]
     dist.all_gather(parts, given((3, 2), dtype))
     equal(parts, everyone((3, 2)))
@@ -103,7 +103,7 @@ def test_moving(dtype: torch.dtype) -> None:
     dist.all_gather_into_tensor(whole, given((3, 2), dtype))
     equal([whole], [torch.cat(everyone((3, 2)))])
     dist.all_to_all_single(whole, given((3 * SIZE, 2), dtype))
-    rows = [one.view(SIZE, 3, 2)[RANK] for one in everyone((3 * SIZE, 2))]
+    rows = [value.view(SIZE, 3, 2)[RANK] for value in everyone((3 * SIZE, 2))]
     equal([whole], [torch.cat(rows)])
     gathered = [torch.empty(4, dtype=dtype) for _ in range(SIZE)] if RANK == 1 else None
     dist.gather(given((4,), dtype), gathered, dst=1)
@@ -139,9 +139,9 @@ def test_rows_of_unequal_number() -> None:
 
 
 def test_reductions_that_gloo_lacks() -> None:
-    one = given((4,), torch.float32)
-    dist.all_reduce(one, dist.ReduceOp.AVG)
-    assert torch.equal(one, torch.stack([given((4,), rank=rank) for rank in range(SIZE)]).mean(0))
+    tensor = given((4,), torch.float32)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert torch.equal(tensor, torch.stack([given((4,), rank=rank) for rank in range(SIZE)]).mean(0))
     output = torch.empty(2)
     dist.reduce_scatter_tensor(output, given((2 * SIZE,)), dist.ReduceOp.AVG)
     every = torch.stack([given((2 * SIZE,), rank=rank) for rank in range(SIZE)])
@@ -150,10 +150,10 @@ def test_reductions_that_gloo_lacks() -> None:
 
 def test_memory_of_any_layout() -> None:
     """Outputs may be non-contiguous, and inputs may be part of outputs, as in FSDP."""
-    one = torch.zeros(4, 3).t()
-    one += RANK + 1
-    dist.all_reduce(one)
-    assert torch.equal(one, torch.full((3, 4), SIZE * (SIZE + 1) / 2))
+    tensor = torch.zeros(4, 3).t()
+    tensor += RANK + 1
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((3, 4), SIZE * (SIZE + 1) / 2))
     whole = torch.zeros(SIZE * 2)
     whole[2 * RANK :][:2] = RANK
     dist.all_gather_into_tensor(whole, whole[2 * RANK :][:2])
@@ -165,26 +165,26 @@ def test_memory_of_any_layout() -> None:
 
 def test_calls_in_flight() -> None:
     tensors = [torch.full((3,), float(RANK + i)) for i in range(20)]
-    started = [dist.all_reduce(one, async_op=True) for one in tensors]
-    futures = [one.get_future() for one in started[::3]]
-    doubled = [one.then(lambda done: done.value()[0] * 2) for one in futures]
-    for number, one in reversed(list(enumerate(started))):
-        assert one.wait()
-        assert one.is_completed()
-        assert one.is_success()
-        assert one.exception() is None
-        assert torch.equal(one.result()[0], tensors[number])
+    started = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    futures = [item.get_future() for item in started[::3]]
+    doubled = [future.then(lambda done: done.value()[0] * 2) for future in futures]
+    for number, value in reversed(list(enumerate(started))):
+        assert value.wait()
+        assert value.is_completed()
+        assert value.is_success()
+        assert value.exception() is None
+        assert torch.equal(value.result()[0], tensors[number])
         assert tensors[number][0] == sum(range(SIZE)) + SIZE * number
-    assert [one.wait()[0].item() for one in doubled] == [2 * tensors[i][0].item() for i in range(0, 20, 3)]
+    assert [item.wait()[0].item() for item in doubled] == [2 * tensors[i][0].item() for i in range(0, 20, 3)]
     with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
-        for one in tensors[:4]:
-            dist.all_reduce(one)
+        for value in tensors[:4]:
+            dist.all_reduce(value)
     manager.wait()
     assert [one[0].item() for one in tensors[:4]] == [SIZE * (sum(range(SIZE)) + SIZE * i) for i in range(4)]
     dist.barrier()
-    found: list[Any] = [None] * SIZE
-    dist.all_gather_object(found, {"rank": RANK})
-    assert found == [{"rank": rank} for rank in range(SIZE)]
+    results: list[Any] = [None] * SIZE
+    dist.all_gather_object(results, {"rank": RANK})
+    assert results == [{"rank": rank} for rank in range(SIZE)]
 
 
 def test_results_are_there_without_a_wait() -> None:
@@ -196,8 +196,8 @@ def test_results_are_there_without_a_wait() -> None:
         time.sleep(1e-3)
     assert torch.equal(turned, torch.full((3, 4), float(SIZE)))
     with functional.allow_inflight_collective_as_graph_input_ctx():
-        dist.all_reduce(one := torch.ones(4), async_op=True)
-    assert torch.ops._c10d_functional.wait_tensor(one).tolist() == [SIZE] * 4
+        dist.all_reduce(tensor := torch.ones(4), async_op=True)
+    assert torch.ops._c10d_functional.wait_tensor(tensor).tolist() == [SIZE] * 4
 
     def joined(group: Any, equal_share: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_results_are_there_without_a_wait() -> None:
                 optimizer.zero_grad()
                 model(torch.full((4, 3), RANK + 1.0)).sum().backward()
                 optimizer.step()
-        return [one.detach() for one in model.parameters()]
+        return [parameter.detach() for parameter in model.parameters()]
 
     for equal_share in (True, False):
         by_both(lambda group, equal_share=equal_share: joined(group, equal_share))
@@ -221,8 +221,8 @@ def test_two_ranks() -> None:
         received = torch.empty(1000)
         assert dist.recv(received, behind, tag=tag) == behind
         assert received[0] == behind + tag
-    for one in sent:
-        one.wait()
+    for tensor in sent:
+        tensor.wait()
     if RANK:
         dist.send(torch.tensor([RANK]), 0)
     else:
@@ -242,8 +242,8 @@ def test_two_ranks() -> None:
     dist.barrier()
     got = torch.zeros(2)
     pair = [dist.P2POp(dist.isend, torch.ones(2), ahead), dist.P2POp(dist.irecv, got, behind)]
-    for one in dist.batch_isend_irecv(pair):
-        one.wait()
+    for tensor in dist.batch_isend_irecv(pair):
+        tensor.wait()
     assert got.tolist() == [1, 1]
 
 
@@ -253,17 +253,17 @@ def test_groups() -> None:
     whole = [dist.new_group(use_local_synchronization=local) for local in (True, False)]
     pair = dist.new_group([0, SIZE - 1])
     if RANK in (0, SIZE - 1):
-        one = torch.tensor([float(RANK)])
-        dist.all_reduce(one, group=pair)
-        dist.broadcast(one, SIZE - 1, group=pair)
-        assert one.item() == SIZE - 1
+        tensor = torch.tensor([float(RANK)])
+        dist.all_reduce(tensor, group=pair)
+        dist.broadcast(tensor, SIZE - 1, group=pair)
+        assert tensor.item() == SIZE - 1
     totals: dict[int, float] = {}
 
     def reduce(number: int) -> None:
         for _ in range(10):
-            one = torch.ones(2) * (number + 1)
-            dist.all_reduce(one, group=whole[number])
-            totals[number] = one[0].item()
+            first = torch.ones(2) * (number + 1)
+            dist.all_reduce(first, group=whole[number])
+            totals[number] = first[0].item()
 
     threads = [threading.Thread(target=reduce, args=(number,)) for number in (range(2) if RANK else (1, 0))]
     for thread in threads:
@@ -272,8 +272,8 @@ def test_groups() -> None:
         thread.join()
     assert totals == {0: SIZE, 1: 2 * SIZE}
     alone = dist.new_group([RANK], use_local_synchronization=True)
-    dist.all_reduce(one := torch.ones(1), group=alone)
-    assert one.item() == 1
+    dist.all_reduce(tensor := torch.ones(1), group=alone)
+    assert tensor.item() == 1
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE  # together with the other API
     assert sorted(hvd.add_process_set([0, 1]).ranks or ()) == [0, 1] if SIZE > 2 else True
 
@@ -283,9 +283,9 @@ def test_groups_that_are_destroyed() -> None:
     known = len(session.engine().sets.registered)
     for _ in range(20):
         group = dist.new_group(list(range(SIZE)))
-        dist.all_reduce(one := torch.ones(1000), group=group)
+        dist.all_reduce(tensor := torch.ones(1000), group=group)
         dist.destroy_process_group(group)
-        assert one[0] == SIZE
+        assert tensor[0] == SIZE
     until = time.monotonic() + 10
     while len(session.engine().sets.registered) > known and time.monotonic() < until:
         time.sleep(0.01)
@@ -298,8 +298,8 @@ def test_groups_that_are_destroyed() -> None:
 
 def test_groups_that_one_rank_destroys() -> None:
     """On other ranks, calls that it never makes fail at once, and calls that all have made complete."""
-    group, one = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(3)
-    dist.all_reduce(one, group=group)
+    group, first = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(3)
+    dist.all_reduce(first, group=group)
     last = dist.all_reduce(both := torch.ones(3), group=group, async_op=True)
     if RANK == 0:
         dist.isend(torch.full((3,), 7.0), SIZE - 1, group=group)
@@ -307,18 +307,18 @@ def test_groups_that_one_rank_destroys() -> None:
     if RANK == SIZE - 1:  # with three ranks, one does not make any call
         for _ in range(2):
             with pytest.raises(ProcessSetRemovedError, match=r"rank 0 on host .* destroyed process group"):
-                dist.all_reduce(one, group=group)
+                dist.all_reduce(first, group=group)
         with pytest.raises(ProcessSetRemovedError, match=r"24 bytes from rank 0 to rank .*has destroyed"):
             dist.recv(torch.empty(6), 0, tag=1, group=group)
-        dist.recv(one, 0, group=group)
-        assert one.tolist() == [7, 7, 7]
+        dist.recv(first, 0, group=group)
+        assert first.tolist() == [7, 7, 7]
     last.wait()
     assert both[0] == SIZE
     dist.barrier()
     if RANK:
         dist.destroy_process_group(group)
     with pytest.raises(ArgumentError, match=rf"of {SIZE} ranks was destroyed .*Create the group again"):
-        group.allreduce([one])
+        group.allreduce([first])
 
 
 def test_numbers_of_groups() -> None:
@@ -334,9 +334,9 @@ def test_numbers_of_groups() -> None:
         time.sleep(0.02 * (RANK == 0))
         group = dist.new_group(list(range(SIZE)), use_local_synchronization=local)
         numbers.append(group._set_id)
-        dist.all_reduce(one := torch.ones(3), group=group)
+        dist.all_reduce(tensor := torch.ones(3), group=group)
         dist.destroy_process_group(group)
-        assert one[0] == SIZE
+        assert tensor[0] == SIZE
         until = time.monotonic() + 10
         while set(engine.process_sets()) - first and time.monotonic() < until:
             time.sleep(0.01)
@@ -355,8 +355,8 @@ def test_numbers_of_groups() -> None:
         dist.barrier()
         group = dist.new_group()
         assert group._set_id in want
-        dist.all_reduce(one := torch.ones(3), group=group)
-        assert one[0] == SIZE
+        dist.all_reduce(tensor := torch.ones(3), group=group)
+        assert tensor[0] == SIZE
         dist.destroy_process_group(group)
     dist.destroy_process_group(kept)
 
@@ -376,27 +376,27 @@ def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
     group, message = dist.new_group(), dist.new_group()
     for made in (group, message):
         made.set_timeout(timedelta(seconds=0.3))
-    one = torch.full((2,), RANK + 1.0)
+    tensor = torch.full((2,), RANK + 1.0)
     if RANK == 0:
         with pytest.raises(dist.DistBackendError, match=r"within 0\.3 s .* its group has failed"):
-            dist.all_reduce(one, group=group)
+            dist.all_reduce(tensor, group=group)
     else:
         time.sleep(0.8)
         with pytest.raises(ProcessSetRemovedError, match=r"on rank 0 .* within 0\.3 s"):
-            dist.all_reduce(one, group=group)
+            dist.all_reduce(tensor, group=group)
     for _ in range(2):
         with pytest.raises(ProcessSetRemovedError, match="on rank 0"):
-            dist.all_reduce(one, group=group)
-    assert one.tolist() == [RANK + 1.0] * 2
+            dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [RANK + 1.0] * 2
     by_gloo = "TORCHELASTIC_RUN_ID" in os.environ  # gloo's thread would wait in C++ when the process exits
     if RANK == 0 and not by_gloo:
         with pytest.raises(dist.DistBackendError, match=r"message of 8 bytes .* its group has failed"):
-            dist.recv(one, SIZE - 1, group=message)
-    dist.all_reduce(one)  # the job continues
-    assert one[0].item() == sum(range(1, SIZE + 1))
+            dist.recv(tensor, SIZE - 1, group=message)
+    dist.all_reduce(tensor)  # the job continues
+    assert tensor[0].item() == sum(range(1, SIZE + 1))
     if not by_gloo:
         with pytest.raises(ProcessSetRemovedError, match="message of 8 bytes"):
-            dist.all_reduce(one, group=message)
+            dist.all_reduce(tensor, group=message)
     if RANK:
         dist.destroy_process_group(group)
     else:
@@ -404,7 +404,7 @@ def test_a_group_whose_call_took_longer_than_its_timeout() -> None:
         while group._number in session.engine().sets.registered and time.monotonic() < until:
             time.sleep(0.01)
         with pytest.raises(ArgumentError, match="freed after a call in it had timed out"):
-            dist.all_reduce(one, group=group)  # another group may have the number by now
+            dist.all_reduce(tensor, group=group)  # another group may have the number by now
     wide = torch.ones(1).expand(4) if RANK == 0 else torch.zeros(4)
     dist.broadcast(wide, 0)  # the root's tensor need not be writable
     assert wide.tolist() == [1.0] * 4
@@ -415,13 +415,13 @@ def test_a_group_that_a_member_makes_too_late() -> None:
     time.sleep(1.0 * (RANK == 0))
     with pytest.raises(dist.DistStoreError, match=r"not all .* members called it within"):
         dist.new_group(timeout=timedelta(seconds=0.3))
-    dist.all_reduce(one := torch.ones(1), group=dist.new_group())
-    assert one.item() == SIZE
+    dist.all_reduce(tensor := torch.ones(1), group=dist.new_group())
+    assert tensor.item() == SIZE
 
 
 def test_numbers_without_dimensions_match_those_with_one() -> None:
-    dist.all_reduce(one := torch.ones(()) if RANK == 0 else torch.ones(1))
-    assert one.item() == SIZE
+    dist.all_reduce(first := torch.ones(()) if RANK == 0 else torch.ones(1))
+    assert first.item() == SIZE
 
 
 def net() -> torch.nn.Module:
@@ -433,8 +433,8 @@ def net() -> torch.nn.Module:
 def trained(group: Any, hook: str = "", no_sync: bool = False, **options: Any) -> list[torch.Tensor]:
     model = net()
     with torch.no_grad():
-        for one in model.parameters():
-            one += 0.01 * RANK  # differences that DistributedDataParallel removes
+        for parameter in model.parameters():
+            parameter += 0.01 * RANK  # differences that DistributedDataParallel removes
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001, **options)
     if hook == "half":
         wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
@@ -449,7 +449,7 @@ def trained(group: Any, hook: str = "", no_sync: bool = False, **options: Any) -
         if not no_sync or step % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return [one.detach() for one in model.state_dict().values()]
+    return [item.detach() for item in model.state_dict().values()]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -462,8 +462,8 @@ def test_data_parallel(options: dict[str, Any], overlap: bool, monkeypatch: pyte
     if options.get("hook") != "power":
         by_both(lambda group: trained(group, **options), 1e-2 if "hook" in options else 1e-5)
         return
-    found = hvd.allgather_object([one.tolist() for one in trained(WORLD, **options)[:2]])  # gloo aborts here
-    assert found == [found[0]] * SIZE
+    result = hvd.allgather_object([one.tolist() for one in trained(WORLD, **options)[:2]])  # gloo aborts here
+    assert result == [result[0]] * SIZE
 
 
 def test_a_mismatch_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,7 +479,7 @@ def test_a_mismatch_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         with pytest.raises(MismatchError, match=r"\(3,\) on rank 0"):
             loss.backward()
-        dist.all_reduce(torch.zeros(sum(one.numel() for one in model.parameters())))
+        dist.all_reduce(torch.zeros(sum(parameter.numel() for parameter in model.parameters())))
 
 
 def test_sparse_gradients_and_passes_within_others() -> None:
@@ -505,7 +505,7 @@ def test_sparse_gradients_and_passes_within_others() -> None:
             wrapped(ids).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [one.detach() for one in model.parameters()]
+        return [parameter.detach() for parameter in model.parameters()]
 
     by_both(train)
 
@@ -523,7 +523,7 @@ def sharded(mesh: Any) -> list[torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return [one.detach().full_tensor() for one in model.parameters()]
+    return [parameter.detach().full_tensor() for parameter in model.parameters()]
 
 
 def test_sharded_data_parallel() -> None:
@@ -547,7 +547,7 @@ def test_the_first_fsdp_and_checkpoints_in_the_background(tmp_path_factory: Any)
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [one.detach().clone() for one in model.parameters()]
+        return [parameter.detach().clone() for parameter in model.parameters()]
 
     by_both(train)
     directory = [str(tmp_path_factory.mktemp("checkpoint"))]
@@ -579,23 +579,25 @@ def test_complex_numbers_have_no_product(call: Callable[[torch.Tensor, Any], Any
 
 def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
     """Return calls whose arguments are wrong in a way that only the calling rank can see."""
-    one, whole, premul = torch.ones(2), torch.ones(2 * SIZE), dist._make_nccl_premul_sum(2.0)
+    first, whole, premul = torch.ones(2), torch.ones(2 * SIZE), dist._make_nccl_premul_sum(2.0)
     return {
-        "dtype": ("NumPy has no such type", lambda: dist.all_reduce(one.to(torch.float8_e4m3fn))),
-        "operation": ("lacks PREMUL_SUM", lambda: dist.all_reduce(one, premul)),
-        "bits": ("lacks BAND", lambda: dist.all_reduce(one.int(), dist.ReduceOp.BAND)),
-        "root": ("no rank 7", lambda: dist.broadcast(one, 7)),
-        "root of reduce": ("no rank 7", lambda: WORLD.reduce([one], _options(dist.ReduceOptions, 7))),
-        "root of gather": ("no rank 7", lambda: WORLD.gather([[]], [one], _options(dist.GatherOptions, 7))),
-        "type of the output": ("has the dtype torch.uint8", lambda: dist.all_gather_into_tensor(
-            torch.empty(2 * SIZE, dtype=torch.uint8), one.bool())),
-        "type of the sum": ("has the dtype torch.int32", lambda: dist.reduce_scatter_tensor(
+        "dtype": ("NumPy has no such type", lambda: dist.all_reduce(first.to(torch.float8_e4m3fn))),
+        "operation": ("lacks PREMUL_SUM", lambda: dist.all_reduce(first, premul)),
+        "bits": ("lacks BAND", lambda: dist.all_reduce(first.int(), dist.ReduceOp.BAND)),
+        "root": ("7 does not", lambda: dist.broadcast(first, 7)),
+        "root of reduce": ("7 does not", lambda: WORLD.reduce([first], _options(dist.ReduceOptions, 7))),
+        "root of gather": (
+            "7 does not", lambda: WORLD.gather([[]], [first], _options(dist.GatherOptions, 7))
+        ),
+        "type of the output": ("has dtype torch.uint8", lambda: dist.all_gather_into_tensor(
+            torch.empty(2 * SIZE, dtype=torch.uint8), first.bool())),
+        "type of the sum": ("has dtype torch.int32", lambda: dist.reduce_scatter_tensor(
             torch.empty(2, dtype=torch.int32), whole, dist.ReduceOp.MAX)),
         "sizes": ("cannot be divided", lambda: dist.reduce_scatter_tensor(torch.empty(3), whole)),
-        "gathered": ("is not", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), one)),
+        "gathered": ("is not", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), first)),
         "splits": ("do not add up", lambda: WORLD.all_to_all_single(whole, whole, [1] * SIZE, [2] * SIZE)),
-        "sparse": ("by SUM only", lambda: dist.all_reduce(one.to_sparse(), dist.ReduceOp.MAX)),
-        "complex": ("Sum and Average", lambda: dist.reduce(one.cfloat(), 0, dist.ReduceOp.MAX)),
+        "sparse": ("by SUM only", lambda: dist.all_reduce(first.to_sparse(), dist.ReduceOp.MAX)),
+        "complex": ("Sum and Average", lambda: dist.reduce(first.cfloat(), 0, dist.ReduceOp.MAX)),
     }  # fmt: skip
 
 
@@ -615,12 +617,12 @@ def test_an_argument_that_is_wrong_on_one_rank(case: str) -> None:
     else:
         with pytest.raises(MismatchError, match=f"rank 0 .*{told}"):
             dist.all_reduce(torch.ones(2))
-    dist.all_reduce(one := torch.full((2,), RANK + 10.0))
-    assert one[0].item() == sum(range(10, 10 + SIZE))
+    dist.all_reduce(tensor := torch.full((2,), RANK + 10.0))
+    assert tensor[0].item() == sum(range(10, 10 + SIZE))
 
 
 def calls_that_differ() -> dict[str, tuple[str, Any, Any]]:
-    one, sparse = torch.ones(2), torch.sparse_coo_tensor([[1]], [1.0], (4 + RANK,))
+    first, sparse = torch.ones(2), torch.sparse_coo_tensor([[1]], [1.0], (4 + RANK,))
     return {
         "rows": ("sparse tensor of shape", lambda: dist.all_reduce(sparse), lambda: dist.all_reduce(sparse)),
         "shape": (r"\(2, 3\) on rank 0", lambda: dist.all_reduce(torch.ones(2, 3)),
@@ -635,9 +637,9 @@ def calls_that_differ() -> dict[str, tuple[str, Any, Any]]:
                     lambda: dist.reduce_scatter_tensor(torch.ones(5), torch.ones(5, SIZE))),
         "sign": (r"torch.int8 on rank 0", lambda: dist.broadcast(torch.ones(2).char(), 0),
                  lambda: dist.broadcast(torch.ones(2).byte(), 0)),
-        "root": ("to rank 0 on rank 0", lambda: dist.gather(one, [one.clone() for _ in range(SIZE)], 0),
-                 lambda: dist.gather(one, [one.clone() for _ in range(SIZE)] if RANK == 1 else None, 1)),
-        "barrier": ("barrier on rank 0", dist.barrier, lambda: dist.all_reduce(one)),
+        "root": ("to rank 0 on rank 0", lambda: dist.gather(first, [first.clone() for _ in range(SIZE)], 0),
+                 lambda: dist.gather(first, [first.clone() for _ in range(SIZE)] if RANK == 1 else None, 1)),
+        "barrier": ("barrier on rank 0", dist.barrier, lambda: dist.all_reduce(first)),
     }  # fmt: skip
 
 
@@ -683,10 +685,10 @@ def test_what_is_wrong() -> None:
     with pytest.raises(MismatchError, match="outputs of"):
         dist.all_gather(outputs, torch.ones(5))
     sends = [SIZE + 1 - RANK, *[1] * (SIZE - 1)]
-    one, other = torch.empty(sum(sends)), torch.empty(sum(sends))
+    first, other = torch.empty(sum(sends)), torch.empty(sum(sends))
     with pytest.raises(ValueError, match="its outputs hold"):
-        dist.all_to_all_single(one, other, sends, sends)
-    with pytest.raises(ValueError, match=r"has the dtype torch\.float64"):
+        dist.all_to_all_single(first, other, sends, sends)
+    with pytest.raises(ValueError, match=r"has dtype torch\.float64"):
         dist.all_gather_into_tensor(torch.empty(SIZE, dtype=torch.float64), torch.empty(1))
     for tag in (-1, 2**31 - 2):
         with pytest.raises(ValueError, match=f"tag={tag} is not below"):

@@ -49,18 +49,18 @@ def expected_reduction(op: int, dtype: torch.dtype, shape: tuple[int, ...]) -> t
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product])
 def test_allreduce_all_types_and_operations(dtype: torch.dtype, op: int) -> None:
     for shape in [(), (0,), (5,), (3, 4, 2)]:
-        given = values(RANK, shape, dtype)
+        tensor = values(RANK, shape, dtype)
         expected = expected_reduction(op, dtype, shape)
-        result = hvd.allreduce(given, op=op)
+        result = hvd.allreduce(tensor, op=op)
         assert result.dtype is dtype
-        assert result.shape == given.shape
+        assert result.shape == tensor.shape
         tolerance = 1e-15 if dtype is torch.float64 else 1e-6
         assert torch.allclose(result.double(), expected.double(), rtol=tolerance)
-        assert torch.equal(given, values(RANK, shape, dtype))
-        handle = hvd.allreduce_async(given, op=op)
+        assert torch.equal(tensor, values(RANK, shape, dtype))
+        handle = hvd.allreduce_async(tensor, op=op)
         assert torch.equal(hvd.synchronize(handle), result)
-        assert hvd.allreduce_(given, op=op) is given
-        assert torch.equal(given, result)
+        assert hvd.allreduce_(tensor, op=op) is tensor
+        assert torch.equal(tensor, result)
 
 
 def test_allreduce_of_booleans() -> None:
@@ -72,13 +72,13 @@ def test_allreduce_of_booleans() -> None:
 
 
 def test_results_do_not_share_the_inputs_memory() -> None:
-    given = torch.ones(4)
+    tensor = torch.ones(4)
     for result in (
-        hvd.allreduce(given), hvd.allgather(given), hvd.broadcast(given, 0),
-        hvd.grouped_allreduce([given])[0], hvd.alltoall(given.repeat(SIZE)), hvd.reducescatter(given),
+        hvd.allreduce(tensor), hvd.allgather(tensor), hvd.broadcast(tensor, 0),
+        hvd.grouped_allreduce([tensor])[0], hvd.alltoall(tensor.repeat(SIZE)), hvd.reducescatter(tensor),
     ):
         result.fill_(7.0)
-        assert given.tolist() == [1.0] * 4
+        assert tensor.tolist() == [1.0] * 4
 
 
 def test_average_and_op_arguments() -> None:
@@ -107,8 +107,8 @@ def test_groups_and_many_in_flight_in_shuffled_order() -> None:
     for results in (
         hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group"),
         hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name="group")),
-        hvd.synchronize(hvd.grouped_allreduce_async_([one.clone() for one in tensors], op=hvd.Sum)),
-        hvd.grouped_allreduce_([one.clone() for one in tensors], op=hvd.Sum),
+        hvd.synchronize(hvd.grouped_allreduce_async_([tensor.clone() for tensor in tensors], op=hvd.Sum)),
+        hvd.grouped_allreduce_([tensor.clone() for tensor in tensors], op=hvd.Sum),
     ):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(results, expected, strict=True))
     order = np.random.default_rng(RANK).permutation(len(tensors))
@@ -132,11 +132,11 @@ def test_handles() -> None:
 
 
 def test_not_contiguous() -> None:
-    given = torch.arange(6.0).reshape(2, 3).t()
-    assert torch.equal(hvd.allreduce(given), given)
-    assert torch.equal(hvd.allgather(given)[:3], given)
+    inputs = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(hvd.allreduce(inputs), inputs)
+    assert torch.equal(hvd.allgather(inputs)[:3], inputs)
     with pytest.raises(ValueError, match="contiguous"):
-        hvd.allreduce_(given)
+        hvd.allreduce_(inputs)
     with pytest.raises(ValueError, match="sparse"):
         hvd.allreduce(torch.eye(2).to_sparse())
 
@@ -178,25 +178,25 @@ def test_allgather_broadcast_alltoall_all_types(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_reducescatter(dtype: torch.dtype, op: int) -> None:
     for rows in (SIZE * 2 + 1, 1, 0):
-        given = values(RANK, (rows, 3), dtype)
-        whole = hvd.allreduce(given, op=op)
+        tensor = values(RANK, (rows, 3), dtype)
+        whole = hvd.allreduce(tensor, op=op)
         counts = [rows // SIZE + (rank < rows % SIZE) for rank in range(SIZE)]
         own = whole[sum(counts[:RANK]) : sum(counts[: RANK + 1])]
-        assert torch.equal(hvd.reducescatter(given, op=op), own)
-        assert torch.equal(hvd.synchronize(hvd.reducescatter_async(given, op=op)), own)
-        assert torch.equal(hvd.grouped_reducescatter([given, given], op=op)[1], own)
-        assert torch.equal(hvd.synchronize(hvd.grouped_reducescatter_async([given], op=op))[0], own)
+        assert torch.equal(hvd.reducescatter(tensor, op=op), own)
+        assert torch.equal(hvd.synchronize(hvd.reducescatter_async(tensor, op=op)), own)
+        assert torch.equal(hvd.grouped_reducescatter([tensor, tensor], op=op)[1], own)
+        assert torch.equal(hvd.synchronize(hvd.grouped_reducescatter_async([tensor], op=op))[0], own)
     with pytest.raises(RuntimeError, match="reducescatter takes"):
         hvd.reducescatter(torch.ones(4), op=hvd.Adasum)
 
 
 def test_compression_of_a_tensor() -> None:
-    given = torch.full((3,), 1.001)
-    assert torch.equal(hvd.allreduce(given, compression=hvd.Compression.fp16), given.half().float())
-    assert torch.equal(hvd.allreduce(given, compression=hvd.Compression.bf16), given.bfloat16().float())
+    tensor = torch.full((3,), 1.001)
+    assert torch.equal(hvd.allreduce(tensor, compression=hvd.Compression.fp16), tensor.half().float())
+    assert torch.equal(hvd.allreduce(tensor, compression=hvd.Compression.bf16), tensor.bfloat16().float())
     assert hvd.allreduce(torch.tensor([3]), compression=hvd.Compression.fp16).dtype is torch.int64
-    results = hvd.grouped_allreduce([given, given.double()], compression=hvd.Compression.fp16)
-    assert [one.dtype for one in results] == [torch.float32, torch.float64]
+    results = hvd.grouped_allreduce([tensor, tensor.double()], compression=hvd.Compression.fp16)
+    assert [result.dtype for result in results] == [torch.float32, torch.float64]
 
 
 # Gradients.
@@ -208,13 +208,13 @@ def leaf(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_gradient_of_allreduce(op: int) -> None:
-    given = torch.full((4,), RANK + 1.0, dtype=torch.float64)
+    tensor = torch.full((4,), RANK + 1.0, dtype=torch.float64)
     total = SIZE * (SIZE + 1) / 2 / (1 if op == hvd.Sum else SIZE)
     x = leaf(4)
-    hvd.allreduce(x, op=op, name="g").backward(given)
+    hvd.allreduce(x, op=op, name="g").backward(tensor)
     assert x.grad.tolist() == [total] * 4
     x = leaf(4)
-    torch.autograd.backward(hvd.grouped_allreduce([x, x], op=op), [given, given])
+    torch.autograd.backward(hvd.grouped_allreduce([x, x], op=op), [tensor, tensor])
     assert x.grad.tolist() == [2 * total] * 4
 
 
@@ -274,10 +274,10 @@ def test_gradients_of_the_others() -> None:
 
 def test_sparse_allreduce() -> None:
     entries = [[1.0, 2.0], [3.0, 4.0]]
-    given = torch.sparse_coo_tensor([[RANK, 3]], entries, (SIZE + 4, 2), check_invariants=True)
+    tensor = torch.sparse_coo_tensor([[RANK, 3]], entries, (SIZE + 4, 2), check_invariants=True)
     for op in (hvd.Average, hvd.Sum):
-        result = hvd.sparse_allreduce_async(given, "rows", op)().to_dense()
-        assert torch.allclose(result, hvd.allreduce(given.to_dense(), op=op))
+        result = hvd.sparse_allreduce_async(tensor, "rows", op)().to_dense()
+        assert torch.allclose(result, hvd.allreduce(tensor.to_dense(), op=op))
 
 
 # Process sets, join, barrier, errors.

@@ -38,24 +38,24 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_collectives(dtype: torch.dtype) -> None:
-    given, every = mine(dtype=dtype), everyone(dtype=dtype)
+    inputs, every = mine(dtype=dtype), everyone(dtype=dtype)
     total: Any = sum(every)
-    near(hvd.allreduce(given), total / SIZE)
-    near(hvd.allreduce(given, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), 1.5 * total)
-    near(hvd.synchronize(hvd.allreduce_async(given, op=hvd.Sum)), total)
-    mixed = hvd.grouped_allreduce([given, torch.ones(2), given.sum(), given[:0]], op=hvd.Sum)
+    near(hvd.allreduce(inputs), total / SIZE)
+    near(hvd.allreduce(inputs, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), 1.5 * total)
+    near(hvd.synchronize(hvd.allreduce_async(inputs, op=hvd.Sum)), total)
+    mixed = hvd.grouped_allreduce([inputs, torch.ones(2), inputs.sum(), inputs[:0]], op=hvd.Sum)
     sums = [total, torch.full((2,), float(SIZE)), total.sum(), total[:0]]
-    for found, wanted in zip(mixed, sums, strict=True):
-        near(found, wanted)
-    near(hvd.allreduce_(given.clone(), op=hvd.Sum), total)
-    near(hvd.allgather(given[: RANK + 1]), torch.cat([one[: rank + 1] for rank, one in enumerate(every)]))
-    near(hvd.broadcast(given, 1), every[1])
-    parts = [one[RANK : RANK + 1] for one in every]
-    near(hvd.alltoall(given, splits=[1] * SIZE)[0], torch.cat(parts))
-    near(hvd.reducescatter(given), torch.tensor_split(total / SIZE, SIZE)[RANK])
-    near(hvd.reducescatter(given[:, 0], op=hvd.Sum), torch.tensor_split(total[:, 0], SIZE)[RANK])
-    near(hvd.broadcast_object(given, 0), every[0])
-    sparse = torch.sparse_coo_tensor([[RANK, 2]], given[:2], (5, 3), check_invariants=False)
+    for item, wanted in zip(mixed, sums, strict=True):
+        near(item, wanted)
+    near(hvd.allreduce_(inputs.clone(), op=hvd.Sum), total)
+    near(hvd.allgather(inputs[: RANK + 1]), torch.cat([item[: rank + 1] for rank, item in enumerate(every)]))
+    near(hvd.broadcast(inputs, 1), every[1])
+    parts = [tensor[RANK : RANK + 1] for tensor in every]
+    near(hvd.alltoall(inputs, splits=[1] * SIZE)[0], torch.cat(parts))
+    near(hvd.reducescatter(inputs), torch.tensor_split(total / SIZE, SIZE)[RANK])
+    near(hvd.reducescatter(inputs[:, 0], op=hvd.Sum), torch.tensor_split(total[:, 0], SIZE)[RANK])
+    near(hvd.broadcast_object(inputs, 0), every[0])
+    sparse = torch.sparse_coo_tensor([[RANK, 2]], inputs[:2], (5, 3), check_invariants=False)
     dense = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)().to_dense()
     near(dense, hvd.allreduce(sparse.to_dense(), op=hvd.Sum))
 
@@ -84,17 +84,17 @@ def test_what_is_refused() -> None:
 
 
 def test_gradients_of_collectives() -> None:
-    given, total = mine().requires_grad_(), sum(everyone())
-    hvd.allreduce(given, op=hvd.Sum).abs().square().sum().backward()
-    near(given.grad, 2 * SIZE * total)
-    given.grad = None
-    (hvd.allgather(given).conj() * torch.cat(everyone())).real.sum().backward()
-    near(given.grad, mine())
+    inputs, total = mine().requires_grad_(), sum(everyone())
+    hvd.allreduce(inputs, op=hvd.Sum).abs().square().sum().backward()
+    near(inputs.grad, 2 * SIZE * total)
+    inputs.grad = None
+    (hvd.allgather(inputs).conj() * torch.cat(everyone())).real.sum().backward()
+    near(inputs.grad, mine())
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
 def test_optimizer(compression: Any) -> None:
-    """The gradient of ``a.conj()`` is a conjugate view. 16-bit compression does not change complex numbers."""
+    """The gradient of ``a.conj()`` is a conjugate view. 16-bit compression leaves complex numbers alone."""
     a, b = (torch.nn.Parameter(mine(0, dtype=dtype)) for dtype in (torch.complex64, torch.complex128))
     real = torch.nn.Parameter(torch.zeros(3))
     assert torch.autograd.grad((a.conj() * mine()).real.sum(), a)[0].is_conj()
@@ -103,8 +103,8 @@ def test_optimizer(compression: Any) -> None:
     optimizer = hvd.DistributedOptimizer(optimizer, named, compression=compression)
     for step in range(8):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        given = mine(RANK + step)
-        ((a.conj() * given).real.sum() + (b * given).imag.sum() + RANK * real.sum()).backward()
+        tensor = mine(RANK + step)
+        ((a.conj() * tensor).real.sum() + (b * tensor).imag.sum() + RANK * real.sum()).backward()
         mean = sum(mine(rank + step) for rank in range(SIZE)) / SIZE
         near(a.grad, mean)
         near(b.grad, (1j * mean.conj()).to(b.dtype))

@@ -63,23 +63,23 @@ def evaluations(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, words:
     line = f"{data} --batch-size {BATCH // SIZE} --hidden 32 {words}"
     monkeypatch.setattr(sys, "argv", ["train_torch.py", *line.split()])
     monkeypatch.setattr(recipe.loop.hvd, "shutdown", lambda: None)
-    found: list[dict[str, float]] = []
+    results: list[dict[str, float]] = []
     evaluate = recipe.loop.Model.evaluate
 
     def noted(self: Any) -> dict[str, float]:
-        found.append(evaluate(self))
-        return found[-1]
+        results.append(evaluate(self))
+        return results[-1]
 
     monkeypatch.setattr(recipe.loop.Model, "evaluate", noted)
     recipe.loop.main("", recipe.train_torch.Model)
-    return [one["auc"] for one in found]
+    return [tensor["auc"] for tensor in results]
 
 
 def test_the_default_trains_the_table(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = trained(recipe, data, monkeypatch, "--table-rate 0")
     auc = trained(recipe, data, monkeypatch, "")
-    assert layers < 0.6, "the layers alone see random rows of the table"
-    assert auc > 0.735, "0.72 at 0.02 with a first sum of 0.1 for means over a batch; the best possible: 0.89"
+    assert layers < 0.6, "without training the table, the layers see random rows"
+    assert auc > 0.735, "0.72 at rate 0.02 with an initial sum of 0.1 for batch means; the optimum: 0.89"
 
 
 @pytest.mark.slow
@@ -127,15 +127,15 @@ def test_an_export_that_cannot_begin_ends_all_ranks(
 
 def test_a_step_is_that_of_the_comparison(recipe: Any, data: Path) -> None:
     """Adagrad on batch sums, with a suitable initial sum, equals the other strategies' Adagrad on means."""
-    given = Namespace(data=str(data), batch_size=BATCH, hidden=[8])
-    given.sizes = recipe.strategies.Sizes(SMALL, 39, 4, (8,), BATCH)
+    options = Namespace(data=str(data), batch_size=BATCH, hidden=[8])
+    options.sizes = recipe.strategies.Sizes(SMALL, 39, 4, (8,), BATCH)
     ours = recipe.strategies.RecipeSteps(
-        recipe.strategies.Place(RANK, SIZE, [], [], given), recipe.train_torch.Model
+        recipe.strategies.Place(RANK, SIZE, [], [], options), recipe.train_torch.Model
     )
     recipe.strategies_torch.fill(ours.model.layers, ours.first)
-    model = recipe.strategies_torch.Model(given.sizes)
+    model = recipe.strategies_torch.Model(options.sizes)
     first = model.table.weight.detach().clone()
-    other = recipe.strategies_torch.Steps(recipe.strategies.Place(0, 1, [], [], given), model, model)
+    other = recipe.strategies_torch.Steps(recipe.strategies.Place(0, 1, [], [], options), model, model)
     for _ in range(4):
         assert ours.step() == other.step() == BATCH
     moved, expected = torch.from_numpy(ours.model.table.values) - first, model.table.weight.detach() - first

@@ -41,7 +41,7 @@ def train(body: Callable[[Net, Any, int], None], **options: Any) -> tuple[list[t
     for step in range(STEPS):
         body(net, optimizer, step)
         direct.append(optimizer._exchange.direct)
-    return [one.detach().clone() for one in net.parameters()], direct
+    return [parameter.detach().clone() for parameter in net.parameters()], direct
 
 
 def batch(step: int) -> torch.Tensor:
@@ -85,8 +85,8 @@ def clipped(net: Net, optimizer: Any, step: int) -> None:
     net(batch(step)).square().mean().backward()
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
     if step % 3 == 0:  # by hand, as some scripts do
-        for one in net.first.parameters():
-            one.grad = one.grad * 0.5
+        for parameter in net.first.parameters():
+            parameter.grad = parameter.grad * 0.5
     optimizer.step()
 
 
@@ -138,7 +138,7 @@ def in_two_passes(net: Net, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
-BODIES = {one.__name__: one for one in (
+BODIES = {item.__name__: item for item in (
     plain, sometimes_more, sometimes_again, clipped, joining, failing, joining_soon, in_two_passes,
 )}  # fmt: skip
 
@@ -148,27 +148,27 @@ BODIES = {one.__name__: one for one in (
 def test_weights_are_those_of_the_exchange_by_the_host(name: str, options: dict[str, Any]) -> None:
     options = {**options, "backward_passes_per_step": 2 if name == "in_two_passes" else 1}
     if "compression" in options and name not in ("plain", "sometimes_more"):
-        pytest.skip("once is enough")
+        pytest.skip("covered by other cases")
     with other_settings(BY_HOST):
         expected, never = train(BODIES[name], **options)
     with other_settings(BY_GLOO):
-        found, direct = train(BODIES[name], **options)
+        result, direct = train(BODIES[name], **options)
         devices = session.engine().sets.find(0).state.exchange.devices
-        assert len(devices) > (name != "joining_soon"), "buckets went through communicators of torch's"
+        assert len(devices) > (name != "joining_soon"), "buckets went through torch's communicators"
     assert not any(never)
     assert any(direct) or name == "joining_soon", "they were launched without a round"
     if name in ("sometimes_more", "sometimes_again", "failing"):
-        assert False in direct[direct.index(True) :], "and by rounds after other gradients"
+        assert False in direct[direct.index(True) :], "with rounds after other gradients"
     if name.startswith("joining") and hvd.rank() == 0:
         return  # it stopped early, so its weights are old
-    for one, other in zip(found, expected, strict=True):
+    for actual, other in zip(result, expected, strict=True):
         if hvd.size() == 2:
-            assert torch.equal(one, other)
+            assert torch.equal(actual, other)
         else:  # gloo sums three ranks in another order
             near = {"rtol": 1e-4, "atol": 1e-5}
             if "compression" in options:
                 near = {"rtol": 1e-2, "atol": 1e-3}
-            torch.testing.assert_close(one, other, **near)
+            torch.testing.assert_close(actual, other, **near)
 
 
 def in_direct_mode() -> tuple[Net, Any]:
@@ -189,7 +189,7 @@ def test_the_same_optimizer_in_a_job_that_starts_again() -> None:
         for step in range(8):
             plain(net, optimizer, step)
         assert optimizer._exchange.direct
-        total = sum(float(one.detach().sum()) for one in net.parameters())
+        total = sum(float(parameter.detach().sum()) for parameter in net.parameters())
         assert hvd.allgather_object(total) == [total] * hvd.size()
 
 

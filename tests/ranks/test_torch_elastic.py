@@ -54,7 +54,7 @@ Failures = dict[int, Callable[[], None]]
 
 
 class Training:
-    """Twelve steps with momentum, committed every fourth step. After some of them, an error is raised once."""
+    """Twelve steps with momentum, committed every fourth. After some of them, an error is raised once."""
 
     def __init__(
         self, failures: Failures, make: Callable[[Any], torch.optim.Optimizer], **options: Any

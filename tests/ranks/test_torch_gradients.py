@@ -64,9 +64,9 @@ def test_compression(compression: Any) -> None:
         small = torch.float16 if compression is hvd.Compression.fp16 else torch.bfloat16
         reference = []
         for rank in range(SIZE):
-            one = Net()
-            loss_of(one, 0, rank).backward()
-            reference.append(one.first.weight.grad.to(small).float())
+            first = Net()
+            loss_of(first, 0, rank).backward()
+            reference.append(first.first.weight.grad.to(small).float())
         mean = torch.stack(reference).sum(0) / SIZE
         assert torch.equal(grads[0], mean.to(small).double())
     optimizer.step()
@@ -106,8 +106,8 @@ def joined_loss_plain(net: nn.Module, step: int) -> Any:
 
 def test_a_parameter_that_begins_to_need_a_gradient() -> None:
     net, reference = Net(), Net()
-    for one in (net, reference):
-        one.first.weight.requires_grad_(False)
+    for network in (net, reference):
+        network.first.weight.requires_grad_(False)
     optimizer, plain = hvd.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
     for step in range(8):
         if step == 3:
@@ -134,6 +134,6 @@ def test_gradients_that_are_not_contiguous() -> None:
     for _ in range(3):
         optimizer.zero_grad(), plain.zero_grad()
         net(images[RANK]).square().mean().backward()
-        (sum(reference(one).square().mean() for one in images) / SIZE).backward()
+        (sum(reference(image).square().mean() for image in images) / SIZE).backward()
         optimizer.step(), plain.step()
     assert_equal_weights(net, reference)

@@ -40,7 +40,7 @@ class Memory:
 
 def seen(loader: Any) -> list[tuple[int, list[int]]]:
     """Return the position and all ranks' samples of each batch."""
-    mine = [(one.position, one.indices[one.indices >= 0].tolist()) for one in loader]
+    mine = [(item.position, item.indices[item.indices >= 0].tolist()) for item in loader]
     steps = zip(*hvd.allgather_object(mine), strict=True)
     return [(parts[0][0], [*itertools.chain(*[part[1] for part in parts])]) for parts in steps]
 

@@ -110,11 +110,11 @@ def test_weights_of_any_kind_are_compared(first: float, second: float, kind: Any
                 plain.data += 1
             ((odd * 0).sum() + (plain * 0).sum()).backward()
             optimizer.step()
-    found = says and f"'odd' is {says}"
+    message = says and f"'odd' is {says}"
     if kind is Unreadable:
-        found = "'plain' is 1 on rank 0 (.*) and 2 on rank 1"
-    assert len(texts) == (RANK == 0 and found != "")
-    assert all(re.search(found.replace("(.*)", r"\(.*\)"), text) for text in texts)
+        message = "'plain' is 1 on rank 0 (.*) and 2 on rank 1"
+    assert len(texts) == (RANK == 0 and message != "")
+    assert all(re.search(message.replace("(.*)", r"\(.*\)"), text) for text in texts)
 
 
 @several
@@ -140,7 +140,7 @@ def test_weights_are_compared_once_where_ranks_join_after_each_step(differ: bool
     [("none", ""), ("reload", "0.weight"), ("add", "parameter 4, of shape (1, 2)"), ("unfreeze", "2.bias")],
 )
 def test_weights_that_differ_later_are_noticed(change: str, says: str) -> None:
-    """They are reported once: in exchange 10, and soon after new parameters appear. Frozen ones may differ."""
+    """They are reported once: in exchange 10, and soon after new parameters appear. Frozen may differ."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
     net[2].bias.requires_grad_(False).fill_(RANK)
@@ -217,8 +217,8 @@ def test_names_of_parameters() -> None:
     """Names are unique and equal on all ranks, as scripts written for Horovod expect."""
     net = Net()
     named = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
-    assert named._parameter_names == {one: name for name, one in net.named_parameters()}
-    groups = [{"params": [one]} for one in Net().parameters()]
+    assert named._parameter_names == {value: name for name, value in net.named_parameters()}
+    groups = [{"params": [parameter]} for parameter in Net().parameters()]
     for op in (hvd.Average, hvd.Adasum):
         names = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), op=op)._parameter_names.values()
         assert len(set(names)) == len(groups)
@@ -251,10 +251,10 @@ def test_adasum_optimizer() -> None:
             optimizer.step()
             assert steps() == 1
         starts = [parameter.detach().clone() for parameter in replicas[0].parameters()]
-        for rank, (replica, one) in enumerate(zip(replicas, plain, strict=True)):
-            one.zero_grad()
+        for rank, (replica, item) in enumerate(zip(replicas, plain, strict=True)):
+            item.zero_grad()
             loss_of(replica, step, rank).backward()
-            one.step()
+            item.step()
         for place, parameters in enumerate(zip(*[replica.parameters() for replica in replicas], strict=True)):
             changes = [parameter.detach() - starts[place] for parameter in parameters]
             while len(changes) > 1:

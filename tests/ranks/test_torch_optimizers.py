@@ -108,47 +108,47 @@ class Program:
 
     def same(self) -> None:
         """Wrap the same torch optimizer again. Its state continues."""
-        one = self.one()
-        if one.base is not None:
-            one.old = one.optimizers if self.luck.random() < 0.5 else []
-            one.optimizers = [hvd.DistributedOptimizer(one.base, one.net.named_parameters(), op=one.op)]
+        pick = self.one()
+        if pick.base is not None:
+            pick.old = pick.optimizers if self.luck.random() < 0.5 else []
+            pick.optimizers = [hvd.DistributedOptimizer(pick.base, pick.net.named_parameters(), op=pick.op)]
 
     def halves(self) -> None:
-        """Create an optimizer for each of two layers. The first of them replaces the old optimizer."""
-        one = self.one()
-        one.base, parts = None, (slice(0, 1), slice(1, 2))
-        one.optimizers = [self.optimizer_of(one.net, one.op, part)[0] for part in parts]
-        one.plain = [
-            sgd(p for layer in layers_of(one.reference, part) for p in layer.parameters()) for part in parts
+        """Create an optimizer for each of two layers. The pick of them replaces the old optimizer."""
+        pick = self.one()
+        pick.base, parts = None, (slice(0, 1), slice(1, 2))
+        pick.optimizers = [self.optimizer_of(pick.net, pick.op, part)[0] for part in parts]
+        pick.plain = [
+            sgd(p for layer in layers_of(pick.reference, part) for p in layer.parameters()) for part in parts
         ]
 
     def delete(self) -> None:
         """Delete the optimizer. The net is then a plain one, and a single rank may run a backward pass."""
-        one = self.one()
-        dead = [weakref.ref(optimizer) for optimizer in one.optimizers]
-        one.optimizers, one.old = [], []
+        pick = self.one()
+        dead = [weakref.ref(optimizer) for optimizer in pick.optimizers]
+        pick.optimizers, pick.old = [], []
         assert not any(reference() for reference in dead)
         if self.luck.randrange(SIZE) == RANK:
             with counting_exchanges() as count:
-                loss_of(one.net, 0, RANK).backward()
+                loss_of(pick.net, 0, RANK).backward()
             assert count() == 0
-        self.again(one)
+        self.again(pick)
 
     def copy(self) -> None:
         """Copy a net. A copy does not replace anything, and the original continues to work."""
-        one = self.one()
-        if len(self.trained) == 3 or len(one.optimizers) > 1:
+        pick = self.one()
+        if len(self.trained) == 3 or len(pick.optimizers) > 1:
             return
         if self.luck.random() < 0.5:
-            net, optimizer = copy.deepcopy((one.net, one.optimizers[0]))
+            net, optimizer = copy.deepcopy((pick.net, pick.optimizers[0]))
         else:
             file = io.BytesIO()
-            torch.save((one.net, one.optimizers[0]), file)
+            torch.save((pick.net, pick.optimizers[0]), file)
             file.seek(0)
             net, optimizer = torch.load(file, weights_only=False)
-        reference, plain = copy.deepcopy((one.reference, one.plain))
+        reference, plain = copy.deepcopy((pick.reference, pick.plain))
         optimizer.zero_grad()  # joins the job, in the same order on all ranks
-        self.trained.append(Trained(net, [optimizer], None, reference, plain, one.op, steps=one.steps))
+        self.trained.append(Trained(net, [optimizer], None, reference, plain, pick.op, steps=pick.steps))
 
     def drop(self) -> None:
         """Drop a net. Everything that belongs to it must be freed at once."""
@@ -176,7 +176,7 @@ class Program:
                 errors.append(error)
 
         with counting_exchanges() as count:
-            before = [one.steps for one in chosen]
+            before = [item.steps for item in chosen]
             threads = [threading.Thread(target=train, args=pair) for pair in zip(chosen, seeds, strict=True)]
             for thread in threads:
                 thread.start()
@@ -247,9 +247,9 @@ def test_models_are_freed() -> None:
             loss_of(net, step, RANK).backward()
             optimizer.step()
             scheduler.step()
-        found = [weakref.ref(optimizer), weakref.ref(optimizer._exchange), weakref.ref(optimizer._hooks)]
+        references = [weakref.ref(optimizer), weakref.ref(optimizer._exchange), weakref.ref(optimizer._hooks)]
         del optimizer
-        assert [one() for one in found] == [None] * 3
+        assert [tensor() for tensor in references] == [None] * 3
         if RANK == 0:
             with counting_exchanges() as count:
                 loss_of(net, 0, RANK).backward()
@@ -258,7 +258,7 @@ def test_models_are_freed() -> None:
         left.append(weakref.ref(net))
         del net, base, scheduler
     gc.collect()
-    assert [one() for one in left] == [None] * 8
+    assert [item() for item in left] == [None] * 8
 
 
 @several
@@ -282,7 +282,7 @@ def test_an_optimizer_that_gains_parameters_of_another() -> None:
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
 def test_adasum_replaces_and_is_replaced(op: int) -> None:
     if SIZE == 3:
-        pytest.skip("Adasum is for 2, 4, 8 ranks")
+        pytest.skip("Adasum needs 2, 4, 8 ranks")
     net = make_net(0)
     first = hvd.DistributedOptimizer(sgd(net.parameters()), op=hvd.Average + hvd.Adasum - op)
     loss_of(net, 0, RANK).backward()
@@ -325,12 +325,12 @@ def test_a_construction_that_fails_replaces_nothing() -> None:
     net = make_net(0)
     base = sgd(net.parameters())
     optimizer = hvd.DistributedOptimizer(base, net.named_parameters())
-    for given, wrong, text in (
+    for value, wrong, text in (
         (sgd(net.parameters()), hvd.ProcessSet([0]), "is not registered"),
         (base, hvd.ProcessSet([0]), "is not registered"), (base, [0, 1], "must be a ProcessSet, got"),
     ):
         with pytest.raises(ValueError, match=text):
-            hvd.DistributedOptimizer(given, net.named_parameters(), process_set=wrong)
+            hvd.DistributedOptimizer(value, net.named_parameters(), process_set=wrong)
     assert optimizer._options.process_set is hvd.global_process_set
     with counting_exchanges() as count:
         loss_of(net, 0, RANK).backward()

@@ -17,7 +17,7 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.ranks(2, 3, 4)
 on_host = pytest.mark.skipif(
-    os.environ.get("RINGDANCE_CPU_OPERATIONS") == "gloo", reason="that path has another: test_torch_device.py"
+    os.environ.get("RINGDANCE_CPU_OPERATIONS") == "gloo", reason="test_torch_device.py covers that path"
 )
 
 
@@ -60,7 +60,7 @@ def test_steps_are_counted() -> None:
         train(3)
         assert steps() == 3
         hvd.mark_step()
-        assert steps() == 1, "those of the optimizer count no more"
+        assert steps() == 1, "the optimizer's own steps no longer count"
         train(3)
         hvd.mark_step()
         assert steps() == 2

@@ -36,13 +36,13 @@ def test_waits_are_spans(tmp_path: Path) -> None:
     hvd.allreduce(torch.ones(3), name="later")
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = {one["name"]: one["dur"] for one in events if one.get("name", "").startswith(PREFIX)}
+    spans = {event["name"]: event["dur"] for event in events if event.get("name", "").startswith(PREFIX)}
     assert {f"{PREFIX}allreduce.late", f"{PREFIX}allreduce.noname"} < set(spans)
     assert f"{PREFIX}allreduce.later" not in spans
     if RANK == 0:
         assert spans[f"{PREFIX}allreduce.late"] > 0.1e6
         assert any(name.startswith(f"{PREFIX}gradients of ") for name in spans)
-    rows = {one.key for one in profiler.key_averages()}
+    rows = {average.key for average in profiler.key_averages()}
     assert set(spans) <= rows
 
 

@@ -29,7 +29,7 @@ def gloo() -> dict[tuple[int, ...], Any]:
         store = dist.FileStore(path, hvd.size())
         dist.init_process_group("ringdance", store=store, rank=hvd.rank(), world_size=hvd.size())
     sizes = range(1, hvd.size() + 1)
-    subsets = [one for size in sizes for one in itertools.combinations(range(hvd.size()), size)]
+    subsets = [ranks for size in sizes for ranks in itertools.combinations(range(hvd.size()), size)]
     return {members: dist.new_group(list(members), backend="gloo") for members in subsets}
 
 
@@ -43,21 +43,21 @@ def _run(seed: int, gloo: dict[tuple[int, ...], Any]) -> list[str]:
     steps = program(seed, hvd.size())
     ours = Interpreter(dist.group.WORLD, lambda members: dist.new_group(list(members)))
     results = ours.run(steps)
-    found = differences(steps, results, hvd.rank())
+    problems = differences(steps, results, hvd.rank())
     ours.close()
     theirs = Interpreter(gloo[tuple(range(hvd.size()))], gloo.__getitem__)
     valid = [step for step in steps if step.kind == "make" or _known_to_gloo(step)]
-    found += [f"gloo: {one}" for one in differences(valid, theirs.run(valid), hvd.rank())]
+    problems += [f"gloo: {difference}" for difference in differences(valid, theirs.run(valid), hvd.rank())]
     everyone: list[Any] = [None] * hvd.size()
-    dist.all_gather_object(everyone, found, group=theirs.groups[0])
-    return [f"seed {seed}: {one}" for found in everyone for one in found]
+    dist.all_gather_object(everyone, problems, group=theirs.groups[0])
+    return [f"seed {seed}: {problem}" for problems in everyone for problem in problems]
 
 
 @pytest.mark.parametrize("first", sampled("programs of torch.distributed", range(20), 1))
 def test_random_programs(first: int, gloo: dict[tuple[int, ...], Any]) -> None:
     """Results equal gloo's. A call that is wrong on one rank raises on all, and later calls still match."""
-    found = [one for seed in range(15 * first, 15 * first + 15) for one in _run(seed, gloo)]
-    assert not found, "\n".join(found[:5])
-    one = torch.ones(1)
-    dist.all_reduce(one)
-    assert one.item() == hvd.size()
+    problems = [problem for seed in range(15 * first, 15 * first + 15) for problem in _run(seed, gloo)]
+    assert not problems, "\n".join(problems[:5])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == hvd.size()

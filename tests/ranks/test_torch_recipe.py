@@ -46,11 +46,11 @@ def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
     """With 7 images, ranks have unequal numbers, some below passes. With 1, other ranks have padding."""
     torch.manual_seed(RANK)
     preset = replace(PRESETS["laptop"], momentum=0.0, weight_decay=0.0, label_smoothing=0.1)
-    given = Namespace(accumulate=passes, width=4, model=None, seed=0)
-    training = train_torch.Model(given, preset, 5, torch.device("cpu"))
-    for one in training.model.modules():
-        if isinstance(one, nn.BatchNorm2d):
-            nn.init.ones_(one.weight)  # otherwise, gradients of most layers are 0
+    options = Namespace(accumulate=passes, width=4, model=None, seed=0)
+    training = train_torch.Model(options, preset, 5, torch.device("cpu"))
+    for module in training.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.ones_(module.weight)  # otherwise, gradients of most layers are 0
     training.equal()
     training.model.eval()  # in training mode, each rank normalizes by its own batch statistics
     twin = copy.deepcopy(training.model)
@@ -65,11 +65,11 @@ def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
 
     logits = twin((images.float() - training.mean) / training.deviation)
     nn.functional.cross_entropy(logits, labels, label_smoothing=0.1).backward()
-    for (name, one), other in zip(training.model.named_parameters(), twin.parameters(), strict=True):
+    for (name, module), other in zip(training.model.named_parameters(), twin.parameters(), strict=True):
         assert other.grad.abs().max() > 0, name
         expected = other.detach() - RATE * other.grad
         scale = float((RATE * other.grad).abs().max())
-        torch.testing.assert_close(one.detach(), expected, rtol=1e-5, atol=1e-3 * scale, msg=name)
+        torch.testing.assert_close(module.detach(), expected, rtol=1e-5, atol=1e-3 * scale, msg=name)
 
 
 IMAGES = {"train": 8 * SIZE + 3, "validation": 7}
@@ -141,9 +141,9 @@ def test_evaluation_alone_is_that_of_the_training(
     scores = scored(monkeypatch, photos, "validation")
     if RANK == 0:
         assert "top-5" not in told, "there are three classes"
-        found = evaluations(told)
-        assert len(found) == 3, told
-        best = max(found, key=lambda line: float(line.split()[1].rstrip("%")))
+        result = evaluations(told)
+        assert len(result) == 3, told
+        best = max(result, key=lambda line: float(line.split()[1].rstrip("%")))
         assert evaluations(again) == [best, best], (told, again)
         score = np.loadtxt(scores, skiprows=1, dtype=str, delimiter="\t")
         right = sum(
@@ -172,12 +172,12 @@ def test_export_replaces_only_an_earlier_export(
     assert (mine / "thesis.txt").read_text()
     target = trained[0] / "model"
     before = (target / "weights.pt").read_bytes()
-    assert sorted(one.name for one in target.iterdir())[0] == "model.json"
+    assert sorted(path.name for path in target.iterdir())[0] == "model.json"
     hvd.broadcast_object(None)
     run(monkeypatch, photos, "--steps", "1", "--export", f"{target}/")
-    assert sorted(one.name for one in target.iterdir())[0] == "model.json"
+    assert sorted(path.name for path in target.iterdir())[0] == "model.json"
     assert (target / "weights.pt").read_bytes() != before
-    assert not [one for one in trained[0].iterdir() if one.name.startswith(".")]
+    assert not [path for path in trained[0].iterdir() if path.name.startswith(".")]
 
 
 def test_what_more_ranks_cannot_finish_is_evaluated(
@@ -219,17 +219,17 @@ def test_a_worse_model_does_not_replace_the_best(photos: Path, monkeypatch: pyte
     monkeypatch.setattr(train_torch.Model, "evaluate", lambda self: {"top1": 0.9, "count": 7})
     run(monkeypatch, photos, *same)
     if RANK == 0:
-        for one in (photos / "kept").iterdir():
-            if one.name.lstrip(".").startswith("checkpoint"):
-                one.unlink()
-        for one in (photos / "before").iterdir():
-            if one.name.lstrip(".").startswith("checkpoint"):
-                shutil.copy(one, photos / "kept")
+        for path in (photos / "kept").iterdir():
+            if path.name.lstrip(".").startswith("checkpoint"):
+                path.unlink()
+        for path in (photos / "before").iterdir():
+            if path.name.lstrip(".").startswith("checkpoint"):
+                shutil.copy(path, photos / "kept")
     hvd.broadcast_object(None)
-    kept = {one.name for one in (photos / "kept").glob("best-*")}
+    kept = {path.name for path in (photos / "kept").glob("best-*")}
     monkeypatch.setattr(train_torch.Model, "evaluate", lambda self: {"top1": 0.5, "count": 7})
     run(monkeypatch, photos, *same, "--rate", "0.01")
-    assert {one.name for one in (photos / "kept").glob("best-*")} == kept
+    assert {path.name for path in (photos / "kept").glob("best-*")} == kept
     with np.load(photos / "kept" / kept.pop()) as saved:
         assert json.loads(str(saved["position"]))["best"] == 0.9
 
@@ -239,7 +239,7 @@ def test_a_training_that_diverges_ends(photos: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit, match=r"The loss is (nan|inf) at step"):
         run(monkeypatch, photos, *words, "--sample-log", str(photos / "new" / "used"))
     hvd.broadcast_object(None)
-    assert not list((photos / "kept").glob("*")), "no checkpoint of it"
+    assert not list((photos / "kept").glob("*")), "it must not leave a checkpoint"
     assert len(list((photos / "new" / "used").iterdir())) == SIZE
 
 
@@ -287,8 +287,8 @@ def test_photographs_are_scored_as_prepared_ones(
     assert f"left out: {new}/broken.jpg: cannot identify" in told
     again = [line.split("\t") for line in (tmp_path / f"scores{RANK}").read_text().splitlines()]
     assert again == [lines[0], ["linked.jpg", *lines[1][1:]], *lines[1:]]
-    for one in new.iterdir():
-        one.unlink()
+    for path in new.iterdir():
+        path.unlink()
     with pytest.raises(SystemExit, match="2"):
         score.main()
     assert f"{new}: no index of 'train' (train.json is missing)" in capsys.readouterr().err
@@ -306,13 +306,13 @@ def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(
     other: Any = train_torch.resnet50(7, 4)
     if RANK == 0:
         torch.save(other.state_dict(), path)
-    given = Namespace(accumulate=1, width=4, model=None, seed=0)
-    training = train_torch.Model(given, PRESETS["laptop"], 3, torch.device("cpu"))
+    options = Namespace(accumulate=1, width=4, model=None, seed=0)
+    training = train_torch.Model(options, PRESETS["laptop"], 3, torch.device("cpu"))
     assert "fc.weight, fc.bias fresh" in begin_with(Namespace(weights=path, evaluate=False), training, 3)
     training.equal()
     torch.testing.assert_close(training.model.layer3[1].conv2.weight, other.layer3[1].conv2.weight)
     assert training.model.fc.weight.shape[0] == 3
-    training = train_torch.Model(replaced(given), PRESETS["laptop"], 3, torch.device("cpu"))
+    training = train_torch.Model(replaced(options), PRESETS["laptop"], 3, torch.device("cpu"))
     with pytest.raises(SystemExit, match=r"other\.pt: not for this model: \d+ of its entries"):
         begin_with(Namespace(weights=path, evaluate=False), training, 3)
 

@@ -19,9 +19,9 @@ RANK, SIZE = hvd.rank(), hvd.size()
 
 def of_all(loader: DataLoader[Any]) -> tuple[Counter[int], list[int]]:
     """Return how often each sample was seen on any rank, and each rank's number of batches."""
-    batches = [torch.as_tensor(one).flatten().tolist() for one in loader]
+    batches = [torch.as_tensor(item).flatten().tolist() for item in loader]
     gathered = hvd.allgather_object(batches)
-    return Counter(itertools.chain(*itertools.chain(*gathered))), [len(one) for one in gathered]
+    return Counter(itertools.chain(*itertools.chain(*gathered))), [len(item) for item in gathered]
 
 
 def check(seen: Counter[int], counts: list[int], length: int, ends: str) -> None:
@@ -43,7 +43,7 @@ def test_a_data_set(ends: str, shuffle: bool, workers: int) -> None:
     data = TensorDataset(torch.arange(length))
     sampler = hvd.shard(data, ends=ends, shuffle=shuffle)
     loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers,
-                        collate_fn=lambda rows: torch.stack([one for (one,) in rows]))
+                        collate_fn=lambda rows: torch.stack([value for (value,) in rows]))
     orders = []
     for epoch in range(2):
         sampler.set_epoch(epoch)

@@ -28,8 +28,8 @@ def test_broadcast_parameters() -> None:
     root = SIZE - 1
     expected = network(root)
     named = net.named_parameters
-    for given in (net.state_dict(), list(named()), [*net.parameters()], named()):
-        hvd.broadcast_parameters(given, root)
+    for item in (net.state_dict(), list(named()), [*net.parameters()], named()):
+        hvd.broadcast_parameters(item, root)
         for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
             assert torch.equal(mine, theirs)
         with torch.no_grad():
@@ -77,9 +77,9 @@ def test_broadcast_optimizer_state(name: str, wrapped: bool, fresh: bool) -> Non
     if wrapped:
         optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
     hvd.broadcast_optimizer_state(optimizer, root)
-    found = optimizer.state_dict()
+    result = optimizer.state_dict()
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))  # no step was made
-    assert_equal_structure(found, expected)
+    assert_equal_structure(result, expected)
 
 
 def assert_equal_structure(found: Any, expected: Any) -> None:
@@ -148,9 +148,9 @@ def test_sync_batch_norm_equals_batch_norm_on_the_joined_batch(dims: int, affine
     kind = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims]
     plain = kind(3, momentum=0.3, affine=affine).double()
     if affine:
-        for one in (sync, plain):
-            one.weight.data.copy_(torch.tensor([0.5, 1.5, 2.0]))
-            one.bias.data.copy_(torch.tensor([1.0, 0.0, -1.0]))
+        for model in (sync, plain):
+            model.weight.data.copy_(torch.tensor([0.5, 1.5, 2.0]))
+            model.bias.data.copy_(torch.tensor([1.0, 0.0, -1.0]))
     x, whole = joined[own].clone().requires_grad_(), joined.clone().requires_grad_()
     for _ in range(2):
         output, expected = sync(x), plain(whole)

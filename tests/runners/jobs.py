@@ -60,7 +60,7 @@ class Job:
         return TESTS.parent / self.venv / "bin" / "python" if self.venv else Path(sys.executable)
 
     def files(self) -> list[str]:
-        """Expand the patterns. Paths that do not exist are skipped."""
+        """Return the existing paths that match the patterns."""
         return [str(path) for pattern in self.paths for path in sorted(TESTS.glob(pattern))]
 
 

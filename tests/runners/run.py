@@ -31,9 +31,12 @@ from pathlib import Path
 
 from jobs import PARTS, Job, all_jobs
 from passed import Passed
-from sampled import seed_of_the_day
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS / "helpers"))  # pytest adds it by itself
+
+from sampled import seed_of_the_day  # noqa: E402
+
 ROOT = TESTS.parent
 LOGS = ROOT / "build" / "tests"
 AT_ONCE = max(2, (os.cpu_count() or 2) // 2)  # parallel jobs; most have two busy processes
@@ -264,8 +267,6 @@ def run_ranks(
 def as_rank(directory: str, words: list[str]) -> int:
     """Run pytest with `words` as one rank, and write its exit code to `directory`."""
     import pytest
-
-    sys.path.insert(0, str(TESTS / "helpers"))
     from this_rank import rank_and_size
 
     rank, _ = rank_and_size()
@@ -273,7 +274,7 @@ def as_rank(directory: str, words: list[str]) -> int:
         output = os.open(Path(directory, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-    # Capture through sys: with a file of pytest's, what MPI writes to descriptor 2 before aborting is lost.
+    # Capture sys only: pytest's own file for descriptor 2 would lose what MPI writes before it aborts.
     plain = ["-q", "--color=no", "--capture=sys", "-p", "no:cacheprovider"]
     plain += [f"--junitxml={directory}/rank-{rank}.xml"]
     code = int(pytest.main([*plain, *words]))

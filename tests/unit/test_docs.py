@@ -27,7 +27,7 @@ def test_every_block_is_run_or_parsed_or_says_why_not(record_property) -> None:
     for block in BLOCKS:
         if "not run:" in block.marks:
             reason = block.marks["not run:"]
-            assert reason.startswith(REASONS), f"{block.place}: {reason!r} is none of {REASONS}"
+            assert reason.startswith(REASONS), f"{block.place}: {reason!r} is not one of {REASONS}"
             not_run.append(f"{block.place}: {reason}")
         elif "in" in block.marks:
             other = ROOT / block.marks["in"]
@@ -66,7 +66,7 @@ def test_readers_see_the_files_that_their_commands_run() -> None:
         )
         for name in (b.marks["hidden file"] for b in page_blocks if "hidden file" in b.marks):
             runs = re.search(rf"^\$ .*\b(?:python|sh|bash) {re.escape(name)}\b", commands, re.M)
-            assert not runs, f"{page}: {name} is hidden, and a command of the page runs it"
+            assert not runs, f"{page}: {name} is hidden, but a command of the page runs it"
 
 
 def test_data_blocks_are_well_formed() -> None:

@@ -71,9 +71,9 @@ def test_a_row_that_has_passed_on_these_sources_is_not_run_again(
     directory.mkdir()
     (directory / "result.json").write_text(json.dumps(asdict(passed)))
     assert matrix.main() == 0
-    said = capsys.readouterr().out
-    assert "has passed on these sources" in said
-    assert re.search(r"newest-312 +3\.12\.1 .* passed +7 passed in 1\.0 min", said)
+    stdout = capsys.readouterr().out
+    assert "has passed on these sources" in stdout
+    assert re.search(r"newest-312 +3\.12\.1 .* passed +7 passed in 1\.0 min", stdout)
     (directory / "result.json").write_text(json.dumps(asdict(passed) | {"tree": "another"}))
     assert matrix.main() == 1
     assert "FAILED (it was run)" in capsys.readouterr().out

@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 def blocks(language: str) -> list[str]:
     texts = [text for name, text in BLOCKS if name == language]
-    assert texts, f"no {language} block in README.md"
+    assert texts, f"README.md has no {language} block"
     return texts
 
 

@@ -26,9 +26,9 @@ def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys:
     (target / "presets.py").write_text("# changed by hand\n")
     capsys.readouterr()
     assert main(["recipes", "copy", "resnet50", str(target)]) == 2
-    told = capsys.readouterr().err
-    assert "presets.py" in told
-    assert "--force" in told
+    stderr = capsys.readouterr().err
+    assert "presets.py" in stderr
+    assert "--force" in stderr
     assert (target / "presets.py").read_text() == "# changed by hand\n"
     assert main(["recipes", "copy", "resnet50", str(target), "--force"]) == 0
     assert (target / "presets.py").read_bytes() == (package / "presets.py").read_bytes()

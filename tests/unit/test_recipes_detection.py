@@ -36,7 +36,7 @@ def test_each_image_is_used_once_among_those_of_its_orientation(size: int) -> No
     for step in all_steps:
         count = sum(len(part.numbers) for part in step if part.weight)
         assert {(part.count, part.position) for part in step} == {(count, step[0].position)}
-        assert sum(part.weight for part in step) == pytest.approx(size), "the mean over the images"
+        assert sum(part.weight for part in step) == pytest.approx(size), "weights must give the overall mean"
         for part in step:
             assert len({bool(RATIOS[number] >= 1) for number in part.numbers}) == 1
     assert all_steps[-1][0].position == Plan(RATIOS, 4, 7, 3, 0, size).end == len(RATIOS)

@@ -112,7 +112,7 @@ def test_durations_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Replace all jobs by two whose names are recorded when they run. The first job fails the first time."""
+    """Replace all jobs with two whose names are recorded when they run. The first fails once."""
     names: list[str] = []
 
     def run_job(job: run.Job, *_: object) -> run.Outcome:

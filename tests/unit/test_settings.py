@@ -138,10 +138,10 @@ def test_unusable_text_names_variable_value_and_what_is_expected(name, text):
     ],
 )
 def test_unusable_legacy_text_leaves_the_default_and_is_said(name, text, setting, value):
-    settings, said = notes({name: text})
+    settings, warned = notes({name: text})
     assert getattr(settings, setting) == value
-    assert len(said) == 1
-    assert f"{name}={text!r} cannot be used" in said[0]
+    assert len(warned) == 1
+    assert f"{name}={text!r} cannot be used" in warned[0]
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("7", True), ("0", False), ("-3", False)])
@@ -151,8 +151,8 @@ def test_legacy_switches_are_numbers(text, value):
 
 def test_a_setting_without_effect_says_why_when_it_is_changed():
     changed = {"HOROVOD_CCL_CACHE": "1", "RINGDANCE_TORUS_ALLREDUCE": "on", "HOROVOD_CONTROLLER": "GLOO"}
-    _, said = notes(changed)
-    assert said == [
+    _, warned = notes(changed)
+    assert warned == [
         "RINGDANCE_TORUS_ALLREDUCE=on has no effect: NCCL is used as torch sets it up.",
         "HOROVOD_CCL_CACHE=1 has no effect: oneCCL is not used.",
         "HOROVOD_CONTROLLER=GLOO has no effect: Gloo is not used; MPI connects the ranks.",
@@ -169,13 +169,13 @@ def test_a_setting_without_effect_says_why_when_it_is_changed():
     ],
 )
 def test_an_unknown_name_warns_with_the_nearest(name, near):
-    _, said = notes({name: "1"})
-    assert said == [f"{name} is not a setting of Ringdance; did you mean {near}?"]
+    _, warned = notes({name: "1"})
+    assert warned == [f"{name} is not a setting of Ringdance; did you mean {near}?"]
 
 
 def test_an_unknown_name_like_nothing_else():
-    _, said = notes({"RINGDANCE_XYZZY": "1"})
-    assert said == ["RINGDANCE_XYZZY is not a setting of Ringdance; `ringdance settings` lists all names."]
+    _, warned = notes({"RINGDANCE_XYZZY": "1"})
+    assert warned == ["RINGDANCE_XYZZY is not a setting of Ringdance; `ringdance settings` lists all names."]
 
 
 def test_names_of_builds_and_launchers_are_no_mistakes():
@@ -191,10 +191,10 @@ def test_other_ranks_keep_quiet():
 
 
 def test_a_shutdown_time_below_the_check_time_is_ignored():
-    settings, said = notes({"RINGDANCE_STALL_SHUTDOWN_TIME": "3"})
+    settings, warned = notes({"RINGDANCE_STALL_SHUTDOWN_TIME": "3"})
     assert settings.stall_shutdown_time == 0.0
     assert settings.origin("stall_shutdown_time") == "default"
-    assert "RINGDANCE_STALL_SHUTDOWN_TIME" in said[0]
+    assert "RINGDANCE_STALL_SHUTDOWN_TIME" in warned[0]
     assert quiet({"RINGDANCE_STALL_SHUTDOWN_TIME": "5"}).stall_shutdown_time == 5.0
 
 

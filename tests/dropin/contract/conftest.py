@@ -1,6 +1,6 @@
-"""As Horovod's users run tests: on real ranks, everything armed by the environment before init().
+"""Run tests as Horovod's users do: on real ranks, with the environment set completely before init().
 
-A test that needs a GPU is skipped without one; with RINGDANCE_TEST_GPU=1 it fails instead.
+A test that needs a GPU is skipped if there is none. With RINGDANCE_TEST_GPU=1 it fails instead.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pytest
 
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-# One thread for TensorFlow's operations, and one within each: nothing may hang then.
+# One thread for TensorFlow's operations, and one within each: even then nothing may hang.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `contract_inputs`
+sys.path.insert(0, str(Path(__file__).parent))  # makes `contract_inputs` importable
 
 from sampled import case_of, drawn
 
@@ -28,7 +28,7 @@ ON_CPU = ("cpu-eager", "cpu-graph")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to make test-all one of the two ways in which TensorFlow runs a test, each day the other one."""
+    """Run a TensorFlow test eagerly on one day and in a graph on the next. make test-all runs both."""
     for item in items:
         way = item.callspec.params.get("way") if hasattr(item, "callspec") else None
         if way in ON_CPU and way not in drawn(case_of(item, without="way"), ON_CPU, 1):
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> Any:
-    """Where the tensors lie: in host memory, and on this rank's GPU."""
+    """Return the device for the tensors: host memory, or this rank's GPU."""
     import torch
     from contract_inputs import gpu
 
@@ -47,7 +47,7 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(params=["cpu-eager", "cpu-graph", "cuda-eager", "cuda-graph"])
 def way(request: pytest.FixtureRequest) -> Any:
-    """How TensorFlow runs a function: at once or as a graph, on the CPU or on this rank's GPU."""
+    """Select how TensorFlow runs a function: eagerly or as a graph, on the CPU or on this rank's GPU."""
     from tensorflow_inputs import Way
 
     return Way(request.param)
@@ -55,12 +55,12 @@ def way(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def halves() -> Iterator[Any]:
-    """The ranks with even and those with odd numbers as process sets: (mine, the other)."""
+    """Yield process sets of the even and the odd ranks: (mine, the other)."""
     import ringdance.numpy as hvd
 
     hvd.init()
     if hvd.size() == 1:
-        pytest.skip("one rank has no two sets")
+        pytest.skip("needs two process sets")
     even = hvd.add_process_set(range(0, hvd.size(), 2))
     odd = hvd.add_process_set(range(1, hvd.size(), 2))
     yield (even, odd) if even.included() else (odd, even)

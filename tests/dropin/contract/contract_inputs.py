@@ -1,4 +1,4 @@
-"""Inputs, tolerances and repeated checks of the contract's tests."""
+"""Inputs, tolerances and repeated checks for the contract's tests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DIMS = (1, 2, 3)
 
 
 def dims_of(dtype: torch.dtype) -> list[int]:
-    """Return the numbers of dimensions to try with a type: of a day, one of them."""
+    """Return the numbers of dimensions to test with a type: one of them each day."""
     return part(f"dimensions of {dtype}", DIMS, 1)
 
 
 def gpu(number: int | None = None) -> torch.device:
-    """This rank's GPU; ends the test where there is none."""
+    """Return this rank's GPU, or skip the test if there is none."""
     if not torch.cuda.is_available():
         (pytest.fail if os.environ.get("RINGDANCE_TEST_GPU") == "1" else pytest.skip)("needs a GPU")
     place = hvd.local_rank() if number is None else number
@@ -40,7 +40,7 @@ def gpu(number: int | None = None) -> torch.device:
 def draw(
     dtype: torch.dtype, dims: int, device: Any = "cpu", *, seed: int = 1234, most: int = 100, rows: int = 17
 ) -> Tensor:
-    """Whole numbers from -most to most - 1, 17 for each dimension; equal seeds give equal tensors."""
+    """Draw integers from -most to most - 1, 17 per dimension. Equal seeds give equal tensors."""
     made = torch.Generator().manual_seed(seed)
     shape = [rows, *[17] * (dims - 1)]
     return torch.randint(-most, most, shape, generator=made).to(dtype).to(device)
@@ -51,7 +51,7 @@ def ranks_of(process_set: Any = None) -> list[int]:
 
 
 def same(got: Tensor, want: Tensor) -> None:
-    """Equal in type, place and shape; in values exactly up to 3 ranks and for integers."""
+    """Assert equal type, device, shape and values. Values are exact for integers, and on up to 3 ranks."""
     assert got.dtype is want.dtype
     assert got.device == want.device
     assert got.shape == want.shape
@@ -62,7 +62,7 @@ def same(got: Tensor, want: Tensor) -> None:
 
 
 def near(got: Tensor, want: Tensor) -> None:
-    """As ``same`` where factors are rounded: integers exactly, others to some units in the last place."""
+    """Like ``same`` for results of rounded factors: integers exact, floats within a few last-place units."""
     assert got.dtype is want.dtype
     assert got.device == want.device
     if want.dtype.is_floating_point:
@@ -72,7 +72,7 @@ def near(got: Tensor, want: Tensor) -> None:
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """What a factor makes of a tensor: in float64 (half precision in float32), integers cut off."""
+    """Scale a tensor in float64 (half precision in float32). Integers are truncated."""
     wide = tensor.float() if tensor.dtype is torch.float16 else tensor.double()
     result = wide * factor
     return (result if tensor.dtype.is_floating_point else result.trunc()).to(tensor.dtype)
@@ -85,7 +85,7 @@ def same_gradient(tensor: Tensor, want: Tensor) -> None:
 
 
 def fails_everywhere(call: Callable[[], Any], *words: str) -> None:
-    """Ranks disagree: HorovodInternalError (a RuntimeError) on all of them, and the job goes on."""
+    """Assert that a disagreement raises HorovodInternalError on all ranks, and that the job continues."""
     with pytest.raises(hvd.HorovodInternalError) as caught:
         call()
     assert isinstance(caught.value, RuntimeError)
@@ -95,7 +95,7 @@ def fails_everywhere(call: Callable[[], Any], *words: str) -> None:
 
 
 def refuses_duplicate(submit: Callable[[], int]) -> Any:
-    """A name that is in flight here: ValueError here alone. Returns what the first call gave."""
+    """Assert ValueError, only on this rank, for a name in flight. Return the first call's result."""
     handle = submit() if RANK == 0 else -1
     if RANK == 0:
         for _ in range(3):

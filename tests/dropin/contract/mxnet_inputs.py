@@ -1,4 +1,4 @@
-"""Inputs, tolerances and repeated checks of the contract's tests of MXNet."""
+"""Inputs, tolerances and repeated checks for the contract's MXNet tests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FLAVORS = {"nd": mx.nd, "np": mx.np}
 
 
 def draw(dtype: str, dims: int = 1, *, seed: int = 1234, rows: int = 17, flavor: Any = mx.nd) -> Any:
-    """Whole numbers from -100 to 99, 17 for each dimension; equal seeds give equal arrays.
+    """Draw integers from -100 to 99, 17 per dimension. Equal seeds give equal arrays.
 
-    Types of 8 bits get numbers from 0 to 19, so that sums fit.
+    8-bit types get values from 0 to 19, so that sums fit.
     """
     low, high = (0, 20) if dtype.endswith("int8") else (-100, 100)
     numbers = np.random.default_rng(seed).integers(low, high, [rows, *[17] * (dims - 1)])
@@ -35,7 +35,7 @@ def draw(dtype: str, dims: int = 1, *, seed: int = 1234, rows: int = 17, flavor:
 
 
 def every(dtypes: Sequence[str] = REDUCED, **others: Any) -> list[Any]:
-    """One array of each type and of one to three dimensions, half of each kind of array."""
+    """Return an array of each type with one to three dimensions, alternating between the kinds of arrays."""
     kinds = list(FLAVORS.values())
     return [
         draw(dtype, dims, flavor=kinds[number % 2], **others)
@@ -52,20 +52,20 @@ def value(tensor: Any) -> Array:
 
 
 def total(tensor: Any, count: int = SIZE) -> Array:
-    """The sum of so many equal arrays, in their type."""
+    """Return the sum of `count` equal arrays, in their type."""
     array = value(tensor)
     return (array * array.dtype.type(count)).astype(array.dtype)
 
 
 def scaled(tensor: Any, factor: float) -> Array:
-    """What a factor makes of values: in float64 (half precision in float32), integers cut off."""
+    """Scale values in float64 (half precision in float32). Integers are truncated."""
     array = np.asarray(tensor)
     result = array.astype(np.float32 if array.dtype == np.float16 else np.float64) * factor
     return (result if array.dtype.kind == "f" else np.trunc(result)).astype(array.dtype)
 
 
 def same(got: Any, want: Any) -> None:
-    """Equal in type and shape; in values exactly up to 3 ranks and for integers."""
+    """Assert equal type, shape and values. Values are exact for integers, and on up to 3 ranks."""
     wanted = np.asarray(want)
     assert np.dtype(got.dtype) == wanted.dtype
     assert tuple(got.shape) == wanted.shape
@@ -76,7 +76,7 @@ def same(got: Any, want: Any) -> None:
 
 
 def near(got: Any, want: Any) -> None:
-    """As ``same`` where factors are rounded: integers exactly, others to some units in the last place."""
+    """Like ``same`` for results of rounded factors: integers exact, floats within a few last-place units."""
     wanted = np.asarray(want)
     if wanted.dtype.kind != "f":
         same(got, wanted)
@@ -86,7 +86,7 @@ def near(got: Any, want: Any) -> None:
 
 
 def refused(call: Callable[[], Any], *words: str, kind: Any = mx.MXNetError) -> None:
-    """The call, or reading its result, fails with this error on all ranks; and the job goes on."""
+    """Assert that the call, or reading its result, raises this error on all ranks, and the job continues."""
     for _ in range(2):
         with pytest.raises(kind) as caught:
             read(call())
@@ -97,5 +97,5 @@ def refused(call: Callable[[], Any], *words: str, kind: Any = mx.MXNetError) -> 
 
 
 def read(result: Any) -> None:
-    for one in result if isinstance(result, (list, tuple)) else [result]:
-        one.wait_to_read()
+    for item in result if isinstance(result, (list, tuple)) else [result]:
+        item.wait_to_read()

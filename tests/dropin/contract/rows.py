@@ -15,11 +15,11 @@ TESTS = HERE.parents[1]
 PAGE = HERE / "README.md"
 HEAD = """# What Horovod's tests check
 
-Horovod's own tests of its bindings and of its launcher, row by row: what each checks, and the test that
-checks the same here, with the same inputs, values, tolerances and kinds of errors. Those of the bindings
-run on 2 and 3 real processes, `python tests/runners/run.py --all dropin`, those of TensorFlow at once and as
-graphs, those of MXNet on 1, 2 and 3 by `make test-mxnet`; every one marked with * runs on a GPU as well, and
-**GPU** marks what needs one. Numbers in brackets are how many tests the original has.
+Horovod's own tests of its bindings and its launcher, row by row: what each test checks, and the test here
+that checks the same with the same inputs, values, tolerances and kinds of errors. The bindings' tests run on
+2 and 3 real processes with `python tests/runners/run.py --all dropin`. TensorFlow's run both eagerly and as
+graphs, and `make test-mxnet` runs MXNet's on 1, 2 and 3. A test marked with * also runs on a GPU, and **GPU**
+marks tests that need one. Numbers in parentheses are the original's numbers of tests.
 """
 
 NEEDS = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "MXNet": "mxnet"}
@@ -45,7 +45,7 @@ def checks(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def collected(rows: list[Row]) -> set[str]:
-    """Return the ids, below tests/, of all tests in the files that rows name; with and without parameters."""
+    """Return the ids below tests/ of all tests in the files that rows name, with and without parameters."""
     named = {test.partition("::")[0] for _, check in checks(rows) for test in check.get("tests", [])}
     files = sorted(file for file in named if (TESTS / file).exists())
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
@@ -53,32 +53,32 @@ def collected(rows: list[Row]) -> set[str]:
     if done.returncode:
         raise RuntimeError("\n".join([*done.stdout.splitlines()[-20:], done.stderr]))
     ids = {line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line}
-    return ids | {one.partition("[")[0] for one in ids}
+    return ids | {test.partition("[")[0] for test in ids}
 
 
 def mistakes(rows: list[Row], known: set[str]) -> list[str]:
-    """Return what is wrong: rows without anything, tests that do not exist, words that mean nothing."""
-    found = [f"{row['part']}: {row['name']}: no checks" for row in rows if not row["checks"]]
+    """Return what is wrong: rows without checks, tests that do not exist, unknown words."""
+    problems = [f"{row['part']}: {row['name']}: no checks" for row in rows if not row["checks"]]
     for where, check in checks(rows):
         if set(check) - {"says", "tests", "gpu", "difference"} or not check["says"]:
-            found.append(f"{where}: {sorted(check)}")
+            problems.append(f"{where}: {sorted(check)}")
         if not check.get("tests") and not check.get("difference"):
-            found.append(f"{where}: neither a test nor a difference")
+            problems.append(f"{where}: neither a test nor a difference")
         if check.get("gpu") not in (None, "also", "only"):
-            found.append(f"{where}: gpu = {check['gpu']!r}")
-        found += [f"{where}: no test {test}" for test in check.get("tests", []) if test not in known]
+            problems.append(f"{where}: gpu = {check['gpu']!r}")
+        problems += [f"{where}: no test {test}" for test in check.get("tests", []) if test not in known]
         if "gpu" in check and not any(on_gpu(test, check["gpu"], known) for test in check["tests"]):
-            found.append(f"{where}: none of its tests has a form for a GPU")
-    return found
+            problems.append(f"{where}: none of its tests has a form for a GPU")
+    return problems
 
 
 def on_gpu(test: str, how: str, known: set[str]) -> bool:
-    forms = [one for one in known if one.startswith(f"{test}[")]
-    return any("cuda" in one for one in forms) or (how == "only" and "gpu" in test)
+    forms = [item for item in known if item.startswith(f"{test}[")]
+    return any("cuda" in form for form in forms) or (how == "only" and "gpu" in test)
 
 
 def page(rows: list[Row]) -> str:
-    """Return the page for people."""
+    """Return the readable page."""
     lines = [HEAD]
     part = ""
     for row in rows:
@@ -102,12 +102,12 @@ def short(test: str) -> str:
 
 def main() -> int:
     rows = load()
-    found = mistakes(here(rows), collected(here(rows)))
+    problems = mistakes(here(rows), collected(here(rows)))
     if "--write" in sys.argv[1:]:
         PAGE.write_text(page(rows))
     number = sum(1 for _ in checks(rows))
-    print("\n".join(found) or f"{number} checks in {len(rows)} rows, all with tests or reasons")
-    return 1 if found else 0
+    print("\n".join(problems) or f"{number} checks in {len(rows)} rows, all with tests or reasons")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

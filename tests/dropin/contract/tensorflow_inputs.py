@@ -1,4 +1,4 @@
-"""Inputs, ways to run, tolerances and repeated checks of the contract's tests of TensorFlow."""
+"""Inputs, ways to run, tolerances and repeated checks for the contract's TensorFlow tests."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ROWS = [17, 32, 81, 12, 15, 23, 22] * 5
 
 
 def dims_of(dtype: Any) -> list[int]:
-    """Return the numbers of dimensions to try with a type: of a day, one of them."""
+    """Return the numbers of dimensions to test with a type: one of them each day."""
     return part(f"dimensions of {dtype}", DIMS, 1)
 
 
 class Way:
-    """How a function of tensors is run: at once or as a tf.function, on the CPU or on this rank's GPU."""
+    """How a function of tensors runs: eagerly or as a tf.function, on the CPU or on this rank's GPU."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -42,7 +42,7 @@ class Way:
         self.device = "/cpu:0" if device == "cpu" else f"/gpu:{gpu()}"
 
     def __call__(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Return what the function gives for these tensors, which are put on the device."""
+        """Return the function's result for these tensors, which are moved to the device."""
         with tf.device(self.device):
             there = tf.nest.map_structure(tf.identity, given)
             made = tf.function(function) if self.graph else function
@@ -50,7 +50,7 @@ class Way:
 
 
 def gpu() -> int:
-    """The number of this rank's GPU; ends the test where there is none."""
+    """Return the number of this rank's GPU, or skip the test if there is none."""
     cards = tf.config.list_physical_devices("GPU")
     if not cards:
         (pytest.fail if os.environ.get("RINGDANCE_TEST_GPU") == "1" else pytest.skip)("needs a GPU")
@@ -58,9 +58,9 @@ def gpu() -> int:
 
 
 def draw(dtype: Any, dims: int = 1, *, seed: int = 1234, most: int = 100, rows: int = 17) -> Any:
-    """Whole numbers from -most to most - 1, 17 for each dimension; equal seeds give equal tensors.
+    """Draw integers from -most to most - 1, 17 per dimension. Equal seeds give equal tensors.
 
-    Types of 8 bits get numbers up to 20, not below 0 if they have no sign, so that sums fit.
+    8-bit types get values up to 20, not below 0 if they are unsigned, so that sums fit.
     """
     most = min(most, 20) if dtype in (tf.uint8, tf.int8) else most
     low = 0 if dtype in (tf.uint8, tf.uint16, tf.bool) else -most
@@ -69,7 +69,7 @@ def draw(dtype: Any, dims: int = 1, *, seed: int = 1234, most: int = 100, rows: 
 
 
 def every(dtypes: Sequence[Any], **others: Any) -> list[Any]:
-    """One tensor of each type and of one to three dimensions."""
+    """Return a tensor of each type with one to three dimensions."""
     return [draw(dtype, dims, **others) for dtype in dtypes for dims in dims_of(dtype)]
 
 
@@ -82,7 +82,7 @@ def value(tensor: Any) -> Array:
 
 
 def same(got: Any, want: Any) -> None:
-    """Equal in type and shape; in values exactly up to 3 ranks and for integers."""
+    """Assert equal type, shape and values. Values are exact for integers, and on up to 3 ranks."""
     wanted = np.asarray(want)
     assert got.dtype.as_numpy_dtype == wanted.dtype
     assert tuple(got.shape) == wanted.shape
@@ -94,12 +94,12 @@ def same(got: Any, want: Any) -> None:
 
 def all_same(got: Sequence[Any], want: Sequence[Any]) -> None:
     assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
+    for actual, other in zip(got, want, strict=True):
+        same(actual, other)
 
 
 def near(got: Any, want: Array) -> None:
-    """As ``same`` where factors are rounded: integers exactly, others to some units in the last place."""
+    """Like ``same`` for results of rounded factors: integers exact, floats within a few last-place units."""
     assert got.dtype.as_numpy_dtype == want.dtype
     if want.dtype.kind == "f":
         np.testing.assert_allclose(value(got), want, rtol=8 * np.finfo(want.dtype).eps, atol=1e-6)
@@ -108,50 +108,50 @@ def near(got: Any, want: Array) -> None:
 
 
 def scaled(tensor: Any, factor: float) -> Array:
-    """What a factor makes of a tensor: in float64 (half precision in float32), integers cut off."""
+    """Scale a tensor in float64 (half precision in float32). Integers are truncated."""
     array = np.asarray(tensor)
     result = array.astype(np.float32 if array.dtype == np.float16 else np.float64) * factor
     return (result if array.dtype.kind == "f" else np.trunc(result)).astype(array.dtype)
 
 
 def total(like: Any, process_set: Any = None) -> Array:
-    """The sum over the ranks of tensors that are all equal to this one, in its type."""
+    """Return the sum over the ranks if all have this tensor, in its type."""
     array = np.asarray(like)
     return (array * array.dtype.type(len(ranks_of(process_set)))).astype(array.dtype)
 
 
 def gradients(way: Way, kind: Callable[[Any], Any], given: Any) -> list[Array]:
-    """The gradients of the inputs where each result gets ``rank + 1`` everywhere.
+    """Return the inputs' gradients if the gradient of each result is ``rank + 1`` everywhere.
 
     Args:
-        way: how it is run.
-        collective: takes the list of inputs and returns the list of results.
-        given: the inputs.
+        way: How to run the function.
+        kind: Function from the list of inputs to the list of results.
+        given: Inputs.
     """
 
     def compute(tensors: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(tensors)
             results = kind(tensors)
-        incoming = [tf.ones_like(one) * tf.cast(RANK + 1, one.dtype) for one in results]
+        incoming = [tf.ones_like(result) * tf.cast(RANK + 1, result.dtype) for result in results]
         return tape.gradient(results, tensors, output_gradients=incoming)
 
-    return [value(one) for one in way(compute, given)]
+    return [value(tensor) for tensor in way(compute, given)]
 
 
 def check_gradients(way: Way, kind: Callable[[Any], Any], given: Any, want: Sequence[Any]) -> None:
-    """The gradients of ``gradients`` have the inputs' shapes and these values (numbers fill them)."""
-    found = gradients(way, kind, given)
-    assert len(found) == len(want)
-    for one, tensor, wanted in zip(found, given, want, strict=True):
-        assert one.shape == tuple(tensor.shape)
-        assert np.linalg.norm(one - np.asarray(wanted)) < 1e-6
+    """Assert that ``gradients`` returns these values in the inputs' shapes. Numbers are broadcast."""
+    result = gradients(way, kind, given)
+    assert len(result) == len(want)
+    for actual, tensor, wanted in zip(result, given, want, strict=True):
+        assert actual.shape == tuple(tensor.shape)
+        assert np.linalg.norm(actual - np.asarray(wanted)) < 1e-6
 
 
 def refused(
     way: Way, call: Callable[[], Any], *words: str, kind: Any = tf.errors.FailedPreconditionError
 ) -> None:
-    """The call fails with this error of TensorFlow's on all ranks, each time, and the job goes on."""
+    """Assert that the call raises this TensorFlow error on all ranks each time, and the job continues."""
     for _ in range(2):
         with pytest.raises(kind) as caught:
             way(call)

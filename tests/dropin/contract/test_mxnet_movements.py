@@ -1,4 +1,4 @@
-"""Contract, MXNet: broadcast, allgather, alltoall, and parameters and objects of one rank for all."""
+"""Contract, MXNet: broadcast, allgather, alltoall, and one rank's parameters and objects for all ranks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def of_rank(rank: int) -> list[Any]:
 
 def test_every_root() -> None:
     for root in range(SIZE):
-        given = of_rank(RANK)
-        for number, (tensor, wanted) in enumerate(zip(given, of_rank(root), strict=True)):
+        inputs = of_rank(RANK)
+        for number, (tensor, wanted) in enumerate(zip(inputs, of_rank(root), strict=True)):
             same(hvd.broadcast(tensor, root, name=f"{root}.{number}"), value(wanted))
-        for tensor, kept in zip(given, of_rank(RANK), strict=True):
+        for tensor, kept in zip(inputs, of_rank(RANK), strict=True):
             same(tensor, value(kept))
 
 
@@ -68,10 +68,10 @@ def test_broadcast_process_sets(halves: tuple[Any, Any]) -> None:
 
 
 def test_parameters_in_a_dictionary() -> None:
-    """A root of -1 is refused where there are others."""
-    given = {f"key.{number}": one for number, one in enumerate(of_rank(RANK))}
-    hvd.broadcast_parameters(given, root_rank=SIZE - 1, prefix="dictionary.")
-    for tensor, wanted in zip(given.values(), of_rank(SIZE - 1), strict=True):
+    """A root of -1 is refused if there are several ranks."""
+    inputs = {f"key.{number}": entry for number, entry in enumerate(of_rank(RANK))}
+    hvd.broadcast_parameters(inputs, root_rank=SIZE - 1, prefix="dictionary.")
+    for tensor, wanted in zip(inputs.values(), of_rank(SIZE - 1), strict=True):
         same(tensor, value(wanted))
 
 
@@ -89,7 +89,7 @@ def all_equal(net: Any) -> None:
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_parameters_whose_shape_is_not_known_yet(hybrid: bool) -> None:
-    """They are broadcast when the first forward pass makes them; the known one at once."""
+    """They are broadcast when the first forward pass creates them. Known parameters are broadcast at once."""
     mx.random.seed(RANK)
     net = nn.HybridSequential(prefix=f"later{hybrid}_")
     with net.name_scope():
@@ -103,24 +103,24 @@ def test_parameters_whose_shape_is_not_known_yet(hybrid: bool) -> None:
 
 
 def test_a_copy_of_parameters_whose_shape_is_not_known_yet() -> None:
-    """It gets the root's values as the original does; later one rank may set new values by itself."""
+    """It gets the root's values like the original. Later, a single rank may set new values."""
     mx.random.seed(RANK)
     net = nn.Dense(3, prefix="copied_")
     net.initialize(mx.init.Uniform(0.5))
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     copied = copy.deepcopy(net)
-    for one in (copied, net):
-        one(mx.nd.ones((4, 5))).wait_to_read()
-        all_equal(one)
+    for network in (copied, net):
+        network(mx.nd.ones((4, 5))).wait_to_read()
+        all_equal(network)
     if RANK == 0:
-        for one in (copied, net):
-            one.initialize(mx.init.Uniform(0.5), force_reinit=True)
-            one(mx.nd.ones((4, 5))).wait_to_read()
+        for network in (copied, net):
+            network.initialize(mx.init.Uniform(0.5), force_reinit=True)
+            network(mx.nd.ones((4, 5))).wait_to_read()
     hvd.barrier()
 
 
 def test_a_root_that_has_its_parameters_already() -> None:
-    """Rank 0 has loaded them, the others make them in their first pass."""
+    """Rank 0 has loaded its parameters. The other ranks create theirs in their first pass."""
     mx.random.seed(RANK)
     net = nn.Dense(3, prefix="loaded_")
     net.initialize(mx.init.Uniform(0.5))
@@ -192,7 +192,7 @@ def test_gathered_groups_in_process_sets(halves: tuple[Any, Any]) -> None:
 
 
 def check(splits: Any, dtypes: Any = MOVED, process_set: Any = hvd.global_process_set) -> None:
-    """``splits(sender, receiver)``: how many rows are sent; each carries its sender's number."""
+    """Check ``splits(sender, receiver)``, the number of rows sent. Each row contains its sender's number."""
     ranks = members(process_set)
     mine = [splits(RANK, other) for other in ranks]
     arriving = [splits(other, RANK) for other in ranks]
@@ -200,9 +200,9 @@ def check(splits: Any, dtypes: Any = MOVED, process_set: Any = hvd.global_proces
     for dtype in dtypes:
         for dims in DIMS:
             rest = (17,) * (dims - 1)
-            given = mx.np.array(np.full((sum(mine), *rest), RANK), dtype=dtype)
+            array = mx.np.array(np.full((sum(mine), *rest), RANK), dtype=dtype)
             cut = mx.np.array(mine, dtype="int32")
-            result, received = hvd.alltoall(given, cut, process_set=process_set)
+            result, received = hvd.alltoall(array, cut, process_set=process_set)
             assert received.dtype == np.int32
             assert value(received).tolist() == arriving
             column = senders.reshape(-1, *[1] * len(rest))
@@ -220,8 +220,8 @@ def test_splits_of_process_sets(halves: tuple[Any, Any]) -> None:
 
 def test_equal_split() -> None:
     for dtype in MOVED:
-        given = mx.nd.array(np.repeat(np.arange(SIZE), 2), dtype=dtype)
-        same(hvd.alltoall(given), np.full(2 * SIZE, RANK, dtype))
+        array = mx.nd.array(np.repeat(np.arange(SIZE), 2), dtype=dtype)
+        same(hvd.alltoall(array), np.full(2 * SIZE, RANK, dtype))
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -250,7 +250,7 @@ def test_rows_that_do_not_divide() -> None:
 
 
 def test_splits_that_cannot_be() -> None:
-    """For more rows than there are; not one for each rank; not integers."""
+    """Splits are refused for more rows than there are, for too few ranks, and if they are not integers."""
     for splits, dtype in (([2] * SIZE, "int32"), ([1] * (SIZE + 1), "int32"), ([1] * SIZE, "float32")):
         wrong = mx.nd.array(splits, dtype=dtype)
         call = functools.partial(hvd.alltoall, mx.nd.ones(SIZE), wrong, name="sent")

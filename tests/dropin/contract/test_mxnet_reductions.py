@@ -49,7 +49,7 @@ def test_average() -> None:
 
 
 def test_sum_in_place() -> None:
-    """What was started on the array before counts, and what is started afterwards sees the result."""
+    """Earlier operations on the array affect the sum, and later operations see the result."""
     for number, tensor in enumerate(every(REDUCED)):
         tensor += 1
         before = tensor + 0
@@ -101,13 +101,13 @@ def test_process_sets(halves: tuple[Any, Any]) -> None:
 
 
 def test_arrays_may_be_dropped() -> None:
-    """Neither inputs nor results need to be kept until they are used."""
+    """Neither inputs nor results must be kept alive until they are used."""
     for number in range(40):
         hvd.allreduce(mx.nd.full((1000,), number), name=f"dropped.{number}")
         hvd.allreduce_(mx.nd.full((1000,), number), name=f"dropped.in.place.{number}")
         gc.collect(0)
     results = [hvd.allreduce(mx.nd.full((100,), number), op=hvd.Sum) for number in range(40)]
-    assert [value(one).tolist() for one in results] == [[number * SIZE] * 100 for number in range(40)]
+    assert [value(result).tolist() for result in results] == [[number * SIZE] * 100 for number in range(40)]
 
 
 def test_both_of_average_and_op() -> None:
@@ -135,7 +135,7 @@ def test_errors_are_mxnet_s_also_of_options_and_after_pickling() -> None:
 
 
 def test_arrays_without_dimension_that_are_not_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where results are copied."""
+    """As on a GPU, results are copied."""
     for module in ("memory", "exchange"):
         monkeypatch.setattr(f"ringdance.mxnet.{module}.on_host", lambda one: False)
     for tensor in (mx.np.array(1.0), mx.np.ones((2, 1)), mx.nd.ones(2)):
@@ -169,7 +169,7 @@ def test_calls_beside_one_that_fails_are_over() -> None:
 
 
 def test_a_failed_computation_fails_the_exchange() -> None:
-    """What MXNet reports late, as it computes in the background."""
+    """MXNet computes in the background, so it reports the failure late."""
     refused(lambda: hvd.allreduce(mx.nd.random.normal(0, -1, shape=(2, 2)), name="failed"))
 
 
@@ -191,7 +191,7 @@ def test_grouped_average() -> None:
 
 def test_grouped_in_place() -> None:
     tensors = every(REDUCED)
-    wanted = [total(one) for one in tensors]
+    wanted = [total(array) for array in tensors]
     hvd.grouped_allreduce_(tensors, average=False, name="group")
     for tensor, want in zip(tensors, wanted, strict=True):
         same(tensor, want)
@@ -213,7 +213,7 @@ def test_an_empty_group() -> None:
 
 
 def own(array: Any, count: int = SIZE, place: int = RANK) -> Any:
-    """The rows of a rank: one more on the first ones where they do not divide."""
+    """Return a rank's rows. If they do not divide evenly, the first ranks get one more."""
     return np.array_split(np.asarray(array), count)[place]
 
 

@@ -15,7 +15,7 @@ from mxnet_inputs import ODD, RANK, SIZE, members, several, value
 
 import horovod.mxnet as hvd
 
-STEPS, SAMPLES = 3, 4  # samples of a rank in a step
+STEPS, SAMPLES = 3, 4  # samples per rank and step
 
 
 def batch(step: int, rank: int) -> tuple[Any, Any]:
@@ -34,16 +34,16 @@ def net_of(seed: int, prefix: str = "net_") -> Any:
 
 
 def weights(net: Any) -> list[Any]:
-    return [value(one.data()) for one in net.collect_params().values()]
+    return [value(param.data()) for param in net.collect_params().values()]
 
 
 def train(net: Any, trainer: Any, ranks: list[int]) -> list[Any]:
-    """Train on the batches of these ranks together; return the weights."""
+    """Train on the joined batches of these ranks and return the weights."""
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
     for step in range(STEPS):
         pairs = [batch(step, rank) for rank in ranks]
-        data = mx.nd.concat(*[one for one, _ in pairs], dim=0)
-        label = mx.nd.concat(*[one for _, one in pairs], dim=0)
+        data = mx.nd.concat(*[entry for entry, _ in pairs], dim=0)
+        label = mx.nd.concat(*[entry for _, entry in pairs], dim=0)
         with autograd.record():
             total = loss(net(data), label)
         total.backward()
@@ -52,19 +52,19 @@ def train(net: Any, trainer: Any, ranks: list[int]) -> list[Any]:
 
 
 def alone(ranks: list[int], optimizer: str = "adam") -> list[Any]:
-    """The weights that one process gets with the batches of all these ranks together."""
+    """Return the weights of one process that trains on the joined batches of these ranks."""
     net = net_of(0)
     return train(net, gluon.Trainer(net.collect_params(), optimizer, kvstore=None), ranks)
 
 
 def close(got: list[Any], want: list[Any], atol: float = 2e-6) -> None:
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+    for actual, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(actual, other, rtol=0, atol=atol)
 
 
 def everywhere_equal(arrays: list[Any], process_set: Any = hvd.global_process_set) -> None:
-    for one in arrays:
-        gathered = value(hvd.allgather(mx.nd.array(one.reshape(1, -1)), process_set=process_set))
+    for array in arrays:
+        gathered = value(hvd.allgather(mx.nd.array(array.reshape(1, -1)), process_set=process_set))
         assert (gathered == gathered[0]).all()
 
 
@@ -88,7 +88,7 @@ def test_each_optimizer_by_its_name_or_itself() -> None:
 
 
 def test_two_trainers_of_one_net() -> None:
-    """Half of the parameters each, with and without a prefix."""
+    """Each has half of the parameters, with and without a prefix."""
     for first, second in (("first", "second"), (None, None)):
         net = net_of(0)
         lower, upper = net[0].collect_params(), net[1].collect_params()
@@ -99,8 +99,8 @@ def test_two_trainers_of_one_net() -> None:
 
         class Both:
             def step(self, count: int, trainers: Any = tuple(trainers)) -> None:
-                for one in trainers:
-                    one.step(count)
+                for trainer in trainers:
+                    trainer.step(count)
 
         close(train(net, Both(), [RANK]), alone(members()))
 
@@ -120,7 +120,7 @@ def test_compression_fp16() -> None:
 
 
 def test_parameters_of_fp16() -> None:
-    """Not a net: on hosts MXNet has no layers of float16."""
+    """A single parameter instead of a net, because MXNet has no float16 layers on hosts."""
     parameter = gluon.Parameter("weight", shape=(5,), dtype="float16")
     parameter.initialize(mx.init.One())
     options = {"learning_rate": 0.5, "multi_precision": True}
@@ -141,7 +141,7 @@ def test_gradients_are_clipped_after_the_sum() -> None:
         total = loss(net(data), label)
     total.backward()
     trainer.allreduce_grads()
-    gradients = [one.grad() for one in net.collect_params().values()]
+    gradients = [param.grad() for param in net.collect_params().values()]
     norm = gluon.utils.clip_global_norm(gradients, 0.01)
     everywhere_equal([np.array([norm]), *map(value, gradients)])
     trainer.update(SAMPLES)
@@ -150,7 +150,7 @@ def test_gradients_are_clipped_after_the_sum() -> None:
 
 @several
 def test_overflow_of_one_rank_skips_the_step_on_all() -> None:
-    """As mixed precision does it: a loss scaler looks at the gradients after the sum."""
+    """As in mixed precision, a loss scaler checks the gradients after the sum."""
     from mxnet.contrib.amp.loss_scaler import LossScaler
 
     net = net_of(0)
@@ -207,7 +207,7 @@ def test_trainers_of_process_sets(halves: tuple[Any, Any]) -> None:
 
 @several
 def test_weights_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else would tell that the broadcast is missing."""
+    """Otherwise nothing would show that the broadcast is missing."""
     net = net_of(RANK)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd")
     messages: list[str] = []
@@ -216,14 +216,14 @@ def test_weights_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(4):
         train(net, trainer, [RANK])
     assert len(messages) == (RANK == 0)
-    assert all("broadcast_parameters" in one for one in messages)
+    assert all("broadcast_parameters" in message for message in messages)
 
 
 # DistributedOptimizer, for mx.mod.Module.
 
 
 def module_weights(optimizer: Any, ranks: list[int]) -> list[Any]:
-    """The weights after ``fit`` of a Module with these ranks' batches."""
+    """Return a Module's weights after ``fit`` with these ranks' batches."""
     data, label = mx.sym.var("data"), mx.sym.var("softmax_label")
     hidden = mx.sym.Activation(mx.sym.FullyConnected(data, num_hidden=8, name="one"), act_type="tanh")
     output = mx.sym.FullyConnected(hidden, num_hidden=3, name="two")
@@ -243,7 +243,7 @@ def module_weights(optimizer: Any, ranks: list[int]) -> list[Any]:
         module.set_params(first, {})
     optimizer.rescale_grad = 1 / count
     module.fit(iterator, num_epoch=2, optimizer=optimizer, kvstore=None, eval_metric="acc")
-    return [value(one) for _, one in sorted(module.get_params()[0].items())]
+    return [value(entry) for _, entry in sorted(module.get_params()[0].items())]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_groups": 2}, {"gradient_predivide_factor": 2.0}])
@@ -268,8 +268,8 @@ def test_everything_else_is_the_given_optimizer_s() -> None:
 
 
 def test_an_optimizer_of_a_process_set(halves: tuple[Any, Any]) -> None:
-    """The others only update."""
-    evens = next(one for one in halves if 0 in one.ranks)
+    """Ranks outside the set only update their own weights."""
+    evens = next(halve for halve in halves if 0 in halve.ranks)
     optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0), process_set=evens)
     weight, gradient = mx.nd.zeros(2), mx.nd.full(2, RANK)
     optimizer.update(0, weight, gradient, optimizer.create_state(0, weight))

@@ -31,30 +31,30 @@ numbers = pytest.mark.parametrize("rows", NUMBERS)
 
 
 def parts(dtype: Any, dims: int, rows: list[int]) -> list[Any]:
-    """The tensor of each rank."""
+    """Return each rank's tensor."""
     return [draw(dtype, dims, seed=10 * dims + rank, rows=rows[rank]) for rank in range(SIZE)]
 
 
 def joined(each: list[Any]) -> Any:
-    return np.concatenate([value(one) for one in each])
+    return np.concatenate([value(tensor) for tensor in each])
 
 
 @numbers
 def test_rows_of_all_ranks_in_order(way: Any, rows: str) -> None:
     each = [parts(dtype, dims, NUMBERS[rows]) for dtype in MOVED for dims in dims_of(dtype)]
-    got = way(lambda x: [hvd.allgather(one) for one in x], [one[RANK] for one in each])
-    for result, one in zip(got, each, strict=True):
-        same(result, joined(one))
+    got = way(lambda x: [hvd.allgather(tensor) for tensor in x], [tensor[RANK] for tensor in each])
+    for result, item in zip(got, each, strict=True):
+        same(result, joined(item))
 
 
 def test_many_in_one_graph(way: Any) -> None:
     each = [parts(tf.float32, 2, [(rank + i) % 4 for rank in range(SIZE)]) for i in range(40)]
     got = way(
-        lambda x: [hvd.allgather(one, name=f"gather.{i}") for i, one in enumerate(x)],
-        [one[RANK] for one in each],
+        lambda x: [hvd.allgather(entry, name=f"gather.{i}") for i, entry in enumerate(x)],
+        [tensor[RANK] for tensor in each],
     )
-    for result, one in zip(got, each, strict=True):
-        same(result, joined(one))
+    for result, tensor in zip(got, each, strict=True):
+        same(result, joined(tensor))
 
 
 @several
@@ -74,14 +74,14 @@ def test_no_dimension(way: Any) -> None:
 
 @numbers
 def test_gradient(way: Any, rows: str) -> None:
-    """This rank's rows of the averaged gradient, which here are all alike: the mean of rank + 1."""
+    """It has this rank's rows of the averaged gradient. All rows are equal here: the mean of rank + 1."""
     for dtype in WITH_GRADIENT:
-        given = [parts(dtype, dims, NUMBERS[rows])[RANK] for dims in DIMS]
-        check_gradients(way, lambda x: [hvd.allgather(one) for one in x], given, [(SIZE + 1) / 2] * 3)
+        inputs = [parts(dtype, dims, NUMBERS[rows])[RANK] for dims in DIMS]
+        check_gradients(way, lambda x: [hvd.allgather(tensor) for tensor in x], inputs, [(SIZE + 1) / 2] * 3)
 
 
 def test_gradient_takes_this_ranks_rows(way: Any) -> None:
-    """Rows have gradients of their own, the same on all ranks: each rank gets those of its rows."""
+    """Rows have different gradients, equal on all ranks. Each rank gets the gradients of its own rows."""
     starts = np.cumsum([0, *ROWS[:SIZE]])
     weights = tf.range(int(starts[-1]), dtype=tf.float64)
 
@@ -98,11 +98,11 @@ def test_gradient_takes_this_ranks_rows(way: Any) -> None:
 @numbers
 def test_grouped(way: Any, rows: str) -> None:
     each = [parts(dtype, 2, NUMBERS[rows]) for dtype in MOVED]
-    got = way(hvd.grouped_allgather, [one[RANK] for one in each])
-    for result, one in zip(got, each, strict=True):
-        same(result, joined(one))
+    got = way(hvd.grouped_allgather, [tensor[RANK] for tensor in each])
+    for result, tensor in zip(got, each, strict=True):
+        same(result, joined(tensor))
 
 
 def test_grouped_gradient(way: Any) -> None:
-    given = [parts(tf.float64, dims, ROWS)[RANK] for dims in DIMS]
-    check_gradients(way, hvd.grouped_allgather, given, [(SIZE + 1) / 2] * 3)
+    inputs = [parts(tf.float64, dims, ROWS)[RANK] for dims in DIMS]
+    check_gradients(way, hvd.grouped_allgather, inputs, [(SIZE + 1) / 2] * 3)

@@ -35,34 +35,34 @@ TOTAL = SIZE * (SIZE + 1) / 2
 
 
 def test_sum(way: Any) -> None:
-    given = every(REDUCED)
-    all_same(way(lambda x: [hvd.allreduce(one, average=False) for one in x], given), list(map(total, given)))
-    all_same(way(lambda x: [hvd.allreduce(one, op=hvd.Sum) for one in x], given), list(map(total, given)))
-    all_same(given, every(REDUCED))
+    data = every(REDUCED)
+    all_same(way(lambda x: [hvd.allreduce(item, average=False) for item in x], data), list(map(total, data)))
+    all_same(way(lambda x: [hvd.allreduce(tensor, op=hvd.Sum) for tensor in x], data), list(map(total, data)))
+    all_same(data, every(REDUCED))
 
 
 def test_average(way: Any) -> None:
-    given = every(REDUCED)
-    all_same(way(lambda x: [hvd.allreduce(one, average=True) for one in x], given), given)
-    all_same(way(lambda x: [hvd.allreduce(one, op=hvd.Average) for one in x], given), given)
-    all_same(way(lambda x: [hvd.allreduce(one) for one in x], given), given)
+    inputs = every(REDUCED)
+    all_same(way(lambda x: [hvd.allreduce(tensor, average=True) for tensor in x], inputs), inputs)
+    all_same(way(lambda x: [hvd.allreduce(tensor, op=hvd.Average) for tensor in x], inputs), inputs)
+    all_same(way(lambda x: [hvd.allreduce(tensor) for tensor in x], inputs), inputs)
 
 
 @pytest.mark.parametrize("op", ["Min", "Max", "Product"])
 def test_min_max_product(way: Any, op: str) -> None:
     join = {"Min": np.minimum, "Max": np.maximum, "Product": np.multiply}[op]
     each = [every(REDUCED, seed=1234 + rank, most=5) for rank in range(SIZE)]
-    got = way(lambda x: [hvd.allreduce(one, op=getattr(hvd, op)) for one in x], each[RANK])
+    got = way(lambda x: [hvd.allreduce(tensor, op=getattr(hvd, op)) for tensor in x], each[RANK])
     all_same(got, [functools.reduce(join, map(value, ones)) for ones in zip(*each, strict=True)])
 
 
 def test_many_in_one_graph(way: Any) -> None:
-    """As many as there are types and shapes, three times, without a wait between them."""
-    given = [tensor for seed in range(3) for tensor in every(REDUCED, seed=seed)]
+    """Three calls for each type and shape are started without waiting between them."""
+    inputs = [tensor for seed in range(3) for tensor in every(REDUCED, seed=seed)]
     got = way(
-        lambda x: [hvd.allreduce(one, op=hvd.Sum, name=f"many.{i}") for i, one in enumerate(x)], given
+        lambda x: [hvd.allreduce(entry, op=hvd.Sum, name=f"many.{i}") for i, entry in enumerate(x)], inputs
     )
-    all_same(got, list(map(total, given)))
+    all_same(got, list(map(total, inputs)))
 
 
 def test_each_call_on_another_gpu() -> None:
@@ -74,17 +74,17 @@ def test_each_call_on_another_gpu() -> None:
 
 
 def test_prescale(way: Any) -> None:
-    given = every(REDUCED)
-    got = way(lambda x: [hvd.allreduce(one, op=hvd.Sum, prescale_factor=0.3141) for one in x], given)
-    for one, tensor in zip(got, given, strict=True):
-        near(one, total(scaled(tensor, 0.3141)))
+    inputs = every(REDUCED)
+    got = way(lambda x: [hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=0.3141) for tensor in x], inputs)
+    for item, tensor in zip(got, inputs, strict=True):
+        near(item, total(scaled(tensor, 0.3141)))
 
 
 def test_postscale(way: Any) -> None:
-    given = every(REDUCED)
-    got = way(lambda x: [hvd.allreduce(one, op=hvd.Sum, postscale_factor=0.3141) for one in x], given)
-    for one, tensor in zip(got, given, strict=True):
-        near(one, scaled(total(tensor), 0.3141))
+    inputs = every(REDUCED)
+    got = way(lambda x: [hvd.allreduce(tensor, op=hvd.Sum, postscale_factor=0.3141) for tensor in x], inputs)
+    for item, tensor in zip(got, inputs, strict=True):
+        near(item, scaled(total(tensor), 0.3141))
 
 
 # Errors.
@@ -110,13 +110,13 @@ def test_type_mismatch(way: Any) -> None:
 
 @several
 def test_cpu_and_gpu_mismatch() -> None:
-    """No error here: a GPU's tensors pass through host memory, so that ranks need not agree on it."""
+    """This is not an error here: GPU tensors pass through host memory, so ranks need not agree."""
     card = f"/gpu:{gpu()}"
     with tf.device(card if ODD else "/cpu:0"):
         assert value(hvd.allreduce(tf.ones(17), op=hvd.Sum, name="devices")).tolist() == [SIZE] * 17
 
 
-# Gradients: of Sum the sum of all ranks' incoming ones (rank + 1), of Average their mean.
+# Gradients: for Sum the sum of all ranks' incoming gradients (rank + 1), for Average their mean.
 
 GRADIENTS = {
     "sum": ({"op": hvd.Sum}, TOTAL), "average": ({"op": hvd.Average}, MEAN), "default": ({}, MEAN),
@@ -128,9 +128,9 @@ kinds = pytest.mark.parametrize("kind", GRADIENTS)
 @kinds
 def test_gradient(way: Any, kind: str) -> None:
     options, want = GRADIENTS[kind]
-    given = every(WITH_GRADIENT)
+    inputs = every(WITH_GRADIENT)
     check_gradients(
-        way, lambda x: [hvd.allreduce(one, **options) for one in x], given, [want] * len(given)
+        way, lambda x: [hvd.allreduce(tensor, **options) for tensor in x], inputs, [want] * len(inputs)
     )
 
 
@@ -145,13 +145,13 @@ def groups() -> list[list[Any]]:
 
 
 def check_groups(way: Any, want: Any, compare: Any = same, **options: Any) -> None:
-    """``want`` gives an array for each tensor."""
-    given = groups()
-    got = way(lambda x: [hvd.grouped_allreduce(group, **options) for group in x], given)
-    for results, group in zip(got, given, strict=True):
+    """Check groups of tensors against ``want``, which maps a tensor to the expected array."""
+    inputs = groups()
+    got = way(lambda x: [hvd.grouped_allreduce(group, **options) for group in x], inputs)
+    for results, group in zip(got, inputs, strict=True):
         assert len(results) == len(group)
-        for one, tensor in zip(results, group, strict=True):
-            compare(one, want(tensor))
+        for result, tensor in zip(results, group, strict=True):
+            compare(result, want(tensor))
 
 
 def test_grouped_sum(way: Any) -> None:
@@ -181,14 +181,14 @@ def test_grouped_postscale(way: Any) -> None:
 
 
 def test_several_groups_in_one_graph(way: Any) -> None:
-    given = [[draw(dtype, seed=number) for dtype in REDUCED] for number in range(6)]
+    inputs = [[draw(dtype, seed=number) for dtype in REDUCED] for number in range(6)]
     got = way(
         lambda x: [
             hvd.grouped_allreduce(group, op=hvd.Sum, name=f"group.{i}") for i, group in enumerate(x)
         ],
-        given,
+        inputs,
     )
-    for results, group in zip(got, given, strict=True):
+    for results, group in zip(got, inputs, strict=True):
         all_same(results, list(map(total, group)))
 
 
@@ -203,14 +203,14 @@ def test_grouped_mismatches(way: Any) -> None:
 
 
 def test_grouped_cpu_and_gpu_mix() -> None:
-    """No error here, as for single tensors."""
+    """This is not an error here, as for single tensors."""
     card = f"/gpu:{gpu()}"
     mixed = []
     for number in range(5):
         with tf.device(card if number % 2 else "/cpu:0"):
             mixed.append(tf.ones(17) * number)
-    for number, one in enumerate(hvd.grouped_allreduce(mixed, op=hvd.Sum)):
-        assert value(one).tolist() == [SIZE * number] * 17
+    for number, entry in enumerate(hvd.grouped_allreduce(mixed, op=hvd.Sum)):
+        assert value(entry).tolist() == [SIZE * number] * 17
 
 
 @kinds
@@ -221,7 +221,7 @@ def test_grouped_gradient(way: Any, kind: str) -> None:
         check_gradients(way, lambda x: hvd.grouped_allreduce(x, **options), group, [want] * 5)
 
 
-# IndexedSlices: the rows of all ranks, one rank's after the other's.
+# IndexedSlices: the rows of all ranks, in rank order.
 
 
 def slices(values: Any, indices: Any) -> Any:
@@ -231,9 +231,9 @@ def slices(values: Any, indices: Any) -> Any:
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["single", "grouped"])
 def test_indexed_slices(way: Any, op: str, grouped: bool) -> None:
-    """Each rank has rows rank and 39, with other numbers of rows in a group; a dense one between them."""
+    """Each rank has rows rank and 39. A group also has a different number of rows, and a dense tensor."""
     dense = tf.ones((2, 3))
-    given = [tf.ones((2, 17)) * (RANK + 1.0), tf.constant([RANK, 39]), dense]
+    inputs = [tf.ones((2, 17)) * (RANK + 1.0), tf.constant([RANK, 39]), dense]
 
     def reduce(values: Any, indices: Any, other: Any) -> Any:
         if not grouped:
@@ -246,7 +246,7 @@ def test_indexed_slices(way: Any, op: str, grouped: bool) -> None:
         assert isinstance(third, tf.IndexedSlices)
         return tf.convert_to_tensor(first), first.dense_shape, second, tf.convert_to_tensor(third)
 
-    got = way(reduce, *given)
+    got = way(reduce, *inputs)
     divisor = SIZE if op == "Average" else 1
     want, few = np.zeros((40, 17), np.float32), np.zeros((40, 17), np.float32)
     for rank in range(SIZE):
@@ -261,17 +261,17 @@ def test_indexed_slices(way: Any, op: str, grouped: bool) -> None:
 
 @pytest.mark.parametrize("op", ["Min", "Max", "Product", "Adasum"])
 def test_indexed_slices_with_other_operations(way: Any, op: str) -> None:
-    given = slices(tf.ones((2, 17)), tf.constant([1, 2]))
-    # Adasum of three ranks may be refused for that reason before the slices are looked at.
+    tensor = slices(tf.ones((2, 17)), tf.constant([1, 2]))
+    # Adasum may be refused for three ranks before the slices are checked.
     words = "Average" if op == "Adasum" and SIZE & (SIZE - 1) else "Average or Sum"
     for kind in (hvd.allreduce, lambda one, **how: hvd.grouped_allreduce([tf.ones(2), one], **how)):
         with pytest.raises(NotImplementedError, match=words):
-            way(lambda kind=kind: kind(given, op=getattr(hvd, op)))
+            way(lambda kind=kind: kind(tensor, op=getattr(hvd, op)))
 
 
 @pytest.mark.parametrize("factor", ["prescale_factor", "postscale_factor"])
 def test_indexed_slices_with_factors(way: Any, factor: str) -> None:
-    given = slices(tf.ones((2, 17)), tf.constant([1, 2]))
+    tensor = slices(tf.ones((2, 17)), tf.constant([1, 2]))
     for kind in (hvd.allreduce, lambda one, **how: hvd.grouped_allreduce([tf.ones(2), one], **how)):
         with pytest.raises(NotImplementedError, match=factor):
-            way(lambda kind=kind: kind(given, op=hvd.Sum, **{factor: 0.5}))
+            way(lambda kind=kind: kind(tensor, op=hvd.Sum, **{factor: 0.5}))

@@ -24,23 +24,23 @@ import horovod.tensorflow as hvd
 
 
 def rows(numbers: list[int], dims: int, dtype: Any) -> Any:
-    """Rows filled with these numbers, 17 in each further dimension."""
+    """Return rows filled with these numbers, with 17 elements in each further dimension."""
     column = np.array(numbers, np.int64).reshape(-1, *[1] * (dims - 1))
     return tf.cast(tf.constant(np.broadcast_to(column, (len(numbers), *[17] * (dims - 1)))), dtype)
 
 
 def check(way: Any, splits: Any, dtypes: Any = MOVED) -> None:
-    """``splits(sender, receiver)``: how many rows are sent; each carries its sender's number, mod 2."""
+    """Check ``splits(sender, receiver)``, the number of rows sent. Rows contain the sender's number mod 2."""
     mine = [splits(RANK, other) for other in range(SIZE)]
-    given = [rows([RANK % 2] * sum(mine), dims, dtype) for dtype in dtypes for dims in dims_of(dtype)]
-    got = way(lambda x: [hvd.alltoall(one, tf.constant(mine, tf.int32)) for one in x], given)
+    inputs = [rows([RANK % 2] * sum(mine), dims, dtype) for dtype in dtypes for dims in dims_of(dtype)]
+    got = way(lambda x: [hvd.alltoall(tensor, tf.constant(mine, tf.int32)) for tensor in x], inputs)
     arriving = [splits(other, RANK) for other in range(SIZE)]
     senders = [other % 2 for other in range(SIZE) for _ in range(arriving[other])]
-    for (result, received), one in zip(got, given, strict=True):
+    for (result, received), item in zip(got, inputs, strict=True):
         assert received.dtype == tf.int32
         assert value(received).tolist() == arriving
-        assert result.dtype == one.dtype
-        np.testing.assert_array_equal(value(result), value(rows(senders, len(one.shape), one.dtype)))
+        assert result.dtype == item.dtype
+        np.testing.assert_array_equal(value(result), value(rows(senders, len(item.shape), item.dtype)))
 
 
 def test_splits(way: Any) -> None:
@@ -52,10 +52,10 @@ def test_splits_of_different_length(way: Any) -> None:
 
 
 def test_equal_split(way: Any) -> None:
-    given = [rows(list(range(SIZE)), dims, dtype) for dtype in MOVED for dims in dims_of(dtype)]
-    got = way(lambda x: [hvd.alltoall(one) for one in x], given)
-    for result, one in zip(got, given, strict=True):
-        want = rows([RANK] * SIZE, len(one.shape), one.dtype)
+    inputs = [rows(list(range(SIZE)), dims, dtype) for dtype in MOVED for dims in dims_of(dtype)]
+    got = way(lambda x: [hvd.alltoall(tensor) for tensor in x], inputs)
+    for result, item in zip(got, inputs, strict=True):
+        want = rows([RANK] * SIZE, len(item.shape), item.dtype)
         np.testing.assert_array_equal(value(result), value(want))
 
 
@@ -76,7 +76,7 @@ def test_one_rank_receives_nothing(way: Any) -> None:
 
 
 def test_splits_of_nothing_but_zeros(way: Any) -> None:
-    """There are rows, and no rank sends one."""
+    """No rank sends a row, although there are rows."""
     result, received = way(lambda x: hvd.alltoall(x, tf.zeros(SIZE, tf.int32)), tf.ones((3, 4)))
     assert tuple(result.shape) == (0, 4)
     assert value(received).tolist() == [0] * SIZE
@@ -104,7 +104,7 @@ def test_rows_that_do_not_divide(way: Any) -> None:
 
 
 def test_splits_that_cannot_be(way: Any) -> None:
-    """For more rows than there are; not one for each rank; not a list."""
+    """Splits are refused for more rows than there are, for too few ranks, and if they are not a list."""
     for splits in ([2] * SIZE, [1] * (SIZE + 1), [[1] * SIZE]):
         wrong = tf.constant(splits, tf.int32)
         refused(
@@ -114,17 +114,17 @@ def test_splits_that_cannot_be(way: Any) -> None:
 
 
 def test_gradient(way: Any) -> None:
-    """The gradient goes back the way the rows came: from rank r what it has there, r + 1."""
+    """Gradients return the way the rows came: rank r's gradient for what it received, r + 1."""
     for dtype in WITH_GRADIENT:
-        given = [rows([1] * (SIZE * (RANK + 1)), dims, dtype) for dims in DIMS]
+        inputs = [rows([1] * (SIZE * (RANK + 1)), dims, dtype) for dims in DIMS]
         want = [rows(np.repeat(np.arange(1, SIZE + 1), RANK + 1).tolist(), dims, dtype) for dims in DIMS]
         check_gradients(
-            way, lambda x: [hvd.alltoall(one, tf.constant([RANK + 1] * SIZE))[0] for one in x], given, want
+            way, lambda x: [hvd.alltoall(item, tf.constant([RANK + 1] * SIZE))[0] for item in x], inputs, want
         )
 
 
 def test_gradient_of_an_equal_split(way: Any) -> None:
     for dtype in WITH_GRADIENT:
-        given = [rows([1] * (2 * SIZE), dims, dtype) for dims in DIMS]
+        inputs = [rows([1] * (2 * SIZE), dims, dtype) for dims in DIMS]
         want = [rows(np.repeat(np.arange(1, SIZE + 1), 2).tolist(), dims, dtype) for dims in DIMS]
-        check_gradients(way, lambda x: [hvd.alltoall(one) for one in x], given, want)
+        check_gradients(way, lambda x: [hvd.alltoall(tensor) for tensor in x], inputs, want)

@@ -1,4 +1,4 @@
-"""Contract, TensorFlow: broadcast, of tensors, variables and objects."""
+"""Contract, TensorFlow: broadcast of tensors, variables and objects."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def of_rank(rank: int) -> list[Any]:
 
 def test_every_root(way: Any) -> None:
     for root in range(SIZE):
-        given = of_rank(RANK)
-        got = way(lambda x, root=root: [hvd.broadcast(one, root) for one in x], given)
-        for result, tensor, mine, kept in zip(got, of_rank(root), given, of_rank(RANK), strict=True):
+        inputs = of_rank(RANK)
+        got = way(lambda x, root=root: [hvd.broadcast(tensor, root) for tensor in x], inputs)
+        for result, tensor, mine, kept in zip(got, of_rank(root), inputs, of_rank(RANK), strict=True):
             same(result, tensor)
             same(mine, kept)
 
 
 def made(way: Any, rank: int) -> list[Any]:
     with tf.device(way.device):
-        return [tf.Variable(one) for one in of_rank(rank)]
+        return [tf.Variable(tensor) for tensor in of_rank(rank)]
 
 
 def test_one_variable_in_place(way: Any) -> None:
@@ -86,12 +86,12 @@ def test_root_mismatch(way: Any) -> None:
 
 
 def test_gradient(way: Any) -> None:
-    """The mean of the incoming ones on the root, nothing on the others."""
+    """It is the mean of the incoming gradients on the root, and nothing on other ranks."""
     for root in range(SIZE):
-        given = [draw(dtype, dims) for dtype in WITH_GRADIENT for dims in dims_of(dtype)]
+        inputs = [draw(dtype, dims) for dtype in WITH_GRADIENT for dims in dims_of(dtype)]
         want = (SIZE + 1) / 2 if root == RANK else 0.0
         check_gradients(
-            way, lambda x, root=root: [hvd.broadcast(one, root) for one in x], given, [want] * len(given)
+            way, lambda x, root=root: [hvd.broadcast(item, root) for item in x], inputs, [want] * len(inputs)
         )
 
 
@@ -103,7 +103,7 @@ def test_global_variables_need_a_graph() -> None:
 def test_global_variables_of_a_graph() -> None:
     mine, wanted = [list(map(value, of_rank(rank))) for rank in (RANK, SIZE - 1)]
     with tf.Graph().as_default(), v1.Session() as session:
-        variables = [v1.get_variable(f"own.{i}", initializer=one) for i, one in enumerate(mine)]
+        variables = [v1.get_variable(f"own.{i}", initializer=entry) for i, entry in enumerate(mine)]
         operation = hvd.broadcast_global_variables(SIZE - 1)
         session.run(v1.global_variables_initializer())
         session.run(operation)

@@ -1,4 +1,4 @@
-"""Contract, TensorFlow: every call in process sets, ranks with even and with odd numbers."""
+"""Contract, TensorFlow: every call in process sets of the even and the odd ranks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def mean(mine: Any) -> float:
 
 
 def of(dtypes: list[Any], rank: int = RANK, **others: Any) -> list[Any]:
-    """Tensors that are equal within a set and differ between the two."""
+    """Return tensors that are equal within a set but differ between the two sets."""
     return every(dtypes, seed=40 + rank % 2, **others)
 
 
 def test_sets_come_and_go() -> None:
-    # Before `halves`, which on 2 ranks are the same sets.
+    # Must run before `halves`, which creates the same sets on 2 ranks.
     first = hvd.add_process_set([0])
     assert first.process_set_id is not None
     for twice in ([0], range(SIZE), hvd.ProcessSet([0])):
@@ -71,10 +71,10 @@ def test_numbers(way: Any, halves: Any) -> None:
 
 def test_allreduce(way: Any, halves: Any) -> None:
     mine, _ = halves
-    given = of(REDUCED)
-    got = way(lambda x: [hvd.allreduce(one, op=hvd.Sum, process_set=mine) for one in x], given)
-    all_same(got, [total(one, mine) for one in given])
-    all_same(way(lambda x: [hvd.allreduce(one, process_set=mine) for one in x], given), given)
+    inputs = of(REDUCED)
+    got = way(lambda x: [hvd.allreduce(tensor, op=hvd.Sum, process_set=mine) for tensor in x], inputs)
+    all_same(got, [total(tensor, mine) for tensor in inputs])
+    all_same(way(lambda x: [hvd.allreduce(tensor, process_set=mine) for tensor in x], inputs), inputs)
 
 
 def test_a_set_that_this_process_is_not_in(way: Any, halves: Any) -> None:
@@ -93,20 +93,20 @@ def test_a_set_that_nobody_knows(way: Any) -> None:
 
 def test_grouped_allreduce(way: Any, halves: Any) -> None:
     mine, _ = halves
-    given = of(REDUCED)
-    got = way(lambda x: hvd.grouped_allreduce(x, op=hvd.Sum, process_set=mine), given)
-    all_same(got, [total(one, mine) for one in given])
+    inputs = of(REDUCED)
+    got = way(lambda x: hvd.grouped_allreduce(x, op=hvd.Sum, process_set=mine), inputs)
+    all_same(got, [total(tensor, mine) for tensor in inputs])
 
 
 def test_allgather(way: Any, halves: Any) -> None:
     mine, _ = halves
-    given = [draw(dtype, 2, seed=RANK, rows=ROWS[RANK]) for dtype in MOVED]
+    inputs = [draw(dtype, 2, seed=RANK, rows=ROWS[RANK]) for dtype in MOVED]
     want = [
         np.concatenate([value(draw(dtype, 2, seed=rank, rows=ROWS[rank])) for rank in mine.ranks])
         for dtype in MOVED
     ]
-    all_same(way(lambda x: [hvd.allgather(one, process_set=mine) for one in x], given), want)
-    all_same(way(lambda x: hvd.grouped_allgather(x, process_set=mine), given), want)
+    all_same(way(lambda x: [hvd.allgather(tensor, process_set=mine) for tensor in x], inputs), want)
+    all_same(way(lambda x: hvd.grouped_allgather(x, process_set=mine), inputs), want)
 
 
 def test_objects(halves: Any) -> None:
@@ -119,9 +119,9 @@ def test_objects(halves: Any) -> None:
 def test_broadcast(way: Any, halves: Any) -> None:
     mine, _ = halves
     for root in mine.ranks:
-        given = every(MOVED, seed=RANK)
+        inputs = every(MOVED, seed=RANK)
         got = way(
-            lambda x, root=root: [hvd.broadcast(one, root, process_set=mine) for one in x], given
+            lambda x, root=root: [hvd.broadcast(tensor, root, process_set=mine) for tensor in x], inputs
         )
         all_same(got, every(MOVED, seed=root))
 
@@ -129,12 +129,12 @@ def test_broadcast(way: Any, halves: Any) -> None:
 def test_broadcast_of_variables(way: Any, halves: Any) -> None:
     mine, _ = halves
     for root in mine.ranks:
-        variables = [tf.Variable(one) for one in every(MOVED, seed=RANK)]
+        variables = [tf.Variable(tensor) for tensor in every(MOVED, seed=RANK)]
         way(lambda root=root, given=variables: hvd.broadcast_(given, root, process_set=mine) and None)
-        all_same([one.read_value() for one in variables], every(MOVED, seed=root))
-        variables = [tf.Variable(one) for one in every(MOVED, seed=RANK)]
+        all_same([variable.read_value() for variable in variables], every(MOVED, seed=root))
+        variables = [tf.Variable(tensor) for tensor in every(MOVED, seed=RANK)]
         way(lambda root=root, given=variables: hvd.broadcast_variables(given, root, process_set=mine))
-        all_same([one.read_value() for one in variables], every(MOVED, seed=root))
+        all_same([variable.read_value() for variable in variables], every(MOVED, seed=root))
 
 
 def test_a_root_that_is_not_in_the_set(way: Any, halves: Any) -> None:
@@ -146,9 +146,9 @@ def test_a_root_that_is_not_in_the_set(way: Any, halves: Any) -> None:
 def test_alltoall(way: Any, halves: Any) -> None:
     mine, _ = halves
     members = len(mine.ranks)
-    given = tf.repeat(tf.constant([[RANK, 7]]), members * (RANK + 1), axis=0)
+    tensor = tf.repeat(tf.constant([[RANK, 7]]), members * (RANK + 1), axis=0)
     rows, received = way(
-        lambda x: hvd.alltoall(x, tf.constant([RANK + 1] * members), process_set=mine), given
+        lambda x: hvd.alltoall(x, tf.constant([RANK + 1] * members), process_set=mine), tensor
     )
     assert value(received).tolist() == [rank + 1 for rank in mine.ranks]
     assert value(rows)[:, 0].tolist() == [rank for rank in mine.ranks for _ in range(rank + 1)]
@@ -156,16 +156,16 @@ def test_alltoall(way: Any, halves: Any) -> None:
 
 def test_reducescatter(way: Any, halves: Any) -> None:
     mine, _ = halves
-    given = of(SCATTERED, rows=2 * SIZE + 1)
-    want = [np.array_split(total(one, mine), len(mine.ranks))[mine.rank()] for one in given]
-    all_same(way(lambda x: [hvd.reducescatter(one, op=hvd.Sum, process_set=mine) for one in x], given), want)
-    all_same(way(lambda x: hvd.grouped_reducescatter(x, op=hvd.Sum, process_set=mine), given), want)
+    inputs = of(SCATTERED, rows=2 * SIZE + 1)
+    want = [np.array_split(total(tensor, mine), len(mine.ranks))[mine.rank()] for tensor in inputs]
+    all_same(way(lambda x: [hvd.reducescatter(one, op=hvd.Sum, process_set=mine) for one in x], inputs), want)
+    all_same(way(lambda x: hvd.grouped_reducescatter(x, op=hvd.Sum, process_set=mine), inputs), want)
 
 
 def test_gradients(way: Any, halves: Any) -> None:
     mine, _ = halves
     members = len(mine.ranks)
-    given = [draw(tf.float64, 2, rows=2 * members) for _ in range(2)]
+    inputs = [draw(tf.float64, 2, rows=2 * members) for _ in range(2)]
     root = mine.ranks[0]
     parts = 2 * members // members
     gathered = np.repeat([rank + 1.0 for rank in mine.ranks], parts)[:, None] * np.ones(17)
@@ -176,7 +176,7 @@ def test_gradients(way: Any, halves: Any) -> None:
     }  # fmt: skip
     for kind, (options, want) in checks.items():
         check_gradients(
-            way, lambda x, kind=kind, how=options: [kind(one, process_set=mine, **how) for one in x], given,
+            way, lambda x, kind=kind, how=options: [kind(one, process_set=mine, **how) for one in x], inputs,
             [want] * 2,
         )
     groups = {
@@ -185,12 +185,12 @@ def test_gradients(way: Any, halves: Any) -> None:
     }  # fmt: skip
     for kind, (options, want) in groups.items():
         check_gradients(
-            way, lambda x, kind=kind, how=options: kind(x, process_set=mine, **how), given, [want] * 2
+            way, lambda x, kind=kind, how=options: kind(x, process_set=mine, **how), inputs, [want] * 2
         )
 
 
 def test_tape(way: Any, halves: Any) -> None:
-    """Each set's mean; and a rank that is not in the set keeps its own gradient."""
+    """Each set gets its own mean, and a rank outside the set keeps its own gradient."""
     weight = tf.Variable([1.0, 2.0])
     even = halves[1] if ODD else halves[0]
 

@@ -30,12 +30,12 @@ import horovod.tensorflow as hvd
 
 
 def own(array: Any, rank: int = RANK) -> Any:
-    """The rows of a rank: one more on the first ones where they do not divide."""
+    """Return a rank's rows. If they do not divide evenly, the first ranks get one more."""
     return np.array_split(np.asarray(array), SIZE)[rank]
 
 
 def check(way: Any, given: list[Any], want: Any, compare: Any = same, **options: Any) -> None:
-    got = way(lambda x: [hvd.reducescatter(one, **options) for one in x], given)
+    got = way(lambda x: [hvd.reducescatter(tensor, **options) for tensor in x], given)
     for result, tensor in zip(got, given, strict=True):
         compare(result, own(want(tensor)))
 
@@ -45,33 +45,33 @@ def test_sum(way: Any) -> None:
 
 
 def test_average(way: Any) -> None:
-    """It is the default."""
+    """Average is the default."""
     check(way, every(SCATTERED, rows=4 * SIZE), value)
     check(way, every(SCATTERED, rows=4 * SIZE), value, op=hvd.Average)
 
 
 def test_prescale(way: Any) -> None:
-    given = every(SCATTERED, rows=4 * SIZE)
-    check(way, given, lambda one: total(scaled(one, 0.3141)), near, op=hvd.Sum, prescale_factor=0.3141)
+    inputs = every(SCATTERED, rows=4 * SIZE)
+    check(way, inputs, lambda one: total(scaled(one, 0.3141)), near, op=hvd.Sum, prescale_factor=0.3141)
 
 
 def test_postscale(way: Any) -> None:
-    given = every(SCATTERED, rows=4 * SIZE)
-    check(way, given, lambda one: scaled(total(one), 0.3141), near, op=hvd.Sum, postscale_factor=0.3141)
+    inputs = every(SCATTERED, rows=4 * SIZE)
+    check(way, inputs, lambda one: scaled(total(one), 0.3141), near, op=hvd.Sum, postscale_factor=0.3141)
 
 
 def test_many_in_one_graph(way: Any) -> None:
-    given = [tensor for seed in range(3) for tensor in every(SCATTERED, seed=seed, rows=2 * SIZE)]
+    inputs = [tensor for seed in range(3) for tensor in every(SCATTERED, seed=seed, rows=2 * SIZE)]
     got = way(
-        lambda x: [hvd.reducescatter(one, op=hvd.Sum, name=f"cut.{i}") for i, one in enumerate(x)], given
+        lambda x: [hvd.reducescatter(entry, op=hvd.Sum, name=f"cut.{i}") for i, entry in enumerate(x)], inputs
     )
-    for result, tensor in zip(got, given, strict=True):
+    for result, tensor in zip(got, inputs, strict=True):
         same(result, own(total(tensor)))
 
 
 @pytest.mark.parametrize("rows", [1, SIZE + 1, 4 * SIZE - 1])
 def test_rows_that_do_not_divide(way: Any, rows: int) -> None:
-    """The first ranks get one row more, the last may get none."""
+    """The first ranks get one row more, and the last ones may get none."""
     check(way, every(SCATTERED, rows=rows), total, op=hvd.Sum)
 
 
@@ -97,7 +97,7 @@ def test_other_operations(way: Any) -> None:
             way(lambda op=op: hvd.reducescatter(tf.ones(SIZE), op=op))
 
 
-# Gradients: the ranks' incoming rows (rank + 1) together, for Sum times the number of ranks.
+# Gradients: the ranks' incoming rows (rank + 1) together. For Sum, times the number of ranks.
 
 FACTORS = {"sum": (hvd.Sum, SIZE), "average": (hvd.Average, 1)}
 operations = pytest.mark.parametrize("op", FACTORS)
@@ -112,16 +112,16 @@ def gathered(rows: int, dims: int, factor: float) -> Any:
 def test_gradient(way: Any, op: str) -> None:
     chosen, factor = FACTORS[op]
     for dtype in WITH_GRADIENT:
-        given = [draw(dtype, dims, rows=2 * SIZE + 1) for dims in DIMS]
+        inputs = [draw(dtype, dims, rows=2 * SIZE + 1) for dims in DIMS]
         want = [gathered(2 * SIZE + 1, dims, factor) for dims in DIMS]
-        check_gradients(way, lambda x: [hvd.reducescatter(one, op=chosen) for one in x], given, want)
+        check_gradients(way, lambda x: [hvd.reducescatter(tensor, op=chosen) for tensor in x], inputs, want)
 
 
 def test_gradient_with_factors(way: Any) -> None:
-    given = [draw(tf.float64, 2, rows=2 * SIZE)]
+    inputs = [draw(tf.float64, 2, rows=2 * SIZE)]
     for options, factor in (({"prescale_factor": 0.5}, 0.5), ({"postscale_factor": 3.0}, 3.0)):
         check_gradients(
-            way, lambda x, options=options: [hvd.reducescatter(x[0], op=hvd.Sum, **options)], given,
+            way, lambda x, options=options: [hvd.reducescatter(x[0], op=hvd.Sum, **options)], inputs,
             [gathered(2 * SIZE, 2, factor * SIZE)],
         )
 
@@ -131,9 +131,9 @@ def test_gradient_with_factors(way: Any) -> None:
 
 def check_group(way: Any, want: Any, compare: Any = same, **options: Any) -> None:
     for dims in DIMS:
-        given = [draw(dtype, dims, rows=4 * SIZE + 1, seed=seed) for seed, dtype in enumerate(SCATTERED)]
-        got = way(lambda x: hvd.grouped_reducescatter(x, **options), given)
-        for result, tensor in zip(got, given, strict=True):
+        inputs = [draw(dtype, dims, rows=4 * SIZE + 1, seed=seed) for seed, dtype in enumerate(SCATTERED)]
+        got = way(lambda x: hvd.grouped_reducescatter(x, **options), inputs)
+        for result, tensor in zip(got, inputs, strict=True):
             compare(result, own(want(tensor)))
 
 
@@ -162,6 +162,6 @@ def test_grouped_no_dimension(way: Any) -> None:
 @operations
 def test_grouped_gradient(way: Any, op: str) -> None:
     chosen, factor = FACTORS[op]
-    given = [draw(tf.float64, dims, rows=2 * SIZE + 1) for dims in DIMS]
+    inputs = [draw(tf.float64, dims, rows=2 * SIZE + 1) for dims in DIMS]
     want = [gathered(2 * SIZE + 1, dims, factor) for dims in DIMS]
-    check_gradients(way, lambda x: hvd.grouped_reducescatter(x, op=chosen), given, want)
+    check_gradients(way, lambda x: hvd.grouped_reducescatter(x, op=chosen), inputs, want)

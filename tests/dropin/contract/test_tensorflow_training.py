@@ -1,4 +1,4 @@
-"""Contract, TensorFlow: the place of this process, and what training is made of."""
+"""Contract, TensorFlow: this process's place, and the parts of a training."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LAUNCHER = {
 
 @pytest.mark.parametrize("what", LAUNCHER)
 def test_the_place_is_the_launchers(what: str) -> None:
-    given = [os.environ[name] for name in LAUNCHER[what] if name in os.environ]
-    if not given:
-        pytest.skip("this launcher does not tell")
-    assert getattr(hvd, what)() == int(given[0])
+    inputs = [os.environ[name] for name in LAUNCHER[what] if name in os.environ]
+    if not inputs:
+        pytest.skip("this launcher does not set it")
+    assert getattr(hvd, what)() == int(inputs[0])
 
 
 @pytest.mark.parametrize("what", LAUNCHER)
@@ -40,22 +40,22 @@ def test_the_place_as_an_operation(way: Any, what: str) -> None:
 
 
 def test_an_operation_tells_what_holds_when_it_runs() -> None:
-    """The same graph after shutdown() and init(): a call within raises, and then works again."""
+    """After shutdown() the same graph raises, and after init() it works again."""
     told = tf.function(lambda: (hvd.size_op(), hvd.process_set_included_op()))
-    assert [int(one) for one in told()] == [SIZE, 1]
+    assert [int(item) for item in told()] == [SIZE, 1]
     hvd.shutdown()
     with pytest.raises(tf.errors.FailedPreconditionError, match="init"):
         told()
     hvd.init()
-    assert [int(one) for one in told()] == [SIZE, 1]
+    assert [int(item) for item in told()] == [SIZE, 1]
 
 
 def test_compression_fp16(way: Any) -> None:
-    given = every([one for one in REDUCED if one.is_floating], most=50)
+    inputs = every([dtype for dtype in REDUCED if dtype.is_floating], most=50)
     got = way(
-        lambda x: [hvd.allreduce(one, op=hvd.Sum, compression=hvd.Compression.fp16) for one in x], given
+        lambda x: [hvd.allreduce(item, op=hvd.Sum, compression=hvd.Compression.fp16) for item in x], inputs
     )
-    for result, tensor in zip(got, given, strict=True):
+    for result, tensor in zip(got, inputs, strict=True):
         same(result, total(tensor))
     for tensor in every(REDUCED):
         small, context = hvd.Compression.fp16.compress(tensor)
@@ -68,7 +68,7 @@ def test_compression_fp16(way: Any) -> None:
 
 @several
 def test_join_with_each_rank_first() -> None:
-    """Those who go on get averages over all ranks; all hear the same last rank, and can begin again."""
+    """The other ranks get averages over all ranks, all learn the same last rank, and can join again."""
     for first in range(SIZE):
         if first != RANK:
             for _ in range(2):
@@ -98,11 +98,11 @@ def test_while_a_rank_has_joined() -> None:
 
 
 def test_elastic_state() -> None:
-    """Commit, change, restore; and rank 0's values for all."""
+    """Changes after a commit are undone by restore, and sync gives all ranks rank 0's values."""
     variables = [tf.Variable([RANK + 1.0] * 3), tf.Variable(RANK)]
     state = hvd.elastic.TensorFlowState(variables, batch=20 + RANK, epoch=5)
     state.sync()
-    assert [value(one).tolist() for one in variables] == [[1.0] * 3, 0]
+    assert [value(variable).tolist() for variable in variables] == [[1.0] * 3, 0]
     assert (state.batch, state.epoch) == (20, 5)
     variables[0].assign([7.0] * 3)
     state.batch = 21
@@ -116,7 +116,7 @@ def test_elastic_state() -> None:
 
 @pytest.mark.parametrize("lengths", ["equal", "uneven"])
 def test_sync_batch_norm(way: Any, lengths: str) -> None:
-    """Outputs, moving statistics and gradients are those of a plain layer with the inputs of all ranks."""
+    """Outputs, moving statistics and gradients equal those of a plain layer with all ranks' inputs."""
     rows = [3 if lengths == "equal" else rank + 2 for rank in range(SIZE)]
     random = np.random.default_rng(5)
     inputs = random.normal(2.0, 3.0, (sum(rows), 6, 4)).astype(np.float32)
@@ -132,7 +132,7 @@ def test_sync_batch_norm(way: Any, lengths: str) -> None:
                 outputs = layer(x, training=True)
             return outputs, *tape.gradient(outputs, [x, *layer.trainable_weights], output_gradients=dy)
 
-        return [value(one) for one in way(compute, tf.constant(given), tf.constant(gradients))]
+        return [value(tensor) for tensor in way(compute, tf.constant(given), tf.constant(gradients))]
 
     sync, plain = hvd.SyncBatchNormalization(axis=-1), keras.layers.BatchNormalization(axis=-1)
     output, of_inputs, *of_weights = train(sync, inputs[own], incoming[own])
@@ -149,7 +149,7 @@ def test_sync_batch_norm(way: Any, lengths: str) -> None:
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])
 def test_local_aggregation(sparse: bool, average: bool) -> None:
-    """Two passes are summed here, exchanged in the second, and applied in it alone."""
+    """Two passes are summed locally, exchanged in the second one, and applied only then."""
     with tf.Graph().as_default(), v1.Session() as session:
         weight = v1.get_variable("w", initializer=np.ones((6, 2)))
         chosen = tf.gather(weight, [RANK, 5]) if sparse else weight
@@ -173,7 +173,7 @@ def test_local_aggregation(sparse: bool, average: bool) -> None:
 
 @pytest.mark.parametrize("scale", [True, False], ids=["scaled", "unscaled"])
 def test_partial_tape(way: Any, scale: bool) -> None:
-    """Gradients of local layers stay this rank's, divided by the number of ranks; the others are averaged."""
+    """Gradients of local layers stay local, divided by the number of ranks. Others are averaged."""
     layers = [keras.layers.Dense(2, kernel_initializer="ones") for _ in range(3)]
     for layer in layers:
         layer.build((None, 2))
@@ -187,26 +187,26 @@ def test_partial_tape(way: Any, scale: bool) -> None:
         )
         return tape.gradient(loss, weights)
 
-    got = [value(one) for one in way(compute, tf.fill([1, 2], RANK + 1.0))]
+    got = [value(tensor) for tensor in way(compute, tf.fill([1, 2], RANK + 1.0))]
     assert len(got) == 6
     divisor = SIZE if scale else 1
-    # Values of x are r = rank + 1; after a layer 2r, then 4r.
+    # Values of x are r = rank + 1. After one layer they are 2r, then 4r.
     want = [4 * (RANK + 1) / divisor, 4 / divisor, 2 * 2 * MEAN, 2, 4 * (RANK + 1) / divisor, 1 / divisor]
-    for one, wanted in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, np.full(one.shape, wanted), rtol=1e-6)
+    for actual, wanted in zip(got, want, strict=True):
+        np.testing.assert_allclose(actual, np.full(actual.shape, wanted), rtol=1e-6)
     for wrong in (3, "dense", [layers[0], weights[0]]):
         with pytest.raises(ValueError, match="Keras layers"):
             hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=wrong)
 
 
 def test_a_model_with_a_layer_of_its_own_on_each_rank(way: Any) -> None:
-    """Shapes of the local layer differ between ranks; the shared weights stay equal over some steps."""
+    """The local layer's shape differs between ranks, while the shared weights stay equal."""
     keras.utils.set_random_seed(3)
     shared = keras.layers.Dense(4)
     shared.build((None, 3))
     own = keras.layers.Dense(3 if ODD else 5)
     own.build((None, 4))
-    before = [value(one) for one in own.trainable_weights]
+    before = [value(weight) for weight in own.trainable_weights]
     weights = [*shared.trainable_weights, *own.trainable_weights]
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(weights)
@@ -221,27 +221,27 @@ def test_a_model_with_a_layer_of_its_own_on_each_rank(way: Any) -> None:
     data = tf.constant(np.random.default_rng(RANK).normal(size=(8, 3)), tf.float32)
     losses = [float(way(step, data)) for _ in range(3)]
     assert losses[-1] < losses[0]
-    everywhere = hvd.allgather_object([value(one).tolist() for one in shared.trainable_weights])
-    assert all(one == everywhere[0] for one in everywhere)
+    everywhere = hvd.allgather_object([value(weight).tolist() for weight in shared.trainable_weights])
+    assert all(tensor == everywhere[0] for tensor in everywhere)
     assert not np.array_equal(before[0], value(own.trainable_weights[0]))
 
 
 @pytest.mark.skipif(SIZE & (SIZE - 1) != 0, reason="Adasum needs 2, 4, 8, ... ranks")
 def test_adasum(way: Any) -> None:
-    """Orthogonal tensors add up, parallel ones are averaged, others follow the formula; each by itself."""
+    """Each tensor is reduced separately: orthogonal ones add up, parallel ones average, others in between."""
     orthogonal = [tf.one_hot(RANK, SIZE, dtype=dtype) * 3 for dtype in (tf.float32, tf.float64)]
     parallel = [tf.ones(5, dtype) * 2 for dtype in (tf.float32, tf.float64)]
     random = [tf.constant(np.random.default_rng([RANK, i]).normal(size=7)) for i in range(4)]
-    got = way(lambda x: [hvd.allreduce(one, op=hvd.Adasum) for one in x], [*orthogonal, *parallel, *random])
-    for one in got[:2]:
-        near(one, np.full(SIZE, 3, one.dtype.as_numpy_dtype))
-    for one in got[2:4]:
-        near(one, np.full(5, 2, one.dtype.as_numpy_dtype))
-    for i, one in enumerate(got[4:]):
+    got = way(lambda x: [hvd.allreduce(item, op=hvd.Adasum) for item in x], [*orthogonal, *parallel, *random])
+    for tensor in got[:2]:
+        near(tensor, np.full(SIZE, 3, tensor.dtype.as_numpy_dtype))
+    for tensor in got[2:4]:
+        near(tensor, np.full(5, 2, tensor.dtype.as_numpy_dtype))
+    for i, tensor in enumerate(got[4:]):
         level = [np.random.default_rng([rank, i]).normal(size=7) for rank in range(SIZE)]
         while len(level) > 1:
             level = [combined(*level[place : place + 2]) for place in range(0, len(level), 2)]
-        np.testing.assert_allclose(value(one), level[0], rtol=1e-6)
+        np.testing.assert_allclose(value(tensor), level[0], rtol=1e-6)
 
 
 def combined(a: Any, b: Any) -> Any:
@@ -250,7 +250,7 @@ def combined(a: Any, b: Any) -> Any:
 
 
 def test_functions_compiled_by_xla() -> None:
-    """An error when it is traced, which says what to do; what XLA compiles may be part of a function."""
+    """Tracing raises an error that says what to do. A function may contain parts compiled by XLA."""
     with pytest.raises(ValueError, match="jit_compile=False"):
         tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(tf.ones(2))
     inner = tf.function(lambda x: 2 * x, jit_compile=True)

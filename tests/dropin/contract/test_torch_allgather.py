@@ -24,11 +24,11 @@ from torch import Tensor
 
 import horovod.torch as hvd
 
-ROWS = [17, 32, 81, 12, 15, 23, 22] * 5  # of ranks 0 to 34
+ROWS = [17, 32, 81, 12, 15, 23, 22] * 5  # for ranks 0 to 34
 
 
 def block(rank: int, rows: int, dims: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """What a rank gives: its number everywhere."""
+    """Return a rank's input, filled with its number."""
     return torch.full((rows, *[17] * (dims - 1)), rank, dtype=dtype, device=device)
 
 
@@ -87,13 +87,13 @@ def test_duplicate_name() -> None:
 
 
 def weights(like: Tensor) -> Tensor:
-    """A gradient for the gathered tensor that differs between rows and ranks."""
+    """Return a gradient for the gathered tensor that differs between rows and ranks."""
     rows = torch.arange(like.shape[0], dtype=like.dtype, device=like.device)
     return rows.reshape(-1, *[1] * (like.dim() - 1)).expand_as(like) * (2 * RANK + 1)
 
 
 def own_rows(members: list[int], tensor: Tensor) -> Tensor:
-    """The gradient by the contract: the mean of all ranks' weights, and of it this rank's rows."""
+    """Return the contract's gradient: this rank's rows of the mean of all ranks' weights."""
     before = sum(ROWS[rank] for rank in members if rank < RANK)
     rows = torch.arange(before, before + ROWS[RANK], dtype=tensor.dtype, device=tensor.device)
     mean = sum(2 * rank + 1 for rank in members) / len(members)

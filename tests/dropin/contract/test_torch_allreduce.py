@@ -52,9 +52,9 @@ def test_average(device: Any) -> None:
 
 def test_average_of_integers_is_cut_off(device: Any) -> None:
     for dtype in (torch.int32, torch.int64):
-        given = [7 * rank - 12 for rank in range(SIZE)]
-        result = hvd.allreduce(torch.full((17,), given[RANK], dtype=dtype, device=device))
-        same(result, torch.full((17,), int(sum(given) / SIZE), dtype=dtype, device=device))
+        inputs = [7 * rank - 12 for rank in range(SIZE)]
+        result = hvd.allreduce(torch.full((17,), inputs[RANK], dtype=dtype, device=device))
+        same(result, torch.full((17,), int(sum(inputs) / SIZE), dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("op", ["Min", "Max", "Product"])
@@ -69,9 +69,9 @@ def test_min_max_product(device: Any, op: str) -> None:
 def test_in_place(device: Any) -> None:
     for tensor in all_kinds(device):
         want = tensor * SIZE
-        given = tensor.clone()
-        assert hvd.allreduce_(given, op=hvd.Sum) is given
-        same(given, want)
+        array = tensor.clone()
+        assert hvd.allreduce_(array, op=hvd.Sum) is array
+        same(array, want)
         average = tensor.clone()
         assert hvd.synchronize(hvd.allreduce_async_(average, op=hvd.Average)) is average
         same(average, tensor)
@@ -140,7 +140,7 @@ def test_dtype_mismatch() -> None:
 
 @several
 def test_cpu_and_gpu_mismatch() -> None:
-    card = gpu()  # without one the test ends here, on all ranks
+    card = gpu()  # without a GPU, the test ends here on all ranks
     where = card if ODD else "cpu"
     with pytest.raises(hvd.HorovodInternalError, match="device"):
         hvd.allreduce(torch.ones(17, device=where), name="allreduce.devices", op=hvd.Sum)
@@ -196,8 +196,8 @@ def groups(device: Any) -> list[list[Tensor]]:
 
 def all_same(got: Any, want: list[Tensor]) -> None:
     assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
+    for actual, other in zip(got, want, strict=True):
+        same(actual, other)
 
 
 def test_grouped_sum(device: Any) -> None:
@@ -216,13 +216,13 @@ def test_grouped_average(device: Any) -> None:
 def test_grouped_in_place(device: Any) -> None:
     for group in groups(device):
         want = [tensor * SIZE for tensor in group]
-        given = [tensor.clone() for tensor in group]
-        hvd.grouped_allreduce_(given, op=hvd.Sum)
-        all_same(given, want)
-        given = [tensor.clone() for tensor in group]
-        result = hvd.synchronize(hvd.grouped_allreduce_async_(given, op=hvd.Sum))
-        assert all(one is other for one, other in zip(result, given, strict=True))
-        all_same(given, want)
+        inputs = [tensor.clone() for tensor in group]
+        hvd.grouped_allreduce_(inputs, op=hvd.Sum)
+        all_same(inputs, want)
+        inputs = [tensor.clone() for tensor in group]
+        result = hvd.synchronize(hvd.grouped_allreduce_async_(inputs, op=hvd.Sum))
+        assert all(actual is other for actual, other in zip(result, inputs, strict=True))
+        all_same(inputs, want)
 
 
 @several

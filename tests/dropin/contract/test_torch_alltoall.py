@@ -25,13 +25,13 @@ import horovod.torch as hvd
 
 
 def rows(numbers: list[int], dims: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """One row for each number, filled with it."""
+    """Return one row for each number, filled with it."""
     column = torch.tensor(numbers, dtype=dtype, device=device)
     return column.reshape(-1, *[1] * (dims - 1)).repeat(1, *[17] * (dims - 1))
 
 
 def sent(rank: int, members: list[int], dims: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """Rank r has r + 1 rows for each: 10 r + the receiver's number."""
+    """Return rank r's rows, r + 1 for each receiver, filled with 10 r + the receiver's number."""
     numbers = [10 * rank + receiver for receiver in members for _ in range(rank + 1)]
     return rows(numbers, dims, dtype, device)
 
@@ -73,11 +73,11 @@ def test_process_sets(device: Any, halves: Any) -> None:
 def test_equal_split(device: Any) -> None:
     for dtype in MOVED:
         for dims in dims_of(dtype):
-            given = [10 * RANK + receiver for receiver in range(SIZE) for _ in range(3)]
+            inputs = [10 * RANK + receiver for receiver in range(SIZE) for _ in range(3)]
             want = [10 * sender + RANK for sender in range(SIZE) for _ in range(3)]
-            output = hvd.alltoall(rows(given, dims, dtype, device))
+            output = hvd.alltoall(rows(inputs, dims, dtype, device))
             same(output, rows(want, dims, dtype, device))
-            both = hvd.synchronize(hvd.alltoall_async(rows(given, dims, dtype, device)))
+            both = hvd.synchronize(hvd.alltoall_async(rows(inputs, dims, dtype, device)))
             same(both[0], output)
             assert both[1].tolist() == [3] * SIZE
 
@@ -122,7 +122,7 @@ def test_splits_of_another_type() -> None:
 
 
 def check_gradient(device: Any, members: list[int], **chosen: Any) -> None:
-    """What was sent to a rank gets that rank's gradient back, here its number plus one."""
+    """Check that rows get the gradient of the rank they were sent to, here its number plus one."""
     for dtype in WITH_GRADIENT:
         for dims in dims_of(dtype):
             tensor = sent(RANK, members, dims, dtype, device).requires_grad_()
@@ -143,8 +143,8 @@ def test_gradient_in_a_process_set(device: Any, halves: Any) -> None:
 
 def test_gradient_of_an_equal_split(device: Any) -> None:
     for dims in DIMS:
-        given = [receiver for receiver in range(SIZE) for _ in range(2)]
-        tensor = rows(given, dims, torch.float64, device).requires_grad_()
+        inputs = [receiver for receiver in range(SIZE) for _ in range(2)]
+        tensor = rows(inputs, dims, torch.float64, device).requires_grad_()
         output = hvd.alltoall(tensor)
         output.backward(torch.full_like(output, RANK + 1.0))
-        same_gradient_of(tensor, rows([one + 1 for one in given], dims, torch.float64, device))
+        same_gradient_of(tensor, rows([receiver + 1 for receiver in inputs], dims, torch.float64, device))

@@ -92,14 +92,14 @@ def test_duplicate_name() -> None:
 
 
 def check_gradient(device: Any, members: list[int], **chosen: Any) -> None:
-    """On the root the mean of the ranks' gradients, on the others zero. With ones everywhere: one."""
+    """Check the gradient: the mean of all ranks' gradients on the root, zero on others. For ones: one."""
     for dtype in WITH_GRADIENT:
         for dims in dims_of(dtype):
             for root in members:
-                for given, mean in ((1.0, 1.0), (RANK + 1.0, sum(r + 1.0 for r in members) / len(members))):
+                for value, mean in ((1.0, 1.0), (RANK + 1.0, sum(r + 1.0 for r in members) / len(members))):
                     tensor = of_rank(RANK, dims, dtype, device).requires_grad_()
                     result = hvd.broadcast(tensor, root, **chosen)
-                    result.backward(torch.full_like(result, given))
+                    result.backward(torch.full_like(result, value))
                     same_gradient(tensor, torch.full_like(tensor, mean if root == RANK else 0.0))
 
 

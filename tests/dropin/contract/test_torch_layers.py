@@ -1,4 +1,4 @@
-"""Contract, torch: batch normalisation over all ranks, and sparse gradients."""
+"""Contract, torch: batch normalization over all ranks, and sparse gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import horovod.torch as hvd
 
 @pytest.mark.parametrize("length", [2, 1])
 def test_sync_batch_norm(device: Any, length: int) -> None:
-    """As BatchNorm1d over the stacked inputs of all ranks, which have different numbers of rows."""
+    """It equals BatchNorm1d on all ranks' stacked inputs, which have different numbers of rows."""
     rows = [rank + 2 for rank in range(SIZE)]
     made = torch.Generator().manual_seed(5)
     joined = (torch.randn(sum(rows), 4, length, generator=made) * 3 + 1).to(device)
@@ -57,14 +57,14 @@ def test_embedding(device: Any, sparse_as_dense: bool) -> None:
         optimizer.zero_grad()
         plain.zero_grad()
         net(places[RANK]).square().sum().backward()
-        (sum(reference(one).square().sum() for one in places) / SIZE).backward()
+        (sum(reference(place).square().sum() for place in places) / SIZE).backward()
         optimizer.step()
         plain.step()
     torch.testing.assert_close(net.weight, reference.weight, rtol=1e-12, atol=1e-12)
 
 
 def entries(rank: int, device: Any) -> Tensor:
-    """Row `rank` and row 3, which all have."""
+    """Return row `rank`, and row 3, which all ranks have."""
     indices, values = [[rank, 3]], [[rank + 1.0, 2.0], [5.0, rank + 7.0]]
     made = torch.sparse_coo_tensor(indices, values, (SIZE + 4, 2), check_invariants=True)
     return made.to(device)

@@ -42,9 +42,9 @@ def test_is_initialized() -> None:
 
 
 def launched(*names: str) -> int:
-    """The value that the launcher put into the environment."""
-    found = [os.environ[name] for name in names if name in os.environ]
-    return int(found[0]) if found else -1
+    """Return the value that the launcher put into the environment, or -1."""
+    texts = [os.environ[name] for name in names if name in os.environ]
+    return int(texts[0]) if texts else -1
 
 
 @several
@@ -64,7 +64,7 @@ def test_a_gpu_is_there_if_required() -> None:
     assert gpu().type == "cuda"
 
 
-# Barriers. Who came before whom is told by files, which all ranks see.
+# Barriers. Files that all ranks see record who arrived first.
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def test_barrier_amid_collectives() -> None:
     hvd.barrier()
     second = [hvd.allreduce_async(draw(dtype, 3), op=hvd.Sum) for dtype in REDUCED]
     hvd.barrier()
-    for dtype, one, other in zip(REDUCED, first, second, strict=True):
-        same(hvd.synchronize(one), draw(dtype, 2) * SIZE)
+    for dtype, actual, other in zip(REDUCED, first, second, strict=True):
+        same(hvd.synchronize(actual), draw(dtype, 2) * SIZE)
         same(hvd.synchronize(other), draw(dtype, 3) * SIZE)
     assert hvd.synchronize(rows).tolist() == [rank for rank in range(SIZE) for _ in range(rank + 1)]
 
@@ -122,17 +122,17 @@ def test_barrier_amid_collectives() -> None:
 
 
 def place_after(first: int) -> int:
-    """In which place this rank joins, if `first` does at once."""
+    """Return this rank's position in the join order if `first` joins at once."""
     return (RANK - first) % SIZE
 
 
 @several
 def test_join_with_each_rank_first(device: Any) -> None:
-    """Who has not joined goes on alone; the mean is still over all. Twice: the names are known then."""
+    """Other ranks continue, and the mean is still over all. The second time, the names are known."""
     for first in [*range(SIZE), *range(SIZE)]:
         for step in range(place_after(first)):
             tensors = [draw(dtype, dims, device, most=90) * SIZE for dtype in REDUCED for dims in DIMS]
-            handles = [hvd.allreduce_async(one, name=f"joined.{k}") for k, one in enumerate(tensors)]
+            handles = [hvd.allreduce_async(value, name=f"joined.{k}") for k, value in enumerate(tensors)]
             for tensor, handle in zip(tensors, handles, strict=True):
                 same(hvd.synchronize(handle), (tensor // SIZE) * (SIZE - 1 - step))
         assert hvd.join() == (first - 1) % SIZE
@@ -161,7 +161,7 @@ def test_timeline_starts_and_stops(notes: Path) -> None:
         hvd.stop_timeline()
         if hvd.rank() == 0:
             text = (notes / f"{step}.json").read_text()
-            names = {one["name"] for one in json.loads(text)}
+            names = {load["name"] for load in json.loads(text)}
             assert {"process_name", "NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
             assert "allreduce.seen" in text
             assert "start_time_since_epoch_in_micros" in text

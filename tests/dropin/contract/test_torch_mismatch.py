@@ -1,4 +1,4 @@
-"""Ranks that call differently: who, where, both values, the tensor and what to do, told to all of them."""
+"""Ranks that call differently all learn who, where, both values, the tensor and what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cast(root: int, shape: int = 3) -> Any:
     return lambda: hvd.broadcast(torch.ones(shape), root, name="mismatched")
 
 
-# What the last rank does, what the others do, what is said of each, and the next step.
+# The last rank's call, the other ranks' call, what is reported of each, and the suggested fix.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str, str]] = {
     "shapes": (reduce(2, 3), reduce(3, 2), "(2, 3)", "(3, 2)", "Give the tensor the same shape"),
     "dimensions": (reduce(6), reduce(3, 2), "(6,)", "(3, 2)", "Give the tensor the same shape"),
@@ -59,7 +59,7 @@ def test_mismatch(case: str) -> None:
     if case == "adasum" and SIZE & (SIZE - 1):
         pytest.skip("Adasum needs 2, 4, 8, ... ranks")
     odd, others, said_of_last, said_of_others, advice = CASES[case]
-    for _ in range(2):  # the second time the names are known
+    for _ in range(2):  # the second time, the names are known
         with pytest.raises(hvd.HorovodInternalError) as caught:
             (odd if RANK == LAST else others)()
         text = str(caught.value)
@@ -74,7 +74,7 @@ def test_mismatch(case: str) -> None:
 
 @several
 def test_names_that_never_match_are_not_mixed_up() -> None:
-    """Different orders of the same names are no mismatch."""
+    """The same names in different orders are not a mismatch."""
     names = [f"name.{number}" for number in range(4)]
     handles = {
         name: hvd.allreduce_async(torch.full((number + 1,), 1.0), name=name, op=hvd.Sum)

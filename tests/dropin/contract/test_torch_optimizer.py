@@ -23,7 +23,7 @@ Branch = Callable[[int, int], bool]
 
 
 class Net(nn.Module):
-    """Two ways through: each rank takes one, so that gradients of the other are missing there."""
+    """Two branches: each rank uses one, so it lacks the gradients of the other."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ def test_compression_fp16() -> None:
         assert back.dtype is dtype
         assert (back.double() - tensor.double()).abs().max() < 2e-3
         assert torch.equal(hvd.Compression.none.compress(tensor)[0], tensor)
-    given = torch.full((9,), 1.0 + RANK)
-    assert hvd.allreduce(given, compression=hvd.Compression.fp16).tolist() == [(SIZE + 1) / 2] * 9
+    array = torch.full((9,), 1.0 + RANK)
+    assert hvd.allreduce(array, compression=hvd.Compression.fp16).tolist() == [(SIZE + 1) / 2] * 9
 
 
 @pytest.mark.parametrize("name", sampled("optimizers with branches", list(OPTIMIZERS), 4))
@@ -96,7 +96,7 @@ def test_every_optimizer_with_branches(name: str) -> None:
             optimizer.step()
             plain.step()
         equal_on_all_ranks(net)
-        # Muon works in bfloat16, where a difference in the last place of a gradient can be seen.
+        # Muon works in bfloat16, which exposes differences in a gradient's last place.
         alike(net, reference, 0.1 if name == "Muon" else 1e-7)
 
 
@@ -139,7 +139,7 @@ def test_adasum_combines_the_changes_of_the_weights() -> None:
             plain[rank].zero_grad()
             loss_of(replicas[rank], step, rank).backward()
             plain[rank].step()
-        for start, *ends in zip(*[one.parameters() for one in [starts, *replicas]], strict=True):
+        for start, *ends in zip(*[item.parameters() for item in [starts, *replicas]], strict=True):
             changes = [end.detach() - start.detach() for end in ends]
             while len(changes) > 1:
                 changes = [combine(a, b) for a, b in zip(changes[::2], changes[1::2], strict=True)]
@@ -150,7 +150,7 @@ def test_adasum_combines_the_changes_of_the_weights() -> None:
 
 def test_duplicate_names() -> None:
     net = Net()
-    pairs = [("weight", one) for one in net.parameters()]
+    pairs = [("weight", parameter) for parameter in net.parameters()]
     with pytest.raises(ValueError, match="weight"):
         hvd.DistributedOptimizer(sgd(net), pairs)
 
@@ -164,15 +164,15 @@ def test_missing_names() -> None:
 
 
 def test_toggled_requires_grad() -> None:
-    """As in a GAN, where each part is trained while the other is held."""
+    """As in a GAN, each part is trained while the other is frozen."""
     net, reference = Net(), Net()
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
     plain = sgd(reference)
     for step in range(8):
-        for one in (net, reference):
-            for parameter in one.first.parameters():
+        for network in (net, reference):
+            for parameter in network.first.parameters():
                 parameter.requires_grad_(step % 2 == 0)
-            for parameter in [*one.left.parameters(), *one.right.parameters()]:
+            for parameter in [*network.left.parameters(), *network.right.parameters()]:
                 parameter.requires_grad_(step % 2 == 1)
         optimizer.zero_grad()
         plain.zero_grad()
@@ -235,9 +235,9 @@ def trained_alone(ranks: Any = None) -> nn.Module:
 
 
 def test_default_names() -> None:
-    """allreduce.noname.<group>.<place>: rank 0 gives no names, the others give these."""
+    """Names are allreduce.noname.<group>.<place>: rank 0 passes no names, the others pass these."""
     net = Net()
-    said = [(f"allreduce.noname.0.{place}", one) for place, one in enumerate(net.parameters())]
+    said = [(f"allreduce.noname.0.{place}", value) for place, value in enumerate(net.parameters())]
     train(hvd.DistributedOptimizer(sgd(net), named_parameters=None if RANK == 0 else said), net)
     alike(net, trained_alone())
 
@@ -253,7 +253,7 @@ def test_no_names_and_two_groups() -> None:
 
 @several
 def test_process_set(halves: Any) -> None:
-    """Members of the one set train together, everybody else alone."""
+    """Members of one set train together, and every other rank trains alone."""
     mine, other = halves
     even = mine if 0 in mine.ranks else other
     net = Net()

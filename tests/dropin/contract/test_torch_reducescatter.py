@@ -27,11 +27,11 @@ from torch import Tensor
 
 import horovod.torch as hvd
 
-ROWS = (17, SIZE * 4, 1)  # more for the first ranks, equal, and nothing for most
+ROWS = (17, SIZE * 4, 1)  # one more for the first ranks, equal, and none for most
 
 
 def own(tensor: Tensor, members: list[int] | None = None) -> Tensor:
-    """This rank's rows: d // n of d, one more for the first d % n ranks."""
+    """Return this rank's rows: d // n out of d, and one more for the first d % n ranks."""
     members = list(range(SIZE)) if members is None else members
     share, rest = divmod(tensor.shape[0], len(members))
     place = members.index(RANK)
@@ -119,7 +119,7 @@ def test_process_sets(device: Any, halves: Any) -> None:
 
 
 def gathered(members: list[int], tensor: Tensor, factor: float) -> Tensor:
-    """The gradient by the contract: each rank's incoming one (its number plus one) on its own rows."""
+    """Return the contract's gradient: each rank's incoming one (its number plus one) on its own rows."""
     want = torch.empty_like(tensor)
     share, rest = divmod(tensor.shape[0], len(members))
     start = 0
@@ -208,6 +208,6 @@ def test_grouped_gradient(device: Any, op: str) -> None:
     for dtype in WITH_GRADIENT:
         group = [draw(dtype, dims, device).requires_grad_() for dims in DIMS]
         results = hvd.grouped_reducescatter(group, op=getattr(hvd, op))
-        torch.autograd.backward(list(results), [torch.full_like(one, RANK + 1.0) for one in results])
+        torch.autograd.backward(list(results), [torch.full_like(result, RANK + 1.0) for result in results])
         for tensor in group:
             same_gradient(tensor, gathered(list(range(SIZE)), tensor.detach(), factor))

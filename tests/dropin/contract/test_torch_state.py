@@ -1,4 +1,4 @@
-"""Contract, torch: parameters, optimizer state and objects from one rank to all."""
+"""Contract, torch: one rank's parameters, optimizer state and objects for all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import horovod.torch as hvd
 
-# LBFGS and SparseAdam are left out as in the contract: the first has no broadcast there, the second wants
+# LBFGS and SparseAdam are excluded, as in the contract: it does not broadcast LBFGS, and SparseAdam needs
 # sparse gradients.
 OPTIMIZERS = sorted(
     name
@@ -37,8 +37,8 @@ def model(seed: int, device: Any) -> nn.Module:
 def optimizer_of(name: str, net: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
     kind = getattr(torch.optim, name)
     known = inspect.signature(kind).parameters
-    # Muon takes matrices only.
-    parameters = [one for one in net.parameters() if name != "Muon" or one.dim() == 2]
+    # Muon accepts only matrices.
+    parameters = [parameter for parameter in net.parameters() if name != "Muon" or parameter.dim() == 2]
     return kind(parameters, **{key: value for key, value in options.items() if key in known})
 
 
@@ -51,7 +51,7 @@ def steps(net: nn.Module, optimizer: torch.optim.Optimizer, number: int, device:
 
 
 def alike(mine: Any, root: Any) -> None:
-    """Equal in value and type, all the way down; tensors on the place that this rank has."""
+    """Assert that values and types are equal at every level, with tensors on this rank's device."""
     assert type(mine) is type(root)
     if isinstance(mine, Tensor):
         assert mine.dtype is root.dtype
@@ -62,14 +62,14 @@ def alike(mine: Any, root: Any) -> None:
             alike(mine[key], root[key])
     elif isinstance(mine, (list, tuple)):
         assert len(mine) == len(root)
-        for one, other in zip(mine, root, strict=True):
-            alike(one, other)
+        for actual, other in zip(mine, root, strict=True):
+            alike(actual, other)
     else:
         assert mine == root
 
 
 def check(name: str, options: dict[str, Any], root: int, device: Any, own_steps: int) -> None:
-    """The root has made two steps with `options`; the others `own_steps` with the defaults."""
+    """Check a root with two steps and `options`. The others have `own_steps` steps and default options."""
     net = model(RANK, device)
     optimizer = optimizer_of(name, net, options if root == RANK else {"lr": 0.9})
     steps(net, optimizer, 2 if root == RANK else own_steps, device)
@@ -82,7 +82,7 @@ def check(name: str, options: dict[str, Any], root: int, device: Any, own_steps:
         for value in state.values():
             if isinstance(value, Tensor) and value.dim():
                 assert value.device == parameter.device
-    steps(net, optimizer, 2, device)  # and it is usable: all ranks go the same way
+    steps(net, optimizer, 2, device)  # it is usable: all ranks make the same steps
     for tensor in net.state_dict().values():
         assert torch.equal(hvd.broadcast(tensor, root), tensor)
 

@@ -1,4 +1,4 @@
-"""Adasum: what it makes of two tensors, and a training with it."""
+"""Adasum of two tensors, and a training with Adasum."""
 
 import argparse
 
@@ -19,7 +19,7 @@ hvd.init()
 torch.set_num_threads(1)
 torch.manual_seed(3)
 
-# Orthogonal gradients are added, parallel ones averaged; in between, something between.
+# Orthogonal gradients are added, parallel ones are averaged, and others give something in between.
 orthogonal = torch.zeros(hvd.size())
 orthogonal[hvd.rank()] = 2.0
 print(f"rank {hvd.rank()}: orthogonal {hvd.allreduce(orthogonal, op=hvd.Adasum, name='o').tolist()}")

@@ -1,4 +1,4 @@
-"""The collectives one by one, as scripts use them below the optimizer; an assertion for each result."""
+"""The collectives one by one, as scripts use them below the optimizer, with an assertion for each result."""
 
 import math
 import time
@@ -20,7 +20,7 @@ def same(got, wanted):
     assert torch.allclose(got, wanted), (rank, got, wanted)
 
 
-# Asynchronous: start all, do something else, then collect; in another order on each rank.
+# Asynchronous: start all, do something else, then collect, in a different order on each rank.
 names = [f"tensor{i}" for i in range(20)]
 names = names[rank:] + names[:rank]
 handles = {}
@@ -34,7 +34,7 @@ while not all(hvd.poll(handle) for handle in handles.values()):
 for name in sorted(handles):
     same(hvd.synchronize(handles[name]), [float(total)] * 50)
 
-# In place, with all kinds of reduction and of element.
+# In place, with all reductions and element types.
 for dtype in (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64):
     for op, wanted in ((hvd.Sum, total), (hvd.Min, 1), (hvd.Max, size), (hvd.Product, math.factorial(size))):
         x = torch.full((3, 2), rank + 1, dtype=dtype, device=device)
@@ -57,20 +57,20 @@ first, second = hvd.grouped_allgather([torch.tensor([rank]), torch.tensor([[rank
 same(first, list(range(size)))
 same(second, [[one, one] for one in range(size)])
 
-# Rows of different number, and a rank that has none.
+# Different numbers of rows, and a rank without rows.
 rows = hvd.allgather(torch.full((rank, 2), float(rank), device=device))
 same(rows, [[float(one)] * 2 for one in range(size) for _ in range(one)] or torch.empty(0, 2))
 words = torch.tensor(list(f"rank {rank}".encode()), dtype=torch.uint8)
 assert bytes(hvd.allgather(words).tolist()).decode() == "".join(f"rank {one}" for one in range(size))
 
-# From one rank to all.
+# From one rank to all ranks.
 x = torch.arange(4.0) * (rank + 1)
 same(hvd.broadcast(x, root_rank=size - 1), (torch.arange(4.0) * size).tolist())
 handle = hvd.broadcast_async_(x, 0, "x")
 hvd.synchronize(handle)
 same(x, [0.0, 1.0, 2.0, 3.0])
 
-# Everybody to everybody: rank r sends d + 1 rows to rank d.
+# From all ranks to all ranks: rank r sends d + 1 rows to rank d.
 splits = torch.arange(1, size + 1, dtype=torch.int32)
 sent = torch.full((int(splits.sum()), 1), float(rank))
 got, received = hvd.alltoall(sent, splits=splits)
@@ -80,7 +80,7 @@ same(hvd.alltoall(torch.arange(size) + 10 * rank), [10 * one + rank for one in r
 got, received = hvd.synchronize(hvd.alltoall_async(sent, [1] * size, "list"))  # the rest stays here
 same(got, [[float(one)] for one in range(size)])
 
-# Each rank gets a part of the sum: 7 rows over `size` ranks.
+# Each rank gets a part of the sum: 7 rows distributed over `size` ranks.
 part = hvd.reducescatter(torch.arange(7.0).repeat(2, 1).t().contiguous(), op=hvd.Sum)
 counts = [7 // size + (one < 7 % size) for one in range(size)]
 begin = sum(counts[:rank])
@@ -101,7 +101,7 @@ values[0], values[rank + 1] = 1.0, 2.0
 reduced = hvd.sparse_allreduce_async(values.to_sparse(), name="sparse", op=hvd.Average)()
 same(reduced.to_dense(), [1.0] + [2.0 / size] * size + [0.0])
 
-# What is wrong is told, and the job goes on.
+# Errors are reported, and the job continues.
 if size > 1:
     try:
         hvd.allreduce(torch.ones(rank + 1), name="shapes")

@@ -1,4 +1,4 @@
-"""Training on a tf.data service, as people write it: the file of the compute job, then what to share."""
+"""Training on a tf.data service, as users write it: the compute job's file, then what to share."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""What the scripts beside this file share: handwritten digits, a small network, a fingerprint of weights."""
+"""Shared code of the scripts in this directory: handwritten digits, a small network, a weight fingerprint."""
 
 import hashlib
 import os
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-TRAINING, TESTING = 1440, 354  # of 1,797 images; both go round on 1, 2 and 3 ranks
+TRAINING, TESTING = 1440, 354  # of 1,797 images; both are divisible by 1, 2 and 3 ranks
 
 
 def digits(data_dir, train):
-    """Images (N, 1, 8, 8) as float32 with mean 0, and labels (N,); kept as a file in `data_dir`."""
+    """Return images (N, 1, 8, 8) as float32 with mean 0, and labels (N,). Cached as a file in `data_dir`."""
     path = os.path.join(data_dir, "digits.npz")
     if not os.path.exists(path):
         from sklearn.datasets import load_digits
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions with batch norm, and a way around them."""
+    """Two convolutions with batch norm, and a shortcut around them."""
 
     def __init__(self, inputs, outputs, stride):
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 def resnet8(num_classes=10):
-    """A residual network small enough for a few seconds on a CPU."""
+    """Return a residual network that is small enough for a few seconds on a CPU."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
         Block(8, 8, 1), Block(8, 16, 2), Block(16, 32, 2),
@@ -72,6 +72,6 @@ def resnet8(num_classes=10):
 
 
 def fingerprint(model):
-    """A short name of the exact values of all parameters."""
+    """Return a short hash of the exact values of all parameters."""
     data = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     return hashlib.sha256(data).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Training that goes on from the last commit after an error within the job."""
+"""Training that continues from the last commit after an error within the job."""
 
 import argparse
 

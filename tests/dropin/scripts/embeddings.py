@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings, and the ways in which the optimizer groups and scales gradients."""
+"""Sparse embedding gradients, and the ways in which the optimizer groups and scales gradients."""
 
 import argparse
 
@@ -23,7 +23,7 @@ kinds = texts.sum(1) % KINDS
 
 
 class Bag(nn.Module):
-    """Mean of word vectors, then two dense layers; one layer is never used."""
+    """Mean of word vectors, followed by two dense layers. A further layer is never used."""
 
     def __init__(self, sparse):
         super().__init__()
@@ -53,7 +53,7 @@ def trained(sparse=True, make_groups=None, **options):
         optimizer.step()
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     alike = torch.equal(hvd.broadcast(mine, root_rank=0), mine)
-    assert alike, f"rank {hvd.rank()} has other weights than rank 0"
+    assert alike, f"rank {hvd.rank()} has different weights from rank 0"
     return model.state_dict()
 
 

@@ -1,4 +1,4 @@
-"""MXNet's MNIST example as people write it for Horovod: Gluon, a trainer, evaluation, a file by rank 0."""
+"""MXNet's MNIST example as users write it for Horovod: Gluon, a trainer, evaluation, a file by rank 0."""
 
 import argparse
 import logging

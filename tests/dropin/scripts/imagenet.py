@@ -1,4 +1,4 @@
-"""A residual network, trained as on ImageNet: warm-up, decay, checkpoints, several batches in each step."""
+"""A residual network, trained as on ImageNet: warm-up, decay, checkpoints, several batches per step."""
 
 import argparse
 import math
@@ -59,7 +59,7 @@ def accuracy(output, target):
 
 
 def adjust_learning_rate(epoch, batch_idx):
-    """Climb from the rate of one process to that of all in the first epochs; decay by 10 at later ones."""
+    """Increase the rate from one process's to all processes' in the first epochs, then decay it by 10."""
     if epoch < args.warmup_epochs:
         epoch += float(batch_idx + 1) / len(train_loader)
         lr_adj = 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / args.warmup_epochs + 1)
@@ -130,7 +130,7 @@ if __name__ == "__main__":
         torch.cuda.manual_seed(args.seed)
     torch.set_num_threads(1)
 
-    # Where to go on? Only the first process needs to see the checkpoints.
+    # Where to resume? Only the first process needs to see the checkpoints.
     resume_from_epoch = 0
     if hvd.rank() == 0:
         for try_epoch in range(args.epochs, 0, -1):
@@ -166,7 +166,7 @@ if __name__ == "__main__":
         op=hvd.Adasum if args.use_adasum else hvd.Average,
         gradient_predivide_factor=args.gradient_predivide_factor)
 
-    # The first process restores, and sends to the others what it has.
+    # The first process restores the checkpoint and sends it to the others.
     if resume_from_epoch > 0 and hvd.rank() == 0:
         checkpoint = torch.load(args.checkpoint_format.format(epoch=resume_from_epoch))
         model.load_state_dict(checkpoint["model"])

@@ -1,4 +1,4 @@
-"""Keras's MNIST example as people write it for Horovod: fit with callbacks, checkpoint on rank 0."""
+"""Keras's MNIST example as users write it for Horovod: fit with callbacks, a checkpoint on rank 0."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Handwritten digits with a small convolutional network, in the way of the usual MNIST script."""
+"""Handwritten digits with a small convolutional network, in the style of the usual MNIST script."""
 
 import argparse
 import os
@@ -39,7 +39,7 @@ def train(epoch):
         loss.backward()
         optimizer.step()
         if batch_idx % args.log_interval == 0 and hvd.rank() == 0:
-            # The sampler knows how many examples are this process's.
+            # The sampler knows this process's number of examples.
             done, percent = batch_idx * len(data), 100.0 * batch_idx / len(train_loader)
             seen = f"{done}/{len(train_sampler)} ({percent:.0f}%)"
             print(f"Train Epoch: {epoch} [{seen}]\tLoss: {loss.item():.6f}")
@@ -71,13 +71,13 @@ if __name__ == "__main__":
     args.cuda = not args.no_cuda and torch.cuda.is_available()
 
     hvd.init()
-    torch.manual_seed(args.seed + hvd.rank())  # other weights on each process, until rank 0's are sent
+    torch.manual_seed(args.seed + hvd.rank())  # different weights on each process, until rank 0 sends its own
     if args.cuda:
         torch.cuda.set_device(hvd.local_rank())
         torch.cuda.manual_seed(args.seed)
     torch.set_num_threads(1)
 
-    # The first process of each machine fetches the data.
+    # The first process on each machine downloads the data.
     if hvd.local_rank() == 0:
         digits(args.data_dir, train=True)
     hvd.barrier()
@@ -112,5 +112,5 @@ if __name__ == "__main__":
 
     print(f"rank {hvd.rank()}: weights {fingerprint(model)}")
     if hvd.rank() == 0:
-        assert not os.path.exists(args.save_model), "the checkpoint is there already"
+        assert not os.path.exists(args.save_model), "the checkpoint exists already"
         torch.save(model.state_dict(), args.save_model)

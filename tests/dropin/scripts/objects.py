@@ -1,4 +1,4 @@
-"""Python objects between processes, and a compression of the user's own."""
+"""Python objects sent between processes, and a user-defined compression."""
 
 import argparse
 import random
@@ -18,7 +18,7 @@ args = parser.parse_args()
 hvd.init()
 torch.set_num_threads(1)
 
-# The first process draws the settings of this experiment; all use them.
+# The first process draws this experiment's settings, and all processes use them.
 config = None
 if hvd.rank() == 0:
     seed = random.Random(5).randrange(1000)
@@ -29,7 +29,7 @@ print(f"rank {hvd.rank()}: seed {config['seed']}, layers {config['layers']}, not
 
 
 class FixedPoint(Compressor):
-    """Whole numbers of 2**-14 as int32: sums of them are exact, whatever the order."""
+    """Integer multiples of 2**-14 as int32, whose sums are exact in any order."""
 
     @staticmethod
     def compress(tensor):
@@ -59,7 +59,7 @@ for step in range(args.steps):
     optimizer.step()
     losses.append(loss.item())
 
-# Lists of different length on each process.
+# Lists with a different length on each process.
 tail = hvd.allgather_object({"rank": hvd.rank(), "losses": losses[-1 - hvd.rank() :]}, name="losses")
 if hvd.rank() == 0:
     print("losses of ranks " + " ".join(f"{one['rank']}:{len(one['losses'])}" for one in tail))

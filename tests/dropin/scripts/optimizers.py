@@ -1,4 +1,4 @@
-"""Uses of the wrapped optimizer beyond the plain loop; the same result with any number of processes."""
+"""Uses of the wrapped optimizer beyond the plain loop. Results do not depend on the number of processes."""
 
 import argparse
 
@@ -39,7 +39,7 @@ def distributed(optimizer, model, **options):
 
 
 def parameter_groups():
-    """Other options for biases; a scheduler on the wrapped optimizer; gradients set to None."""
+    """Different options for biases, a scheduler on the wrapped optimizer, and gradients set to None."""
     model = network()
     optimizer = distributed(optim.SGD([
         {"params": [one for one in model.parameters() if one.dim() > 1], "weight_decay": 0.01},
@@ -59,7 +59,7 @@ def parameter_groups():
 
 
 def scheduler_before():
-    """The scheduler was made for the plain optimizer, which is wrapped afterwards."""
+    """Create the scheduler for the plain optimizer, which is wrapped afterwards."""
     model = network()
     plain = optim.SGD(model.parameters(), lr=0.3)
     scheduler = optim.lr_scheduler.LambdaLR(plain, lambda step: 1.0 / (1 + step))
@@ -74,7 +74,7 @@ def scheduler_before():
 
 
 def adam_resumed():
-    """Adam, its state saved and loaded into a new one that is then wrapped; rank 0 alone has the state."""
+    """Save Adam's state and load it into a new optimizer that is then wrapped. Only rank 0 has the state."""
     model = network()
     optimizer = distributed(optim.Adam(model.parameters(), lr=0.01), model)
     for x, y in batches():
@@ -101,7 +101,7 @@ def adam_resumed():
 
 
 def closures():
-    """A step with a closure that computes the gradients."""
+    """Make steps with a closure that computes the gradients."""
     model = network()
     optimizer = distributed(optim.SGD(model.parameters(), lr=0.2), model)
     for x, y in batches():
@@ -118,7 +118,7 @@ def closures():
 
 
 def accumulated():
-    """Two backward passes in each step, later four."""
+    """Make two backward passes per step, later four."""
     model = network()
     optimizer = distributed(optim.SGD(model.parameters(), lr=0.2), model, backward_passes_per_step=2)
     passes = 2
@@ -134,7 +134,7 @@ def accumulated():
 
 
 def plateau():
-    """A scheduler that looks at a metric which is the same on all ranks."""
+    """Use a scheduler that depends on a metric, which is equal on all ranks."""
     model = network()
     optimizer = distributed(optim.AdamW(model.parameters(), lr=0.02), model, compression=hvd.Compression.none)
     scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
@@ -149,7 +149,7 @@ def plateau():
 
 
 def two_models():
-    """Two models with an optimizer each, in the manner of a generator and its critic."""
+    """Train two models with an optimizer each, like a generator and its critic."""
     one, two = network(), network()
     optimizers = [
         hvd.DistributedOptimizer(optim.RMSprop(model.parameters(), lr=0.005),
@@ -168,7 +168,7 @@ def two_models():
 
 
 def frozen():
-    """Layers that are not trained at first, and no names given."""
+    """Freeze layers at first, and pass no names."""
     model = network()
     for parameter in model[1].parameters():
         parameter.requires_grad = False

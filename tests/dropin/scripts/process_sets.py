@@ -1,11 +1,11 @@
-"""Process sets: known when the job starts, and made while it runs."""
+"""Process sets that exist when the job starts, and process sets created while it runs."""
 
 import torch
 from mpi4py import MPI
 
 import horovod.torch as hvd
 
-# Who takes part has to be known before init().
+# The members must be known before init().
 size = MPI.COMM_WORLD.Get_size()
 even, odd = hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet(list(range(1, size, 2)))
 static = [even, odd] if size > 1 else []
@@ -24,7 +24,7 @@ say(f"everybody's sum {hvd.allreduce(x, op=hvd.Sum).tolist()}")
 say(f"gathered {hvd.allgather(x[: hvd.rank() + 1], process_set=mine).tolist()}")
 say(f"from the last {hvd.broadcast(x, root_rank=mine.ranks[-1], process_set=mine).tolist()}")
 
-# Two models: each half of the processes trains its own.
+# Two models: each half of the processes trains its own model.
 torch.manual_seed(hvd.rank())
 model = torch.nn.Linear(3, 1)
 for parameter in model.parameters():
@@ -42,7 +42,7 @@ bias = hvd.allgather(model.bias.detach()).tolist()
 say("biases " + " ".join(f"{one:.3f}" for one in bias))
 hvd.shutdown()
 
-# The same runtime once more, now with sets that come and go.
+# The same runtime once more, now with process sets that are added and removed.
 hvd.init(process_sets="dynamic")
 if hvd.size() > 1:
     others = hvd.add_process_set(hvd.ProcessSet(range(1, hvd.size())))

@@ -1,4 +1,4 @@
-"""Images per second in training, with random images: the usual first thing to run on a new machine."""
+"""Training throughput in images per second, with random images: the usual first test on a new machine."""
 
 import argparse
 import timeit

@@ -42,5 +42,5 @@ with v1.train.MonitoredTrainingSession(checkpoint_dir=checkpoint_dir, hooks=hook
         feed = {image: given, label: np.tanh(given @ truth)}
         _, mean, weights = session.run([train_op, mean_loss, total], feed_dict=feed)
 
-# What was read with the last step may be from before or after it; the mean is one on all ranks.
+# The values read with the last step may be from before or after it, but all ranks get the same mean.
 print(f"rank {hvd.rank()}: mean loss {mean:.9g}")

@@ -1,4 +1,4 @@
-"""A loop with a gradient tape and tf.data, as people write it for Horovod and TensorFlow 2."""
+"""A loop with a gradient tape and tf.data, as users write it for Horovod and TensorFlow 2."""
 
 import tensorflow as tf
 
@@ -12,7 +12,7 @@ for gpu in gpus:
 if gpus:
     tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
-# Made-up images whose class can be seen: class k has a bright row k.
+# Generated images that are easy to classify: class k has a bright row k.
 labels = tf.range(1000, dtype=tf.int64) % 10
 images = tf.random.stateless_uniform((1000, 10, 10, 1), seed=(1, 2))
 images += tf.one_hot(labels, 10)[:, :, None, None]

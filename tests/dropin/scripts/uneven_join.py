@@ -1,4 +1,4 @@
-"""Processes with different amounts of data: those that have finished join the others."""
+"""Processes with different amounts of data: those that finish first join and wait for the others."""
 
 import argparse
 
@@ -35,7 +35,7 @@ for epoch in range(args.epochs):
         last = hvd.join(hvd.local_rank())
     else:
         last = hvd.join()
-    # Those that finished early have not made the last steps: all go on from where the last one is.
+    # Those that finished early lack the last steps, so all continue with the last process's weights.
     hvd.broadcast_parameters(model.state_dict(), root_rank=last)
     batches = hvd.allreduce(torch.tensor(mine), op=hvd.Sum, name="batches").item()
     if hvd.rank() == 0:

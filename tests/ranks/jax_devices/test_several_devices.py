@@ -73,13 +73,13 @@ def test_rows_that_cannot_be_divided_among_the_devices() -> None:
     """Eagerly, where shapes may change, an odd number of rows is accepted for two devices."""
     rows = sharded(jnp.arange(4.0 * SIZE - 2), "here")
     part = hvd.reducescatter(rows, op=hvd.Sum)
-    assert part.tolist() == [SIZE * one for one in np.array_split(np.arange(4.0 * SIZE - 2), SIZE)[RANK]]
-    found, received = hvd.alltoall(rows, splits=[1] * SIZE)
-    assert (found.tolist(), received.tolist()) == ([RANK] * SIZE, [1] * SIZE)
+    assert part.tolist() == [SIZE * array for array in np.array_split(np.arange(4.0 * SIZE - 2), SIZE)[RANK]]
+    result, received = hvd.alltoall(rows, splits=[1] * SIZE)
+    assert (result.tolist(), received.tolist()) == ([RANK] * SIZE, [1] * SIZE)
     assert hvd.allgather(rows).sharding == rows.sharding
 
 
-@pytest.mark.skipif(SEVERAL_DEVICES, reason="JAX 0.10 can")
+@pytest.mark.skipif(SEVERAL_DEVICES, reason="JAX 0.10 supports it")
 def test_older_versions_say_that_they_cannot() -> None:
     with pytest.raises(ArgumentError, match=r"JAX 0\.10 or newer"):
         jax.jit(hvd.allreduce)(sharded(jnp.ones(8), "here"))
@@ -102,10 +102,10 @@ def test_training_on_two_devices_of_each_rank() -> None:
             w, state = step(w, state)
         return w
 
-    found = train(hvd.distributed(optax.adam(0.1)), sharded(rows[RANK], "here"), sharded(jnp.zeros(3)))
+    result = train(hvd.distributed(optax.adam(0.1)), sharded(rows[RANK], "here"), sharded(jnp.zeros(3)))
     expected = train(optax.adam(0.1), rows.reshape(-1, 3), jnp.zeros(3))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert len({np.asarray(found).tobytes(), *hvd.allgather_object(np.asarray(found).tobytes())}) == 1
+    np.testing.assert_allclose(result, expected, atol=1e-6)
+    assert len({np.asarray(result).tobytes(), *hvd.allgather_object(np.asarray(result).tobytes())}) == 1
 
 
 def test_without_the_private_name_that_places_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_without_the_private_name_that_places_a_callback(monkeypatch: pytest.Mon
 
 def test_within_shard_map_there_is_an_error() -> None:
     if not hasattr(jax, "shard_map"):
-        pytest.skip("this JAX has it elsewhere")
+        pytest.skip("this JAX has shard_map elsewhere")
     mesh = Mesh(np.array(jax.local_devices()), ("here",))
     spec = PartitionSpec("here")
     inside = jax.shard_map(hvd.allreduce, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -132,9 +132,9 @@ def test_programs_on_different_devices_keep_their_order() -> None:
     late = jax.jit(lambda x: total(x + work(x).sum() * 0))
     here, there = jax.local_devices()
     numbers = [jnp.float32(number) for number in range(10)]
-    pairs = [(jax.device_put(one, here), jax.device_put(one + 100, there)) for one in numbers]
+    pairs = [(jax.device_put(number, here), jax.device_put(number + 100, there)) for number in numbers]
     for first, second in jax.block_until_ready(pairs):  # compiles the programs and checks their results
         assert (float(late(first)), float(total(second))) == (SIZE * float(first), SIZE * float(second))
-    found = [(late(first), total(second)) for first, second in pairs]
-    for (first, second), (one, other) in zip(pairs, found, strict=True):
-        assert (float(one), float(other)) == (SIZE * float(first), SIZE * float(second))
+    results = [(late(first), total(second)) for first, second in pairs]
+    for (first, second), (actual, other) in zip(pairs, results, strict=True):
+        assert (float(actual), float(other)) == (SIZE * float(first), SIZE * float(second))

@@ -65,7 +65,7 @@ def far(one: Weights, other: Weights) -> float:
 
 
 def same_on_all_ranks(weights: Weights) -> bool:
-    return len(set(hvd.allgather_object(b"".join(one.tobytes() for one in weights)))) == 1
+    return len(set(hvd.allgather_object(b"".join(weight.tobytes() for weight in weights)))) == 1
 
 
 def number(value: Any) -> float:

@@ -65,12 +65,12 @@ def sgd() -> Any:
 
 
 def test_ranks_that_begin_differently_train_as_rank_zero() -> None:
-    found = fit(
+    result = fit(
         hvd.DistributedOptimizer(sgd()), [RANK], seed=RANK + 1,
         callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)],
     ).get_weights()
-    assert same_on_all_ranks(found)
-    assert far(found, alone(sgd(), ALL, seed=1)) < 1e-6
+    assert same_on_all_ranks(result)
+    assert far(result, alone(sgd(), ALL, seed=1)) < 1e-6
 
 
 class Lazy(keras.Model):
@@ -119,7 +119,7 @@ class TwoOptimizers(keras.Model):
 
     def train_on(self) -> None:
         for half, optimizer in zip(self.halves, self.optimizers.values(), strict=True):
-            gradients = [keras.ops.ones(one.shape) * (RANK + 1.0) for one in half.trainable_variables]
+            gradients = [keras.ops.ones(v.shape) * (RANK + 1.0) for v in half.trainable_variables]
             optimizer.apply(gradients, half.trainable_variables)
 
 
@@ -131,8 +131,8 @@ def test_optimizers_held_as_attributes_are_broadcast() -> None:
     if RANK == 0:
         for half, optimizer in zip(net.halves, net.optimizers.values(), strict=True):
             optimizer.build(half.trainable_variables)
-            for one in optimizer.variables[2:]:
-                one.assign(keras.ops.ones(one.shape))
+            for variable in optimizer.variables[2:]:
+                variable.assign(keras.ops.ones(variable.shape))
     broadcast = callbacks.BroadcastGlobalVariablesCallback(0)
     broadcast.set_model(net)
     broadcast.on_train_begin()
@@ -140,7 +140,7 @@ def test_optimizers_held_as_attributes_are_broadcast() -> None:
     for batch in range(3):
         broadcast.on_train_batch_begin(batch)
         net.train_on()
-    slots = [values for one in net.optimizers.values() for values in map(read, one.variables)]
+    slots = [values for array in net.optimizers.values() for values in map(read, array.variables)]
     assert len(slots) == 2 * (2 + 2 * 2)
     assert same_on_all_ranks(slots)
     assert same_on_all_ranks(net.get_weights())
@@ -151,13 +151,13 @@ def test_optimizers_built_after_the_state_go_back_to_their_beginning() -> None:
     net = TwoOptimizers()
     net(np.ones((1, 8), "float32"))
     state = hvd.elastic.KerasState(net, epoch=1)
-    before = [read(one) for one in net.weights]
+    before = [read(weight) for weight in net.weights]
     net.train_on()
     state.restore()
-    assert far([read(one) for one in net.weights], before) == 0
-    slots = [read(one) for each in net.optimizers.values() for one in each.variables[2:]]
+    assert far([read(weight) for weight in net.weights], before) == 0
+    slots = [read(variable) for each in net.optimizers.values() for variable in each.variables[2:]]
     assert len(slots) == 2 * 2 * 2
-    assert not any(one.any() for one in slots)
+    assert not any(slot.any() for slot in slots)
     state.commit()
     net.train_on()
     state.restore()
@@ -187,7 +187,7 @@ def test_metrics_are_averaged() -> None:
     net.fit(*data([RANK]), batch_size=ROWS, verbose=0, callbacks=[before, average, spy])
     local = hvd.allgather_object(before.logs[0])
     for name in ("loss", "mae"):
-        assert spy.logs[0][name] == pytest.approx(sum(one[name] for one in local) / SIZE)
+        assert spy.logs[0][name] == pytest.approx(sum(entry[name] for entry in local) / SIZE)
     assert net.history.history["loss"] == [spy.logs[0]["loss"]]
     if SIZE > 1:
         with pytest.raises(MismatchError, match=r"rank 1 .* has \['a', 'b'\]"):
@@ -204,32 +204,32 @@ def rates(
 
 
 def test_warm_up() -> None:
-    found, logs = rates(callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2))
+    result, logs = rates(callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2))
     progress = [min((batch + 1) / 4 / 2, 1.0) for batch in range(12)]
-    assert found == pytest.approx([0.1 / SIZE * (one * (SIZE - 1) + 1) for one in progress], rel=1e-5)
-    assert [one["lr"] for one in logs] == pytest.approx([0.1 / SIZE * ((SIZE - 1) / 2 + 1), 0.1, 0.1])
+    assert result == pytest.approx([0.1 / SIZE * (item * (SIZE - 1) + 1) for item in progress], rel=1e-5)
+    assert [log["lr"] for log in logs] == pytest.approx([0.1 / SIZE * ((SIZE - 1) / 2 + 1), 0.1, 0.1])
 
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize("together", [3, 4])
-@pytest.mark.skipif(keras.backend.backend() == "torch", reason="torch makes one step in an execution")
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="torch makes one step per execution")
 def test_warm_up_with_several_steps_in_an_execution(together: int) -> None:
     warm_up = callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
-    found, logs = rates(warm_up, steps_per_execution=together)
+    result, logs = rates(warm_up, steps_per_execution=together)
     firsts = [epoch * 4 + batch for epoch in range(3) for batch in range(0, 4, together)]
     progress = [min((step + 1) / 4 / 2, 1.0) for step in firsts]
-    assert found == pytest.approx([0.1 / SIZE * (one * (SIZE - 1) + 1) for one in progress], rel=1e-5)
-    assert [one["lr"] for one in logs][1:] == pytest.approx([0.1, 0.1])
+    assert result == pytest.approx([0.1 / SIZE * (item * (SIZE - 1) + 1) for item in progress], rel=1e-5)
+    assert [log["lr"] for log in logs][1:] == pytest.approx([0.1, 0.1])
 
 
 def test_schedules() -> None:
     make = callbacks.LearningRateScheduleCallback
-    found, _ = rates(make(0.1, 0.5, start_epoch=1))
-    assert found == pytest.approx([0.05] * 4 + [0.1] * 4 + [0.05] * 4)
-    found, _ = rates(make(0.1, lambda epoch: epoch + 1, end_epoch=2))
-    assert found == pytest.approx([0.1] * 4 + [0.2] * 8)
-    found, _ = rates(make(0.1, lambda epoch: epoch, staircase=False, steps_per_epoch=4), epochs=1)
-    assert found == pytest.approx([0.0, 0.025, 0.05, 0.075])
+    result, _ = rates(make(0.1, 0.5, start_epoch=1))
+    assert result == pytest.approx([0.05] * 4 + [0.1] * 4 + [0.05] * 4)
+    result, _ = rates(make(0.1, lambda epoch: epoch + 1, end_epoch=2))
+    assert result == pytest.approx([0.1] * 4 + [0.2] * 8)
+    result, _ = rates(make(0.1, lambda epoch: epoch, staircase=False, steps_per_epoch=4), epochs=1)
+    assert result == pytest.approx([0.0, 0.025, 0.05, 0.075])
     with pytest.raises(ArgumentError, match="initial_lr"):
         make(None, 0.5)
 
@@ -238,7 +238,7 @@ def test_best_model_is_written_by_rank_zero(tmp_path: Path) -> None:
     best = callbacks.BestModelCheckpoint(monitor="loss", filepath=str(tmp_path / "best.keras"))
     both = [callbacks.MetricAverageCallback(), best]
     fit(hvd.DistributedOptimizer(sgd()), [RANK], callbacks=both, epochs=2)
-    assert [one.name for one in tmp_path.iterdir()] == (["best.keras"] if RANK == 0 else [])
+    assert [path.name for path in tmp_path.iterdir()] == (["best.keras"] if RANK == 0 else [])
     nowhere = callbacks.BestModelCheckpoint(monitor="loss")
     with pytest.raises(ArgumentError, match="filepath"):
         nowhere.on_epoch_end(0, {"loss": 1.0})
@@ -305,8 +305,8 @@ def test_a_loaded_optimizer_reduces_as_the_saved_one(shared: Path) -> None:
     hvd.broadcast_object(None)
     loaded = hvd.load_model(path)
     loaded.set_weights(net.get_weights())
-    for one in (net, loaded):
-        one.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    for network in (net, loaded):
+        network.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
     assert far(loaded.get_weights(), net.get_weights()) < 1e-6
     again = shared / f"again-{RANK}.keras"
     loaded.save(again)
@@ -375,7 +375,7 @@ def test_files_without_options_give_the_defaults_with_a_warning(tmp_path: Path) 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert hvd.load_model(tmp_path / "old.h5").optimizer._options["op"] == hvd.Average
-    said = [str(one.message) for one in caught if "does not say how gradients" in str(one.message)]
+    said = [str(item.message) for item in caught if "does not say how gradients" in str(item.message)]
     assert len(said) == (RANK == 0)
 
 
@@ -457,14 +457,14 @@ def test_elastic_state() -> None:
         attempts.append(net.get_weights())
         net.fit(*data([RANK], 4), batch_size=ROWS, shuffle=False, verbose=0, callbacks=more)
         if len(attempts) == 1:
-            for one in net.variables:
-                one.assign(one.value * 0.0)
+            for variable in net.variables:
+                variable.assign(variable.value * 0.0)
             raise CollectiveError("as if a collective had failed")
 
     train(state)
     assert same_on_all_ranks(attempts[0])
     assert same_on_all_ranks(attempts[1])
-    assert far(attempts[1], attempts[0]) > 1e-4, "it goes on from the last commit"
+    assert far(attempts[1], attempts[0]) > 1e-4, "it continues from the last commit"
     assert (state.epoch, state.batch) == (2, 0)
     with pytest.raises(ArgumentError, match="weights"):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
@@ -513,7 +513,7 @@ def _halfway() -> Any:
 
 
 def _half_step(net: Any) -> None:
-    gradients = [keras.ops.ones(one.shape) * (RANK + 1.0) for one in net.trainable_variables]
+    gradients = [keras.ops.ones(variable.shape) * (RANK + 1.0) for variable in net.trainable_variables]
     net.optimizer.apply(gradients, net.trainable_variables)
 
 
@@ -528,7 +528,7 @@ def test_sums_between_passes_stay_each_ranks_own(how: str) -> None:
     variables = [*net.variables, *net.optimizer.variables]
     if how == "tensorflow":
         if keras.backend.backend() != "tensorflow":
-            pytest.skip("it is for TensorFlow")
+            pytest.skip("only for TensorFlow")
         import ringdance.tensorflow as hvd_tensorflow
 
         hvd_tensorflow.broadcast_variables(variables, root_rank=0)
@@ -543,8 +543,8 @@ def test_sums_between_passes_stay_each_ranks_own(how: str) -> None:
         state.sync()
     else:
         if how == "rank zero alone" and RANK:  # as if only rank 0 had loaded the checkpoint
-            for one in sums:
-                one.assign(keras.ops.zeros(one.shape))
+            for total in sums:
+                total.assign(keras.ops.zeros(total.shape))
         if how == "rank zero alone":
             wanted = 1 + mean
         hvd.broadcast_variables(variables, root_rank=0)
@@ -579,7 +579,7 @@ def test_ranks_that_write_to_one_path_are_noticed(shared: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train(1, keras.callbacks.CSVLogger(shared / name))
-        said = [str(one.message) for one in caught if "CSVLogger" in str(one.message)]
+        said = [str(warning.message) for warning in caught if "CSVLogger" in str(warning.message)]
         assert len(said) == (several and RANK == 0)
         for text in said:
             assert f"CSVLogger writes to {log} on ranks {ALL} of " in text

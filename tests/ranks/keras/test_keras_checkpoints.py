@@ -34,11 +34,11 @@ def test_training_goes_on_from_what_rank_0_has_saved(tmp_path: Path, monkeypatch
     place = tmp_path / str(hvd.rank())  # other ranks do not see rank 0's files
     place.mkdir()
     monkeypatch.chdir(place)
-    [block] = [one.text for one in blocks(PAGE) if "LambdaCallback" in one.text]
+    [block] = [item.text for item in blocks(PAGE) if "LambdaCallback" in item.text]
     # The second run has half as many samples per rank, as with twice as many ranks.
     for epochs, share, iterations in ((2, 64, 8), (4, 32, 12)):
         model = trained(block, epochs, share)
         assert same_on_all_ranks(model.get_weights())
         assert int(model.optimizer.iterations) == iterations
     files = [f"epoch-{epoch:04}.weights.h5" for epoch in range(1, 5)]
-    assert sorted(one.name for one in place.iterdir()) == (files if hvd.rank() == 0 else [])
+    assert sorted(path.name for path in place.iterdir()) == (files if hvd.rank() == 0 else [])

@@ -94,13 +94,13 @@ def test_sparse_gradients(as_dense: bool, passes: int) -> None:
         keras.optimizers.SGD(0.05), sparse_as_dense=as_dense, backward_passes_per_step=passes,
         average_aggregated_gradients=True,
     )
-    found = embedded(optimizer, [RANK])
-    assert same_on_all_ranks(found)
+    result = embedded(optimizer, [RANK])
+    assert same_on_all_ranks(result)
     steps = passes if passes > 1 else None
     plain = keras.optimizers.SGD(0.05, gradient_accumulation_steps=steps)
     expected = by_rank_zero(lambda: embedded(plain, ALL))
     assert far(expected[:1], embedding_model().get_weights()[:1]) > 1e-3
-    assert far(found, expected) < 1e-6
+    assert far(result, expected) < 1e-6
 
 
 def variables(count: int = 2) -> list[Any]:
@@ -116,17 +116,17 @@ def test_aggregation_of_infinite_gradients() -> None:
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=True
     )
-    one, other = variables()
+    first, other = variables()
     infinite = np.inf if RANK == SIZE - 1 else 1.0
     for gradients in ((infinite, 1.0), (1.0, np.nan)):
-        optimizer.apply(filled(*gradients), [one, other])
-    assert not np.isfinite(number(one.value[0]))
+        optimizer.apply(filled(*gradients), [first, other])
+    assert not np.isfinite(number(first.value[0]))
     assert not np.isfinite(number(other.value[0]))
-    for variable in (one, other):
+    for variable in (first, other):
         variable.assign(np.zeros(3))
     for _ in range(2):
-        optimizer.apply(filled(1.0 + RANK, 3.0), [one, other])
-    assert [number(one.value[0]), number(other.value[0])] == [-(SIZE + 1) / 2, -3.0]
+        optimizer.apply(filled(1.0 + RANK, 3.0), [first, other])
+    assert [number(first.value[0]), number(other.value[0])] == [-(SIZE + 1) / 2, -3.0]
     assert number(optimizer.iterations) == 2, "Keras 3 counts updates, not passes"
 
 
@@ -180,12 +180,12 @@ def test_state_is_committed_restored_and_synchronized() -> None:
     assert (state.batch, state.epoch) == (20, 10)
 
     def everything() -> list[Any]:
-        found = [*net.variables, *net.optimizer.variables]
-        return [keras.ops.convert_to_numpy(one.value) for one in found]
+        results = [*net.variables, *net.optimizer.variables]
+        return [keras.ops.convert_to_numpy(array.value) for array in results]
 
     def spoil() -> None:
-        for one in [*net.variables, *net.optimizer.variables]:
-            one.assign(one.value + 1)
+        for variable in [*net.variables, *net.optimizer.variables]:
+            variable.assign(variable.value + 1)
         state.batch, state.epoch = 21 + RANK, 11 + RANK
 
     before = everything()
@@ -208,9 +208,9 @@ def test_a_set_of_ranks_averages_for_itself() -> None:
     odd = hvd.add_process_set(range(1, SIZE, 2))
     try:
         mine = even if even.included() else odd
-        found = fit(hvd.DistributedOptimizer(sgd(), process_set=mine), [RANK]).get_weights()
-        assert far(found, fit(sgd(), list(mine.ranks)).get_weights()) < 1e-6
-        assert (far(found, hvd.broadcast_object(found)) == 0) == even.included()
+        result = fit(hvd.DistributedOptimizer(sgd(), process_set=mine), [RANK]).get_weights()
+        assert far(result, fit(sgd(), list(mine.ranks)).get_weights()) < 1e-6
+        assert (far(result, hvd.broadcast_object(result)) == 0) == even.included()
     finally:
         hvd.remove_process_set(odd)
         hvd.remove_process_set(even)

@@ -86,8 +86,8 @@ def test_parts_of_a_sharded_training_are_the_whole_of_a_replicated_one(
     assert final(data / "parts")[0]["done"] == 13 * (BATCH // SIZE * SIZE)
     position, others = final(run(recipe, monkeypatch, data, "parts", "--sharded"))
     assert (position["step"], position["epoch"], position["done"]) == (STEPS, 1, 0)
-    for one, other in zip(arrays, others, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-3)
+    for actual, other in zip(arrays, others, strict=True):
+        np.testing.assert_allclose(actual, other, rtol=2e-2, atol=2e-3)
     assert expected["best"] > 0.65, "no signal: 0.5; the best possible: 0.89"
     assert position["best"] == pytest.approx(expected["best"], abs=5e-4)
     if RANK == 0:

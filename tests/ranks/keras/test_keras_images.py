@@ -40,7 +40,7 @@ class Memory:
 
 def model() -> Any:
     made = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(1)])
-    made.set_weights([np.full_like(one, 1e-3) for one in made.get_weights()])
+    made.set_weights([np.full_like(weight, 1e-3) for weight in made.get_weights()])
     made.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1e-7)), "mse")
     return made
 
@@ -65,7 +65,7 @@ def test_fit_is_that_of_all_samples_resumed_or_not() -> None:
             rows[:, -1] = 1
             gradient = 2 * ((rows @ weights - numbers)[:, None] * rows).mean(0)
             weights -= 1e-7 * gradient
-    flat = np.concatenate([one.ravel() for one in trained.get_weights()])
+    flat = np.concatenate([weight.ravel() for weight in trained.get_weights()])
     assert np.abs(flat - 1e-3).max() > 1e-5
     np.testing.assert_allclose(flat, weights, rtol=1e-3, atol=1e-7)
 
@@ -76,7 +76,7 @@ def test_fit_is_that_of_all_samples_resumed_or_not() -> None:
     loader.set_epoch(0, loader.position_after(1))
     resumed.fit(loader, epochs=1, shuffle=False, verbose=0, callbacks=[loader.callback])
     resumed.fit(loader, initial_epoch=1, epochs=2, shuffle=False, verbose=0, callbacks=[loader.callback])
-    again = np.concatenate([one.ravel() for one in resumed.get_weights()])
+    again = np.concatenate([weight.ravel() for weight in resumed.get_weights()])
     np.testing.assert_allclose(again, flat, rtol=1e-5)
 
 

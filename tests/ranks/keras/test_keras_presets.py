@@ -43,7 +43,7 @@ def torch_net(classes: int, width: int) -> Any:
 def as_torch(weights: list[Any]) -> list[Any]:
     """Return weights of Keras layers, in the same order, in PyTorch's layouts."""
     axes = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}
-    return [np.transpose(one, axes[one.ndim]) for one in weights]
+    return [np.transpose(weight, axes[weight.ndim]) for weight in weights]
 
 
 @pytest.mark.parametrize(("name", "optimizer", "rate"), sampled_rows("presets", [
@@ -63,16 +63,16 @@ def test_200_steps_of_a_preset_are_those_of_pytorch(
         epochs=10, image_size=PIXELS, precision="float32",
     )
     assert preset.optimizer == optimizer
-    given = Namespace(rate=rate, accumulate=1, width=0, model=None, seed=0)
+    options = Namespace(rate=rate, accumulate=1, width=0, model=None, seed=0)
     keras.utils.set_random_seed(0)
-    other = by_keras.Model(given, preset, CLASSES)
+    other = by_keras.Model(options, preset, CLASSES)
     model = other.model
-    training = by_torch.Model(given, preset, CLASSES, torch.device("cpu"))
-    start = as_torch([keras.ops.convert_to_numpy(one.value) for one in model.trainable_variables])
+    training = by_torch.Model(options, preset, CLASSES, torch.device("cpu"))
+    start = as_torch([keras.ops.convert_to_numpy(variable.value) for variable in model.trainable_variables])
     with torch.no_grad():
-        for one, value in zip(training.model.parameters(), start, strict=True):
-            one.copy_(torch.from_numpy(value.copy()))
-    schedule = shared.schedule_of(preset, given, STEPS // 10 * BATCH * SIZE, BATCH * SIZE)
+        for parameter, value in zip(training.model.parameters(), start, strict=True):
+            parameter.copy_(torch.from_numpy(value.copy()))
+    schedule = shared.schedule_of(preset, options, STEPS // 10 * BATCH * SIZE, BATCH * SIZE)
     random = np.random.RandomState(RANK)
     for step in range(STEPS):
         labels = random.randint(0, CLASSES, BATCH)
@@ -84,10 +84,10 @@ def test_200_steps_of_a_preset_are_those_of_pytorch(
         other.step(batch, current)
         channels_first = torch.from_numpy(np.moveaxis(images, 3, 1).copy())
         training.step(replace(batch, images=channels_first, labels=torch.from_numpy(labels)), current)
-    found = as_torch([keras.ops.convert_to_numpy(one.value) for one in model.trainable_variables])
-    expected = [one.detach().numpy() for one in training.model.parameters()]
-    moved = max(float(np.abs(one - first).max()) for one, first in zip(expected, start, strict=True))
-    apart = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+    result = as_torch([keras.ops.convert_to_numpy(variable.value) for variable in model.trainable_variables])
+    expected = [parameter.detach().numpy() for parameter in training.model.parameters()]
+    moved = max(float(np.abs(item - first).max()) for item, first in zip(expected, start, strict=True))
+    apart = max(float(np.abs(actual - other).max()) for actual, other in zip(result, expected, strict=True))
     print(f"{name}: moved {moved:.4f}, apart {apart:.2e}")
     assert moved > 0.1
     assert apart < 1e-3

@@ -125,7 +125,7 @@ def gradients_of(net: Any, program: Program, step: int, rank: int, optimizer: An
 
         net.zero_grad()
         scale(loss_of(torch.tensor(y), net((torch.tensor(x), torch.tensor(ids)), training=True))).backward()
-        return [one.value.grad for one in variables]
+        return [variable.value.grad for variable in variables]
     import jax
 
     def compute(trainable: Any, other: Any, factor: Any, x: Any, ids: Any, y: Any) -> Any:
@@ -134,8 +134,8 @@ def gradients_of(net: Any, program: Program, step: int, rank: int, optimizer: An
 
     if (net, rank) not in _compiled:
         _compiled[net, rank] = jax.jit(jax.grad(compute))
-    others = [one.value for one in net.non_trainable_variables]
-    return list(_compiled[net, rank]([one.value for one in variables], others, scale(1.0), x, ids, y))
+    others = [variable.value for variable in net.non_trainable_variables]
+    return list(_compiled[net, rank]([v.value for v in variables], others, scale(1.0), x, ids, y))
 
 
 def dense(gradient: Any) -> Any:
@@ -174,10 +174,10 @@ def apply_in_jax(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
     if optimizer not in _compiled:
         _compiled[optimizer] = jax.jit(optimizer.stateless_apply)
     trained, slots = _compiled[optimizer](
-        [one.value for one in optimizer.variables], gradients, [one.value for one in variables]
+        [variable.value for variable in optimizer.variables], gradients, [v.value for v in variables]
     )
-    for one, value in zip([*variables, *optimizer.variables], [*trained, *slots], strict=True):
-        one.assign(value)
+    for variable, value in zip([*variables, *optimizer.variables], [*trained, *slots], strict=True):
+        variable.assign(value)
 
 
 def train(program: Program, directory: Path) -> list[Any]:
@@ -220,11 +220,11 @@ def train(program: Program, directory: Path) -> list[Any]:
 def fits_of(program: Program) -> list[Sequence[int]]:
     """Return the epochs of each call of fit()."""
     every = range(program.epochs)
-    return [[one] for one in every] if program.reload else [every]
+    return [[array] for array in every] if program.reload else [every]
 
 
 def train_by_apply(program: Program, net: Any, options: dict[str, Any]) -> list[Any]:
-    optimizers = [hvd.DistributedOptimizer(one, **options) for one in optimizers_of(program)]
+    optimizers = [hvd.DistributedOptimizer(tensor, **options) for tensor in optimizers_of(program)]
     if net.built:
         hvd.broadcast_variables(net.variables, root_rank=0)
     for epoch in range(program.epochs):
@@ -238,7 +238,7 @@ def optimizers_of(program: Program) -> list[Any]:
     """Return plain optimizers, as a training loop uses them."""
     made = [optimizer_of(program) for _ in range(2 if program.two and not program.half else 1)]
     if program.half:
-        return [keras.mixed_precision.LossScaleOptimizer(one) for one in made]
+        return [keras.mixed_precision.LossScaleOptimizer(optimizer) for optimizer in made]
     return made
 
 
@@ -247,9 +247,9 @@ def alone(program: Program) -> list[Any]:
     net = net_of(program, 0, 7)
     optimizers = optimizers_of(program) if program.loop else [optimizer_of(program)]
     if program.half and not program.loop:
-        optimizers = [keras.mixed_precision.LossScaleOptimizer(one) for one in optimizers]
-    for one in optimizers:
-        inner = getattr(one, "inner_optimizer", one)
+        optimizers = [keras.mixed_precision.LossScaleOptimizer(optimizer) for optimizer in optimizers]
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
         if program.passes > 1 and not KERAS2:
             inner.gradient_accumulation_steps = program.passes
     # Keras 3 averages over the passes. For Keras 2, they are summed here.
@@ -258,17 +258,17 @@ def alone(program: Program) -> list[Any]:
     for epochs in fits_of(program):
         for step in [step for epoch in epochs for step in steps_of(program, epoch)]:
             every = [
-                [dense(one) for one in gradients_of(net, program, step, rank, optimizers[0])]
+                [dense(array) for array in gradients_of(net, program, step, rank, optimizers[0])]
                 for rank in range(SIZE)
             ]
             whole = joined(program, every, lambda one, other: one + other)
             if KERAS2:
                 passes.append(whole)
                 if len(passes) < program.passes:
-                    for one in optimizers:
-                        one.iterations.assign_add(1)
+                    for optimizer in optimizers:
+                        optimizer.iterations.assign_add(1)
                     continue
-                whole = [None if one[0] is None else sum(one) for one in zip(*passes, strict=True)]
+                whole = [None if part[0] is None else sum(part) for part in zip(*passes, strict=True)]
                 passes = []
             apply(optimizers, [one if one is None else one * times for one in whole], net.trainable_variables)
         if program.ema and not program.loop:

@@ -94,8 +94,8 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
     expected, others = final(photos / "whole")
     assert (state["step"], state["epoch"], state["done"]) == (4, 2, 0)
     assert expected["step"] == 4
-    for one, other in zip(variables, others, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+    for actual, other in zip(variables, others, strict=True):
+        np.testing.assert_allclose(actual, other, rtol=1e-3, atol=1e-5)
     for name in ("whole", "parts"):
         counts = contained([photos / name])
         assert all(each_once(counts[epoch], IMAGES, 4 * SIZE) for epoch in range(2)), name
@@ -103,7 +103,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
         assert told.count(f"of {IMAGES} images of train (the data has no other split") == 2
         again = capsys.readouterr().out
         assert "continuing after step 1" in again
-        assert again.count("epochs: top-1") == 2, "none in mid-epoch"
+        assert again.count("epochs: top-1") == 2, "no evaluation in mid-epoch"
         assert "top-5" not in again, "there are three classes"
     run(recipe, monkeypatch, photos, "parts", "--evaluate")
     if RANK == 0:
@@ -133,12 +133,12 @@ def test_a_model_of_keras_applications_exported_and_loaded_again(
             np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=1e-4)
             right += int((shares.argmax(axis=1) == batch.labels).sum())
         assert figures == f"top-1 {right / IMAGES:.2%}"
-        given = Namespace(model="MobileNetV2", accumulate=1, seed=0)
+        options = Namespace(model="MobileNetV2", accumulate=1, seed=0)
         preset = replace(recipe.PRESETS["laptop"], image_size=32)
-        other = recipe.Model(given, preset, 5)
+        other = recipe.Model(options, preset, 5)
         assert other.load_weights(str(model / "model.weights.h5")) == ["predictions/kernel"]
-        norms = [one for one in other.body().layers if isinstance(one, keras.layers.BatchNormalization)]
-        assert {one.momentum for one in norms} == {0.9}, "a short training's statistics are its own"
+        norms = [layer for layer in other.body().layers if isinstance(layer, keras.layers.BatchNormalization)]
+        assert {norm.momentum for norm in norms} == {0.9}, "short trainings need another momentum"
         other = recipe.Model(Namespace(model="MobileNet", accumulate=1, seed=0), preset, 3)
         with pytest.raises(ValueError, match="layers"):
             other.load_weights(str(model / "model.weights.h5"))
@@ -153,7 +153,7 @@ def test_lars_with_accumulation_in_half_precision(
     state, variables = final(photos / "half")
     assert state["step"] == 4
     assert each_once(contained([photos / "half"])[1], IMAGES, 4 * SIZE)
-    assert all(np.isfinite(one).all() for one in variables)
+    assert all(np.isfinite(variable).all() for variable in variables)
     before = read(min((photos / "half").glob("checkpoint-*")))[1]  # after two steps
     assert np.abs(variables[0] - before[0]).max() > 1e-4, "the scaled loss reaches the weights"
     if RANK == 0:

@@ -70,5 +70,5 @@ def test_a_script_written_for_horovod(tmp_path: Path) -> None:
         assert float(re.findall(r"accuracy: ([\d.]+)", out)[-1]) > 0.8
         assert "loaded: Adam 168" in out
         assert out.count("finished gradual learning rate warmup to 0.004") == 1
-        written = sorted(one.name for one in tmp_path.iterdir())
+        written = sorted(path.name for path in tmp_path.iterdir())
         assert written == [f"checkpoint-{epoch}.keras" for epoch in range(1, 7)]

@@ -40,14 +40,14 @@ def test_fit_on_a_table() -> None:
     assert len(loader) == -(-length // (20 * SIZE))
     model.fit(loader, epochs=2, shuffle=False, verbose=0, callbacks=[loader.callback])
 
-    found = np.ones(table_size)
+    expected = np.ones(table_size)
     for epoch in range(2):
         blocks = np.random.RandomState([4, epoch]).permutation(2)
         order = np.concatenate([np.arange(length)[256 * block : 256 * block + 256] for block in blocks])
         for start in range(0, length, 20 * SIZE):
             numbers = order[start : start + 20 * SIZE]
-            error = (rows.values[numbers] * found[rows.ids[numbers]]).sum(axis=1) - rows.labels[numbers]
+            error = (rows.values[numbers] * expected[rows.ids[numbers]]).sum(axis=1) - rows.labels[numbers]
             gradient = np.zeros(table_size)
             np.add.at(gradient, rows.ids[numbers], 2 * error[:, None] * rows.values[numbers] / len(numbers))
-            found -= 0.1 * gradient
-    np.testing.assert_allclose(np.ravel(model.get_weights()[0]), found, rtol=1e-4, atol=1e-5)
+            expected -= 0.1 * gradient
+    np.testing.assert_allclose(np.ravel(model.get_weights()[0]), expected, rtol=1e-4, atol=1e-5)

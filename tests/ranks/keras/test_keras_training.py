@@ -68,12 +68,12 @@ def test_weights_that_differ_are_noticed(differ: bool, broadcast: bool) -> None:
 ], ids=str)
 def test_twenty_steps_of_fit_equal_one_process(make: Any, options: dict[str, Any]) -> None:
     with counting_steps() as steps:
-        found = fit(hvd.DistributedOptimizer(make(**options)), [RANK]).get_weights()
+        result = fit(hvd.DistributedOptimizer(make(**options)), [RANK]).get_weights()
         assert steps() == STEPS // options.get("gradient_accumulation_steps", 1)
-    assert same_on_all_ranks(found)
+    assert same_on_all_ranks(result)
     expected = alone(make(**options), ALL)
     assert far(expected, model().get_weights()) > 1e-3
-    assert far(found, expected) < 1e-6
+    assert far(result, expected) < 1e-6
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -83,11 +83,11 @@ def test_other_gradients_on_rank_0_are_refused(dropped: bool) -> None:
     variables = [keras.Variable([1.0, 2.0], name=name) for name in "ab"]
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     optimizer.build(variables)
-    given = keras.ops.ones(2)
-    pairs = zip([given, None] if RANK == 0 else [None, given], variables, strict=True)
+    tensor = keras.ops.ones(2)
+    pairs = zip([tensor, None] if RANK == 0 else [None, tensor], variables, strict=True)
     with pytest.raises(MismatchError, match=r"Mismatched gradients.*none for variable"):
         optimizer.apply_gradients([pair for pair in pairs if pair[0] is not None or not dropped])
-    optimizer.apply_gradients([(None, variables[0]), (given * (RANK + 1), variables[1])])
+    optimizer.apply_gradients([(None, variables[0]), (tensor * (RANK + 1), variables[1])])
     np.testing.assert_allclose(keras.ops.convert_to_numpy(variables[1]), [0.5 - SIZE / 2, 1.5 - SIZE / 2])
 
 
@@ -144,7 +144,7 @@ def test_bfloat16_policy() -> None:
     assert far(net.get_weights(), alone(sgd(), ALL, policy="mixed_bfloat16")) < 2e-2
     # Without loss scaling, an overflow reaches the weights, in one process and on all ranks. No rank waits.
     net = fit(hvd.DistributedOptimizer(sgd()), [RANK], policy="mixed_bfloat16", spoiled={3: SIZE - 1})
-    assert same_on_all_ranks([np.isfinite(one) for one in net.get_weights()])
+    assert same_on_all_ranks([np.isfinite(weight) for weight in net.get_weights()])
     assert not np.isfinite(net.get_weights()[0]).all()
 
 
@@ -153,10 +153,10 @@ def test_backward_passes_per_step(average: bool) -> None:
     optimizer = hvd.DistributedOptimizer(
         sgd(), backward_passes_per_step=2, average_aggregated_gradients=average
     )
-    found = fit(optimizer, [RANK]).get_weights()
-    assert same_on_all_ranks(found)
+    result = fit(optimizer, [RANK]).get_weights()
+    assert same_on_all_ranks(result)
     plain = keras.optimizers.SGD(0.05 * (1 if average else 2), momentum=0.9, gradient_accumulation_steps=2)
-    assert far(found, alone(plain, ALL)) < 1e-6
+    assert far(result, alone(plain, ALL)) < 1e-6
 
 
 def test_options() -> None:
@@ -176,7 +176,7 @@ def test_options() -> None:
 
 
 @every_day
-@pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a C++ compiler, and minutes")
+@pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a C++ compiler and minutes")
 def test_jit_compile_true() -> None:
     """XLA compiles a JAX step. For TensorFlow it cannot, and the error on all ranks says what to use."""
 
@@ -211,11 +211,11 @@ def one_step(net: Any, optimizer: Any, x: Any, y: Any) -> None:
             predicted, _ = net.stateless_call(trainable, [], x)
             return keras.ops.mean((predicted - y) ** 2)
 
-        weights = [one.value for one in net.trainable_variables]
+        weights = [v.value for v in net.trainable_variables]
         gradients = jax.grad(loss_of)(weights)
         if not optimizer.built:
             optimizer.build(net.trainable_variables)
-        state = [one.value for one in optimizer.variables]
+        state = [v.value for v in optimizer.variables]
         weights, state = optimizer.stateless_apply(state, gradients, weights)
         variables = [*net.trainable_variables, *optimizer.variables]
         for variable, value in zip(variables, [*weights, *state], strict=True):
@@ -227,7 +227,7 @@ def by_hand(optimizer: Any, ranks: list[int]) -> Any:
     x, y = data(ranks)
     rows = ROWS * len(ranks)
     for at in range(0, STEPS * rows, rows):
-        batch = [keras.ops.convert_to_tensor(one[at : at + rows]) for one in (x, y)]
+        batch = [keras.ops.convert_to_tensor(item[at : at + rows]) for item in (x, y)]
         one_step(net, optimizer, *batch)
     return net.get_weights()
 
@@ -236,9 +236,9 @@ def by_hand(optimizer: Any, ranks: list[int]) -> Any:
     pytest.param({}, marks=every_backend), {"global_clipnorm": 0.05}, {"gradient_accumulation_steps": 2},
 ])
 def test_a_loop_of_ones_own(options: dict[str, Any]) -> None:
-    found = by_hand(hvd.DistributedOptimizer(sgd(**options)), [RANK])
-    assert same_on_all_ranks(found)
-    assert far(found, by_rank_zero(lambda: by_hand(sgd(**options), ALL))) < 1e-6
+    result = by_hand(hvd.DistributedOptimizer(sgd(**options)), [RANK])
+    assert same_on_all_ranks(result)
+    assert far(result, by_rank_zero(lambda: by_hand(sgd(**options), ALL))) < 1e-6
 
 
 def test_local_variables_stay_local() -> None:
@@ -247,7 +247,7 @@ def test_local_variables_stay_local() -> None:
     optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=net.layers[-1])
     before = net.get_weights()
     variables = net.trainable_variables
-    gradients = [keras.ops.ones(one.shape) * (RANK + 1) for one in variables]
+    gradients = [keras.ops.ones(variable.shape) * (RANK + 1) for variable in variables]
     optimizer.apply(gradients, variables)
     steps = [float((old - new).mean()) for old, new in zip(before, net.get_weights(), strict=True)]
     mean, own = (SIZE + 1) / 2, (RANK + 1) / SIZE
@@ -255,7 +255,7 @@ def test_local_variables_stay_local() -> None:
     unscaled = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), scale_local_gradients=False)
     unscaled.register_local_var(variables[0])
     before = net.get_weights()
-    unscaled.apply([keras.ops.ones(one.shape) * (RANK + 1) for one in variables], variables)
+    unscaled.apply([keras.ops.ones(variable.shape) * (RANK + 1) for variable in variables], variables)
     assert float((before[0] - net.get_weights()[0]).mean()) == pytest.approx(RANK + 1)
 
 
@@ -273,11 +273,11 @@ def test_process_set() -> None:
 
 @every_backend
 def test_missing_gradients_and_mistakes() -> None:
-    one, other = (keras.Variable(np.zeros(2, "float32")) for _ in range(2))
+    first, other = (keras.Variable(np.zeros(2, "float32")) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     with pytest.warns(UserWarning, match="do not exist"):
-        optimizer.apply([keras.ops.ones(2) * RANK, None], [one, other])
-    assert number(-one.value[0]) == (SIZE - 1) / 2
+        optimizer.apply([keras.ops.ones(2) * RANK, None], [first, other])
+    assert number(-first.value[0]) == (SIZE - 1) / 2
     assert number(other.value[0]) == 0.0
     with pytest.raises(ArgumentError, match="already"):
         hvd.DistributedOptimizer(optimizer)

@@ -67,7 +67,7 @@ def far(one: Any, other: Any) -> float:
 
 
 def same_on_all_ranks(net: Any) -> bool:
-    weights = b"".join(one.tobytes() for one in net.get_weights())
+    weights = b"".join(weight.tobytes() for weight in net.get_weights())
     return len(set(hvd_tensorflow.allgather_object(weights))) == 1
 
 
@@ -218,7 +218,7 @@ def test_all_ranks_skip_a_step_with_an_infinity(kind: str) -> None:
 def test_callbacks(kind: str, tmp_path: Path) -> None:
     net = model(RANK)
     own = net.layers[0].trainable_variables
-    given = own[0].numpy()
+    inputs = own[0].numpy()
     optimizer = hvd_keras.PartialDistributedOptimizer(sgd(kind), local_layers=net.layers[0])
     net.compile(optimizer, "mse")
     seen: list[float] = []
@@ -232,13 +232,13 @@ def test_callbacks(kind: str, tmp_path: Path) -> None:
             self.when = when
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            found = [one.numpy().ravel() for one in variables_of(optimizer) if len(one.shape)]
-            lengths[self.when].append(float(np.linalg.norm(np.concatenate([*found, [0.0]]))))
+            results = [item.numpy().ravel() for item in variables_of(optimizer) if len(item.shape)]
+            lengths[self.when].append(float(np.linalg.norm(np.concatenate([*results, [0.0]]))))
 
     class Trace(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if not seen:
-                assert far([own[0].numpy()], [given]) == 0
+                assert far([own[0].numpy()], [inputs]) == 0
                 first = hvd_tensorflow.broadcast_object(net.layers[1].get_weights())
                 assert far(net.layers[1].get_weights(), first) == 0
             seen.append(float(optimizer.lr))
@@ -277,8 +277,8 @@ def test_a_saved_model_goes_on(kind: str, name: str, tmp_path: Path) -> None:
     plain, loaded = keras.models.load_model(path), hvd.load_model(path, legacy_opts=kind == "legacy")
     assert type(plain.optimizer) is type(sgd(kind))
     assert isinstance(loaded.optimizer, type(sgd(kind)))
-    for one in (net, loaded):
-        fit(one, [RANK])
+    for network in (net, loaded):
+        fit(network, [RANK])
     if path.suffix:  # Keras itself does not restore the optimizer of a SavedModel
         assert int(loaded.optimizer.iterations) == 8
         assert far(loaded.get_weights(), net.get_weights()) < 1e-6
@@ -341,8 +341,8 @@ def test_a_loaded_optimizer_reduces_as_the_saved_one(tmp_path: Path) -> None:
     hvd_tensorflow.broadcast_object(None)
     loaded = hvd.load_model(path)
     loaded.set_weights(net.get_weights())
-    for one in (net, loaded):
-        fit(one, [RANK])
+    for network in (net, loaded):
+        fit(network, [RANK])
     assert far(loaded.get_weights(), net.get_weights()) < 1e-6
 
 
@@ -390,10 +390,10 @@ def test_the_page(tmp_path: Path) -> None:
 def test_batch_normalization_over_all_ranks() -> None:
     inputs = [np.random.default_rng(rank).normal(size=(3 + rank, 2, 2, 3)) for rank in range(SIZE)]
     synced, plain = hvd_tensorflow.SyncBatchNormalization(), keras.layers.BatchNormalization(fused=False)
-    found = synced(inputs[RANK].astype("float32"), training=True)
+    result = synced(inputs[RANK].astype("float32"), training=True)
     wanted = plain(np.concatenate(inputs).astype("float32"), training=True)
-    start = sum(len(one) for one in inputs[:RANK])
-    np.testing.assert_allclose(found, wanted[start : start + len(inputs[RANK])], atol=1e-5)
+    start = sum(len(value) for value in inputs[:RANK])
+    np.testing.assert_allclose(result, wanted[start : start + len(inputs[RANK])], atol=1e-5)
     np.testing.assert_allclose(synced.moving_variance, plain.moving_variance, atol=1e-6)
 
 

@@ -39,7 +39,7 @@ def recipe() -> Iterator[Any]:
     sys.path.insert(0, str(DIRECTORY))
     yield importlib.import_module("train")
     sys.path.remove(str(DIRECTORY))
-    sys.modules.update({name: one for name, one in before.items() if one})
+    sys.modules.update({name: value for name, value in before.items() if value})
 
 
 IMAGES = 7
@@ -109,9 +109,9 @@ def test_it_resumes_and_evaluates_what_it_exports(
         assert evaluations(again) == [expected, expected]
         assert f"of {IMAGES} images" in expected
         assert "segm AP50 " in expected
-        lines = [json.loads(one) for path in (photos / "log").iterdir() for one in path.open()]
+        lines = [json.loads(item) for path in (photos / "log").iterdir() for item in path.open()]
         for epoch in (0, 1):
-            used = [number for one in lines if one["epoch"] == epoch for number in one["samples"]]
+            used = [number for line in lines if line["epoch"] == epoch for number in line["samples"]]
             assert sorted(used) == list(range(IMAGES))
     with pytest.raises(SystemExit, match="made with other options: model was maskrcnn, now fasterrcnn"):
         run(recipe, monkeypatch, photos, *same[2:], "--evaluate")
@@ -128,9 +128,9 @@ def small_model(recipe: Any, photos: Path, kind: str, **changes: Any) -> Any:
         recipe.PRESETS["laptop"], image_size=64, longest=107, width=16, precision="float32", **changes
     )
     check = recipe.Coco(photos, "train2017", False, False)
-    given = Namespace(model=kind, norm="group", backbone_weights=None, threads=2)
+    options = Namespace(model=kind, norm="group", backbone_weights=None, threads=2)
     torch.manual_seed(1)
-    return recipe.Model(given, preset, check.classes, torch.device("cpu"), check), preset
+    return recipe.Model(options, preset, check.classes, torch.device("cpu"), check), preset
 
 
 @pytest.mark.limit(200)
@@ -141,7 +141,7 @@ def test_an_evaluation_is_one_process_and_its_detections_are_found(recipe: Any, 
 
     class Knowing(torch.nn.Module):
         def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-            sums = [float(one.sum()) for one in images]
+            sums = [float(item.sum()) for item in images]
             seen.extend(sums)
             masks = recipe.Coco(photos, "train2017", True, False)
             for place in range(len(masks)):
@@ -154,30 +154,30 @@ def test_an_evaluation_is_one_process_and_its_detections_are_found(recipe: Any, 
             raise AssertionError("an image that is not of the split")
 
     model.model = Knowing()
-    found = model.evaluate()
-    assert found["count"] == IMAGES
+    result = model.evaluate()
+    assert result["count"] == IMAGES
     assert len(set(seen)) == len(seen) == len(range(hvd.rank(), IMAGES, hvd.size()))
     alone = []
     for place in range(IMAGES):
         [one] = model.model([model.pixels(check.load(place)[0])])
         alone += recipe.results_of(check.images[place]["id"], one)
     expected = recipe.scores(check.table, alone, ("bbox", "segm"))
-    assert {name: found[name] for name in expected} == expected
-    assert 0.2 < found["segm AP"] < 0.9, "a third of the images have wrong labels"
-    assert found["bbox AP50"] == pytest.approx(found["segm AP50"])
+    assert {name: result[name] for name in expected} == expected
+    assert 0.2 < result["segm AP"] < 0.9, "a third of the images have wrong labels"
+    assert result["bbox AP50"] == pytest.approx(result["segm AP50"])
 
 
 def test_ranks_keep_the_same_weights_and_clip_the_same_norm(recipe: Any, photos: Path) -> None:
     model, preset = small_model(recipe, photos, "maskrcnn", clip=0.5, optimizer="sgd", weight_decay=0.0)
     data = recipe.Coco(photos, "train2017", True, True)
-    before = [one.detach().clone() for one in model.trained]
+    before = [item.detach().clone() for item in model.trained]
     for batch in recipe.Batches(data, preset, 0, 2):
         model.step(batch, 0.1)
         break
     pairs = zip(before, model.trained, strict=True)
-    moved = torch.stack([(one - two.detach()).square().sum() for one, two in pairs])
-    assert float(moved.sum().sqrt()) == pytest.approx(0.05, rel=1e-3), "rate times the largest norm"
-    sums = hvd.allgather_object([float(one.detach().double().sum()) for one in model.trained])
+    moved = torch.stack([(value - two.detach()).square().sum() for value, two in pairs])
+    assert float(moved.sum().sqrt()) == pytest.approx(0.05, rel=1e-3), "rate times the maximum norm"
+    sums = hvd.allgather_object([float(item.detach().double().sum()) for item in model.trained])
     assert sums[0] == sums[-1]
 
 
@@ -196,28 +196,28 @@ def changed(photos: Path, split: str, **parts: Any) -> None:
 def test_a_category_of_number_0_is_not_the_background(recipe: Any, photos: Path) -> None:
     table = recipe.Coco(photos, "train2017", False, True).table
     less = {
-        "categories": [{**one, "id": one["id"] - 3} for one in table["categories"]],
-        "annotations": [{**one, "category_id": one["category_id"] - 3} for one in table["annotations"]],
+        "categories": [{**category, "id": category["id"] - 3} for category in table["categories"]],
+        "annotations": [{**item, "category_id": item["category_id"] - 3} for item in table["annotations"]],
     }
     changed(photos, "zero", **less)
-    some = [one for one in less["annotations"] if one["category_id"]]
+    some = [annotation for annotation in less["annotations"] if annotation["category_id"]]
     changed(photos, "five", annotations=some, categories=less["categories"][1:])
-    given = Namespace(data=photos, split="five", validation_split="zero", model="maskrcnn")
-    data, check, _ = recipe.splits(given)
+    options = Namespace(data=photos, split="five", validation_split="zero", model="maskrcnn")
+    data, check, _ = recipe.splits(options)
     assert sorted(check.load(0)[1]["labels"].tolist()) == [1, 6]
-    assert data.load(0)[1]["labels"].tolist() == [6], "the same number on both"
+    assert data.load(0)[1]["labels"].tolist() == [6], "the same class number in both splits"
     assert data.classes == check.classes == 7
-    assert [one["id"] for one in check.table["categories"]] == [1, 6]
+    assert [category["id"] for category in check.table["categories"]] == [1, 6]
 
 
 def test_an_object_of_number_0_counts(recipe: Any, photos: Path) -> None:
     table = recipe.Coco(photos, "train2017", False, True).table
-    objects = [{**one, "id": number} for number, one in enumerate(table["annotations"])]
-    found = [
-        {"image_id": one["image_id"], "category_id": one["category_id"], "bbox": one["bbox"], "score": 0.9}
-        for one in objects
+    objects = [{**value, "id": number} for number, value in enumerate(table["annotations"])]
+    results = [
+        {"image_id": item["image_id"], "category_id": item["category_id"], "bbox": item["bbox"], "score": 0.9}
+        for item in objects
     ]
-    assert recipe.scores({**table, "annotations": objects}, found, ("bbox",))["bbox AP"] == pytest.approx(1)
+    assert recipe.scores({**table, "annotations": objects}, results, ("bbox",))["bbox AP"] == pytest.approx(1)
 
 
 def test_masks_of_compressed_run_lengths(recipe: Any) -> None:
@@ -250,7 +250,7 @@ def test_its_parameters_are_those_of_torchvision(recipe: Any, tmp_path: Path) ->
         models.resnet50(weights=None, **frozen), {f"layer{one}": str(one - 1) for one in range(1, 5)}
     )
     ours = recipe.detector("maskrcnn", preset, 9, "frozen", None)
-    shapes = [{name: one.shape for name, one in model.state_dict().items()} for model in (ours, theirs)]
+    shapes = [{name: value.shape for name, value in model.state_dict().items()} for model in (ours, theirs)]
     assert shapes[0] == shapes[1]
     torch.save(theirs.state_dict(), tmp_path / "whole.pt")
     head = lambda name: "_predictor." in name  # noqa: E731
@@ -302,14 +302,14 @@ def test_what_cannot_be_read_is_named(
         changed(photos, "bad", **parts)
         with pytest.raises(SystemExit, match=f"annotations are malformed.*{told}"):
             run(recipe, monkeypatch, photos, "--split", "bad")
-    bare = [{name: value for name, value in one.items() if name != "segmentation"} for one in objects]
+    bare = [{name: value for name, value in object_.items() if name != "segmentation"} for object_ in objects]
     changed(photos, "bare", annotations=bare)
     with pytest.raises(SystemExit, match="no segmentation, which maskrcnn needs"):
         run(recipe, monkeypatch, photos, "--model", "maskrcnn", "--validation-split", "bare")
     changed(photos, "renamed", categories=[{"id": 3, "name": "box"}, {"id": 8, "name": "square"}])
     with pytest.raises(SystemExit, match="category 3 has another name in renamed than in train2017"):
         run(recipe, monkeypatch, photos, "--validation-split", "renamed")
-    changed(photos, "larger", images=[{**one, "width": 81} for one in images])
+    changed(photos, "larger", images=[{**image, "width": 81} for image in images])
     with pytest.raises(ValueError, match=r"0.jpg cannot be used: it has 60 x 80 pixels, not 81 x 80"):
         recipe.Coco(photos, "larger", False, True).load(0)
     changed(photos, "lost", images=[{**images[0], "file_name": "9.jpg"}])

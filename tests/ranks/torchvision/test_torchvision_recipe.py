@@ -40,10 +40,10 @@ def test_a_state_dict_of_ours_is_one_of_theirs() -> None:
     ours, theirs = train_torch.resnet50(7, 64), models.resnet50(weights=None, num_classes=7)
     images = torch.rand(2, 3, 64, 64)
     for source, target in ((ours, theirs), (theirs, ours)):
-        for one in source.modules():
-            if isinstance(one, torch.nn.BatchNorm2d):
-                torch.nn.init.uniform_(one.weight, 0.5, 1.5)  # some start at 0, but all branches must matter
-                torch.nn.init.uniform_(one.running_mean)
+        for item in source.modules():
+            if isinstance(item, torch.nn.BatchNorm2d):
+                torch.nn.init.uniform_(item.weight, 0.5, 1.5)  # some start at 0, but all branches must matter
+                torch.nn.init.uniform_(item.running_mean)
         target.load_state_dict(source.state_dict())
         torch.testing.assert_close(target.eval()(images), source.eval()(images))
 
@@ -52,15 +52,15 @@ def test_a_state_dict_of_ours_is_one_of_theirs() -> None:
 def test_a_classifier_takes_a_step(name: str, tmp_path: Path) -> None:
     training = training_of(name)
     training.equal()
-    before = [one.detach().clone() for one in training.model.parameters()]
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
     images = torch.from_numpy(np.random.RandomState(hvd.rank()).randint(0, 256, (4, 3, 64, 64), np.uint8))
     labels = torch.arange(4)
     training.step(Batch(images, labels, labels, 1.0, 8, 8), 0.1)
     figures = training.figures()
     assert np.isfinite(figures["loss"])
     pairs = zip(before, training.model.parameters(), strict=True)
-    assert any(not torch.equal(one, two) for one, two in pairs)
-    sums = hvd.allgather_object([float(one.detach().sum()) for one in training.model.parameters()])
+    assert any(not torch.equal(value, two) for value, two in pairs)
+    sums = hvd.allgather_object([float(item.detach().sum()) for item in training.model.parameters()])
     assert sums[0] == sums[1], "equal on all ranks"
     training.average_statistics()  # some models have no statistics
     training.restore(training.state())
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused_in_a_line(tmp_path: Path) -> None:
     path = Path(hvd.broadcast_object(str(tmp_path))) / "weights.pt"
     if hvd.rank() == 0:
         torch.save(models.resnet18(weights=None).state_dict(), path)
-    given = Namespace(weights=str(path), evaluate=False)
-    assert "fc.weight, fc.bias fresh" in begin_with(given, training_of("resnet18"), 5)
+    options = Namespace(weights=str(path), evaluate=False)
+    assert "fc.weight, fc.bias fresh" in begin_with(options, training_of("resnet18"), 5)
     with pytest.raises(SystemExit, match="not for this model"):
-        begin_with(given, training_of("resnet34"), 5)
+        begin_with(options, training_of("resnet34"), 5)

@@ -49,8 +49,7 @@ def test_names_of_types() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 49, 98, 103, 107, 161, 187, 197])
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "int16"])
 def test_averages_of_integers_are_exact(size: int, dtype: str) -> None:
-    """Averages truncate toward zero. Multiplying by 1/49, for example, would give results that are too small.
-    """
+    """Averages truncate toward zero. Multiplying by 1/49, for example, makes some results too small."""
     limit = np.iinfo(dtype)
     wanted = np.arange(-40 if limit.min else 0, 41)
     sums = [int(n) * size + extra for n in wanted for extra in (0, 1, size - 1)]

@@ -196,7 +196,7 @@ def test_who_is_woken_by_threads_alone(call: Callable[[threading.Lock], object],
 
 
 def test_zero_only_warns() -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def program(engine: Engine) -> None:
         with pytest.raises(ShutDownError):
@@ -206,5 +206,5 @@ def test_zero_only_warns() -> None:
         threading.Timer(3 * SOON, lambda: engine.shutdown(timeout=0.1)).start()
         program(engine)
 
-    job(2, ended, Settings(stall_check_time=0.2, deadlock_time=0.0), report=said.append)
-    assert any("Not submitted by" in text for text in said)
+    job(2, ended, Settings(stall_check_time=0.2, deadlock_time=0.0), report=messages.append)
+    assert any("Not submitted by" in text for text in messages)

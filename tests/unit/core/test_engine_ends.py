@@ -206,11 +206,11 @@ def test_the_recorder_writes_what_went_before(settings: Settings, tmp_path: Path
             pending.wait()
         return str(caught.value)
 
-    said = job(2, program, settings)
+    texts = job(2, program, settings)
     for rank in range(2):
         path = tmp_path / f"ringdance-flight-rank{rank}-{os.getpid()}.json"
         assert oct(path.stat().st_mode & 0o777) == "0o600"
-        assert str(path) in said[rank]
+        assert str(path) in texts[rank]
         content = json.loads(path.read_text())
         assert content["rank"] == rank
         assert content["pid"] == os.getpid()
@@ -228,7 +228,7 @@ def test_the_recorder_writes_what_went_before(settings: Settings, tmp_path: Path
 
 
 def test_a_stall_is_said_by_the_lowest_rank_and_ends_the_job_in_time(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     settings = Settings(stall_check_time=0.5, stall_shutdown_time=2.0, flight_recorder_dir=str(tmp_path))
 
     def program(engine: Engine) -> None:
@@ -237,8 +237,8 @@ def test_a_stall_is_said_by_the_lowest_rank_and_ends_the_job_in_time(tmp_path: P
         with pytest.raises((StallError, RankLostError)):
             hvd.barrier()
 
-    job(3, program, settings, report=said.append)
-    words = next(text for text in said if "'allreduce.that'" in text)
+    job(3, program, settings, report=messages.append)
+    words = next(text for text in messages if "'allreduce.that'" in text)
     assert words.startswith("rank 0 on host loopback")
     assert "'allreduce.this'" in words
     assert "rank 1 on host loopback" in words

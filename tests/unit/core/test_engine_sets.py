@@ -53,11 +53,11 @@ def test_a_wrong_change_of_sets_on_one_rank(culprit: int, threaded: bool) -> Non
 
     def program(engine: Engine) -> list[str]:
         wrong = engine.rank == culprit
-        said = [attempt(lambda: engine.add_process_set([0, 3] if wrong else [0, 1]))]
-        said.append(attempt(lambda: engine.add_process_set([0, 1])))
-        said.append(attempt(lambda: engine.remove_process_set(7 if wrong else 1)))
-        said.append(attempt(lambda: engine.remove_process_set(1)))
-        return said
+        results = [attempt(lambda: engine.add_process_set([0, 3] if wrong else [0, 1]))]
+        results.append(attempt(lambda: engine.add_process_set([0, 1])))
+        results.append(attempt(lambda: engine.remove_process_set(7 if wrong else 1)))
+        results.append(attempt(lambda: engine.remove_process_set(1)))
+        return results
 
     for rank, (added, number, removed, none) in enumerate(job(3, program, threaded=threaded)):
         assert number == "1"
@@ -74,12 +74,12 @@ def test_a_wrong_change_of_sets_on_one_rank(culprit: int, threaded: bool) -> Non
 
 def test_a_wrong_change_of_sets_on_all_ranks() -> None:
     def program(engine: Engine) -> list[str]:
-        said = [attempt(lambda: engine.add_process_set([])) for _ in range(3)]
-        return [*said, attempt(lambda: engine.add_process_set([0]))]
+        results = [attempt(lambda: engine.add_process_set([])) for _ in range(3)]
+        return [*results, attempt(lambda: engine.add_process_set([0]))]
 
-    for said in job(2, program):
-        assert all(text.startswith("ArgumentError: A process set needs at least one") for text in said[:3])
-        assert said[3] == "1"
+    for results in job(2, program):
+        assert all(text.startswith("ArgumentError: A process set needs at least one") for text in results[:3])
+        assert results[3] == "1"
 
 
 def test_no_change_of_sets_while_a_rank_has_joined() -> None:
@@ -90,6 +90,6 @@ def test_no_change_of_sets_while_a_rank_has_joined() -> None:
         engine.submit(Request(Description(Collective.JOIN))).wait()
         return text, engine.add_process_set([1])
 
-    (said, number), (_, other) = job(2, program)
-    assert "while some ranks have joined (rank 1" in said
+    (error, number), (_, other) = job(2, program)
+    assert "while some ranks have joined (rank 1" in error
     assert number == other == 1

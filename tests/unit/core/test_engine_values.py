@@ -52,7 +52,7 @@ SETTINGS = {
 
 
 def pairs(name: str, layouts: Iterable[str], settings: Iterable[str]) -> list[Any]:
-    """Return all pairs, from which `make test` takes three a day."""
+    """Return pairs of a layout and settings. `make test` takes three of all pairs a day."""
     return sampled(name, list(product(layouts, settings)), 3)
 
 

@@ -45,22 +45,22 @@ def test_what_a_rank_that_leaves_has_not_submitted_fails_at_once(size: int) -> N
         last = submitted(engine, group)
         if engine.rank == 0:
             engine.leave_group(group)
-        said = []
+        errors = []
         for _ in range(2 if engine.rank == 1 else 0):  # rank 2 makes no call in the meantime
             with pytest.raises(ProcessSetRemovedError) as caught:
                 submitted(engine, group).wait(20.0)
-            said.append(str(caught.value))
+            errors.append(str(caught.value))
         last.wait(20.0)
         assert last.result[0][0] == size
         assert engine.rank == 0 or engine.group_numbers() == [7]
         submitted(engine, 0).wait(20.0)
         engine.leave_group(group)
         assert free(engine) == []
-        return said
+        return errors
 
-    for rank, said in enumerate(job(size, program)):
-        assert len(said) == 2 * (rank == 1)
-        for text in said:
+    for rank, errors in enumerate(job(size, program)):
+        assert len(errors) == 2 * (rank == 1)
+        for text in errors:
             assert re.search(r"rank 0 on host loopback \(pid \d+\) has destroyed", text)
             assert f"process group {FIRST_GROUP + 7} of the ranks {list(range(size))}" in text
 
@@ -120,7 +120,7 @@ def receive(engine: Engine, set_id: int = 0, pending: Any = None, verb: str = "r
 @pytest.mark.parametrize("give_up", [0.0, 0.8])
 def test_two_ranks_that_wait_for_messages_of_each_other(give_up: float) -> None:
     """The stall check reports them, and `ringdance explain` recognizes their stacks."""
-    said: list[str] = []
+    messages: list[str] = []
     seen: list[int] = []
     stacks: list[str] = []
 
@@ -141,20 +141,20 @@ def test_two_ranks_that_wait_for_messages_of_each_other(give_up: float) -> None:
         receive(engine, pending=message).wait(20.0)
 
     settings = Settings(stall_check_time=0.4, stall_shutdown_time=give_up, flight_recorder_dir="")
-    job(2, program, settings, report=said.append)
+    job(2, program, settings, report=messages.append)
     if not give_up:
-        assert "rank 0 on host loopback" in said[0]
-        assert "s for 'message of 12 bytes from rank 1 to rank 0'" in said[0]
-        assert "Not waited for by rank 1 on host loopback" in said[0]
-        assert "it waits for 'message of 12 bytes from rank 0 to rank 1'; its " in said[0]
-        assert "Each message needs a send and a receive with the same size and tag." in said[0]
+        assert "rank 0 on host loopback" in messages[0]
+        assert "s for 'message of 12 bytes from rank 1 to rank 0'" in messages[0]
+        assert "Not waited for by rank 1 on host loopback" in messages[0]
+        assert "it waits for 'message of 12 bytes from rank 0 to rank 1'; its " in messages[0]
+        assert "Each message needs a send and a receive with the same size and tag." in messages[0]
         assert all(seen)
         frames = [line for line in stacks[0].splitlines() if "core/transfers.py" in line]
         assert explain._WAITS.search("\n".join(frames).replace(", in", " in"))  # as faulthandler writes them
 
 
 def test_a_message_under_way_is_not_reported() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     message = Message()
 
     def program(engine: Engine) -> None:
@@ -163,26 +163,26 @@ def test_a_message_under_way_is_not_reported() -> None:
             threading.Timer(1.0, message.there.set).start()
         receive(engine, pending=message, verb=("send", "receive")[engine.rank]).wait(20.0)
 
-    job(2, program, Settings(stall_check_time=0.4, flight_recorder_dir=""), report=said.append)
-    assert not said
+    job(2, program, Settings(stall_check_time=0.4, flight_recorder_dir=""), report=messages.append)
+    assert not messages
 
 
 def test_a_message_of_a_rank_that_has_left_never_comes() -> None:
     def program(engine: Engine) -> str:
         group = engine.add_group(0, (0, 1))
         submitted(engine, group).wait(20.0)
-        said = ""
+        error = ""
         if engine.rank == 0:
             engine.leave_group(group)
         else:
             with pytest.raises(ProcessSetRemovedError) as caught:
                 receive(engine, group).wait(20.0)
-            said = str(caught.value)
+            error = str(caught.value)
         submitted(engine, 0).wait(20.0)
-        return said
+        return error
 
-    said = job(2, program)[1]
-    assert said.startswith("'message of 12 bytes from rank 0 to rank 1': rank 0 on host loopback")
+    error = job(2, program)[1]
+    assert error.startswith("'message of 12 bytes from rank 0 to rank 1': rank 0 on host loopback")
 
 
 def test_leaving_while_the_job_ends() -> None:

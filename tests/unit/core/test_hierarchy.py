@@ -26,7 +26,7 @@ LENGTH = 20_011
 
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the bytes that leave each host through any collective except the agreement's."""
+    """Count all bytes that leave each host through any collective except the agreement's."""
     sent: Counter[str] = Counter()
 
     def away(self: LoopbackTransport) -> list[bool]:
@@ -76,7 +76,7 @@ def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, case: tuple[st
     least = 2 * inputs[0].nbytes * (count - 1) / count
     assert sorted(sent) == sorted(set(hosts))
     for host in sent:
-        assert 0.9 * least < sent[host] < 1.1 * least, f"host {host}: {sent[host]} and not {least:.0f} bytes"
+        assert 0.9 * least < sent[host] < 1.1 * least, f"host {host}: {sent[host]} bytes, not {least:.0f}"
 
 
 @pytest.mark.parametrize("hosts", sampled("values across hosts", LAYOUTS, 3))

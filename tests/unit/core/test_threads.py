@@ -63,8 +63,7 @@ def test_a_server_waits_for_a_connection_at_its_own_address() -> None:
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_library_that_reads_a_fifo_waits_for_its_writer(tmp_path: Path, opened: bool) -> None:
-    """If ``torch.load`` reads a FIFO, for example, the report names the FIFO and not the loading of a model.
-    """
+    """If ``torch.load``, for example, reads a FIFO, the report names the FIFO and not the loading."""
     path = tmp_path / "model"
     os.mkfifo(path)
     space: dict[str, Any] = {}
@@ -92,9 +91,9 @@ def test_a_library_that_reads_a_file_is_named() -> None:
 def test_a_loader_is_waited_for_by_a_thread_that_waits() -> None:
     """A thread that waits below a data loader waits for its data. One that reads or computes does not."""
     loader = ["/x/queue.py", "/x/site-packages/torch/utils/data/dataloader.py"]
-    said = ["waits for a socket or a pipe", "waits for data from 1.2.3.4:5", "reads /x", "computes", ""]
-    assert [stacks.doing_in(loader, activity_text) for activity_text in said] == [
-        "waits for its data loader", *said[1:4], "waits for its data loader"
+    activities = ["waits for a socket or a pipe", "waits for data from 1.2.3.4:5", "reads /x", "computes", ""]
+    assert [stacks.doing_in(loader, activity_text) for activity_text in activities] == [
+        "waits for its data loader", *activities[1:4], "waits for its data loader"
     ]  # fmt: skip
     space: dict[str, Any] = {"lock": threading.Lock()}
     space["lock"].acquire()

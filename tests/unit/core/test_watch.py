@@ -60,25 +60,25 @@ def message(answers: dict[int, dict[str, Any]], **others: Any) -> str:
 
 
 def test_names_on_both_sides_with_lines() -> None:
-    said = message({0: answer("grad"), 2: answer("grad"), 3: answer("loss", "metric")})
-    assert said.startswith("rank 1 on host host0 (pid 101) has waited 12 s for 'grad'")
-    assert "train.py:7 in step" in said
+    report = message({0: answer("grad"), 2: answer("grad"), 3: answer("loss", "metric")})
+    assert report.startswith("rank 1 on host host0 (pid 101) has waited 12 s for 'grad'")
+    assert "train.py:7 in step" in report
     assert (
         "rank 3 on host host1 (pid 103): it waits for 'loss', 'metric', which no other rank has submitted; "
         "its main thread is at other.py:9 in f"
-        in said
+        in report
     )
-    assert "rank 0 " not in said
-    assert "rank 2 " not in said
+    assert "rank 0 " not in report
+    assert "rank 2 " not in report
 
 
 def test_another_ranks_labels_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labels, "_tensors", {})
     labels.note("grad", "here", "gradients", ["w", "b"])
     labels.adopt({"grad": "gradients of x", "loss": "gradients of y", "metric": "gradients of w and 1 more"})
-    said = message({0: answer("grad"), 2: answer("grad"), 3: answer("loss", "metric")})
-    assert "has waited 12 s for the gradients of w and 1 more (" in said
-    assert "it waits for the gradients of y, the gradients of w and 1 more ('metric'), which no other" in said
+    text = message({0: answer("grad"), 2: answer("grad"), 3: answer("loss", "metric")})
+    assert "has waited 12 s for the gradients of w and 1 more (" in text
+    assert "it waits for the gradients of y, the gradients of w and 1 more ('metric'), which no other" in text
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_what_another_rank_does(found: dict[str, Any], words: str) -> None:
 
 
 def test_the_rank_that_alone_waits_for_something_is_named() -> None:
-    said = message({0: answer("loss"), 2: answer("loss"), 3: answer("loss")})
-    assert "Only rank 1 has submitted 'grad'." in said
+    report = message({0: answer("loss"), 2: answer("loss"), 3: answer("loss")})
+    assert "Only rank 1 has submitted 'grad'." in report
     assert "Only rank" not in message({0: answer("loss"), 2: answer("loss"), 3: answer("metric")})
 
 
@@ -114,15 +114,15 @@ def test_steps_that_a_rank_has_not_made(found: dict[str, Any], fewer_steps: bool
     """If a rank waits elsewhere, the report names two possible causes and each rank's number of steps."""
     status = OWN | {"after": "8 steps"}
     answers = {0: answer("allreduce.grad"), 2: found}
-    said = message(answers, name="allreduce.grad", others=[0, 2], status=status)
+    report = message(answers, name="allreduce.grad", others=[0, 2], status=status)
     made = "So far rank 1 has made 8 steps, rank 2 has made 7 steps."
-    told = re.search(rf"{made}.* skipped .*ran out of data", said)
-    assert bool(told) == ("hvd.join()" in said) == fewer_steps
+    causes = re.search(rf"{made}.* skipped .*ran out of data", report)
+    assert bool(causes) == ("hvd.join()" in report) == fewer_steps
 
 
 def test_what_a_rank_has_marked_is_named() -> None:
-    said = message({0: answer("grad"), 2: answer("grad"), 3: answer()}, pauses={3: "evaluation"})
-    assert "rank 3 on host host1 (pid 103): it is in a block marked 'evaluation'; it waits in" in said
+    report = message({0: answer("grad"), 2: answer("grad"), 3: answer()}, pauses={3: "evaluation"})
+    assert "rank 3 on host host1 (pid 103): it is in a block marked 'evaluation'; it waits in" in report
 
 
 def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
@@ -144,8 +144,8 @@ def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_not_said_to_be_late() -> None:
-    said = message({0: answer("grad"), 2: answer("grad")})
-    assert said.endswith(" No answer from rank 3 on host host1 (pid 103): its process is gone.")
+    report = message({0: answer("grad"), 2: answer("grad")})
+    assert report.endswith(" No answer from rank 3 on host host1 (pid 103): its process is gone.")
 
 
 def test_the_same_name_in_another_set_does_not_count() -> None:
@@ -154,10 +154,10 @@ def test_the_same_name_in_another_set_does_not_count() -> None:
 
 
 def test_who_has_submitted_and_computes_on_is_named() -> None:
-    said = message({0: answer("grad"), 2: answer("grad"), 3: answer("grad", due=False, waiting=False)})
+    report = message({0: answer("grad"), 2: answer("grad"), 3: answer("grad", due=False, waiting=False)})
     words = "Submitted but not yet waited for by rank 3 on host host1 (pid 103): its main thread is at other"
-    assert words in said
-    assert "slow" not in said
+    assert words in report
+    assert "slow" not in report
 
 
 @pytest.mark.parametrize(
@@ -206,31 +206,31 @@ def test_the_ranks_that_others_wait_for(answers: dict[int, dict[str, Any]], culp
 
 
 def test_what_was_submitted_and_is_not_waited_for() -> None:
-    said = message({0: answer(waiting=False)}, set_id=3, others=[0], waits=False)
-    assert "rank 1 on host host0 (pid 101) submitted 12 s ago 'grad' in process set 3" in said
+    report = message({0: answer(waiting=False)}, set_id=3, others=[0], waits=False)
+    assert "rank 1 on host host0 (pid 101) submitted 12 s ago 'grad' in process set 3" in report
 
 
 def test_the_line_that_differs_is_shown_where_a_helper_function_calls_us() -> None:
     helper, script = "utils.py:4 in metric_average", "train.py:120 in <module>"
     own = {"threads": [thread(helper, "train.py:80 in train", script)]}
     late = [thread(helper, "train.py:95 in evaluate", script)]
-    said = message({0: answer(), 2: answer(threads=late), 3: answer(threads=late)}, status=own, others=[2, 3])
-    assert f"(its main thread is at {helper}, called from train.py:80 in train)" in said
+    text = message({0: answer(), 2: answer(threads=late), 3: answer(threads=late)}, status=own, others=[2, 3])
+    assert f"(its main thread is at {helper}, called from train.py:80 in train)" in text
     said_of_one_line = message({2: answer(threads=own["threads"])}, status=own, others=[2])
     assert said_of_one_line.count(f"at {helper}, called from train.py:80 in train") == 2
-    assert said.count(f"its main thread is at {helper}, called from train.py:95 in evaluate") == 2
+    assert text.count(f"its main thread is at {helper}, called from train.py:95 in evaluate") == 2
     elsewhere = [thread("train.py:97 in evaluate", script)]
-    said = message({2: answer(threads=elsewhere)}, status=own, others=[2])
-    assert f"(its main thread is at {helper}, called from train.py:80 in train)" in said
-    assert f"its main thread is at train.py:97 in evaluate, called from {script}. " in said
+    text = message({2: answer(threads=elsewhere)}, status=own, others=[2])
+    assert f"(its main thread is at {helper}, called from train.py:80 in train)" in text
+    assert f"its main thread is at train.py:97 in evaluate, called from {script}. " in text
 
 
 def test_other_threads_are_shown_where_they_matter() -> None:
     main, loader = thread("train.py:9 in main"), thread("data.py:3 in load", name="thread 'loader'")
     own = {"threads": [thread("train.py:70 in loop", name="thread 'trainer'", pending=True), main, loader]}
-    said = message({2: answer(threads=[main, loader])}, status=own, others=[2])
-    assert "(its thread 'trainer' is at train.py:70 in loop; its main thread is at train.py:9 in" in said
-    assert "its main thread is at train.py:9 in main; its thread 'loader' is at data.py:3 in load. " in said
+    report = message({2: answer(threads=[main, loader])}, status=own, others=[2])
+    assert "(its thread 'trainer' is at train.py:70 in loop; its main thread is at train.py:9 in" in report
+    assert "its main thread is at train.py:9 in main; its thread 'loader' is at data.py:3 in load. " in report
 
 
 @pytest.mark.parametrize(
@@ -244,8 +244,8 @@ def test_other_threads_are_shown_where_they_matter() -> None:
 )
 def test_what_to_do_where_a_rank_has_no_more_data(name: str, set_id: int, expected: bool) -> None:
     status = OWN | {"after": "8 steps"}
-    said = message({0: answer("barrier")}, name=name, set_id=set_id, others=[0], status=status)
-    advised = "ends='pad'" in said and "hvd.join() after the last batch" in said
+    report = message({0: answer("barrier")}, name=name, set_id=set_id, others=[0], status=status)
+    advised = "ends='pad'" in report and "hvd.join() after the last batch" in report
     assert advised is expected
 
 
@@ -319,19 +319,19 @@ def test_a_host_that_does_not_answer_is_not_looked_into() -> None:
     watch = StallWatch(transport, Settings(), Mock(), Mock(), Mock(words=[0] * 64))
     inquiry = Mock(seen={2: {"text": "its main thread sleeps", "stacks": "x"}}, cpu={3: None})
     stacks: dict[int, str] = {}
-    said = watch._outside(3, inquiry, stacks)
-    assert said.startswith("no rank of its host answers: host1 is off or its network down (`ping host1`), or")
-    assert "py-spy" not in said
+    text = watch._outside(3, inquiry, stacks)
+    assert text.startswith("no rank of its host answers: host1 is off or its network down (`ping host1`), or")
+    assert "py-spy" not in text
     assert watch._outside(2, inquiry, stacks) == "its main thread sleeps"
     assert stacks == {2: "x", 3: ""}
 
 
 def run_late(program: Callable[[Engine, list[str]], None], **settings: Any) -> list[str]:
     """Run a program on two ranks and return the messages it reports."""
-    said: list[str] = []
+    messages: list[str] = []
     limits = Settings(stall_check_time=0.4, origins={"stall_check_time": "environment variable"}, **settings)
-    job(2, lambda engine: program(engine, said), limits, report=said.append)
-    return said
+    job(2, lambda engine: program(engine, messages), limits, report=messages.append)
+    return messages
 
 
 def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> None:

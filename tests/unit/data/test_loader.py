@@ -375,7 +375,7 @@ def test_the_order_by_pieces_has_each_sample_once_with_any_number_of_ranks(size:
     rounds = [list(plan.batches()) for plan in plans]
     used = [np.concatenate([part[0][: len(part[0]) if part[1] else 0] for part in parts]) for parts in rounds]
     assert np.sort(np.concatenate(used)).tolist() == list(range(length))
-    # Resume after 100 batches, on two ranks: they see the same samples, in batches of the same size.
+    # Resume on two ranks after 100 batches. They read the remaining samples, with the same total batch size.
     again = [Plan(length, 12, True, 5, rank, 2, piece=piece) for rank in range(2)]
     for plan in again:
         plan.set_epoch(0, 2400)
@@ -417,7 +417,7 @@ def test_ranks_read_pieces_of_their_own_which_a_batch_mixes() -> None:
     plans = [Plan(length, 64, True, 5, rank, size, piece=piece) for rank in range(size)]
     pieces = [[set((part[0] // piece).tolist()) for part in plan.batches()] for plan in plans]
     read = sum(len(set.union(*batches)) for batches in pieces)
-    assert read == length // piece  # if the number of lanes is a multiple of the batch size
+    assert read == length // piece  # because the number of lanes divides the batch size
     assert np.mean([len(set.union(*some)) for some in zip(*pieces, strict=True)]) > 150  # of at most 256
     odd = [Plan(length, 50, True, 5, rank, size, piece=piece) for rank in range(size)]
     read = sum(len({*np.concatenate([part[0] for part in plan.batches()]) // piece}) for plan in odd)
@@ -509,7 +509,7 @@ def test_sixteen_bits_are_scaled_and_transparent_pixels_are_white() -> None:
 
 @pytest.mark.parametrize("side", [350, 224, 56])
 def test_the_centre_is_that_of_resize_and_crop(side: int) -> None:
-    """Also if the JPEG is decoded at a reduced size."""
+    """The center is right even if the JPEG is decoded at a reduced size."""
     wave = np.sin(np.arange(512) / 25)[:, None, None] * np.cos(np.arange(1024) / 30)[None, :, None]
     picture = Image.fromarray((127 + 120 * wave * [1, 0.5, -1]).astype(np.uint8))
     out = np.zeros((side, side, 3), np.uint8)

@@ -317,16 +317,16 @@ def test_index(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     make, samples, code, words = INDEXED[name]
     make(tmp_path)
     assert main(["index", str(tmp_path)]) == code
-    told = "".join(capfd.readouterr())
-    assert "Traceback" not in told
+    output = "".join(capfd.readouterr())
+    assert "Traceback" not in output
     listed = tmp_path / "train.problems.tsv"
-    told += listed.read_text() if listed.exists() else ""
-    assert not [word for word in words if word not in told], told
+    output += listed.read_text() if listed.exists() else ""
+    assert not [word for word in words if word not in output], output
     assert (tmp_path / "train.json").exists() == (code != 2)
     if code == 2:
         return
     data = Dataset.open(tmp_path)
-    assert len(data) == samples, told
+    assert len(data) == samples, output
     assert all(data.read(number) in (JPG, PNG, WEBP) for number in range(samples))
     if name == "key twice":
         assert [(data.read(n), int(data.rows["label"][n])) for n in range(3)] == [
@@ -429,10 +429,10 @@ def test_images(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     make, splits, words = PREPARED[name]
     make(tmp_path / "src")
     code = main(["prepare", "imagenet", str(tmp_path / "src"), str(tmp_path / "dst"), "-np", "1"])
-    told = "".join(capfd.readouterr())
-    assert code == (2 if splits is None else 0), told
-    assert "Traceback" not in told
-    assert not [word for word in words if word not in told], told
+    output = "".join(capfd.readouterr())
+    assert code == (2 if splits is None else 0), output
+    assert "Traceback" not in output
+    assert not [word for word in words if word not in output], output
     split_sizes = {
         path.stem: len(Dataset.open(tmp_path / "dst", path.stem))
         for path in (tmp_path / "dst").glob("*.json")
@@ -515,7 +515,7 @@ def test_click_logs_that_cannot_be_read(
     (tmp_path / "src/day_0").write_bytes(b"".join(lines))
     (tmp_path / "src" / name).write_bytes(made(b"".join(lines)))
     assert main(["prepare", "criteo", str(tmp_path / "src"), str(tmp_path / "dst"), "-np", "1"]) == 2
-    told = "".join(capfd.readouterr())
-    assert "Traceback" not in told
-    assert f"{name}: " in told or f"{name} is" in told
-    assert word in told
+    output = "".join(capfd.readouterr())
+    assert "Traceback" not in output
+    assert f"{name}: " in output or f"{name} is" in output
+    assert word in output

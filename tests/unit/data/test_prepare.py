@@ -174,7 +174,7 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
         ("converted", "png.JPEG"), ("converted", "cmyk.JPEG"), ("converted", "middle.JPEG"),
         ("converted", "alpha.png"), ("converted", "turned.JPEG"),
     }  # fmt: skip
-    for number in (1, 2):  # twice, with other files of images in another order: with one process and with two
+    for number in (1, 2):  # the list does not depend on the number of processes
         again = tmp_path / f"again{number}"
         command = ["prepare", "imagenet", tmp_path / "src", again, "--max-broken", 3, "-np", number]
         assert run(*command) == 3
@@ -239,8 +239,8 @@ def test_an_image_that_changed_at_equal_size_is_noticed(tmp_path, capfd):
     os.utime(changed, (1, 1))
     capfd.readouterr()
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
-    said = capfd.readouterr().err
-    assert "train: files with its images were changed or copied again since\ntrain: complete since" in said
+    stderr = capfd.readouterr().err
+    assert "train: files with its images were changed or copied again since\ntrain: complete since" in stderr
     (tmp_path / "dst/train.json").unlink()  # as if the run had been interrupted
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 2
     assert "started differently. Now: files with its images were changed or copied" in capfd.readouterr().err
@@ -427,8 +427,7 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
 
 
 def test_looking_through_a_source_holds_no_objects_of_its_images(tmp_path):
-    """Finding images takes less than 100 bytes each, of which the name takes 31. ImageNet-21k has 14 million.
-    """
+    """Finding ImageNet-21k's 14 million images takes less than 100 bytes each, including 31 for the name."""
     for number in range(10_000):
         name = f"n{number // 300:08}/n{number // 300:08}_{number:05}.JPEG"
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -446,7 +445,7 @@ def test_looking_through_a_source_holds_no_objects_of_its_images(tmp_path):
 
 @pytest.mark.parametrize("begun", ["train.json", "criteo.json"])
 def test_info_after_an_interruption_says_to_resume(tmp_path, capfd, begun):
-    """`info` says so no matter in which phase the run stopped, and after too many broken images."""
+    """`info` says to resume in every phase of a stopped run, and after too many broken images."""
     (tmp_path / "dst/.prepare" / begun).mkdir(parents=True)
     assert run("info", tmp_path / "dst") == 2
     assert "run the same command again to resume" in (error := capfd.readouterr().err)
@@ -465,10 +464,10 @@ def test_half_an_index_is_no_circle(tmp_path, capfd):
         for command in ("verify", "info"):
             capfd.readouterr()
             assert run(command, tmp_path / "dst") == (1 if command == "verify" else 2)
-            said = "".join(capfd.readouterr())
-            assert name in said
-            assert other in said
-            assert "--overwrite" in said
+            output = "".join(capfd.readouterr())
+            assert name in output
+            assert other in output
+            assert "--overwrite" in output
         if name == "train.npy":
             assert prepare(*words) == 2
             assert "train.npy, which belongs to it, is missing" in capfd.readouterr().err

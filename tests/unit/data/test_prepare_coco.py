@@ -91,14 +91,14 @@ def test_what_is_broken_is_left_out_and_named(
 ) -> None:
     target = tmp_path / "checked"
     assert main(["data", "prepare", "coco", str(source), str(target), "--max-broken", "100"]) == 3
-    told = problems(target)
+    listed = problems(target)
     for why, entry in BROKEN.items():
         number = "entry 19" if why == "no id" else str(entry["id"])
-        assert any(kind == "annotation" and its == number and why in text for kind, its, text in told), why
+        assert any(kind == "annotation" and its == number and why in text for kind, its, text in listed), why
     reasons = {"3": "No such file", "4": "cannot be decoded", "5": "24 x 32 pixels, not 32 x 24"}
     for number, why in reasons.items():
-        assert any(kind == "image" and its == number and why in text for kind, its, text in told), why
-    assert len(told) == len(BROKEN) + 5
+        assert any(kind == "image" and its == number and why in text for kind, its, text in listed), why
+    assert len(listed) == len(BROKEN) + 5
     made = json.loads((target / "annotations" / "instances_train2017.json").read_text())
     assert [entry["id"] for entry in made["images"]] == [1, 2]
     assert made["annotations"][:5] == WHOLE[:5]
@@ -142,7 +142,7 @@ def test_annotations_go_with_their_images_after_another_source(
     first, other, target = one_image(tmp_path / "a", 1), one_image(tmp_path / "b", 2), tmp_path / "made"
     assert main(["data", "prepare", "coco", str(first), str(target)]) == 0
     assert main(["data", "prepare", "coco", str(other), str(target)]) == 0
-    assert sorted(one.name for one in target.iterdir()) == ["annotations", "val"]
+    assert sorted(path.name for path in target.iterdir()) == ["annotations", "val"]
     assert (target / "val").resolve() == (other / "val").resolve()
     (target / "val").unlink()
     (target / "val").mkdir()
@@ -172,14 +172,14 @@ def test_outlines_that_are_empty_or_slivers_keep_their_objects(tmp_path: Path) -
     path = source / "annotations" / "instances_val.json"
     table = json.loads(path.read_text())
     outlines = [[], None, [*OUTLINE, [2, 3, 12, 3]], [[], *OUTLINE, "odd"]]
-    table["annotations"] = [annotation(n, segmentation=one) for n, one in enumerate(outlines)]
+    table["annotations"] = [annotation(n, segmentation=outline) for n, outline in enumerate(outlines)]
     path.write_text(json.dumps(table))
     assert main(["data", "prepare", "coco", str(source), str(target), "--max-broken", "3"]) == 3
     made = json.loads((target / "annotations" / "instances_val.json").read_text())["annotations"]
-    assert [one.get("segmentation") for one in made] == [None, None, OUTLINE]
-    assert not any("segmentation" in one for one in made[:2])
-    told = [line.split("\t") for line in (target / "val.problems.tsv").read_text().splitlines()]
-    assert [one[:2] for one in told] == [["polygon", "2"], ["polygon", "3"], ["annotation", "3"]]
+    assert [entry.get("segmentation") for entry in made] == [None, None, OUTLINE]
+    assert not any("segmentation" in entry for entry in made[:2])
+    listed = [line.split("\t") for line in (target / "val.problems.tsv").read_text().splitlines()]
+    assert [line[:2] for line in listed] == [["polygon", "2"], ["polygon", "3"], ["annotation", "3"]]
 
 
 @pytest.mark.parametrize(("content", "told"), [

@@ -186,7 +186,7 @@ def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, 
 
 
 def test_empty_files_of_a_directory_are_named_and_left_out(source, tmp_path, capsys):
-    """Spark writes such files."""
+    """Empty files, such as Spark writes, are named and left out."""
     logs = tmp_path / "logs"
     shutil.copytree(source, logs)
     for name in ("_SUCCESS", "part-7"):
@@ -300,8 +300,8 @@ def test_a_validation_that_is_nothing_says_what_it_may_be(capsys):
 def test_info_and_verify(source, tmp_path, capsys):
     assert prepare(source, tmp_path, "--shards", 2, "--format", "tfrecord") == 0
     assert main(["info", str(tmp_path)]) == 0
-    told = "train: 9000 rows of 39 fields, ids below 1000000, in 2 files (tfrecord), "
-    assert told in capsys.readouterr().out
+    summary = "train: 9000 rows of 39 fields, ids below 1000000, in 2 files (tfrecord), "
+    assert summary in capsys.readouterr().out
     assert main(["verify", str(tmp_path), "--decode"]) == 0
     assert "checksums and rows of 9000 rows in 2 files" in capsys.readouterr().out
     path = tmp_path / "train-00001-of-00002.tfrecord"

@@ -144,7 +144,7 @@ def test_real_rows_of_criteo():
     """13 numbers, some missing or negative, and 26 categories whose ids depend on their column."""
     sample = Path(__file__).parents[4] / "shared" / "data" / "ctr" / "criteo_sample.csv"
     if not sample.exists():
-        pytest.skip(f"{sample} is not here")
+        pytest.skip(f"needs {sample}")
     rows = Table.open(sample, table_size=1_000_000).read(np.arange(200))
     first = next(csv.DictReader(sample.open()))
     numbers = [np.float32(np.log1p(max(float(first[f"I{n}"] or 0), 0))) for n in range(1, 14)]

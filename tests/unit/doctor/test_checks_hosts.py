@@ -40,9 +40,7 @@ def facts_of(
 
 
 class Cluster:
-    """Three hosts behind the test's own ``ssh``. One file per host holds the shell commands that make it
-    differ.
-    """
+    """Three hosts behind the test's own ``ssh``. A file per host has the commands that make it differ."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         need_namespaces("--uts")

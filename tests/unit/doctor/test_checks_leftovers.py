@@ -27,7 +27,7 @@ def test_a_rank_whose_launcher_is_gone() -> None:
     try:
         facts = Machine().facts(["leftovers"])
         if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) != 1:
-            pytest.skip("another process than init adopts orphans here")
+            pytest.skip("a process other than init adopts orphans here")
         assert any(f"sleep {pid}" in result.text for result in wrong("orphans", facts)), facts
     finally:
         os.kill(pid, signal.SIGKILL)

@@ -86,7 +86,7 @@ def in_cgroup(controller: str, settings: dict[str, str], usage: Usage, probes: l
             continue
         finally:
             directory.rmdir()
-    pytest.skip(f"no cgroup of {controller} can be made here")
+    pytest.skip(f"cannot create a {controller} cgroup here")
 
 
 @breaks("memory-limit")

@@ -39,4 +39,4 @@ def test_a_prefix_of_another_place() -> None:
 
 @breaks("limit-address-space")
 def test_a_limit() -> None:
-    expect("limit-address-space", Machine(limits={"RLIMIT_AS": 64 << 30}), "limited to 64 GiB")
+    expect("limit-address-space", Machine(limits={"RLIMIT_AS": 64 << 30}), "address space: at most 64 GiB")

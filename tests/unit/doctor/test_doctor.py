@@ -168,9 +168,9 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
         Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "enlarge it"),
         Result("same-mpi", "python", "error", ("a", "b"), "mpi4py 4 on b, but 5 on a", "fix it"),
     ]
-    ready, said = _Ready(), list[str]()
+    ready, messages = _Ready(), list[str]()
     with pytest.raises(LaunchError) as raised:
-        module.check_hosts(ready, said.append)  # type: ignore[arg-type]
+        module.check_hosts(ready, messages.append)  # type: ignore[arg-type]
     assert str(raised.value).splitlines() == [
         "cannot start:",
         "  host b: /dev/shm has 1 MiB",
@@ -180,14 +180,14 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
         "(start anyway: --no-check)",
     ]
     assert ready.closed
-    assert said == []
+    assert messages == []
 
 
 def test_errors_can_be_said_only(found: list[Result]) -> None:
     found.append(Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "enlarge it"))
-    ready, said = _Ready(), list[str]()
-    module.check_hosts(ready, said.append, required=False)  # type: ignore[arg-type]
-    assert said == ["host b: /dev/shm has 1 MiB\n    fix: enlarge it"]
+    ready, messages = _Ready(), list[str]()
+    module.check_hosts(ready, messages.append, required=False)  # type: ignore[arg-type]
+    assert messages == ["host b: /dev/shm has 1 MiB\n    fix: enlarge it"]
     assert not ready.closed
 
 
@@ -198,9 +198,9 @@ def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> No
         Result("pipes", "limits", "note", ("a",), "small", "fix pipes"),
         Result("cores", "cpu", "ok", ("a",), "two"),
     ]
-    ready, said = _Ready(), list[str]()
-    module.check_hosts(ready, said.append)  # type: ignore[arg-type]
-    assert said == [
+    ready, messages = _Ready(), list[str]()
+    module.check_hosts(ready, messages.append)  # type: ignore[arg-type]
+    assert messages == [
         "may slow the job down or end it: names-agree, memory-free; for the fixes: "
         "ringdance doctor --quick -H a:2,b:1"
     ]

@@ -157,7 +157,7 @@ def test_no_one_can_know_the_name_of_a_half_copied_file(tmp_path: Path) -> None:
     assert len(drafts) == 2
 
 
-# --- from host to host -------------------------------------------------------------------------
+# --- from host to host --------------------------------------------------------------------------
 
 
 def meet(own: bytes, theirs: bytes) -> tuple[socket.socket | None, socket.socket | None, str]:
@@ -222,7 +222,7 @@ def test_shared_networks_come_first() -> None:
     }
 
 
-# --- host names ----------------------------------------------------------------------------------
+# --- host names ---------------------------------------------------------------------------------
 
 
 def test_hosts_with_and_without_slots() -> None:
@@ -244,7 +244,7 @@ def test_this_machine_needs_no_ssh() -> None:
         RemoteShell(local={"-oX"}).command("-oX", ["x"])
 
 
-# --- progress ------------------------------------------------------------------------------------
+# --- progress -----------------------------------------------------------------------------------
 
 
 def test_the_bar_shows_the_slowest_host(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -52,10 +52,10 @@ def test_ctrl_c_leaves_no_ssh_whose_host_hangs(tmp_path: Path) -> None:
             children = [child for child in children if child.name() in ("sleep", "python")]
         process.send_signal(signal.SIGINT)
         try:
-            said = process.communicate(timeout=20.0)[1]
+            stderr = process.communicate(timeout=20.0)[1]
         finally:
             process.kill()
-    assert b"KeyboardInterrupt" in said
+    assert b"KeyboardInterrupt" in stderr
     assert len(children) > 1
     assert not psutil.wait_procs(children, 10.0)[1]
 

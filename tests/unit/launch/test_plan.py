@@ -71,7 +71,7 @@ def test_the_users_own_thread_count_wins() -> None:
 
 def test_the_users_own_mpi_parameters_win() -> None:
     environ = {"OMPI_MCA_osc": "rdma", "PMIX_MCA_psec": "munge", "PMIX_MCA_gds": "hash", "PRTE_MCA_x": "1"}
-    # HYDRA_FULL_ERROR is a variable of a configuration library
+    # HYDRA_FULL_ERROR belongs to Hydra, the configuration library
     environ |= {"HYDRA_IFACE": "eth0", "HYDRA_FULL_ERROR": "1"}
     made = plan(environ=environ)
     assert made.environ(environ).items() >= environ.items()

@@ -54,7 +54,7 @@ def test_other_signals() -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_rank_has_got_no_signal_that_came_before_it(early: bool) -> None:
-    """The wrapper also gets a signal to all processes. It passes the signal on only to a later rank."""
+    """A rank gets a signal from its wrapper only if it had not started when all processes got it."""
     with tempfile.TemporaryDirectory(prefix="rdt-") as base, socket.socket(socket.AF_UNIX) as listener:
         directory = Path(host_directory(base, job := os.urandom(16).hex()))
         directory.mkdir(mode=0o700)

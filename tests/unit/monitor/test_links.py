@@ -60,7 +60,7 @@ def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
     for number in range(12):
         question = clock.ask()
         if number != 4:
-            time.sleep(0.02)  # a late answer makes this round trip tell little
+            time.sleep(0.02)  # a late answer: this round trip says little about the offset
         clock.answer(question["sent"], time.monotonic_ns() + ahead)
     assert clock.known
     assert abs(clock.ahead(time.monotonic_ns() + ahead) - ahead) < 2_000_000
@@ -68,7 +68,7 @@ def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
 
 @pytest.mark.parametrize("ppm", [30, -30, 0])
 def test_clocks_that_drift_apart_for_an_hour(ppm: int) -> None:
-    """The true offset stays within the uncertainty, which is about the length of the short round trips."""
+    """The true offset is within the uncertainty, which is about as small as short round trips allow."""
     random = Random(1)
     clock, rate = Clock(), ppm * 1e-6
 

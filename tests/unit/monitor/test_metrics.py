@@ -191,7 +191,7 @@ def test_a_package_that_is_missing_is_named(
 
 
 def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two devices that do not exist are behind NVML's real function names. A rank runs on the second one."""
+    """A fake NVML has two devices and the real function names. A rank runs on the second device."""
     nvml: Any = types.ModuleType("pynvml")
     used = {0: [], 1: [types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 << 30)]}
     nvml.NVMLError = RuntimeError

@@ -155,11 +155,11 @@ def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_p
         trace.add(reader, *reader.take(), reader.lost)
         if rank == 0:
             assert reader.lost > 1000
-            said = f"{reader.lost} of rank 0"
+            lost = f"{reader.lost} of rank 0"
     trace.close()
     summary = summarize(load(path))
     assert len(summary["notes"]) == 1
-    assert said in summary["notes"][0]
+    assert lost in summary["notes"][0]
     assert summary["unfinished"] == []
     assert [row["step"] for row in summary["steps"]] == [*range(2, 20), *range(21, 41)]
     (tensor,) = summary["tensors"]
@@ -191,5 +191,5 @@ def test_no_lateness_below_the_uncertainty_of_clocks(
         summary = summarize(load(path))
         assert [row["late_rank"] for row in summary["tensors"]] == ([late] if late else [])
         assert timeline.main([str(path)]) == 0
-        said = capsys.readouterr().out
-        assert f"Clocks are known: node1 to {trip_ms * 500 + 100:,.0f} us." in said
+        stdout = capsys.readouterr().out
+        assert f"Clocks are known: node1 to {trip_ms * 500 + 100:,.0f} us." in stdout

@@ -110,9 +110,9 @@ def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.Capt
     single = write(tmp_path / "<one>", [0.1], gpu=50.0)
     four = write(tmp_path / "a&b", [0.6, 0.6, 0.05, 0.6], gpu=50.0)
     assert report.main([str(single), str(four), "-o", str(tmp_path / "page.html")]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Bound by skew. The others wait for rank 2 on host node1.")
-    assert "Try next: " in said
+    stdout = capsys.readouterr().out
+    assert stdout.startswith("Bound by skew. The others wait for rank 2 on host node1.")
+    assert "Try next: " in stdout
     text = (tmp_path / "page.html").read_text()
     assert "&lt;one&gt;" in text
     assert "a&amp;b" in text
@@ -127,7 +127,7 @@ def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.Capt
 def test_the_timeline_of_an_earlier_run_is_told_apart(
     tmp_path: Path, pid: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its rank waits all the time for others to submit: the run would be bound by skew."""
+    """In the earlier timeline, its rank always waits for others, so this run would be bound by skew."""
     run = write(tmp_path / "run", [0.3, 0.3])
     writer = ChromeWriter(str(run / "timeline.json"), 0, 0.0)
     writer.process(1_000_000, f"rank 0 on node0 (pid {pid})", 0)
@@ -185,8 +185,8 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "empty" / "rank.0").mkdir()  # --output-filename creates this directory
     assert report.main([str(tmp_path / "empty")]) == 2
     assert ": its ranks have not called hvd.init()" in capsys.readouterr().err
-    said = "Traceback (most recent call last):\n...\nModuleNotFoundError: No module named 'torchvision'\n\n"
-    (tmp_path / "empty" / "rank.0" / "stderr").write_text(said)
+    stderr = "Traceback (most recent call last):\n...\nModuleNotFoundError: No module named 'torchvision'\n\n"
+    (tmp_path / "empty" / "rank.0" / "stderr").write_text(stderr)
     assert report.main([str(tmp_path / "empty")]) == 2
     last = "No module named 'torchvision'\". If that is not why, its ranks have not called hvd.init()"
     assert f"a rank's stderr ends with \"ModuleNotFoundError: {last}" in capsys.readouterr().err
@@ -200,9 +200,9 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         {**json.loads(lines[1]), "time": 1000.0 + second, "steps": 9 * (second > 1), "last_step_time": 1001.5}
     ) for second in range(3)))  # a sample each second
     assert report.main([str(still)]) == 2
-    said = capsys.readouterr().err
-    assert "took only 2.0 s" in said
-    assert said.endswith("RINGDANCE_METRICS_INTERVAL=0.2\n")
+    stderr = capsys.readouterr().err
+    assert "took only 2.0 s" in stderr
+    assert stderr.endswith("RINGDANCE_METRICS_INTERVAL=0.2\n")
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_lines_that_are_no_samples_are_named(
         line = f"{file.read_text().partition('}')[0]}, {line}}}"
     file.write_text(f"{line}\n{file.read_text()}")
     assert report.main([str(file.parent)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"ringdance report: {file}, line 1 is not a sample of ")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"ringdance report: {file}, line 1 is not a sample of ")
+    assert stderr.count("\n") == 1
 
 
 def write_rank(file: Path, rank: int, host: str, pid: int, began: float, step: float, size: int) -> None:

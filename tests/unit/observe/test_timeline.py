@@ -89,8 +89,7 @@ def test_any_file_of_chrome_is_read(tmp_path: Path) -> None:
 
 
 def test_what_another_program_has_written_is_no_figure(tmp_path: Path) -> None:
-    """Foreign events do not count: a span among the steps, a rank without a process, steps without duration.
-    """
+    """Foreign events do not count: a span among steps, a rank without a process, steps of no duration."""
     path = write(tmp_path / "t.json")
     expected = summarize(load(path))
     events: list[dict[str, Any]] = json.loads(path.read_text())

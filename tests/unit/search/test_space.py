@@ -32,7 +32,7 @@ def space(text: str, directory: Path) -> Space:
 
 
 def test_kinds_of_parameters(tmp_path: Path) -> None:
-    """This includes `1e-4`, which YAML reads as text."""
+    """Numbers such as `1e-4` count as numbers, although YAML reads them as text."""
     search_space = space(
         "parameters:\n  lr: {low: 1e-4, high: 1, log: true}\n  momentum: {low: 0, high: 0.9}\n"
         "  batch: {low: 16, high: 64, step: 16}\n  optimizer: [sgd, adam]\n",
@@ -156,13 +156,13 @@ def test_values_of_a_growing_file(
 
 
 def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
-    for objective, said in [
+    for objective, message in [
         ({"line": r"loss (\S+)"}, r"no objective was found by loss (\S+)"),
         ({}, "no objective was found by ringdance.report"),
     ]:
         assert (
             Reader(parse_space(GOOD | {"objective": objective}).objective, tmp_path / "file").result()[1]
-            == said
+            == message
         )
     (tmp_path / "file").write_text('{"value": NaN}\n')
     reader = Reader(parse_space(GOOD).objective, tmp_path / "file")

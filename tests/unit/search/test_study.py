@@ -45,9 +45,7 @@ def searched(directory: Path, sampler: str, seed: int) -> float:
 
 
 def test_tpe_is_better_than_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TPE has a lower median than random search: five seeds, 40 trials each, Branin's function (minimum
-    0.398).
-    """
+    """TPE beats random search: median of five seeds, 40 trials each, on Branin's function (minimum 0.398)."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     medians = {
         name: statistics.median(searched(tmp_path / f"{name}{seed}", name, seed) for seed in range(5))
@@ -202,12 +200,12 @@ def test_other_files_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_samplers_and_options(tmp_path: Path) -> None:
-    for more, said in [
+    for more, message in [
         ({"sampler": "tpee"}, "'tpee' is not known.*random.*tpe"), ({"pruner": "x"}, "known.*median, nop"),
         ({"pruner": {"n_startup_trials": 1}}, "'' is not known.*median"),
         ({"sampler": {"name": "tpe", "sead": 1}}, "sampler: tpe: .*sead"),
     ]:  # fmt: skip
-        with pytest.raises(LaunchError, match=said):
+        with pytest.raises(LaunchError, match=message):
             Study(tmp_path / "study", parse_space({"parameters": BRANIN} | more))
     assert not (tmp_path / "study").exists()
     study = Study(tmp_path / "study", space(pruner={"name": "percentile", "percentile": 10.0}))

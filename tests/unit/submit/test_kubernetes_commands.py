@@ -73,15 +73,15 @@ def test_kubectl_takes_the_manifest_and_the_commands_of_the_page(api: Api, tmp_p
     (block,) = [b for b in blocks(page) if Path(__file__).name in b.marks.get("in", "")]
     environ = environment() | {"KUBECONFIG": str(api.config(tmp_path)), "HOME": str(tmp_path)}
     ended = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 7}}}]}
-    said = []
+    outputs = []
     for command, _ in block.commands():
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=55
         )
         assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
+        outputs.append(done.stdout)
         api.add_pod("resnet-launcher-x1", LAUNCHER, ended, "[0] hello\n[1] hello\n")
-    created, pods, output, code, deleted = said
+    created, pods, output, code, deleted = outputs
     assert created.count(" created\n") == deleted.count(" deleted") == 1 + (kind == "TrainJob")
     assert "resnet-launcher-x1" in pods
     assert (output, code) == ("[0] hello\n[1] hello\n", "7")

@@ -184,13 +184,13 @@ def test_a_machine_that_knows_no_keys_or_region(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     words = ["--role", COMMON["role"], "--image", "i", "--instance-type", "ml.c5.large", "train.py"]
-    for more, said in (
+    for more, message in (
         ([], "the AWS region is unknown. Pass region= (--region) or set AWS_REGION"),
         (["--region", "eu-west-1"], "AWS: Unable to locate credentials. Run `aws configure`"),
     ):
         done = sagemaker(*more, *words)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"ringdance sagemaker: {said}")
+        assert done.stderr.startswith(f"ringdance sagemaker: {message}")
         assert done.stderr.count("\n") == 1
     monkeypatch.setenv("AWS_PROFILE", "no-such")
     with pytest.raises(LaunchError, match=r"no-such.*aws configure list-profiles"):

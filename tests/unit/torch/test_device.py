@@ -36,7 +36,7 @@ class Event:
         return self.done
 
     def synchronize(self) -> None:
-        raise AssertionError("the host waits")
+        raise AssertionError("the host must not wait")
 
 
 class Stream:
@@ -47,7 +47,7 @@ class Stream:
         log.append(f"{self.name} waits for {event.stream}")
 
     def synchronize(self) -> None:
-        raise AssertionError("the host waits")
+        raise AssertionError("the host must not wait")
 
 
 class Call:
@@ -150,7 +150,7 @@ def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchang
 
 
 def test_what_nccl_reports_is_told_with_the_tensor(exchange: device.TorchExchange) -> None:
-    """This also holds if the abort has completed the events."""
+    """A communicator's error is raised even if the abort has completed its events."""
     reduced(exchange, on_device(2.0))
     exchange.check()  # under way: nothing has happened yet
     assert len(exchange._under_way) == 1
@@ -199,7 +199,7 @@ def test_buckets_that_became_gradients_are_exchanged_before_their_communicator_i
     source.close_direct()
     assert log[-2:] == ["time passes", "closed, agreed: False"]
     source.close_direct()
-    assert log[-2:] == ["time passes", "closed, agreed: False"], "there is no communicator to close any more"
+    assert log[-2:] == ["time passes", "closed, agreed: False"], "no communicator is left to close"
 
 
 def test_what_communicators_of_torch_do_otherwise_goes_through_the_host() -> None:

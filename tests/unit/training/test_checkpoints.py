@@ -97,7 +97,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises((ArgumentError, TypeError), match=message):
             saved.save(number, text(""))  # type: ignore[arg-type]
     for name, suffix in (("a/b", ""), ("a", ".npy")):
-        with pytest.raises(ArgumentError, match=r"no '/', and not \.npy at the end"):
+        with pytest.raises(ArgumentError, match=r"use no '/', and no \.npy at the end"):
             hvd.Checkpoints(tmp_path, 1, name, suffix)
 
 
@@ -379,8 +379,8 @@ def test_a_file_with_another_byte_is_not_read(
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert pair(saved) == (2, "content 2", 2)
-    told = f"3 ({path} is damaged: its checksum does not match)"
-    assert caplog.messages == [f"ringdance: reading 2. Damaged checkpoints: {told}."]
+    damaged = f"3 ({path} is damaged: its checksum does not match)"
+    assert caplog.messages == [f"ringdance: reading 2. Damaged checkpoints: {damaged}."]
     with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 3 .*Complete: 1, 2; damaged: 3 "):
         saved.read(3)
     saved.close()
@@ -396,8 +396,8 @@ def test_the_last_one_that_fails_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     saved.save(7, full)
     with pytest.raises(hvd.CheckpointError, match="No space left"):
         saved.close()
-    told = f"checkpoint-00000007 could not be written: No space left on device: {tmp_path}/"
-    assert told in caplog.text
+    message = f"checkpoint-00000007 could not be written: No space left on device: {tmp_path}/"
+    assert message in caplog.text
     assert "MB are free in" in caplog.text
 
 

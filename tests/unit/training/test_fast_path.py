@@ -146,7 +146,7 @@ BEHIND = list(product([*FLOATS, "int8"], [2, 3, 5, 7, 8, 13, 129, 1000]))
 
 @pytest.mark.parametrize("case", sampled("a rank behind", BEHIND, 12), ids=str)
 def test_every_rank_sees_that_one_is_behind(case: tuple[str, int]) -> None:
-    """This holds however many ranks have joined and add zeros, and however the average is rounded."""
+    """All ranks notice, however many have joined and add zeros, and however averages are rounded."""
     dtype, size = case
     nothing = np.zeros_like(tag_of(dtype, 0))
     for average in averages(nothing.dtype.name, size):
@@ -183,8 +183,8 @@ def test_different_steps_raise_on_all_ranks(case: tuple[str, str | None]) -> Non
             exchange.on_backward_end()
         return str(raised.value).split("is in step ")[1].split(". ")[0]
 
-    told = job(size, program, hosts=hosts)
-    assert set(told) == {"247, the ranks are in 0, 7 (modulo 8)", "0, the ranks are in 0, 7 (modulo 8)"}
+    messages = job(size, program, hosts=hosts)
+    assert set(messages) == {"247, the ranks are in 0, 7 (modulo 8)", "0, the ranks are in 0, 7 (modulo 8)"}
 
 
 def test_ranks_that_have_joined_are_in_no_step() -> None:

@@ -37,8 +37,8 @@ def test_predivide_cancels_out() -> None:
 def test_the_users_number_of_threads_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
     assert share_of_cores() == 5
-    for told in ("", "none", "0"):
-        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    for value in ("", "none", "0"):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
         assert share_of_cores() == usable_cores()
 
 

@@ -104,7 +104,7 @@ def test_rows_of_arrays() -> None:
     assert second.tolist() == [3, 4, 5]
     assert first.tolist() == x[3:6].tolist()
     assert share.take(y).tolist() == [3, 4, 5]
-    with pytest.raises(ArgumentError, match="6 rows, the data set 7"):
+    with pytest.raises(ArgumentError, match="6 rows, the data set has 7"):
         share.take(y[1:])
 
 

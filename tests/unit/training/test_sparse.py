@@ -118,8 +118,8 @@ def test_the_choice_follows_what_all_ranks_have_and_can_be_seen(caplog: pytest.L
     caplog.set_level(logging.INFO, "ringdance")
     logging.getLogger("ringdance").propagate = True
     assert job(2, program) == [["rows", "dense", "rows"]] * 2
-    told = [record.getMessage() for record in caplog.records if "the gradient of" in record.getMessage()]
-    assert told == [
+    messages = [record.getMessage() for record in caplog.records if "the gradient of" in record.getMessage()]
+    assert messages == [
         "ringdance: the gradient of table is exchanged as rows: 2 ranks have 6 rows in total, and the "
         "table has 2000 rows (setting sparse=auto)."
     ]

@@ -47,7 +47,7 @@ def test_a_child_answers_for_its_rank_and_refuses_collectives(environ: pytest.Mo
     session.shutdown()
 
     def make(**words: Any) -> Any:
-        raise AssertionError("it must not meet the others")
+        raise AssertionError("it must not connect to the ranks")
 
     with pytest.raises(NotInitializedError, match="was started by rank 2"):
         session.init(transport=(4, make))

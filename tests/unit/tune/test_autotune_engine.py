@@ -117,8 +117,8 @@ def test_a_real_search_ends(hosts: tuple[str, ...] | None, capsys: Any) -> None:
     results = job(3, train(210), settings, hosts=hosts)
     assert [wrong for wrong, *_ in results] == [0, 0, 0]
     assert len({str(rest) for _, *rest in results}) == 1
-    said = capsys.readouterr().err
-    assert "of a step's time, found after" in said or "no improvement found" in said
+    stderr = capsys.readouterr().err
+    assert "of a step's time, found after" in stderr or "no improvement found" in stderr
     again = job(3, train(20), settings, hosts=hosts)
     assert [values for _, values, _ in again] == [values for _, values, _ in results]
     assert "the result from before the restart is used: " in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_a_search_that_finds_nothing_keeps_the_file(tmp_path: Path, monkeypatch:
 def test_a_search_that_finds_nothing_leaves_all_as_it_was(
     hosts: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes state that the tuner does not see. The ranks have different numbers of threads."""
+    """A fruitless search restores everything, even what the tuner does not see or ranks set differently."""
     monkeypatch.setattr(Search, "run", try_all)
     state = threading.local()
     set_to = {"threads": Tunable(lambda: state.threads, lambda n: setattr(state, "threads", n), lambda: 8)}
@@ -253,7 +253,7 @@ def test_ranks_of_different_settings_tune_alike(first: dict[str, str], others: d
 def test_a_rank_that_leaves_in_mid_search_gets_its_own_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
-    """Nor may a result be written that was not compared with the start."""
+    """A rank that leaves during a search gets its values back, and no uncompared result is written."""
 
     def other(self: Search) -> Any:
         start = self.best = tuple(dimension.start for dimension in self.dimensions)
@@ -288,7 +288,7 @@ def test_a_rank_that_leaves_in_mid_search_gets_its_own_back(
 
 
 def test_the_job_s_own_value_is_always_tried() -> None:
-    """This holds above the largest chunk that may be tried, and if all larger chunks are the same."""
+    """It is tried even above the largest chunk allowed, or if all larger chunks are equal."""
     job = {"fusion_threshold": 128 << 20, "chunk_bytes": 256 << 10, "wire_bytes": 16 << 20, "flat": False}
     answers = [{"values": job, "tunables": {}, "eager": False, "fixed": ["hierarchical"]}]
     rooms = {"chunk_bytes": 512 << 10, "wire_bytes": 2 << 20}

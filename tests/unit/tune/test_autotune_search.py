@@ -31,9 +31,9 @@ def search(
 ) -> tuple[Search, Outcome, float]:
     """Run a search. Also returns what it cost more than the start, in steps of the start.
 
-    Times vary by ``noise``, and their level drifts by ``drift`` from step to step, of which a tenth wears
-    off. The first ``slow`` steps take three times as long. With ``other``, the seconds of a step, another
-    program takes a core for a second, sleeps for one, and so on. Steps then take twice as long.
+    Step times vary by ``noise``, and their level drifts by ``drift`` from step to step, of which a tenth
+    wears off. The first ``slow`` steps take three times as long. If ``other`` (seconds per step) is set,
+    another program uses a core every other second, and steps then take twice as long.
     """
     luck, extra, level, made = random.Random(seed), 0.0, 0.0, 0
     now = 2 * luck.random()
@@ -108,7 +108,7 @@ NOISE: list[dict[str, float]] = [
 
 @pytest.mark.parametrize("noise", NOISE, ids=str)
 def test_equal_settings_are_not_a_gain(noise: dict[str, float]) -> None:
-    """This holds if the first steps are slow, or if another program runs for half of the time."""
+    """Slow first steps, or another program that runs half of the time, must not look like a gain."""
     options: Any = noise
     outcomes = [search((4, 4, 1), 0.03, seed, lambda point: 1.0, **options)[1] for seed in range(150)]
     assert sum(outcome.gain > 0 for outcome in outcomes) <= 3

@@ -63,7 +63,7 @@ def test_speeds_are_those_of_the_slowest_rank() -> None:
 
 def test_other_programs_are_seen_on_the_host_where_they_run() -> None:
     busy = [0.5, 0.5, 0.9]
-    ranks = [rank(host, [0.1], [0.1], 0.0, busy=one, used=2.0) for host, one in zip("aab", busy, strict=True)]
+    ranks = [rank(host, [0.1], [0.1], 0.0, busy=cpu, used=2.0) for host, cpu in zip("aab", busy, strict=True)]
     assert figures(ranks, 32, 4)["others"] == pytest.approx(0.65)
     assert figures(ranks[:2], 32, 4)["others"] == 0
 

@@ -1,4 +1,4 @@
-"""Plans: compared with published runs, from machines, for a deadline or a budget, and what is refused."""
+"""Plans compared with published runs, for machines, deadlines and budgets, and what is refused."""
 
 from __future__ import annotations
 

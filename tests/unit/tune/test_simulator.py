@@ -50,10 +50,10 @@ def test_a_core_is_busy_for_messages_and_copies():
     # chunk is packed and unpacked (divided on the way), and half of it is reduced. MPI twice copies half of
     # it from the rank to itself, the first time while the other half is on its way.
     busy = replace(FREE, message_seconds=1e-3, memory_bandwidth=1e8)
-    more = simulate(busy, 2, 1, gradients(500_000, 0.1), 0.1).seconds
-    more -= simulate(FREE, 2, 1, gradients(500_000, 0.1), 0.1).seconds
+    extra = simulate(busy, 2, 1, gradients(500_000, 0.1), 0.1).seconds
+    extra -= simulate(FREE, 2, 1, gradients(500_000, 0.1), 0.1).seconds
     messages, copies = 4e-3 + 2 * 2e-3, (500_000 + 500_000 + 250_000) / 1e8
-    assert messages + copies - 3e-3 < more < messages + copies + 2 * 250_000 / 1e8 + 1e-3
+    assert messages + copies - 3e-3 < extra < messages + copies + 2 * 250_000 / 1e8 + 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

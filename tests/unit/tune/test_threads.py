@@ -47,7 +47,7 @@ def test_one_field_after_the_other_finds_the_best() -> None:
     tried = list(results)
     assert tried[:3] == [(4, 1, 0), (2, 2, 0), (1, 4, 0)]  # each rank with its share of the cores
     assert len(tried) == 3 + 2 + 1
-    assert [len(results[one]) for one in tried] == [6, 11, 1, 6, 1, 1]
+    assert [len(results[setting]) for setting in tried] == [6, 11, 1, 6, 1, 1]
 
 
 def test_a_command_is_tried_and_the_line_to_use_shown(
@@ -89,7 +89,7 @@ def test_noise_is_not_recommended(noise: float) -> None:
             return level * luck.lognormvariate(0, noise) * (1 + (one.ranks > 1)), ""
 
         recommended.append(search(SPACE | {"ranks": [1, 2]}, 2, run)[0])
-    assert sum(one != (2, 1, 0) for one in recommended) <= 8
+    assert sum(setting != (2, 1, 0) for setting in recommended) <= 8
 
 
 def test_turns_are_fair() -> None:

@@ -58,7 +58,8 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
     Args:
         path: Path of the file.
         option: Option or variable that holds the path, for errors.
-        slots: Default for a host without slots. If None, such a host is an error, unless no line has slots.
+        slots: Default for a host without slots. If None, such a host is an error, unless no line has slots:
+            then each name is one slot.
 
     Raises:
         LaunchError: The file cannot be read or parsed, or does not name any host.

@@ -50,8 +50,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
             "Pass the hosts with -H"
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
-    # salloc's shell does not have SLURM_PROCID. Steps, for which the user asked srun for tasks, have a number
-    # of tasks.
+    # salloc's shell does not have SLURM_PROCID. A step, for which the user requested tasks from srun, has
+    # their number.
     batch = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     hosts = list(zip(names, slots, strict=True))
     return Allocation(hosts, f"Slurm job {job}", method, unattended=batch)
@@ -66,8 +66,8 @@ def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[
         "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none", "--cpu-bind=none",
         "--mem=0", "--kill-on-bad-exit=0", "--quiet",
     ]  # fmt: skip
-    # By default, a step gets only GPUs that were requested per node. With other GPUs, one task has them, or
-    # srun fails.
+    # By default, a step gets all GPUs only if they were requested per node. Otherwise it gets one task's
+    # GPUs, or srun fails.
     by_task = re.search("GPU|TRES", " ".join(of_a_step(environ)))
     if by_task and shutil.which("scontrol"):
         with _asking:  # ask once for all nodes, because slurmctld serves the whole cluster

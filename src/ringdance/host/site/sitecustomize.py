@@ -70,7 +70,7 @@ def _tell_of_training_alone() -> None:
 def _exit_code_module() -> types.ModuleType:
     """Load the module by its path, independently of the ``ringdance`` that the script may import."""
     name = "ringdance.host.exit_code"
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "host/exit_code.py")
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "exit_code.py")
     spec = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     spec.loader.exec_module(module)  # type: ignore[union-attr]

@@ -88,7 +88,7 @@ class JobRequest:
     All pods use one image. ``secret_env`` maps each variable to the Secret and the key that hold its value.
     """
 
-    kind: str = option("default: MPIJob (MPI operator)", "MPIJob", choices=("MPIJob", "TrainJob"))
+    kind: str = option("job type (default: MPIJob)", "MPIJob", choices=("MPIJob", "TrainJob"))
     name: str = option("name of the job", "train")
     image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
     workers: int = option("worker pods", 2, minimum=1)

@@ -75,7 +75,7 @@ def _replica(number: int, pod: Document) -> Document:
 
 def _runtime(request: JobRequest) -> Document:
     """Return the runtime of a TrainJob with its pods. The cluster's own runtimes have other images."""
-    # The operator requires the names `node` and `launcher`, and the name of the containers.
+    # The operator requires the names `node` and `launcher`, and `node` for the containers.
     node = {"name": "node", "template": {"spec": _batch(_worker_pod(request, "node"))}}
     launcher = {
         "name": "launcher",

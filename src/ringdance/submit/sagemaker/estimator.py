@@ -196,7 +196,7 @@ class Estimator(TrainingJob):
 
         Raises:
             ArgumentError: The inputs cannot be used, or the region is unknown.
-            LaunchError: The role is not an ARN. It cannot be looked up here.
+            LaunchError: The role is not an ARN, and ``code_location`` is not set. Roles are not looked up.
         """
         region, account = self._find_region(), account_of(self.role)
         bucket = f"sagemaker-{region}-{account}"

@@ -51,7 +51,7 @@ class TrainingJob:
         "use spot instances; needs --max-wait", False, "--spot", key="EnableManagedSpotTraining"
     )
     max_wait: int | None = option(
-        "limit for waiting and running", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
+        "seconds to wait and run in all", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
     )
     checkpoint_s3_uri: str | None = option(
         "S3 copy of /opt/ml/checkpoints", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"

@@ -201,5 +201,5 @@ CHECKS = (
           "address space: CUDA and shared memory reserve far more than they use",
           limit("address space: {limits[address]!b}", lambda host: host["limits"]["address"] is not None,
                 "ulimit -v unlimited",
-                problem="address space is limited to {limits[address]!b}; frameworks reserve a lot")),
+                problem="address space: at most {limits[address]!b}; frameworks reserve more than they use")),
 )  # fmt: skip

@@ -109,10 +109,10 @@ def _interface_named(host: Host) -> Iterator[Finding]:
 def _names_agree(hosts: Hosts) -> Iterator[Finding]:
     for name in next(iter(hosts.values())).usage.hosts:
         asked = {viewer: host["network"]["hosts"] for viewer, host in hosts.items()}
-        seen = {viewer: found[name] for viewer, found in asked.items() if name in found}
+        seen = {viewer: known[name] for viewer, known in asked.items() if name in known}
         blind = tuple(viewer for viewer, addresses in seen.items() if not addresses)
         # A host may resolve its own name to 127.0.1.1.
-        others = {v: f"{name} is {several(found)}" for v, found in seen.items() if v != name}
+        others = {v: f"{name} is {several(known)}" for v, known in seen.items() if v != name}
         if blind:
             fix = f"add {name} to the name server, or to /etc/hosts on these hosts"
             yield Finding(f"the name {name} does not resolve on {several(blind)}", fix, hosts=blind)

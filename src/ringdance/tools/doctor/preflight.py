@@ -81,6 +81,6 @@ def preflight(ready: PreparedJob) -> list[Result]:
         if result.severity == ERROR and result.check in _WARNINGS
         else result
         for result in results
-        if result.wrong and result.check != "folder-exists"  # a job creates the folder
+        if result.wrong and result.check != "folder-exists"  # a job creates the directory
     ]
     return sorted(wrong, key=lambda result: result.severity != ERROR)

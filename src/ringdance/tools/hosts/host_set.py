@@ -57,7 +57,7 @@ class HostSet:
         return [host for host in self.agents if host not in self.problems]
 
     def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
-        """Start the missing agents in parallel. Adds hosts that cannot be used to ``problems``.
+        """Start the missing agents in parallel. Stores the hosts that cannot be used in ``problems``.
 
         Args:
             timeout: Seconds within which a host must answer.

@@ -177,7 +177,7 @@ def _wait_for_members(engine: Engine, options: Any) -> None:
     """Return once all members have arrived, or raise on all of them. The first to decide does so for all."""
     store, size, begun, pause = options.store, options.group_size, time.monotonic(), 1e-3
     ranks, reported = list(options.global_ranks_in_group), False
-    # A blocking call would keep other threads from the store.
+    # A blocking call would keep others from using the store.
     while (arrived := store.add("arrived", 0)) < size:
         late = time.monotonic() - begun
         gives_up = engine.closed or late > options.timeout.total_seconds()

