@@ -28,7 +28,7 @@ from ringdance.torch.gradients import Gradients
 from ringdance.torch.hooks import Hooks, release
 from ringdance.torch.memory import Compression
 from ringdance.torch.wrapped import (
-    Options,
+    OptimizerOptions,
     Wrapped,
     check_optimizer,
     check_whole,
@@ -255,7 +255,7 @@ def DistributedOptimizer(
     parameters = [parameter for _, parameter in pairs]
     scales_of(operation, gradient_predivide_factor)  # Raises if the arguments do not go together.
     seen = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    options = Options(
+    options = OptimizerOptions(
         [name for name, _ in pairs], parameters, seen, by_id, operation, compression, process_set,
         gradient_predivide_factor, _index_groups(num_groups, groups, parameters), sparse_as_dense,
         reduce_in_backward,

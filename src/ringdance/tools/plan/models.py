@@ -18,7 +18,7 @@ FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
-class Model:
+class KnownModel:
     """A model whose gradients are known without a measurement.
 
     Attributes:
@@ -55,10 +55,10 @@ class Model:
 
 
 @cache
-def models() -> dict[str, Model]:
+def models() -> dict[str, KnownModel]:
     """Return the models that are known without a measurement."""
     rows = parsed(_FILE)["models"]
-    return {name: Model(name, **row) for name, row in rows.items()}
+    return {name: KnownModel(name, **row) for name, row in rows.items()}
 
 
 @dataclass(frozen=True)

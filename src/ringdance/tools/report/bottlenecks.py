@@ -16,7 +16,7 @@ from ringdance.core.reports.judging import (
     TAKEN,
     WORTH,
 )
-from ringdance.tools.report.figures import Rank, Run
+from ringdance.tools.report.figures import Rank, RunMetrics
 
 _FEW = 10  # steps
 
@@ -38,7 +38,7 @@ class Limit:
     evidence: list[str] = field(default_factory=list)
 
 
-def judge(run: Run, uneven: float = 0.0) -> Limit:
+def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     """Decide what limits a run.
 
     The waiting time of the slowest rank is communication. Any further waiting on other ranks is skew. In the
@@ -89,7 +89,7 @@ def judge(run: Run, uneven: float = 0.0) -> Limit:
     return Limit("computation", "Ranks compute most of the time.", _scale(run, evidence), evidence)
 
 
-def _evidence(run: Run, communication: float, uneven: float, own: float) -> list[str]:
+def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) -> list[str]:
     """Return sentences with the shares of the time."""
     step = 1e3 / run.steps_per_second
     cores = fmean([rank.cores for rank in run.ranks])
@@ -108,7 +108,7 @@ def _evidence(run: Run, communication: float, uneven: float, own: float) -> list
     return evidence
 
 
-def _communication(run: Run, communication: float, evidence: list[str]) -> Limit:
+def _communication(run: RunMetrics, communication: float, evidence: list[str]) -> Limit:
     last = run.slowest.rows[-1]
     evidence.append(
         f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for it, "
@@ -127,7 +127,7 @@ def _used(one: Rank) -> float:
     return one.cores / max(1 - one.exposed, LEAST)
 
 
-def _skew(run: Run, evidence: list[str]) -> Limit:
+def _skew(run: RunMetrics, evidence: list[str]) -> Limit:
     slow, cores = run.slowest, fmean([rank.cores for rank in run.others])
     step = 1e3 / run.steps_per_second
     evidence.append(
@@ -148,12 +148,12 @@ def _skew(run: Run, evidence: list[str]) -> Limit:
     )  # fmt: skip
 
 
-def is_full(run: Run) -> bool:
+def is_full(run: RunMetrics) -> bool:
     """Return True if a run that computes uses all available cores or GPUs."""
     return run.in_use() >= FULL_CORES if run.gpu is None else run.gpu >= FULL_GPU
 
 
-def _scale(run: Run, evidence: list[str]) -> str:
+def _scale(run: RunMetrics, evidence: list[str]) -> str:
     """Return what to try when a run is bound by computation: first scale up, then out."""
     what, used = ("cores", run.in_use()) if run.gpu is None else ("GPUs", run.gpu)
     evidence.append(f"{used:.0%} of the {what} are in use.")
