@@ -66,7 +66,7 @@ def contestants(job: Any, size: int, batch: int) -> dict[str, tuple[Any, Callabl
     preset = replace(train.PRESETS["torchvision"], image_size=size, longest=2 * size, batch_size=batch)
     options = Namespace(model="maskrcnn", norm="frozen", backbone_weights=None, threads=1)
     torch.manual_seed(0)
-    ours = train.Model(options, preset, CLASSES, torch.device("cpu"), None)
+    ours = train.DetectionModel(options, preset, CLASSES, torch.device("cpu"), None)
     train.hvd.broadcast_parameters(ours.model.state_dict(), root_rank=0)
     theirs = train.detector("maskrcnn", preset, CLASSES, "frozen", None)
     theirs.load_state_dict(ours.model.state_dict())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance.submit.instances import Instance
-from ringdance.tools.plan.planner import Options, from_bench, predict
+from ringdance.tools.plan.planner import PlanOptions, from_bench, predict
 
 COLUMNS = {"ranks": 6, "hosts": 6, "predicted ms": 14, "measured ms": 13, "slower alone": 14, "ratio": 7}
 
@@ -34,7 +34,7 @@ def rows(first: Path, second: Path, gbits: float, shared: int) -> list[dict[str,
             continue
         on = Instance("here", size["cores"], gbits, gpus=size["ranks_per_host"] if size["gpus"] else 0)
         on = replace(on, cores=on.cores / shared)  # simulated hosts share one machine's cores
-        options = Options(size["ranks_per_host"])
+        options = PlanOptions(size["ranks_per_host"])
         predicted = predict(load, on, size["ranks"], options)
         measured = size["step_seconds"]["ringdance"]
         compared.append({

@@ -157,7 +157,7 @@ def ddp(place: Place) -> None:
 def ringdance(place: Place) -> None:
     """Train with the step of train_torch.py: ranks average gradients by all-reduce, the table's as rows."""
     torch.set_num_threads(place.cores)
-    steps = RecipeSteps(place, train_torch.Model)
+    steps = RecipeSteps(place, train_torch.TorchTableModel)
     fill(steps.model.layers, steps.first)
     train(steps, place)
 

@@ -30,7 +30,7 @@ sys.path.insert(0, {recipes!r})
 import loop, train_torch
 import ringdance.torch as hvd
 
-class Model(train_torch.Model):
+class Resumed(train_torch.TorchTableModel):
     def step(self, batch, rate):
         loss = super().step(batch, rate)
         rows = batch.ids[:, 1].tolist() if batch.weight else []
@@ -38,7 +38,7 @@ class Model(train_torch.Model):
             print(json.dumps([batch.position, rows]), file=file)
         return loss
 
-loop.main("", Model)
+loop.main("", Resumed)
 """
 
 

@@ -30,14 +30,15 @@ from torch.utils.checkpoint import checkpoint
 import ringdance.torch as hvd
 from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
-from ringdance.torch import backend, works
+from ringdance.torch import backend
+from ringdance.torch.backend import works
 from ringdance.training import session
 from ringdance.training.torch_entry_point import register
 
 register()
 if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun
     if hosts := os.environ.get("HOSTS_OF_RANKS"):
-        from ringdance.torch import gloo
+        from ringdance.torch.backend import gloo
 
         gloo._host_of_this_process = lambda: hosts.split()[int(os.environ["RANK"])]
     dist.init_process_group("ringdance")

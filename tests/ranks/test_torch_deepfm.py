@@ -64,14 +64,14 @@ def evaluations(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, words:
     monkeypatch.setattr(sys, "argv", ["train_torch.py", *line.split()])
     monkeypatch.setattr(recipe.loop.hvd, "shutdown", lambda: None)
     results: list[dict[str, float]] = []
-    evaluate = recipe.loop.Model.evaluate
+    evaluate = recipe.loop.TableModel.evaluate
 
     def noted(self: Any) -> dict[str, float]:
         results.append(evaluate(self))
         return results[-1]
 
-    monkeypatch.setattr(recipe.loop.Model, "evaluate", noted)
-    recipe.loop.main("", recipe.train_torch.Model)
+    monkeypatch.setattr(recipe.loop.TableModel, "evaluate", noted)
+    recipe.loop.main("", recipe.train_torch.TorchTableModel)
     return [tensor["auc"] for tensor in results]
 
 
@@ -130,7 +130,7 @@ def test_a_step_is_that_of_the_comparison(recipe: Any, data: Path) -> None:
     options = Namespace(data=str(data), batch_size=BATCH, hidden=[8])
     options.sizes = recipe.strategies.Sizes(SMALL, 39, 4, (8,), BATCH)
     ours = recipe.strategies.RecipeSteps(
-        recipe.strategies.Place(RANK, SIZE, [], [], options), recipe.train_torch.Model
+        recipe.strategies.Place(RANK, SIZE, [], [], options), recipe.train_torch.TorchTableModel
     )
     recipe.strategies_torch.fill(ours.model.layers, ours.first)
     model = recipe.strategies_torch.Model(options.sizes)

@@ -47,7 +47,7 @@ def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
     torch.manual_seed(RANK)
     preset = replace(PRESETS["laptop"], momentum=0.0, weight_decay=0.0, label_smoothing=0.1)
     options = Namespace(accumulate=passes, width=4, model=None, seed=0)
-    training = train_torch.Model(options, preset, 5, torch.device("cpu"))
+    training = train_torch.TorchImageModel(options, preset, 5, torch.device("cpu"))
     for module in training.model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.ones_(module.weight)  # otherwise, gradients of most layers are 0
@@ -216,7 +216,7 @@ def test_a_worse_model_does_not_replace_the_best(photos: Path, monkeypatch: pyte
     run(monkeypatch, photos, *same, "--steps", "2")
     if RANK == 0:
         shutil.copytree(photos / "kept", photos / "before")
-    monkeypatch.setattr(train_torch.Model, "evaluate", lambda self: {"top1": 0.9, "count": 7})
+    monkeypatch.setattr(train_torch.TorchImageModel, "evaluate", lambda self: {"top1": 0.9, "count": 7})
     run(monkeypatch, photos, *same)
     if RANK == 0:
         for path in (photos / "kept").iterdir():
@@ -227,7 +227,7 @@ def test_a_worse_model_does_not_replace_the_best(photos: Path, monkeypatch: pyte
                 shutil.copy(path, photos / "kept")
     hvd.broadcast_object(None)
     kept = {path.name for path in (photos / "kept").glob("best-*")}
-    monkeypatch.setattr(train_torch.Model, "evaluate", lambda self: {"top1": 0.5, "count": 7})
+    monkeypatch.setattr(train_torch.TorchImageModel, "evaluate", lambda self: {"top1": 0.5, "count": 7})
     run(monkeypatch, photos, *same, "--rate", "0.01")
     assert {path.name for path in (photos / "kept").glob("best-*")} == kept
     with np.load(photos / "kept" / kept.pop()) as saved:
@@ -307,12 +307,12 @@ def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(
     if RANK == 0:
         torch.save(other.state_dict(), path)
     options = Namespace(accumulate=1, width=4, model=None, seed=0)
-    training = train_torch.Model(options, PRESETS["laptop"], 3, torch.device("cpu"))
+    training = train_torch.TorchImageModel(options, PRESETS["laptop"], 3, torch.device("cpu"))
     assert "fc.weight, fc.bias fresh" in begin_with(Namespace(weights=path, evaluate=False), training, 3)
     training.equal()
     torch.testing.assert_close(training.model.layer3[1].conv2.weight, other.layer3[1].conv2.weight)
     assert training.model.fc.weight.shape[0] == 3
-    training = train_torch.Model(replaced(options), PRESETS["laptop"], 3, torch.device("cpu"))
+    training = train_torch.TorchImageModel(replaced(options), PRESETS["laptop"], 3, torch.device("cpu"))
     with pytest.raises(SystemExit, match=r"other\.pt: not for this model: \d+ of its entries"):
         begin_with(Namespace(weights=path, evaluate=False), training, 3)
 

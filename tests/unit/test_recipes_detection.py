@@ -12,7 +12,7 @@ import pytest
 
 import ringdance.recipes.detection
 from ringdance.recipes.detection import presets
-from ringdance.recipes.detection.batches import Part, Plan
+from ringdance.recipes.detection.batches import EpochSteps, Part
 from ringdance.training.schedules import Schedule
 
 RATIOS = np.random.RandomState(0).uniform(0.4, 2.5, 101)
@@ -20,7 +20,7 @@ RATIOS = np.random.RandomState(0).uniform(0.4, 2.5, 101)
 
 def steps(size: int, done: int = 0, epoch: int = 3, batch_size: int = 4) -> list[list[Part]]:
     """Return the parts of all ranks, step by step."""
-    plans = [Plan(RATIOS, batch_size, 7, epoch, rank, size, done) for rank in range(size)]
+    plans = [EpochSteps(RATIOS, batch_size, 7, epoch, rank, size, done) for rank in range(size)]
     assert len({len(plan) for plan in plans}) == 1
     return [list(parts) for parts in zip(*plans, strict=True)]
 
@@ -39,7 +39,7 @@ def test_each_image_is_used_once_among_those_of_its_orientation(size: int) -> No
         assert sum(part.weight for part in step) == pytest.approx(size), "weights must give the overall mean"
         for part in step:
             assert len({bool(RATIOS[number] >= 1) for number in part.numbers}) == 1
-    assert all_steps[-1][0].position == Plan(RATIOS, 4, 7, 3, 0, size).end == len(RATIOS)
+    assert all_steps[-1][0].position == EpochSteps(RATIOS, 4, 7, 3, 0, size).end == len(RATIOS)
     assert used(steps(size, epoch=4)) != used(all_steps)
 
 
@@ -52,7 +52,7 @@ def test_another_number_of_ranks_uses_what_is_left(before: int, after: int) -> N
 
 
 def test_a_rank_without_images_takes_part_with_weight_0() -> None:
-    parts = [next(iter(Plan(np.ones(2), 1, 0, 0, rank, 3))) for rank in range(3)]
+    parts = [next(iter(EpochSteps(np.ones(2), 1, 0, 0, rank, 3))) for rank in range(3)]
     assert [part.weight for part in parts] == [1.5, 1.5, 0]
     assert all(len(part.numbers) == 1 for part in parts)
 

@@ -170,7 +170,7 @@ def test_the_cost_is_that_of_the_time_so_far(tmp_path: Path, capsys: pytest.Capt
     for hours, price in ((2, None), (3, 4.0)):
         run = begin(Model(), checkpoints=tmp_path, price=price)
         assert run.resume() == (hours > 2)
-        run._began -= hours * 3600
+        run.progress.began -= hours * 3600
         run.at.step += 1
         run.save(run.files)
         run.close({})

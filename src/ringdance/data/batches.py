@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ringdance.data.order import Plan
+from ringdance.data.order import BatchPlan
 from ringdance.errors import ArgumentError
 
 _READS = 4  # reading threads: this many concurrent reads keep a network disk busy
@@ -89,7 +89,7 @@ class Batches:
 
     thread_name = "ringdance-data"
 
-    def __init__(self, plan: Plan, threads: int = 1, ahead: int = 1) -> None:
+    def __init__(self, plan: BatchPlan, threads: int = 1, ahead: int = 1) -> None:
         self.plan, self.threads, self.ahead = plan, threads, ahead
         self.convert: Callable[[Any], Any] = lambda batch: batch
         self._epochs: list[Epoch] = []  # iterations in progress

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ringdance.data.batches import Batches, Epoch, Wait
-from ringdance.data.order import Draws, Indices, Plan, check_positive
+from ringdance.data.order import BatchPlan, Draws, Indices, check_positive
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
 
@@ -81,7 +81,7 @@ class ImageBatches(Batches):
         image_size: Height and width, in pixels.
     """
 
-    def __init__(self, plan: Plan, image_size: int, threads: int = 1, ahead: int = 1) -> None:
+    def __init__(self, plan: BatchPlan, image_size: int, threads: int = 1, ahead: int = 1) -> None:
         check_positive(image_size=image_size)
         super().__init__(plan, threads, ahead)
         self.image_size = image_size
@@ -138,7 +138,7 @@ class Loader(ImageBatches):
         self.dataset, self.augment, self.piece = dataset, augment, piece_of(dataset, read_bytes)
         self._will_need: Any = getattr(dataset, "will_need", None)
         shuffle = augment if shuffle is None else shuffle
-        plan = Plan(
+        plan = BatchPlan(
             len(dataset), batch_size, shuffle, seed, rank, size, drop_last=drop_last, piece=self.piece
         )
         super().__init__(plan, image_size, threads, prefetch)
@@ -260,7 +260,7 @@ class SyntheticLoader(ImageBatches):
         shuffle: bool = True, seed: int = 0, rank: int = 0, size: int = 1, drop_last: bool = False,
     ) -> None:
         check_positive(classes=classes)
-        plan = Plan(samples, batch_size, shuffle, seed, rank, size, drop_last=drop_last)
+        plan = BatchPlan(samples, batch_size, shuffle, seed, rank, size, drop_last=drop_last)
         super().__init__(plan, image_size)
         self.classes = classes
         shape = (batch_size, image_size, image_size, 3)

@@ -71,7 +71,7 @@ def block(count: int, rank: int, size: int) -> tuple[int, int]:
     return start, start + each + (rank < remainder)
 
 
-class Plan:
+class BatchPlan:
     """Decides which samples a rank gets in each batch of an epoch. Shared by all kinds of loaders.
 
     Args:

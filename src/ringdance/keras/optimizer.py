@@ -39,8 +39,7 @@ def DistributedOptimizer(
     """Make an optimizer reduce its gradients over the ranks, and return it.
 
     The optimizer stays the same object. Its class becomes a subclass with the same name, which Keras saves
-    and loads like the plain class. All ranks call this function, and use several optimizers in the same
-    order.
+    and loads like the plain class. All ranks call this, and use several optimizers in the same order.
 
     Args:
         optimizer: Any optimizer of the Keras in use, including a ``LossScaleOptimizer`` and Keras 2's legacy
@@ -53,8 +52,7 @@ def DistributedOptimizer(
         gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
         op: Average or Sum.
         backward_passes_per_step: Number of steps whose gradients are summed locally, then exchanged and
-            applied in the last one. Keras 3 uses ``gradient_accumulation_steps``, whose mean is scaled to a
-            sum.
+            applied. Keras 3 uses ``gradient_accumulation_steps``, whose mean is scaled to a sum.
         average_aggregated_gradients: If True, gradients are averaged over the passes instead of summed.
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together (TensorFlow only). Other
@@ -65,22 +63,16 @@ def DistributedOptimizer(
     Raises:
         ArgumentError: An argument is wrong.
     """
-    operation = pick_operation(None, op)
-    if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ArgumentError(f"op must be Average or Sum, not {operation.name.title()}.")
-    if not isinstance(optimizer, optimizer_types):
-        raise ArgumentError(_wrong_optimizer(type(optimizer)))
+    operation = _checked_operation(optimizer, op)
     check_passes(backward_passes_per_step)
-    if is_distributed(optimizer):
-        raise ArgumentError("This optimizer is already a DistributedOptimizer.")
     binding()  # Raises an error if this backend has no binding.
     session.engine()
     reducing = hooks.unwrapped(optimizer)
     name = name or f"Distributed{type(reducing).__name__}"
-    options = {"device_dense": device_dense, "device_sparse": device_sparse, "groups": groups or num_groups}
     attributes = {
         "_reduction": GradientReduction(
-            name, operation, gradient_predivide_factor, compression, sparse_as_dense, process_set, **options
+            name, operation, gradient_predivide_factor, compression, sparse_as_dense, process_set,
+            device_dense=device_dense, device_sparse=device_sparse, groups=groups or num_groups,
         ),
         "_scale_local": scale_local_gradients,
         "_options": {
@@ -96,6 +88,18 @@ def DistributedOptimizer(
     if reducing is not optimizer:
         object.__setattr__(optimizer, "register_local_var", reducing.register_local_var)
     return optimizer
+
+
+def _checked_operation(optimizer: Any, op: int) -> ReduceOp:
+    """Return the operation. Raises ArgumentError if it or the optimizer is not supported."""
+    operation = pick_operation(None, op)
+    if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ArgumentError(f"op must be Average or Sum, not {operation.name.title()}.")
+    if not isinstance(optimizer, optimizer_types):
+        raise ArgumentError(_wrong_optimizer(type(optimizer)))
+    if is_distributed(optimizer):
+        raise ArgumentError("This optimizer is already a DistributedOptimizer.")
+    return operation
 
 
 def _wrong_optimizer(kind: type) -> str:

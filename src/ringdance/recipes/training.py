@@ -19,7 +19,7 @@ import argparse
 import io
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 import ringdance.numpy as hvd
-from ringdance.errors import ArgumentError, optional
+from ringdance.errors import ArgumentError
 from ringdance.recipes.models import export, wrong_target
+from ringdance.recipes.progress import ProgressTable, clock, diverged
 
 Array = np.ndarray[Any, Any]
 TRAINED_ON = "train (the data has no other split: these are not validation figures)"
@@ -81,14 +82,11 @@ class Training:
         self, given: argparse.Namespace, model: Any, options: dict[str, Any], unit: str, samples: int,
         epochs: float, split: str, score: str, suffix: str = "", table: hvd.EmbeddingTable | None = None,
     ) -> None:
-        board: Any = None
-        if given.tensorboard:
-            board = optional("tensorboardX", SystemExit, "--tensorboard needs tensorboardX")
         if problem := hvd.broadcast_object(wrong_target(given) if hvd.rank() == 0 else ""):
             raise SystemExit(problem)
         self.given, self.model, self.split, self.score, self.table = given, model, split, score, table
         self.options = {"framework": model.framework, **options}
-        self.unit, self.samples, self.epochs, self.titles = unit, samples, epochs, tuple[str, ...]()
+        self.unit, self.samples, self.epochs = unit, samples, epochs
         self.at, self.kept = Position(), Position()
         self.patience: int = getattr(given, "patience", None) or 0
         self.files = self.best = None
@@ -101,40 +99,11 @@ class Training:
         self._used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
         if self._used:
             self._used.parent.mkdir(parents=True, exist_ok=True)
-        self._board = board.SummaryWriter(given.tensorboard) if board and hvd.rank() == 0 else None
-        self._began = self._began_here = time.perf_counter()
-        self._clear()
-
-    # Printing ---------------------------------------------------------------------------------------------
+        self.progress = ProgressTable(given, unit, samples, epochs)
 
     def print(self, text: str) -> None:
         """Print on rank 0."""
-        if hvd.rank() == 0:
-            print(text, flush=True)
-
-    def seconds(self) -> float:
-        """Return the time so far, including earlier runs."""
-        return time.perf_counter() - self._began
-
-    def _cost(self) -> str:
-        price = self.given.price_per_hour
-        return "-" if price is None else f"{self.seconds() / 3600 * price:.2f}"
-
-    def _clear(self) -> None:
-        """Start counting for the next line."""
-        self._mark, self._counted, self._waited = time.perf_counter(), 0, 0.0
-
-    def _timed(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and add up how long training waits for them."""
-        batches = iter(loader)
-        while True:
-            began = time.perf_counter()
-            batch = next(batches, None)
-            self._waited += time.perf_counter() - began
-            if batch is None:
-                return
-            self._counted += batch.count
-            yield batch
+        self.progress.print(text)
 
     def _note(self, batch: Any) -> None:
         """Log which samples this rank used in a step."""
@@ -143,58 +112,19 @@ class Training:
             with self._used.open("a") as file:
                 print(json.dumps(about | {"samples": batch.indices[batch.indices >= 0].tolist()}), file=file)
 
-    def _line(self, rate: float) -> bool:
-        """Print a line about the steps since the last one. Returns True if time is up. Collective."""
-        figures, limit = self.model.figures(), self.given.time_limit
-        over = limit and time.perf_counter() - self._began_here > limit
-        local = np.array([*figures.values(), float(bool(over))])
-        *means, late = hvd.allreduce(local, name="figures").tolist()
-        if not np.isfinite(means[0]):
-            raise SystemExit(_diverged(f"The loss is {means[0]} at", self.at.step))
-        elapsed = time.perf_counter() - self._mark
-        speed, waiting = self._counted / elapsed, self._waited / elapsed
-        done = self.at.epoch * self.samples + self.at.done
-        if self.titles != (titles := tuple(figures)):
-            self.titles = titles
-            named = "".join(f"{title:>9}" for title in titles)
-            self.print(
-                f"{'epoch':>8} {'step':>8} {'rate':>9}{named} {self.unit + '/s':>10} {'per rank':>9} "
-                f"{'input':>6} {'time':>9} {'left':>9} {'cost':>9}"
-            )
-        shown = "".join(
-            f"{mean:9.2%}" if title.startswith("top") else f"{mean:9.5f}"
-            for title, mean in zip(titles, means, strict=True)
-        )
-        left = clock((self.samples * self.epochs - done) / speed)
-        self.print(
-            f"{done / self.samples:8.2f} {self.at.step:8} {rate:9.4g}{shown} {speed:10,.1f} "
-            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9} "
-            f"{self._cost():>9}"
-        )
-        values = {**dict(zip(titles, means, strict=True)), f"{self.unit}_per_second": speed}
-        self._scalars(rate=rate, waiting_for_input=waiting, **values)
-        return late > 0
-
-    def _scalars(self, **values: float) -> None:
-        """Write values for TensorBoard, and start counting for the next line."""
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, self.at.step)
-        self._clear()
-
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def save(self, files: hvd.Checkpoints | None) -> None:
         """Start writing a checkpoint. Copies are made here; the files are written in the background."""
         if files is None:
             return
-        self.at.seconds = self.seconds()
+        self.at.seconds = self.progress.seconds()
         self.model.average_statistics()
         state = self.model.state() if hvd.rank() == 0 else {}
         floats = ((name, array) for name, array in state.items() if array.dtype.kind == "f")
         wrong = next((name for name, array in floats if not np.isfinite(array).all()), "")
         if wrong := hvd.broadcast_object(wrong):  # the loss would show it one step later
-            raise SystemExit(_diverged(f"{wrong} is not finite after", self.at.step))
+            raise SystemExit(diverged(f"{wrong} is not finite after", self.at.step))
         about = {"position": asdict(self.at), "options": self.options, "arrays": [*state]}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
         with _one_sentence():
@@ -209,7 +139,7 @@ class Training:
         restored = (best and self._restore(self.best)) or self._restore(self.files)
         if self.best and (kept := self._read(self.best)):
             self.kept = kept[1]
-        self._began = time.perf_counter() - self.at.seconds
+        self.progress.began = time.perf_counter() - self.at.seconds
         return restored
 
     def _restore(self, files: hvd.Checkpoints | None) -> bool:
@@ -295,7 +225,7 @@ class Training:
                 epochs and at the end, or never if that is 0.
         """
         given, at = self.given, self.at
-        self._clear()
+        self.progress.clear()
         last = at.step + given.steps if given.steps else None
         patience = 0 < self.patience <= at.worse
         over = at.epoch >= self.epochs or patience
@@ -309,13 +239,14 @@ class Training:
         while not over:
             loader.set_epoch(at.epoch, at.done)
             end = loader.plan.end
-            for batch in self._timed(loader):
+            for batch in self.progress.timed(loader):
                 rate = step(batch, at)
                 at.step, at.done = at.step + 1, batch.position
                 self._note(batch)
                 ended = at.done == end
                 if at.step % given.log_every == 0 or ended or at.step == last:
-                    over = self._line(rate)
+                    trained = at.epoch * self.samples + at.done
+                    over = self.progress.line(self.model.figures(), rate, at.step, trained)
                 over = self._after(ended, over or at.step == last, due)
                 if over:
                     break
@@ -345,8 +276,8 @@ class Training:
     def evaluate(self) -> bool:
         """Evaluate, and keep the best model. Returns True if it is time to stop."""
         at, metrics = self.at, self.model.evaluate()
-        self.print(f"{self.model.described(at, metrics)} of {self.split}, {clock(self.seconds())}")
-        self._scalars(**{f"evaluation_{name}": value for name, value in metrics.items()})
+        self.print(f"{self.model.described(at, metrics)} of {self.split}, {clock(self.progress.seconds())}")
+        self.progress.scalars(at.step, {f"evaluation_{name}": value for name, value in metrics.items()})
         if not np.isfinite(metrics[self.score]):
             self.save(self.files)
             self._close_files()
@@ -370,7 +301,7 @@ class Training:
 
     def close(self, about: dict[str, Any]) -> None:
         """Export the best model to a directory, if requested. ``about`` describes it."""
-        seconds, cost = self.seconds(), self._cost()
+        seconds, cost = self.progress.seconds(), self.progress.cost()
         if self.given.export:
             self._restore(self.best)  # waits until it is written
             self.model.average_statistics()
@@ -379,8 +310,7 @@ class Training:
             self.print(f"model written to {self.given.export}")
         self._close_files()
         self.print(f"done in {clock(seconds)}{'' if cost == '-' else f', cost {cost}'}")
-        if self._board is not None:
-            self._board.close()
+        self.progress.close()
 
     def _close_files(self) -> None:
         """Wait until all checkpoints are written."""
@@ -397,18 +327,6 @@ def _one_sentence() -> Iterator[None]:
         yield
     except (ArgumentError, hvd.CheckpointError) as error:
         raise SystemExit(str(error)) from None
-
-
-def _diverged(what: str, step: int) -> str:
-    return (
-        f"{what} step {step}: training has diverged, and stops without another checkpoint. Try a smaller "
-        "rate, or a longer warm-up."
-    )
-
-
-def clock(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds."""
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 def write(path: Path, state: dict[str, Array]) -> None:

@@ -89,6 +89,18 @@ class _Delta(_Delegating):
         return None if tf.executing_eagerly() else tf.group(*moved)
 
 
+def _check_v1(passes: int, averages_adasum: bool) -> None:
+    """Raise ArgumentError for options that a ``tf.compat.v1.train`` optimizer does not support."""
+    check_passes(passes)
+    if averages_adasum:
+        raise ArgumentError("average_aggregated_gradients cannot be combined with op=Adasum.")
+    if passes > 1 and tf.executing_eagerly():
+        raise ArgumentError(
+            "backward_passes_per_step > 1 with a tf.compat.v1 optimizer needs a graph. In eager "
+            "execution, use a Keras optimizer."
+        )
+
+
 def DistributedOptimizer(
     optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "",
     device_sparse: str = "", compression: Any = Compression.none, sparse_as_dense: bool = False,
@@ -100,15 +112,13 @@ def DistributedOptimizer(
 
     Args:
         optimizer: A ``tf.compat.v1.train`` optimizer or a Keras optimizer.
-        name: Name of the optimizer. The names of its exchanges start with it. By default "Distributed" and
-            the class name.
+        name: Name of the optimizer and start of its exchanges' names. Default: "Distributed" and the class.
         use_locking: Passed to ``tf.compat.v1.train.Optimizer``.
         device_dense: Device on which dense gradients enter the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
-        backward_passes_per_step: Number of steps whose gradients are summed before they are reduced and
-            applied.
+        backward_passes_per_step: Steps whose gradients are summed before they are reduced and applied.
         op: Average, Sum or Adasum. Adasum combines the weight changes instead of the gradients.
         gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
         average_aggregated_gradients: Divide the sums by ``backward_passes_per_step``.
@@ -133,15 +143,8 @@ def DistributedOptimizer(
             backward_passes_per_step=backward_passes_per_step,
             average_aggregated_gradients=average_aggregated_gradients, **options,
         )
-    check_passes(backward_passes_per_step)
-    if op == ReduceOp.ADASUM and average_aggregated_gradients:
-        raise ArgumentError("average_aggregated_gradients cannot be combined with op=Adasum.")
-    if backward_passes_per_step > 1 and tf.executing_eagerly():
-        raise ArgumentError(
-            "backward_passes_per_step > 1 with a tf.compat.v1 optimizer needs a graph. In eager "
-            "execution, use a Keras optimizer."
-        )
     adasum = op == ReduceOp.ADASUM
+    _check_v1(backward_passes_per_step, adasum and average_aggregated_gradients)
     name = name or ("DistributedDelta" if adasum else "Distributed") + type(optimizer).__name__
     reducer = GradientReducer(name, predivide=gradient_predivide_factor, **options)
     if not adasum:

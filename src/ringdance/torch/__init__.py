@@ -9,7 +9,7 @@ from ringdance.torch import elastic as elastic
 from ringdance.torch import operations
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.batch_norm import SyncBatchNorm
-from ringdance.torch.communicators import nccl_built as nccl_built
+from ringdance.torch.device.communicators import nccl_built as nccl_built
 from ringdance.torch.loaders import image_loader, table_loader
 from ringdance.torch.memory import Compression
 from ringdance.torch.operations import *

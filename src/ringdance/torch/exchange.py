@@ -13,9 +13,11 @@ from ringdance.core.exchange.device import DeviceResults
 from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
-from ringdance.torch import device
 from ringdance.torch._private import compiler_disable, divided_by, has_run_backward, profiler_running
-from ringdance.torch.communicators import dist, supports_nccl
+from ringdance.torch.device.communicators import dist, supports_nccl
+from ringdance.torch.device.exchange import DTYPES, exchanges
+from ringdance.torch.device.setup import make_exchange, submitted
+from ringdance.torch.device.streams import await_results
 from ringdance.torch.memory import Array, Compression, array_of, block_of, check_in_place, from_array
 from ringdance.training import handles, session
 from ringdance.training.checks import UnsupportedOperationError, know_dtypes
@@ -86,7 +88,7 @@ def _submit_device(
     plain: Any = tuple(map(block_of, tensors))
     rows = None if splits is None else (_array_of_splits(splits),)
     outputs = plain if in_place else None
-    return call.submit(engine, plain, outputs, rows, wake, tensors[0].device.type, device.submitted(plain[0]))
+    return call.submit(engine, plain, outputs, rows, wake, tensors[0].device.type, submitted(plain[0]))
 
 
 def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
@@ -97,7 +99,7 @@ def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
         and all([
             isinstance(tensor, Tensor) and tensor.device.type == kind and tensor.layout is torch.strided
             and divided_by(tensor) is None
-            and device.exchanges(call.kind, call.operation, scales, tensor.dtype)
+            and exchanges(call.kind, call.operation, scales, tensor.dtype)
             for tensor in tensors
         ])
     )  # fmt: skip
@@ -114,12 +116,12 @@ _by_torch = {"cpu": False, "cuda": False}
 
 def _at_init() -> None:
     engine = session.engine()
-    engine.context.make_device = device.make
+    engine.context.make_device = make_exchange
     _by_torch["cpu"] = engine.settings.cpu_operations == "gloo" and dist.is_gloo_available()
     _by_torch["cuda"] = engine.settings.gpu_operations != "mpi" and supports_nccl()
 
 
-know_dtypes(device.DTYPES)
+know_dtypes(DTYPES)
 session.at_init(_at_init)
 
 
@@ -151,7 +153,7 @@ def _array_of_splits(splits: Any) -> Array:
 def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
     """Return results as tensors on the devices of ``like``, for an alltoall also the received splits."""
     if isinstance(work.result, DeviceResults):
-        pairs = zip(device.await_results(work.result), like, strict=True)
+        pairs = zip(await_results(work.result), like, strict=True)
         results = [result.to(tensor.device) for result, tensor in pairs]
         if work.result.received is not None:
             received = torch.tensor(work.result.received[0], dtype=torch.int32, device="cpu")
@@ -169,7 +171,7 @@ def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
 def copy_back(tensors: Tensors, work: Work) -> None:
     """After a call in place, copy results from pinned memory to the GPU, if the tensors are on a GPU."""
     if isinstance(work.result, DeviceResults):
-        device.await_results(work.result)
+        await_results(work.result)
     elif not tensors[0].is_cpu:
         for tensor, array in zip(tensors, work.result, strict=True):
             tensor.detach().copy_(from_array(array))

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ringdance.core.request import Work
 from ringdance.torch._private import sparse_entries
-from ringdance.torch.communicators import wait_on_host
-from ringdance.torch.device import Launched, TorchExchange, await_results, direct_exchange
+from ringdance.torch.device.direct import Launched, direct_exchange
+from ringdance.torch.device.exchange import TorchExchange
+from ringdance.torch.device.streams import await_results, wait_on_host
 from ringdance.torch.exchange import any_by_torch, stays, submit
 from ringdance.torch.memory import Array, Compression, block_of, from_array, host_tensor, sample_of, view_of
 from ringdance.training.gradients.source import AS_DENSE, DENSE

@@ -23,12 +23,12 @@ from ringdance.torch import _private
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.adasum import AdasumOptimizer
-from ringdance.torch.communicators import nccl_built
+from ringdance.torch.device.communicators import nccl_built
 from ringdance.torch.gradients import Gradients
 from ringdance.torch.hooks import Hooks, release
 from ringdance.torch.memory import Compression
 from ringdance.torch.wrapped import (
-    Options,
+    OptimizerOptions,
     Wrapped,
     check_optimizer,
     check_whole,
@@ -256,19 +256,13 @@ def DistributedOptimizer(
     parameters = [parameter for _, parameter in pairs]
     scales_of(operation, gradient_predivide_factor)  # Raises if the arguments do not go together.
     seen = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    options = Options(
+    options = OptimizerOptions(
         [name for name, _ in pairs], parameters, seen, by_id, operation, compression, process_set,
         gradient_predivide_factor, _index_groups(num_groups, groups, parameters), sparse_as_dense,
         reduce_in_backward,
     )
     if operation is ReduceOp.ADASUM and len(engine.members(number)) > 1:
-        if process_set is not global_process_set:
-            raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
-        if nccl_built() and any(parameter.is_cuda for parameter in parameters):
-            warnings.warn(
-                "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL. Scale "
-                "the learning rate as without NCCL, not by local_size().", stacklevel=2,
-            )  # fmt: skip
+        _check_adasum(process_set, parameters)
         release(parameters)
         return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
     if takes_part(process_set):
@@ -279,6 +273,17 @@ def DistributedOptimizer(
         end = weakref.finalize(result, _warn_of_idle, result._exchange, weakref.ref(optimizer))
         end.atexit = False
     return result
+
+
+def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
+    """Refuse Adasum on a part of the ranks, and warn where it differs from Horovod's."""
+    if process_set is not global_process_set:
+        raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
+    if nccl_built() and any(parameter.is_cuda for parameter in parameters):
+        warnings.warn(
+            "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL. Scale "
+            "the learning rate as without NCCL, not by local_size().", stacklevel=3,
+        )  # fmt: skip
 
 
 def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None:

@@ -25,7 +25,7 @@ from ringdance.training.process_sets import ProcessSet
 
 
 @dataclass
-class Options:
+class OptimizerOptions:
     """The arguments of a distributed optimizer. Copies of the optimizer have them too.
 
     Attributes:
@@ -63,7 +63,7 @@ class Wrapped:
     # Not in __dict__, which the wrapped optimizer shares: that optimizer must not keep the exchange alive.
     __slots__ = ("__dict__", "_connected", "_exchange", "_hooks")
 
-    _options: Options
+    _options: OptimizerOptions
     _passes: int
     _connected: bool  # True once connected to the job.
     _exchange: GradientExchange | None  # None if there is only one rank or this rank is not a member.
@@ -115,7 +115,9 @@ class Wrapped:
         return list(range(first, len(options.parameters)))
 
 
-def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: Options, passes: int) -> Any:
+def wrap(
+    optimizer: torch.optim.Optimizer, front: type[Wrapped], options: OptimizerOptions, passes: int
+) -> Any:
     """Return an object of a new subclass that shares everything with ``optimizer``.
 
     The class has the optimizer's name and the module of ``front``, because scripts identify it by these.

@@ -20,7 +20,7 @@ from ringdance.core.reports import dump
 from ringdance.core.transport.base import Transport
 from ringdance.errors import UNEVEN_STEPS
 from ringdance.host import exit_code
-from ringdance.training.monitoring import Monitoring
+from ringdance.training.rank_monitor import RankMonitor
 
 if TYPE_CHECKING:
     from ringdance.training.tuning.autotune import Autotuner
@@ -43,7 +43,7 @@ class Process:
     transport: tuple[int, Callable[..., Transport]] | None = None
     pid: int = 0  # 0 before the first init()
     mpi: bool = False
-    monitoring = Monitoring()
+    monitor = RankMonitor()
     clean: bool = True  # every engine so far has stopped by agreement
     at_init: tuple[Callable[[], None], ...] = ()
     tuner: Autotuner | None = None
@@ -100,7 +100,7 @@ class Process:
         if engine is not None and not self.failed:
             self._end_well(engine)
         if engine is not None:
-            self.monitoring.end(engine)
+            self.monitor.end(engine)
         if self.mpi:
             from ringdance.core.transport.library import finalize
 
@@ -140,7 +140,7 @@ class Process:
 
     def _after_fork(self) -> None:
         """Keep rank and size in a forked child (a DataLoader worker), but refuse collectives."""
-        self.monitoring = Monitoring()
+        self.monitor = RankMonitor()
         if self.engine is not None:
             self.engine.disown()
 

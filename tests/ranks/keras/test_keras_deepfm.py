@@ -63,7 +63,7 @@ def run(recipe: Any, monkeypatch: pytest.MonkeyPatch, data: Path, name: str, wor
         f"--scale-rate 0 --checkpoints {data / name} {words}"
     )
     monkeypatch.setattr(sys, "argv", ["train_keras.py", *line.split()])
-    recipe.loop.main(recipe.__doc__, recipe.Model, hvd.init)
+    recipe.loop.main(recipe.__doc__, recipe.KerasTableModel, hvd.init)
     hvd.broadcast_object(None)
     return data / name
 

@@ -67,7 +67,7 @@ def test_200_steps_of_a_preset_are_those_of_pytorch(
     keras.utils.set_random_seed(0)
     other = by_keras.Model(options, preset, CLASSES)
     model = other.model
-    training = by_torch.Model(options, preset, CLASSES, torch.device("cpu"))
+    training = by_torch.TorchImageModel(options, preset, CLASSES, torch.device("cpu"))
     start = as_torch([keras.ops.convert_to_numpy(variable.value) for variable in model.trainable_variables])
     with torch.no_grad():
         for parameter, value in zip(training.model.parameters(), start, strict=True):

@@ -135,11 +135,11 @@ def test_a_model_of_keras_applications_exported_and_loaded_again(
         assert figures == f"top-1 {right / IMAGES:.2%}"
         options = Namespace(model="MobileNetV2", accumulate=1, seed=0)
         preset = replace(recipe.PRESETS["laptop"], image_size=32)
-        other = recipe.Model(options, preset, 5)
+        other = recipe.KerasImageModel(options, preset, 5)
         assert other.load_weights(str(model / "model.weights.h5")) == ["predictions/kernel"]
         norms = [layer for layer in other.body().layers if isinstance(layer, keras.layers.BatchNormalization)]
         assert {norm.momentum for norm in norms} == {0.9}, "short trainings need another momentum"
-        other = recipe.Model(Namespace(model="MobileNet", accumulate=1, seed=0), preset, 3)
+        other = recipe.KerasImageModel(Namespace(model="MobileNet", accumulate=1, seed=0), preset, 3)
         with pytest.raises(ValueError, match="layers"):
             other.load_weights(str(model / "model.weights.h5"))
     hvd.broadcast_object(None)

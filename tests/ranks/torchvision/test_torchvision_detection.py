@@ -130,7 +130,7 @@ def small_model(recipe: Any, photos: Path, kind: str, **changes: Any) -> Any:
     check = recipe.Coco(photos, "train2017", False, False)
     options = Namespace(model=kind, norm="group", backbone_weights=None, threads=2)
     torch.manual_seed(1)
-    return recipe.Model(options, preset, check.classes, torch.device("cpu"), check), preset
+    return recipe.DetectionModel(options, preset, check.classes, torch.device("cpu"), check), preset
 
 
 @pytest.mark.limit(200)

@@ -32,7 +32,8 @@ GIVEN = {"accumulate": 1, "width": 64, "model": None, "seed": 0}
 
 def training_of(name: str | None, classes: int = 5, size: int = 64) -> Any:
     preset = replace(PRESETS["laptop"], image_size=size)
-    return train_torch.Model(Namespace(**{**GIVEN, "model": name}), preset, classes, torch.device("cpu"))
+    options = Namespace(**{**GIVEN, "model": name})
+    return train_torch.TorchImageModel(options, preset, classes, torch.device("cpu"))
 
 
 def test_a_state_dict_of_ours_is_one_of_theirs() -> None:

@@ -27,7 +27,7 @@ from ringdance.data import Dataset, Loader, SyntheticLoader, images, write
 from ringdance.data.boxes import centre_box, random_box
 from ringdance.data.images import decode_into
 from ringdance.data.open_files import OpenFiles
-from ringdance.data.order import Draws, Plan, by_pieces
+from ringdance.data.order import BatchPlan, Draws, by_pieces
 from ringdance.errors import ArgumentError
 
 SIZES = range(1, 6)
@@ -66,13 +66,13 @@ def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
     """Read part of an epoch with one number of ranks, continue with another, and finish with a third."""
     cases = list(itertools.product((0, 7, 31), (1, 3), itertools.product(SIZES, repeat=3)))
     for length, batch, (first, second, third) in part("resumed at any size", cases, 60):
-        whole = Plan(length, batch, shuffle, 5, 0, 1)
+        whole = BatchPlan(length, batch, shuffle, 5, 0, 1)
         whole.set_epoch(2)
         order = [sample for numbers, *_ in whole.batches() for sample in numbers.tolist()]
         seen: list[int] = []
         position = 0
         for size, steps in ((first, 2), (second, 1), (third, 10**6)):
-            plans = [Plan(length, batch, shuffle, 5, rank, size) for rank in range(size)]
+            plans = [BatchPlan(length, batch, shuffle, 5, rank, size) for rank in range(size)]
             for plan in plans:
                 plan.set_epoch(2, position)
             assert len({len(plan) for plan in plans}) == 1
@@ -95,12 +95,12 @@ def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
 @pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 1), (2, 2)])
 def test_short_batches_are_left_out_also_after_a_resumption(first: int, second: int) -> None:
     """Each of 31 samples is used at most once, and only in whole batches of 4 per rank."""
-    order = Plan(31, 4, True, 5, 0, 1)
+    order = BatchPlan(31, 4, True, 5, 0, 1)
     everything = [sample for numbers, *_ in order.batches() for sample in numbers.tolist()]
     seen: list[int] = []
     position = 0
     for size, steps in ((first, 2), (second, 10**6)):
-        plans = [Plan(31, 4, True, 5, rank, size, drop_last=True) for rank in range(size)]
+        plans = [BatchPlan(31, 4, True, 5, rank, size, drop_last=True) for rank in range(size)]
         for plan in plans:
             plan.set_epoch(0, position)
         assert {plan.end for plan in plans} == {31 - (31 - position) % (4 * size)}
@@ -114,7 +114,7 @@ def test_short_batches_are_left_out_also_after_a_resumption(first: int, second: 
     assert position == plans[0].end
     assert seen == everything[:position]
     with pytest.raises(ArgumentError, match="Use batch_size=6 or less"):
-        Plan(31, 7, True, 5, 0, 5, drop_last=True)
+        BatchPlan(31, 7, True, 5, 0, 5, drop_last=True)
 
 
 def pixels_of(loader: Loader) -> dict[int, bytes]:
@@ -371,19 +371,19 @@ def test_a_file_stays_open_while_it_is_read(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_the_order_by_pieces_has_each_sample_once_with_any_number_of_ranks(size: int) -> None:
     length, piece = 10_007, 16
-    plans = [Plan(length, 24 // size, True, 5, rank, size, piece=piece) for rank in range(size)]
+    plans = [BatchPlan(length, 24 // size, True, 5, rank, size, piece=piece) for rank in range(size)]
     rounds = [list(plan.batches()) for plan in plans]
     used = [np.concatenate([part[0][: len(part[0]) if part[1] else 0] for part in parts]) for parts in rounds]
     assert np.sort(np.concatenate(used)).tolist() == list(range(length))
     # Resume on two ranks after 100 batches. They read the remaining samples, with the same total batch size.
-    again = [Plan(length, 12, True, 5, rank, 2, piece=piece) for rank in range(2)]
+    again = [BatchPlan(length, 12, True, 5, rank, 2, piece=piece) for rank in range(2)]
     for plan in again:
         plan.set_epoch(0, 2400)
     left = [part for plan in again for part in plan.batches()]
     rest = np.concatenate([part[0][: len(part[0]) if part[1] else 0] for part in left])
     before = np.concatenate([part[0] for parts in rounds for part in parts[:100]])
     assert np.sort(np.concatenate([before, rest])).tolist() == list(range(length))
-    other = Plan(length, 24, True, 5, 0, 1, piece=piece)
+    other = BatchPlan(length, 24, True, 5, 0, 1, piece=piece)
     other.set_epoch(1)
     assert next(other.batches())[0].tolist() != next(iter(rounds[0]))[0].tolist()
 
@@ -414,12 +414,12 @@ def test_the_order_by_pieces_needs_little_memory() -> None:
 
 def test_ranks_read_pieces_of_their_own_which_a_batch_mixes() -> None:
     length, piece, size = 65_536, 16, 4
-    plans = [Plan(length, 64, True, 5, rank, size, piece=piece) for rank in range(size)]
+    plans = [BatchPlan(length, 64, True, 5, rank, size, piece=piece) for rank in range(size)]
     pieces = [[set((part[0] // piece).tolist()) for part in plan.batches()] for plan in plans]
     read = sum(len(set.union(*batches)) for batches in pieces)
     assert read == length // piece  # because the number of lanes divides the batch size
     assert np.mean([len(set.union(*some)) for some in zip(*pieces, strict=True)]) > 150  # of at most 256
-    odd = [Plan(length, 50, True, 5, rank, size, piece=piece) for rank in range(size)]
+    odd = [BatchPlan(length, 50, True, 5, rank, size, piece=piece) for rank in range(size)]
     read = sum(len({*np.concatenate([part[0] for part in plan.batches()]) // piece}) for plan in odd)
     assert read < 1.25 * length // piece
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ringdance.data import Dataset, Table, tfrecord, write
-from ringdance.data.prepare.plan import Plan
+from ringdance.data.prepare.plan import SplitPlan
 from ringdance.data.prepare.sources import find
 from ringdance.errors import ArgumentError
 from ringdance.tools.data import main
@@ -312,7 +312,7 @@ def test_what_an_interrupted_run_has_left_damaged_is_done_again(tmp_path, capfd,
     for name in (f"{first}.json", f"{first}.rows.npy", "train.json"):
         for part in (0, 0.5):
             with monkeypatch.context() as patch:
-                patch.setattr(Plan, "close", lambda *_: 1 / 0)
+                patch.setattr(SplitPlan, "close", lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     prepare(*words, "--overwrite")
             path = out / ".prepare" / name
@@ -483,7 +483,7 @@ def test_half_an_index_is_no_circle(tmp_path, capfd):
 
 def test_images_of_an_unfinished_run_are_not_those_of_click_logs(tmp_path, monkeypatch, capfd):
     class_directories(tmp_path / "src")
-    monkeypatch.setattr("ringdance.data.prepare.plan.Plan.close", lambda *_: 1 / 0)
+    monkeypatch.setattr("ringdance.data.prepare.plan.SplitPlan.close", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare(tmp_path / "src", tmp_path / "dst")
     (tmp_path / "rows.txt").write_text("1\t" + "\t" * 38 + "\n")

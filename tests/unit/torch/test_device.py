@@ -16,7 +16,9 @@ import torch
 from ringdance.core.exchange.base import Context
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import RankLostError
-from ringdance.torch import communicators, device, gradients, memory
+from ringdance.torch import gradients, memory
+from ringdance.torch.device import direct, streams
+from ringdance.torch.device import exchange as device
 from ringdance.training.collectives import Call as CollectiveCall
 from ringdance.training.gradients.source import DENSE
 
@@ -107,14 +109,14 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> device.TorchExchange:
     log.clear()
     monkeypatch.setattr(torch, "cpu", FakeModule)
     place = SimpleNamespace(rank=0, size=2, context=Context())
-    streams = communicators.Streams(FakeModule, torch.device("cpu"))
-    return device.TorchExchange(Group(), None, torch.device("cpu"), streams, place)
+    own = streams.Streams(FakeModule, torch.device("cpu"))
+    return device.TorchExchange(Group(), None, torch.device("cpu"), own, place)
 
 
 def reduced(exchange: device.TorchExchange, *tensors: Any) -> device.DeviceResults:
     shapes, dtypes = tuple(tuple(tensor.shape) for tensor in tensors), ("float32",) * len(tensors)
     described = Description(Collective.ALLREDUCE, dtypes, shapes, ReduceOp.AVERAGE, device="cuda")
-    request = Request(described, tensors, None, "gradients", ready=device.mark(tensors[0]))
+    request = Request(described, tensors, None, "gradients", ready=streams.mark(tensors[0]))
     steps = exchange.execute([(described, request)], (0, 1))
     with pytest.raises(StopIteration) as end:
         next(steps)  # completes at once, because the host does not wait
@@ -134,7 +136,7 @@ def test_streams_wait_for_one_another_and_the_host_for_none(exchange: device.Tor
         "event behind side",
     ]  # fmt: skip
     log.clear()
-    outputs = device.await_results(device.DeviceResults([first, second]))
+    outputs = streams.await_results(device.DeviceResults([first, second]))
     assert log == [], "without an event there is nothing to wait for"
     # the fake does not sum, so the values are halved
     assert [output.tolist() for output in outputs] == [[1.0, 2.0], [3.0]]
@@ -143,7 +145,7 @@ def test_streams_wait_for_one_another_and_the_host_for_none(exchange: device.Tor
 def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchange) -> None:
     results = reduced(exchange, on_device(2.0))
     log.clear()
-    device.await_results(results)
+    streams.await_results(results)
     assert log == ["main waits for side", "memory is used on main"]
 
 
@@ -180,7 +182,7 @@ def test_buckets_that_became_gradients_are_exchanged_before_their_communicator_i
     weight.grad = torch.ones(2)
     ready = Event()
     ready.record(Stream(name="main"))
-    monkeypatch.setattr(device, "mark", lambda _: ready)
+    monkeypatch.setattr(direct, "mark", lambda _: ready)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     source = gradients.Gradients([weight], memory.Compression.none, False)
     source._direct, source._agreed = exchange, {(0,): [torch.float32]}
@@ -192,7 +194,7 @@ def test_buckets_that_became_gradients_are_exchanged_before_their_communicator_i
         log.append("time passes")
         event.done = True
 
-    monkeypatch.setattr(communicators, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pass_time))
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pass_time))
     monkeypatch.setattr(exchange, "close", lambda agreed: log.append(f"closed, agreed: {agreed}"))
     source.close_direct()
     assert log[-2:] == ["time passes", "closed, agreed: False"]

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ringdance.errors import RankLostError
-from ringdance.torch import communicators, groups
+from ringdance.torch.backend import groups
+from ringdance.torch.device import communicators
 
 
 def listening(port: int) -> list[str]:

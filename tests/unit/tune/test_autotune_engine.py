@@ -20,7 +20,7 @@ from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.host.limits import usable_cores
 from ringdance.settings import Settings, load
-from ringdance.training import session
+from ringdance.training.startup.engines import COMMON
 from ringdance.training.tuning import autotune, dimensions, tuned
 from ringdance.training.tuning.search import Dimension, Measured, Outcome, Point, Search, Trial
 from ringdance.training.tuning.tunables import Tunable
@@ -234,7 +234,7 @@ def test_a_search_that_finds_nothing_leaves_all_as_it_was(
 def test_ranks_of_different_settings_tune_alike(first: dict[str, str], others: dict[str, str]) -> None:
     common = {"RINGDANCE_AUTOTUNE": "1", "RINGDANCE_SMALL_BYTES": "64"}
     settings = [load({**common, **own}) for own in (first, others, others)]
-    for name in session._COMMON:
+    for name in COMMON:
         assert len({getattr(loaded, name) for loaded in settings}) == 1  # a job with such settings starts
 
     def rank(transport: Any) -> tuple[int, Any, dict[str, float]]:

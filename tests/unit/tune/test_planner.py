@@ -18,7 +18,7 @@ from ringdance.tools.plan.models import curves, models
 from ringdance.tools.plan.planner import (
     HOST_SPREAD,
     RANK_SPREAD,
-    Options,
+    PlanOptions,
     Row,
     Workload,
     choose,
@@ -162,18 +162,18 @@ def test_a_measurement_is_planned_from_what_fills_a_host(tmp_path: Path) -> None
     load = from_bench(tmp_path / "two.json")
     assert (load.ranks, load.compute, load.cores) == (2, 0.2, 2)
     # With four cores, none is idle, so the exchange follows the backward pass. With eight, both overlap.
-    full, idle = (predict(load, replace(CPUS, cores=cores), 2, Options(2)) for cores in (4, 8))
+    full, idle = (predict(load, replace(CPUS, cores=cores), 2, PlanOptions(2)) for cores in (4, 8))
     assert full.exposed_seconds > 2 * idle.exposed_seconds
 
 
 def test_a_measurement_is_planned_from_ranks_that_have_their_cores(bench: Path) -> None:
     load = from_bench(bench)
     assert (load.ranks, load.compute, load.cores, load.bytes) == (1, 0.1, 4, 12_000_000)
-    assert Options().per_host(load, CPUS) == 2
+    assert PlanOptions().per_host(load, CPUS) == 2
     single, eight, slow = (
         predict(load, on, ranks, options) for on, ranks, options in (
-            (CPUS, 1, Options()), (CPUS, 8, Options()),
-            (CPUS, 8, Options(ranks_per_host=4)),  # on two cores each instead of four
+            (CPUS, 1, PlanOptions()), (CPUS, 8, PlanOptions()),
+            (CPUS, 8, PlanOptions(ranks_per_host=4)),  # on two cores each instead of four
         )
     )  # fmt: skip
     assert single.samples_per_second == pytest.approx(320)
@@ -181,7 +181,7 @@ def test_a_measurement_is_planned_from_ranks_that_have_their_cores(bench: Path) 
     assert 0.5 < eight.efficiency < 0.9
     assert slow.step_seconds > 2 * load.compute
     slower = replace(CPUS, gbits=1)
-    full, half = (predict(load, slower, 8, Options(wire=wire)) for wire in ("float32", "float16"))
+    full, half = (predict(load, slower, 8, PlanOptions(wire=wire)) for wire in ("float32", "float16"))
     assert eight.step_seconds < half.step_seconds < full.step_seconds
 
 
@@ -205,7 +205,7 @@ def test_a_rate_of_several_ranks_contains_their_exchange(
 
 def test_hosts_deviate_by_their_input_and_not_within() -> None:
     model, on = models()["inception_v3"], Instance("own", 32, 100, 8, rdma=True)
-    kinds = [Options(), Options(host_spread=HOST_SPREAD)]
+    kinds = [PlanOptions(), PlanOptions(host_spread=HOST_SPREAD)]
 
     def skews(ranks: int) -> list[float]:
         return [
@@ -218,7 +218,7 @@ def test_hosts_deviate_by_their_input_and_not_within() -> None:
 
 
 def test_nccl_over_tcp_gets_less() -> None:
-    load = from_model(models()["vgg16"], 131, 64, instance("p3.16xlarge"), Options())
+    load = from_model(models()["vgg16"], 131, 64, instance("p3.16xlarge"), PlanOptions())
     got = {
         (gbits, rdma): machine(load, Instance("own", 32, gbits, 4, rdma=rdma), 4).bandwidth * 8e-9
         for gbits in (10, 25, 100) for rdma in (False, True)
@@ -246,7 +246,7 @@ def test_efficiency_is_said_by_rank_and_by_host(capsys: pytest.CaptureFixture[st
 
 def test_the_best_number_of_hosts(bench: Path) -> None:
     load = from_bench(bench)
-    options = Options(samples=1_000_000, epochs=10)
+    options = PlanOptions(samples=1_000_000, epochs=10)
 
     def of_hosts(hosts: int) -> Row:
         return predict(load, CPUS, 2 * hosts, options)
@@ -271,7 +271,7 @@ def test_epochs_by_the_reference_points() -> None:
     assert 45 < between[0] < 56
     assert curve.at(65537) is None
     on, model = instance("p3.16xlarge"), models()["resnet50"]
-    options = Options(samples=IMAGES, curve=curve)
+    options = PlanOptions(samples=IMAGES, curve=curve)
     load = from_model(model, 700, 256, on, options)
     some, beyond = (predict(load, on, ranks, options) for ranks in (8, 512))
     assert some.hours == pytest.approx(IMAGES * (curve.at(2048) or (0,))[0] / some.samples_per_second / 3600)

@@ -33,7 +33,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class SplitPlan:
     """The files of a split.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
     names_at: Sequence[int] = ()
 
     @classmethod
-    def read(cls, destination: Path, split: str) -> Plan | None:
+    def read(cls, destination: Path, split: str) -> SplitPlan | None:
         """Read a split's plan. Returns None if it does not exist."""
         return read_plan(state(destination) / f"{split}.json", lambda about: cls(**about))
 
@@ -86,7 +86,7 @@ class Plan:
         """Return the record of a finished file, or None if the file is missing or changed."""
         return finished(destination, self.name(shard))
 
-    def differences(self, other: Plan) -> list[str]:
+    def differences(self, other: SplitPlan) -> list[str]:
         """Return how this plan differs from another, in readable form."""
         changes = differences(self, other, "format", "shards", "resize")
         if self.fingerprint != other.fingerprint:
@@ -206,7 +206,7 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
         say(f"{what} are broken, listed in {path}, and left out")
 
 
-def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, np.ndarray[Any, Any]]:
+def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPlan, np.ndarray[Any, Any]]:
     """Shuffle a split's images into files, always in the same way.
 
     Returns:
@@ -217,14 +217,14 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, n
         raise ArgumentError(f"--shards {shards}: {source.split} has {images} images: use 1 to {images} files")
     order = np.random.RandomState(_SEED).permutation(images)
     first = [0, *np.cumsum([len(part) for part in np.array_split(order, shards)]).tolist()]
-    plan = Plan(
+    plan = SplitPlan(
         source.split, format, shards, resize, source.fingerprint, images, source.size, source.root,
         source.classes, source.tars, first, source.changed,
     )  # fmt: skip
     return plan, order
 
 
-def store(plan: Plan, source: Source, order: np.ndarray[Any, Any], destination: Path) -> Plan:
+def store(plan: SplitPlan, source: Source, order: np.ndarray[Any, Any], destination: Path) -> SplitPlan:
     """Write a plan for the other processes. Its own file comes last."""
     directory = state(destination)
     names_at = [0]

@@ -19,7 +19,7 @@ from ringdance.data.files import needed, npy, write_whole
 from ringdance.data.index import damaged
 from ringdance.data.prepare import plan as plans
 from ringdance.data.prepare.clean import BrokenImage, clean
-from ringdance.data.prepare.plan import Plan, check_broken, list_problems, listed, locked, state
+from ringdance.data.prepare.plan import SplitPlan, check_broken, list_problems, listed, locked, state
 from ringdance.data.prepare.progress import PrepareProgress, counted, say
 from ringdance.data.prepare.sources import Source, find
 from ringdance.data.prepare.work import run_tasks
@@ -91,22 +91,22 @@ def _shards(source: Source, wanted: int) -> int:
     return max(1, min(round(source.size / _FILE_SIZE), images))
 
 
-def _remove(destination: Path, plan: Plan) -> None:
+def _remove(destination: Path, plan: SplitPlan) -> None:
     """Remove a split's files and everything recorded about it."""
     for end in ("json", "npy"):
         (destination / f"{plan.split}.{end}").unlink(missing_ok=True)
     former = None
     with suppress(ArgumentError):  # a damaged plan
-        former = Plan.read(destination, plan.split)
+        former = SplitPlan.read(destination, plan.split)
     for old in (former or plan, plan):
         for shard in range(old.shards):
             (destination / old.name(shard)).unlink(missing_ok=True)
     plan.remove_state(destination)
 
 
-def _check_same(destination: Path, plan: Plan) -> None:
+def _check_same(destination: Path, plan: SplitPlan) -> None:
     """Raise an ArgumentError if a split was started differently, or not by this command."""
-    former, complete = Plan.read(destination, plan.split), (destination / f"{plan.split}.json").exists()
+    former, complete = SplitPlan.read(destination, plan.split), (destination / f"{plan.split}.json").exists()
     if former is None:
         if complete:
             raise ArgumentError(
@@ -128,7 +128,7 @@ def _check_same(destination: Path, plan: Plan) -> None:
         )
 
 
-def _write(destination: Path, stored: Sequence[Plan], processes: int) -> None:
+def _write(destination: Path, stored: Sequence[SplitPlan], processes: int) -> None:
     """Write the missing files."""
     for plan in stored:
         of_classes = f"of {len(plan.classes)} classes, {decimal(plan.size)}"
@@ -150,7 +150,7 @@ def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
     Raises:
         ArgumentError: An image has changed since the plan was made.
     """
-    plan = Plan.read(destination, split)
+    plan = SplitPlan.read(destination, split)
     assert plan is not None
     images = list(zip(*plan.images_of(destination, number), strict=True))
     problems: list[tuple[str, str, str]] = []
@@ -198,7 +198,7 @@ def _open(path: str) -> int:
     return os.open(path, os.O_RDONLY)
 
 
-def _close(destination: Path, plan: Plan, max_broken: int | None) -> int:
+def _close(destination: Path, plan: SplitPlan, max_broken: int | None) -> int:
     """Write a split's index and list of problems. Returns how many images were left out."""
     reports = [plan.finished(destination, shard) or {} for shard in range(plan.shards)]
     problems = sorted(tuple(problem) for report in reports for problem in report.get("problems", ()))

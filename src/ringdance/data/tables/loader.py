@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.data.batches import Batches, Epoch, Wait
-from ringdance.data.order import Indices, Plan, check_positive
+from ringdance.data.order import BatchPlan, Indices, check_positive
 from ringdance.data.tables.rows import BLOCK, Array
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
@@ -74,7 +74,7 @@ class TableLoader(Batches):
         size: int = 1, threads: int = 1, prefetch: int = 2, drop_last: bool = False,
     ) -> None:
         check_positive(threads=threads, prefetch=prefetch)
-        plan = Plan(len(table), batch_size, shuffle, seed, rank, size, BLOCK, drop_last)
+        plan = BatchPlan(len(table), batch_size, shuffle, seed, rank, size, BLOCK, drop_last)
         self._together = max(1, _READ // batch_size)  # batches
         super().__init__(plan, threads, 1 + max(threads, -(-prefetch // self._together)))
         self.table = table

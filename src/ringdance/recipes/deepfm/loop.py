@@ -56,7 +56,7 @@ def options(manual: str) -> argparse.Namespace:
     return given
 
 
-class Model:
+class TableModel:
     """Base class of the models in train_torch.py and train_keras.py. See Note [Models of recipes].
 
     Subclasses have ``step(batch, rate)``, which updates the model with one batch and returns the mean loss of

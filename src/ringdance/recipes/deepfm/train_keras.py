@@ -73,7 +73,7 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
         return tf.reduce_sum(linear, 1) + 0.5 * tf.reduce_sum(pairs, 1) + deep[:, 0]
 
 
-class Model(loop.Model):  # type: ignore[misc]
+class KerasTableModel(loop.TableModel):  # type: ignore[misc]
     """Layers and table, and how they are updated."""
 
     framework = "tensorflow"
@@ -154,4 +154,4 @@ def init() -> None:
 
 
 if __name__ == "__main__":
-    loop.main(__doc__ or "", Model, init)
+    loop.main(__doc__ or "", KerasTableModel, init)

@@ -72,7 +72,7 @@ class Layers(nn.Module):
         return self.bias + linear.sum(1) + 0.5 * pairs.sum(1) + deep
 
 
-class Model(loop.Model):  # type: ignore[misc]
+class TorchTableModel(loop.TableModel):  # type: ignore[misc]
     """Layers and table, and how they are updated."""
 
     framework = "torch"
@@ -127,4 +127,4 @@ class Model(loop.Model):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    loop.main(__doc__ or "", Model)
+    loop.main(__doc__ or "", TorchTableModel)

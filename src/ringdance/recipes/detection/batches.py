@@ -31,7 +31,7 @@ class Part:
     count: int
 
 
-class Plan:
+class EpochSteps:
     """The steps of an epoch, from one rank's view.
 
     Images are shuffled. Batches take images of the same orientation in that order, so that padding them to

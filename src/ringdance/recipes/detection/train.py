@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from batches import Part, Plan  # type: ignore[import-not-found]  # in this directory
+from batches import EpochSteps, Part  # type: ignore[import-not-found]  # in this directory
 from presets import PRESETS, Preset  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
@@ -75,7 +75,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Batches:
-    """This rank's batches, one epoch at a time. See ``Plan``."""
+    """This rank's batches, one epoch at a time. See ``EpochSteps``."""
 
     def __init__(self, data: Coco, preset: Preset, seed: int, threads: int) -> None:
         self.data, self.preset, self.seed, self.threads = data, preset, seed, threads
@@ -84,7 +84,8 @@ class Batches:
     def set_epoch(self, epoch: int, done: int = 0) -> None:
         """Set the epoch, and how many of its images are done."""
         ratios, size = self.data.ratios, self.preset.batch_size
-        self.epoch, self.plan = epoch, Plan(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
+        self.epoch = epoch
+        self.plan = EpochSteps(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
 
     def load(self, place: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return an image as this epoch uses it."""
@@ -170,7 +171,7 @@ def load_weights(
         raise SystemExit(f"{option} {file}: {why}{hint}") from None
 
 
-class Model:
+class DetectionModel:
     """This rank's model, optimizer and loss scale. See Note [Models of recipes]."""
 
     framework = "torch"
@@ -340,7 +341,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.manual_seed(given.seed)  # same weights on all ranks; below, each rank's choice of regions differs
     data, check, split = splits(given)
-    model = Model(given, preset, max(data.classes, check.classes), device, check)
+    model = DetectionModel(given, preset, max(data.classes, check.classes), device, check)
     if given.weights:
         load_weights(model.model, given.weights, "--weights", lambda name: "_predictor." in name)
     hvd.broadcast_parameters(model.model.state_dict(), root_rank=0)
@@ -349,7 +350,7 @@ def main() -> None:
     hvd.shutdown()
 
 
-def train(given: argparse.Namespace, preset: Preset, model: Model, data: Coco, split: str) -> None:
+def train(given: argparse.Namespace, preset: Preset, model: DetectionModel, data: Coco, split: str) -> None:
     """Train from the newest checkpoint to the last epoch, or only evaluate. Then export."""
     batches = Batches(data, preset, given.seed, given.threads)
     batch = preset.batch_size * hvd.size()

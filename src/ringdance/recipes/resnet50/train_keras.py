@@ -181,7 +181,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
 # Training --------------------------------------------------------------------------------------------
 
 
-class Model:
+class KerasImageModel:
     """This rank's compiled model, and how it is updated."""
 
     framework, described = "keras", staticmethod(described)
@@ -311,7 +311,7 @@ def main() -> None:
         shuffle=True, drop_last=True, **same,
     )  # fmt: skip
     checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False, **same)
-    model = Model(given, preset, len(data.classes), checks.loader)
+    model = KerasImageModel(given, preset, len(data.classes), checks.loader)
     train(given, preset, model, data, loader.loader, split, f"Keras on {keras.backend.backend()}")
 
 

@@ -198,7 +198,7 @@ class LARS(torch.optim.Optimizer):
 # Training -------------------------------------------------------------------------------------------------
 
 
-class Model:
+class TorchImageModel:
     """This rank's model, optimizer and loss scale, and how they are updated."""
 
     framework, described = "torch", staticmethod(described)
@@ -337,7 +337,7 @@ def main() -> None:
         shuffle=True, drop_last=True, **same,
     )  # fmt: skip
     checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False, **same)
-    model = Model(given, preset, len(data.classes), device, checks)
+    model = TorchImageModel(given, preset, len(data.classes), device, checks)
     train(given, preset, model, data, loader, split, f"PyTorch on {device.type}")
     hvd.shutdown()
 

@@ -1,8 +1,4 @@
-"""The part of TensorFlow's C interface for operations and kernels that we need, through ctypes.
-
-The functions are declared in tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h and stable since 2.4. They are
-called with the GIL held (``PyDLL``): each is short, and releasing the GIL would cost more than the call.
-"""
+"""The part of TensorFlow's C interface for operations and kernels that we need, through ctypes."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,39 +16,11 @@ import tensorflow as tf
 from ringdance.core.exchange import aligned_empty
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.errors import code_of
+from ringdance.tensorflow.graph.c_functions import library
 from ringdance.training.elastic import remember
 from ringdance.training.memory import array_at
 
 Array = np.ndarray[Any, Any]
-
-# The result's type, then the arguments' types: p pointer, s char*, i int, q int64_t, n size_t, b bool.
-_TYPES = {
-    "v": None, "p": c_void_p, "s": ctypes.c_char_p, "i": c_int, "q": c_int64, "n": c_size_t,
-    "b": ctypes.c_bool,
-}  # fmt: skip
-_SIGNATURES = {
-    "p": "NewStatus",
-    "vp": "DeleteStatus DeleteTensor",
-    "vpis": "SetStatus",
-    "ip": "GetCode NumInputs TensorType NumDims",
-    "sp": "Message",
-    "ps": "NewOpDefinitionBuilder",
-    "vps": "OpDefinitionBuilderAddInput OpDefinitionBuilderAddOutput OpDefinitionBuilderAddAttr",
-    "vpb": "OpDefinitionBuilderSetIsStateful",
-    "vpp": "RegisterOpDefinition OpKernelContext_Failure",
-    "pssppp": "NewKernelBuilder",
-    "vspp": "RegisterKernelBuilder",
-    "vpsppp": "OpKernelConstruction_GetAttrSize",
-    "vpspnp": "OpKernelConstruction_GetAttrString",
-    "vpipp": "GetInput SetOutput",
-    "ppiipinp": "AllocateOutput",
-    "pppiipipp": "ForwardInputOrAllocateOutput",
-    "pipipnpp": "NewTensor",
-    "qpi": "Dim",
-    "pp": "TensorData",
-    "np": "TensorByteSize",
-}
-_FUNCTIONS = {f"TF_{name}": types for types, names in _SIGNATURES.items() for name in names.split()}
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     kind.as_datatype_enum: np.dtype(kind.as_numpy_dtype)
@@ -63,28 +30,6 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     )
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
-
-
-@cache
-def _library() -> Any:
-    """Return TensorFlow's library with the functions declared.
-
-    Raises:
-        ImportError: This TensorFlow has no library with the functions.
-    """
-    directory = Path(tf.__file__).parent
-    for pattern in ("libtensorflow_framework*", "libtensorflow_cc*", "python/_pywrap_tensorflow_internal*"):
-        for path in sorted(directory.glob(pattern)):
-            library = ctypes.PyDLL(str(path))
-            if all(hasattr(library, name) for name in _FUNCTIONS):
-                for name, letters in _FUNCTIONS.items():
-                    function, types = getattr(library, name), [_TYPES[letter] for letter in letters]
-                    function.restype, function.argtypes = types[0], types[1:]
-                return library
-    raise ImportError(
-            f"ringdance.tensorflow cannot find the C interface for kernels in TensorFlow {tf.__version__} "
-            f"({directory}). Use TensorFlow 2.16 or later."
-    )
 
 
 def _dtype(number: int) -> np.dtype[Any]:
@@ -102,7 +47,7 @@ _view_at: Callable[..., Array] = lru_cache(maxsize=1 << 14)(array_at)
 
 def drop(tensor: int | c_void_p) -> None:
     """Release a reference to a tensor."""
-    _library().TF_DeleteTensor(tensor)
+    library().TF_DeleteTensor(tensor)
 
 
 class Slot:
@@ -130,7 +75,7 @@ class Context:
 
     def __init__(self, pointer: int, status: int) -> None:
         self._pointer = pointer
-        self._library = _library()
+        self._library = library()
         self._status = status
 
     def _check(self) -> None:
@@ -259,16 +204,33 @@ _callbacks: list[Any] = []  # Functions that TensorFlow calls must live as long 
 
 
 def _text_of(construction: int) -> bytes:
-    library = _library()
-    status = library.TF_NewStatus()
+    lib = library()
+    status = lib.TF_NewStatus()
     try:
         _, total = pair = c_int32(), c_int32()
-        library.TF_OpKernelConstruction_GetAttrSize(construction, b"text", *map(byref, pair), status)
+        lib.TF_OpKernelConstruction_GetAttrSize(construction, b"text", *map(byref, pair), status)
         buffer = ctypes.create_string_buffer(total.value + 1)
-        library.TF_OpKernelConstruction_GetAttrString(construction, b"text", buffer, total.value, status)
+        lib.TF_OpKernelConstruction_GetAttrString(construction, b"text", buffer, total.value, status)
         return buffer.value
     finally:
-        library.TF_DeleteStatus(status)
+        lib.TF_DeleteStatus(status)
+
+
+def _define(
+    name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str], status: int
+) -> None:
+    """Define a stateful operation. ``status`` tells whether TensorFlow has accepted it."""
+    lib = library()
+    builder = lib.TF_NewOpDefinitionBuilder(name.encode())
+    for add, specifications in (
+        (lib.TF_OpDefinitionBuilderAddInput, inputs),
+        (lib.TF_OpDefinitionBuilderAddOutput, outputs),
+        (lib.TF_OpDefinitionBuilderAddAttr, ("text: string", *attributes)),
+    ):
+        for specification in specifications:
+            add(builder, specification.encode())
+    lib.TF_OpDefinitionBuilderSetIsStateful(builder, True)
+    lib.TF_RegisterOpDefinition(builder, status)
 
 
 def register(
@@ -288,19 +250,9 @@ def register(
         prepare: Called with each value of ``text``. Its result is passed to ``compute``.
         compute: Called with the prepared value and the context.
     """
-    library = _library()
-    status = library.TF_NewStatus()
-    builder = library.TF_NewOpDefinitionBuilder(name.encode())
-    for add, specifications in (
-        (library.TF_OpDefinitionBuilderAddInput, inputs),
-        (library.TF_OpDefinitionBuilderAddOutput, outputs),
-        (library.TF_OpDefinitionBuilderAddAttr, ("text: string", *attributes)),
-    ):
-        for specification in specifications:
-            add(builder, specification.encode())
-    library.TF_OpDefinitionBuilderSetIsStateful(builder, True)
-    library.TF_RegisterOpDefinition(builder, status)
-
+    lib = library()
+    status = lib.TF_NewStatus()
+    _define(name, inputs, outputs, attributes, status)
     numbers = itertools.count(1)
     prepared: dict[int, Any] = {}
 
@@ -314,24 +266,24 @@ def register(
         return number_of(_text_of(construction))
 
     def computed(kernel: int, pointer: int) -> None:
-        status = library.TF_NewStatus()
+        status = lib.TF_NewStatus()
         try:
             compute(prepared[kernel], Context(pointer, status))
         except BaseException as error:
             remember(error)
             message = str(error) or type(error).__name__
-            library.TF_SetStatus(status, code_of(error), message.encode(errors="replace"))
-            library.TF_OpKernelContext_Failure(pointer, status)
+            lib.TF_SetStatus(status, code_of(error), message.encode(errors="replace"))
+            lib.TF_OpKernelContext_Failure(pointer, status)
         finally:
-            library.TF_DeleteStatus(status)
+            lib.TF_DeleteStatus(status)
 
     create, run = _CREATE(created), _COMPUTE(computed)
     _callbacks.extend((create, run))
-    kernel = library.TF_NewKernelBuilder(
+    kernel = lib.TF_NewKernelBuilder(
         name.encode(), b"CPU", ctypes.cast(create, c_void_p), ctypes.cast(run, c_void_p), None
     )
-    library.TF_RegisterKernelBuilder(name.encode(), kernel, status)
-    code, message = library.TF_GetCode(status), library.TF_Message(status)
-    library.TF_DeleteStatus(status)
+    lib.TF_RegisterKernelBuilder(name.encode(), kernel, status)
+    code, message = lib.TF_GetCode(status), lib.TF_Message(status)
+    lib.TF_DeleteStatus(status)
     if code:
         raise ImportError(f"TensorFlow {tf.__version__} does not accept {name}: {message.decode()}")

@@ -110,8 +110,8 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
         other waits), or unclear if the speeds differ by less than their noise.
     """
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
-    alone, gain = speeds["loader"], step / both
-    pace, less = f"{alone.unit}/s", _LESS[alone.unit]
+    alone = speeds["loader"]
+    pace = f"{alone.unit}/s"
     all_three = (
         f"the loader alone gives {loader:,.1f} {pace}, the step alone takes {step:,.1f}, and both together "
         f"reach {both:,.1f}"
@@ -147,8 +147,15 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
         return Limit(
             "loader",
             f"The step waits for the loader {1 - both / step:.0%} of the time: {all_three}. With a loader "
-            f"that keeps up, training would be {gain:.1f} times as fast.", _faster_loader(alone, less),
+            f"that keeps up, training would be {step / both:.1f} times as fast.", _faster_loader(alone),
         )  # fmt: skip
+    return _competing(speeds, all_three)
+
+
+def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
+    """Return the limit if loader and step are fast enough, but not together. ``all_three``: their speeds."""
+    less = _LESS[speeds["loader"].unit]
+    loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     if not speeds["both"].is_busy and loader > both:
         return Limit(
             "order",
@@ -160,14 +167,15 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     return Limit(
         "cores",
         f"Loader and step compete for the cores: {all_three}. Without the loader's work, training would be "
-        f"{gain:.1f} times as fast.",
+        f"{step / both:.1f} times as fast.",
         f"Give the loader less work: {less}. Or give each rank more cores. Also try fewer threads for the "
         "loader (threads=, num_workers=).",
     )
 
 
-def _faster_loader(alone: Speed, less: str) -> str:
-    """Advise what to do about a loader that is the limit. ``less``: a way to give it less work."""
+def _faster_loader(alone: Speed) -> str:
+    """Advise what to do about a loader that is the limit."""
+    less = _LESS[alone.unit]
     used = f"it uses {alone.cores:.1f} of {alone.usable:.1f} cores"
     waits = "for a disk, a network, a lock or a sleep"
     shown = "`ringdance explain` shows the line of code."

@@ -33,7 +33,7 @@ from ringdance.launch import subcommands
 from ringdance.launch.parser import counts, number, positive
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command
-from ringdance.tools.report.figures import Run, read_run
+from ringdance.tools.report.figures import RunMetrics, read_run
 from ringdance.training.tuning.search import order
 
 _EPILOG = """\
@@ -159,7 +159,7 @@ def _speed_of(results: Sequence[Result]) -> float:
     return median(speed for speed, _ in results)
 
 
-def _figures(directory: Path) -> Run | None:
+def _figures(directory: Path) -> RunMetrics | None:
     """Return the metrics of a trial, or None before it has taken steps."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # hides warnings about a line still being written
@@ -168,7 +168,7 @@ def _figures(directory: Path) -> Run | None:
         return None
 
 
-def _steady(run: Run) -> float:
+def _steady(run: RunMetrics) -> float:
     """Return the seconds of steps on which the speed is based."""
     times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
     return float(times[-1] - times[0])

@@ -26,7 +26,7 @@ from ringdance.launch.subcommands import Subcommand
 from ringdance.tools.report import svg
 
 
-class Model(NamedTuple):
+class ModelFacts(NamedTuple):
     """Facts about a model that are known without building it.
 
     Attributes:
@@ -43,10 +43,10 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "mlp": Model("images", 64, 28), "convnet": Model("images", 32, 32, 4),
-    "resnet50": Model("images", 32, 224, 32), "vgg16": Model("images", 32, 224, 32),
-    "inception_v3": Model("images", 32, 299, 75), "deepfm": Model("rows", 1024, 1),
-    "bert-base": Model("texts", 8, 128),
+    "mlp": ModelFacts("images", 64, 28), "convnet": ModelFacts("images", 32, 32, 4),
+    "resnet50": ModelFacts("images", 32, 224, 32), "vgg16": ModelFacts("images", 32, 224, 32),
+    "inception_v3": ModelFacts("images", 32, 299, 75), "deepfm": ModelFacts("rows", 1024, 1),
+    "bert-base": ModelFacts("texts", 8, 128),
 }  # fmt: skip
 _IMAGES = ("mlp", "convnet", "resnet50", "vgg16", "inception_v3")
 FRAMEWORKS = {

@@ -62,7 +62,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFacts:
     """One host's facts for a check: ``host["memory"]["total"]``.
 
     Attributes:
@@ -83,7 +83,7 @@ class Host:
         return str(self["environment"].get(name, ""))
 
 
-Hosts = Mapping[str, Host]
+Hosts = Mapping[str, HostFacts]
 Outcome = Finding | Iterable[Finding] | None
 
 
@@ -96,8 +96,8 @@ class Check:
         area: One of ``AREAS``. The heading in reports.
         severity: One of ``SEVERITIES``. Applies if something is wrong.
         description: Subject of the check and why it matters.
-        judge: Function that returns the findings. Its argument is a ``Host``, or if ``compares``, several by
-            name.
+        judge: Function that returns the findings. Its argument is a ``HostFacts``, or if ``compares``,
+            several by name.
         needs: Probes whose facts ``judge`` reads. Default: the probe with the area's name.
         compares: If True, the check compares hosts and is called only with two or more.
     """
@@ -166,12 +166,12 @@ class _Formatter(string.Formatter):
 
 def limit(
     text: str,
-    wrong: Callable[[Host], Any],
+    wrong: Callable[[HostFacts], Any],
     fix: str,
     *,
     problem: str = "",
-    applies: Callable[[Host], Any] = lambda host: True,
-) -> Callable[[Host], Finding | None]:
+    applies: Callable[[HostFacts], Any] = lambda host: True,
+) -> Callable[[HostFacts], Finding | None]:
     """Return a function that checks one host by a condition.
 
     ``text``, ``fix`` and ``problem`` may hold fields such as ``{cpu[usable]}`` and ``{slots}``.
@@ -184,7 +184,7 @@ def limit(
         applies: Returns True if the check applies to the host at all.
     """
 
-    def judge(host: Host) -> Finding | None:
+    def judge(host: HostFacts) -> Finding | None:
         if not applies(host):
             return None
         bad = bool(wrong(host))
@@ -195,7 +195,7 @@ def limit(
     return judge
 
 
-def equal(values: Callable[[Host], Mapping[str, str]], fix: str) -> Callable[[Hosts], Iterator[Finding]]:
+def equal(values: Callable[[HostFacts], Mapping[str, str]], fix: str) -> Callable[[Hosts], Iterator[Finding]]:
     """Return a function that checks whether hosts have equal values.
 
     Args:

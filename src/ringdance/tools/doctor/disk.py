@@ -14,7 +14,7 @@ from typing import Any
 
 from ringdance.host.directories import bases
 from ringdance.host.system import linux, machine
-from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, Host, Usage, limit
+from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, HostFacts, Usage, limit
 
 _LONGEST = 60  # a socket's path has at most 108 bytes, and MPI's session directories take about 45 of them
 _REMOVE = "remove large files: du -xh {} | sort -h | tail"
@@ -62,7 +62,7 @@ def _write_error(directory: str) -> str:
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _writable(host: Host) -> Iterator[Finding]:
+def _writable(host: HostFacts) -> Iterator[Finding]:
     for path, facts in host["disk"]["directories"].items():
         if facts["error"]:
             fix = _FIXES.get(facts["error"], "choose another directory, or check this one: ls -ld {}")
@@ -70,14 +70,14 @@ def _writable(host: Host) -> Iterator[Finding]:
             yield Finding(text, fix.format(shlex.quote(facts["nearest"])))
 
 
-def _folder_exists(host: Host) -> Iterator[Finding]:
+def _folder_exists(host: HostFacts) -> Iterator[Finding]:
     for path, facts in host["disk"]["directories"].items():
         if not facts["exists"]:
             text = f"{path} does not exist: a job would create it in {facts['nearest']}"
             yield Finding(text, f"mkdir -p {shlex.quote(path)}, or mount its disk")
 
 
-def _temporary(host: Host) -> Finding:
+def _temporary(host: HostFacts) -> Finding:
     facts = host["disk"]["temporary"]
     path = facts["path"]
     if not facts["exists"]:

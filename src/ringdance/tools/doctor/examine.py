@@ -19,7 +19,7 @@ from ringdance.tools.doctor.check import (
     Check,
     Facts,
     Finding,
-    Host,
+    HostFacts,
     Hosts,
     Outcome,
     Result,
@@ -116,7 +116,7 @@ def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | Non
         usage: Planned use of the hosts.
         names: Names of the checks. None applies all checks whose probes were run.
     """
-    hosts = {name: Host(known, usage, usage.slots.get(name, 0)) for name, known in facts.items()}
+    hosts = {name: HostFacts(known, usage, usage.slots.get(name, 0)) for name, known in facts.items()}
     results: list[Result] = []
     for check in CHECKS.values():
         if names is None or check.name in names:
@@ -141,7 +141,7 @@ def _compared(check: Check, hosts: Hosts) -> Iterable[Result]:
             yield _result(check, finding, finding.hosts or tuple(known))
 
 
-def _failure(check: Check, host: Host) -> str | None:
+def _failure(check: Check, host: HostFacts) -> str | None:
     """Return why a probe that the check needs failed, "" if one was not run, None if all have facts."""
     for probe in check.needs:
         if probe not in host.facts:

@@ -13,7 +13,17 @@ from importlib.util import find_spec
 from typing import Any
 
 from ringdance.host.system import linux
-from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, Host, Usage, equal, last_line, limit
+from ringdance.tools.doctor.check import (
+    ERROR,
+    WARNING,
+    Check,
+    Finding,
+    HostFacts,
+    Usage,
+    equal,
+    last_line,
+    limit,
+)
 
 _LIMIT_S = 90.0
 _SCRIPTS = {
@@ -79,7 +89,7 @@ def _import(name: str) -> dict[str, Any]:
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _driver(host: Host) -> Finding | None:
+def _driver(host: HostFacts) -> Finding | None:
     gpus, smi = host["gpu"], host["gpu"]["smi"]
     if gpus["count"]:
         text = f"{gpus['count']} x {gpus['names'][0]}"
@@ -106,7 +116,7 @@ def _driver(host: Host) -> Finding | None:
     )
 
 
-def _visible_devices(host: Host) -> Finding | None:
+def _visible_devices(host: HostFacts) -> Finding | None:
     value = host.variable("CUDA_VISIBLE_DEVICES")
     if not value:
         return None
@@ -117,7 +127,7 @@ def _visible_devices(host: Host) -> Finding | None:
     return Finding(text)
 
 
-def _framework_gpus(host: Host) -> Iterator[Finding]:
+def _framework_gpus(host: HostFacts) -> Iterator[Finding]:
     cuda = host["gpu"]["cuda"]
     for name, framework in host["frameworks"]["of"].items():
         if not host["gpu"]["count"] or "error" in framework:
@@ -135,7 +145,7 @@ def _framework_gpus(host: Host) -> Iterator[Finding]:
             yield Finding(f"{text}: a build for CPUs", fix)
 
 
-def _imports(host: Host) -> Iterator[Finding]:
+def _imports(host: HostFacts) -> Iterator[Finding]:
     for name, facts in host["frameworks"]["of"].items():
         if "error" in facts:
             yield Finding(f"import {name} fails: {facts['error']}", f"pip install --force-reinstall {name}")
@@ -143,7 +153,7 @@ def _imports(host: Host) -> Iterator[Finding]:
             yield Finding(f"{name} {facts['version']} can be imported")
 
 
-def _nccl(host: Host) -> dict[str, str]:
+def _nccl(host: HostFacts) -> dict[str, str]:
     versions = [text for name, text in host["python"]["versions"].items() if name.startswith("nvidia-nccl")]
     return {"NCCL": "/".join(versions) or "(no wheel)"} if host["gpu"]["count"] else {}
 

@@ -8,7 +8,7 @@ import psutil
 
 from ringdance.host.system import linux
 from ringdance.launch.hosts import several
-from ringdance.tools.doctor.check import WARNING, Check, Finding, Host, Usage
+from ringdance.tools.doctor.check import WARNING, Check, Finding, HostFacts, Usage
 
 # --- facts -----------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ def _find_orphans(table: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _orphans(host: Host) -> Finding:
+def _orphans(host: HostFacts) -> Finding:
     orphans = host["leftovers"]["orphans"]
     if not orphans:
         return Finding("no ranks from earlier jobs")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ringdance.host.limits import cgroups, usable_cores
 from ringdance.host.system import linux
-from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, Host, Usage, equal, limit, size
+from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, HostFacts, Usage, equal, limit, size
 from ringdance.tools.doctor.disk import directory_facts
 
 _MB, _GB = 1 << 20, 1 << 30
@@ -97,7 +97,7 @@ def limits_facts(usage: Usage) -> dict[str, Any]:
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _threads(host: Host) -> Finding:
+def _threads(host: HostFacts) -> Finding:
     usable, ranks = host["cpu"]["usable"], max(1, host.slots)
     for name in _THREADS:
         text = host.variable(name).partition(",")[0]
@@ -112,7 +112,7 @@ def _threads(host: Host) -> Finding:
     return Finding(f"OMP_NUM_THREADS={value or '(not set; `ringdance run` sets it)'}")
 
 
-def _memory_limit(host: Host) -> Finding:
+def _memory_limit(host: HostFacts) -> Finding:
     memory = host["memory"]
     if memory["limit"] is None or memory["limit"] >= memory["total"]:
         return Finding("no memory limit below the machine's memory")
@@ -126,7 +126,7 @@ def _memory_limit(host: Host) -> Finding:
     return Finding(text, f"request more: {request}")
 
 
-def _shm_there(host: Host) -> Finding | None:
+def _shm_there(host: HostFacts) -> Finding | None:
     shm = host["memory"]["shm"]
     if not host["machine"]["system"].startswith("Linux"):
         return None
@@ -137,7 +137,7 @@ def _shm_there(host: Host) -> Finding | None:
     return Finding("/dev/shm is writable")
 
 
-def _shm_size(host: Host) -> Finding | None:
+def _shm_size(host: HostFacts) -> Finding | None:
     shm = host["memory"]["shm"]
     if not shm["exists"]:
         return None
@@ -148,7 +148,7 @@ def _shm_size(host: Host) -> Finding | None:
     return Finding(f"{text}; {size(need)} or more is needed", _LARGER[host["machine"]["container"]])
 
 
-def _shm_used(host: Host) -> bool:
+def _shm_used(host: HostFacts) -> bool:
     shm = host["memory"]["shm"]
     need = max(_WINDOW, min(_WINDOW * max(1, host.slots), shm["total"]) // 2)
     return bool(shm["free"] < need)

@@ -13,7 +13,7 @@ from ringdance.host.system import linux
 from ringdance.launch.hosts import Host as JobHost
 from ringdance.launch.mpi.library import find_mpi, mpi4py_variants
 from ringdance.launch.mpi.options import MpiexecRequest, mpiexec_options
-from ringdance.tools.doctor.check import ERROR, Check, Finding, Host, Usage, last_line, limit
+from ringdance.tools.doctor.check import ERROR, Check, Finding, HostFacts, Usage, last_line, limit
 from ringdance.tools.doctor.machine import MPI_LIBRARIES, MPI_PREFIXES
 
 # Each rank writes once, so that the lines of the two ranks do not mix.
@@ -59,7 +59,7 @@ def world_facts(usage: Usage) -> dict[str, Any]:
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _library(host: Host) -> Finding:
+def _library(host: HostFacts) -> Finding:
     facts = host["mpi"]
     overrides = [name for name in MPI_LIBRARIES if host.variable(name)]
     if not facts["error"]:
@@ -76,7 +76,7 @@ def _library(host: Host) -> Finding:
     return Finding(text, fix)
 
 
-def _prefix(host: Host) -> Finding | None:
+def _prefix(host: HostFacts) -> Finding | None:
     prefix = host["mpi"]["prefix"]
     odd = [name for name in MPI_PREFIXES if host.variable(name).rstrip("/") not in ("", prefix)]
     if host["mpi"]["family"] != "openmpi" or not odd:
@@ -85,7 +85,7 @@ def _prefix(host: Host) -> Finding | None:
     return Finding(text, "unset " + " ".join(odd))
 
 
-def _world(host: Host) -> Finding:
+def _world(host: HostFacts) -> Finding:
     world = host["world"]
     if world["sizes"] == [2, 2]:
         return Finding("two ranks started by mpiexec form one world")

@@ -10,7 +10,17 @@ from typing import Any
 import psutil
 
 from ringdance.launch.hosts import several
-from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, Host, Hosts, Usage, limit, outliers
+from ringdance.tools.doctor.check import (
+    ERROR,
+    WARNING,
+    Check,
+    Finding,
+    HostFacts,
+    Hosts,
+    Usage,
+    limit,
+    outliers,
+)
 from ringdance.tools.doctor.machine import INTERFACES
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -78,7 +88,7 @@ def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _own_name(host: Host) -> Finding:
+def _own_name(host: HostFacts) -> Finding:
     network = host["network"]
     name, addresses = network["hostname"], several(network["own"])
     if not addresses:
@@ -91,7 +101,7 @@ def _own_name(host: Host) -> Finding:
     return Finding(f"{name} is {addresses}")
 
 
-def _interface_named(host: Host) -> Iterator[Finding]:
+def _interface_named(host: HostFacts) -> Iterator[Finding]:
     names = {entry["name"] for entry in host["network"]["interfaces"]}
     for variable in INTERFACES:
         value = host.variable(variable)
@@ -120,7 +130,7 @@ def _names_agree(hosts: Hosts) -> Iterator[Finding]:
             yield from outliers(others, f"correct {name} in /etc/hosts so that it is the same everywhere")
 
 
-def _networks(host: Host) -> dict[Network, int]:
+def _networks(host: HostFacts) -> dict[Network, int]:
     """Return the MTU of each network that may lead to other hosts."""
     return {
         ipaddress.ip_interface(f"{address}/{bits}").network: entry["mtu"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ringdance
-from ringdance.tools.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host, Usage, equal, limit
+from ringdance.tools.doctor.check import ERROR, NOTE, WARNING, Check, Finding, HostFacts, Usage, equal, limit
 
 _REQUIRED = ("numpy", "ml_dtypes", "cloudpickle", "mpi4py", "psutil", "rich")
 _COMPARED = ("numpy", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "jaxlib")
@@ -91,7 +91,7 @@ def _user_site() -> list[str]:
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _requirements(host: Host) -> Finding:
+def _requirements(host: HostFacts) -> Finding:
     facts = host["python"]
     python, versions = facts["executable"], facts["versions"]
     missing = [name for name in _REQUIRED if name not in versions]
@@ -104,7 +104,7 @@ def _requirements(host: Host) -> Finding:
     )
 
 
-def _horovod(host: Host) -> Finding | None:
+def _horovod(host: HostFacts) -> Finding | None:
     versions = host["python"]["versions"]
     if "horovod" not in versions:
         return None
@@ -121,7 +121,7 @@ def _horovod(host: Host) -> Finding | None:
     )
 
 
-def _shadowed(host: Host) -> Iterator[Finding]:
+def _shadowed(host: HostFacts) -> Iterator[Finding]:
     for path in host["python"]["shadows"]:
         name = path.removesuffix("/__init__.py").removesuffix(".py").rpartition("/")[2]
         yield Finding(
@@ -130,12 +130,12 @@ def _shadowed(host: Host) -> Iterator[Finding]:
         )
 
 
-def _mpi(host: Host) -> dict[str, str]:
+def _mpi(host: HostFacts) -> dict[str, str]:
     mpi4py = host["python"]["versions"].get("mpi4py", "missing")
     return {"mpi4py": f"{mpi4py} with {host['mpi']['source'] or 'no MPI library'}"}
 
 
-def _frameworks(host: Host) -> dict[str, str]:
+def _frameworks(host: HostFacts) -> dict[str, str]:
     versions = host["python"]["versions"]
     return {name: versions[name] for name in _COMPARED if name in versions}
 

@@ -21,7 +21,7 @@ from ringdance.launch.parser import Parser, as_program, counts, number, positive
 from ringdance.submit.instances import Instance, instance, instances
 from ringdance.tools.plan import planner
 from ringdance.tools.plan.models import curve, models
-from ringdance.tools.plan.planner import Options, Row, Workload, machine, predict
+from ringdance.tools.plan.planner import PlanOptions, Row, Workload, machine, predict
 
 _EPILOG = """\
 examples:
@@ -95,7 +95,7 @@ def _plan(given: argparse.Namespace) -> int:
     on = instance(given.instance)
     changed = {"gbits": given.gbits} if given.gbits else {}
     on = replace(on, **changed, **({"price": given.price, "as_of": "--price"} if given.price else {}))
-    options = Options(given.ranks_per_host, given.wire, given.samples, given.epochs)
+    options = PlanOptions(given.ranks_per_host, given.wire, given.samples, given.epochs)
     if on.gpus and not given.synthetic:
         options = replace(options, host_spread=planner.HOST_SPREAD)
     load, options = _load(given, on, options)
@@ -137,7 +137,7 @@ def _plan(given: argparse.Namespace) -> int:
     return 0
 
 
-def _load(given: argparse.Namespace, on: Instance, options: Options) -> tuple[Workload, Options]:
+def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tuple[Workload, PlanOptions]:
     """Return the step, and the options completed with the model's values."""
     if (given.bench is None) == (given.model is None):
         raise LaunchError("specify what to train: --from bench.json, or --model NAME --images-per-second R")
@@ -164,7 +164,7 @@ def _load(given: argparse.Namespace, on: Instance, options: Options) -> tuple[Wo
     return load, options
 
 
-def _measured(given: argparse.Namespace, on: Instance, options: Options) -> Workload:
+def _measured(given: argparse.Namespace, on: Instance, options: PlanOptions) -> Workload:
     rate = given.images_per_second
     if given.bench.is_dir():
         if not given.batch:
@@ -220,7 +220,7 @@ def _cell(value: float | str | None) -> str:
 
 
 def assumptions(
-    load: Workload, on: Instance, options: Options, rounded: Sequence[tuple[int, Row]] = ()
+    load: Workload, on: Instance, options: PlanOptions, rounded: Sequence[tuple[int, Row]] = ()
 ) -> list[str]:
     """List a plan's assumptions as sentences. ``rounded``: requested numbers of ranks, and rows instead."""
     per_host = options.per_host(load, on)

@@ -18,7 +18,7 @@ FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
-class Model:
+class KnownModel:
     """A model whose gradients are known without a measurement.
 
     Attributes:
@@ -55,9 +55,9 @@ class Model:
 
 
 @cache
-def models() -> dict[str, Model]:
+def models() -> dict[str, KnownModel]:
     """Return the models that are known without a measurement."""
-    return {name: Model(name, **row) for name, row in parsed(_FILE)["models"].items()}
+    return {name: KnownModel(name, **row) for name, row in parsed(_FILE)["models"].items()}
 
 
 @dataclass(frozen=True)

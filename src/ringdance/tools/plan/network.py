@@ -1,4 +1,4 @@
-"""Simulate ranks, hosts and links on a discrete-event clock, as a transport for the engine's exchanges.
+"""Simulate the ranks' links and shared memory, as a transport for the engine's exchanges.
 
 The exchanges of ``ringdance.core`` run unchanged, but nothing is sent and no element is touched:
 
@@ -21,189 +21,15 @@ two of the members. The remaining members give their part to a neighbor and get 
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, cast
 
-import numpy as np
-
-from ringdance.core.exchange.base import Context
 from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, Transport
 from ringdance.core.transport.window import Window
+from ringdance.tools.plan.machine import Core, SimulatedHost, traced
 
 _TREE_BELOW = 64 << 10  # bytes below which Open MPI's Iallreduce uses a tree
-Program = Generator[None, None, None]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The hardware that a job runs on. All hosts are equal.
-
-    Attributes:
-        bandwidth: Bandwidth of a host's link, bytes/s each way.
-        latency: Latency between hosts, s.
-        memory_bandwidth: Speed at which a rank copies, adds or converts while its host's other ranks do so
-            too, bytes/s.
-        link_bandwidth: Speed of these operations between a host's GPUs (NVLink), bytes/s, if exchanges use
-            them; 0 means memory.
-        stack_bandwidth: Speed at which a rank's core sends or receives, bytes/s (TCP: a few GB/s; RDMA: inf).
-        message_seconds: Core time for each message that a rank sends or receives.
-        chunk_seconds: Core time for each collective or synchronization of a chunk that a rank starts.
-        round_seconds: Core time for each round of agreement.
-        ranks_per_core: Number of ranks that take turns on a core.
-        turn: Seconds that a step loses for each rank beyond the first on a core. At most a quarter of the
-            step's computation.
-    """
-
-    bandwidth: float
-    latency: float = 20e-6
-    memory_bandwidth: float = 8e9
-    link_bandwidth: float = 0.0
-    stack_bandwidth: float = inf
-    message_seconds: float = 2e-6
-    chunk_seconds: float = 10e-6
-    round_seconds: float = 100e-6
-    ranks_per_core: float = 1.0
-    turn: float = 8e-3
-
-
-class Clock:
-    """An event queue ordered by time."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._number = 0
-
-    def at(self, time: float, event: Callable[[float], None]) -> None:
-        """Call ``event(time)`` after all earlier events."""
-        self._number += 1
-        heapq.heappush(self._events, (time, self._number, event))
-
-    def run(self) -> None:
-        """Run events until none are left."""
-        while self._events:
-            time, _, event = heapq.heappop(self._events)
-            event(time)
-
-
-@dataclass(eq=False)
-class Host:
-    """A host's traffic counters, and when its link is free again in each direction.
-
-    Attributes:
-        sent: Bytes sent to other hosts.
-        messages: Messages sent to other hosts.
-    """
-
-    out_free: float = 0.0
-    in_free: float = 0.0
-    sent: int = 0
-    messages: int = 0
-
-    def count(self, nbytes: int, messages: int) -> None:
-        """Count traffic to other hosts."""
-        self.sent += nbytes
-        self.messages += messages
-
-
-@dataclass(eq=False)
-class Core:
-    """Executes a rank's program and keeps its time.
-
-    Attributes:
-        now: The rank's time, s. Until then, the core has been busy or waiting.
-        calls: Started collectives between hosts: the name and the bytes passed to each.
-    """
-
-    machine: Machine
-    clock: Clock
-    host: Host
-    now: float = 0.0
-    calls: list[tuple[str, int]] = field(default_factory=list)
-    context: Context = field(default_factory=Context)
-    program: Program | None = None
-
-    def spend(self, seconds: float) -> None:
-        """Keep the core busy for some seconds."""
-        self.now += seconds * self.machine.ranks_per_core
-
-    def move(self, nbytes: int) -> None:
-        """Account for copying, adding or converting ``nbytes``."""
-        self.spend(nbytes / (self.machine.link_bandwidth or self.machine.memory_bandwidth))
-
-    def messages(self, count: int, nbytes: int) -> float:
-        """Return the core time for sending or receiving ``count`` messages of ``nbytes`` in total."""
-        return count * self.machine.message_seconds + nbytes / self.machine.stack_bandwidth
-
-    def resume(self, time: float) -> None:
-        """Continue the program until it waits. The event that it waits for calls this again."""
-        if self.program is None:
-            return
-        self.now = max(self.now, time)
-        achieved = self.context.achieved
-        try:
-            next(self.program)
-        except StopIteration:
-            self.program = None
-            return
-        if self.context.achieved != achieved:  # it only yielded to others and can continue at once
-            self.clock.at(self.now, self.resume)
-
-    def until(self, time: float) -> Program:
-        """Sleep until ``time``."""
-        self.clock.at(time, self.resume)
-        while self.now < time:
-            yield
-
-
-class Traced(np.ndarray[Any, Any]):
-    """An array of which only the size matters. Operations cost ``core`` time and do not touch memory."""
-
-    core: Core | None = None
-
-    def __array_finalize__(self, other: Any) -> None:
-        self.core = getattr(other, "core", None)
-
-    def _moved(self) -> None:
-        if self.core is not None:
-            self.core.move(self.nbytes)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if key is Ellipsis:
-            self._moved()
-        else:
-            self[key]._moved()
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **_: Any) -> Any:
-        result = out[0] if out else next(part for part in inputs if isinstance(part, Traced))
-        traced = result if isinstance(result, Traced) else self
-        traced._moved()
-        return result
-
-    def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
-        """Return an array of another dtype."""
-        made = traced(np.empty(self.shape, dtype), self.core)
-        made._moved()
-        return made
-
-
-def traced(memory: Array, core: Core | None) -> Traced:
-    """Return a view of ``memory`` whose use costs ``core`` time."""
-    view = memory.view(Traced)
-    view.core = core
-    return view
-
-
-def trace(part: Any, core: Core) -> None:
-    """Replace all arrays that an exchange and its parts hold by traced ones."""
-    for name, value in list(vars(part).items()):
-        if isinstance(value, np.ndarray):
-            setattr(part, name, traced(value, core))
-        for inner in value if isinstance(value, list) else (value,):
-            if type(inner).__module__.startswith("ringdance.core.exchange.") and hasattr(inner, "__dict__"):
-                trace(inner, core)
 
 
 class SimulatedWindow(Window):
@@ -288,14 +114,14 @@ class Group:
     """A communicator: its members' hosts, and the operations of executed members that are in progress.
 
     Attributes:
-        hosts: Host of each member. One ``Host`` may stand for all: see Note [One host for all].
+        hosts: Host of each member. One ``SimulatedHost`` may stand for all: see Note [One host for all].
         numbers: Number of each member's host.
         executed: Members that are executed.
         pending: Started collectives, by collective number and member.
         early: Arrival times of parts that came before their collective was started, by the same keys.
     """
 
-    hosts: Sequence[Host]
+    hosts: Sequence[SimulatedHost]
     numbers: Sequence[int]
     executed: dict[int, SimulatedTransport] = field(default_factory=dict)
     pending: dict[tuple[int, int], _Collective] = field(default_factory=dict)

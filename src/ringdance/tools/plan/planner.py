@@ -14,7 +14,7 @@ from ringdance.errors import LaunchError
 from ringdance.host.files import NO_FORMAT, read_regular, typed
 from ringdance.settings import Settings
 from ringdance.submit.instances import Instance
-from ringdance.tools.plan.models import FORWARD, Curve, Model
+from ringdance.tools.plan.models import FORWARD, Curve, KnownModel
 from ringdance.tools.plan.simulator import Machine, expected_largest, simulate
 from ringdance.tools.report.figures import read_run
 
@@ -78,7 +78,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """Assumptions of a plan, apart from the step and the machine.
 
     Attributes:
@@ -131,7 +131,7 @@ class Row:
 
 
 def from_model(
-    model: Model, rate: float, batch: int, on: Instance, options: Options, of: int = 1
+    model: KnownModel, rate: float, batch: int, on: Instance, options: PlanOptions, of: int = 1
 ) -> Workload:
     """Derive the step of a known model from a published rate.
 
@@ -151,7 +151,7 @@ def from_model(
     return reached(load, seconds, on, options)
 
 
-def reached(load: Workload, seconds: float, on: Instance, options: Options) -> Workload:
+def reached(load: Workload, seconds: float, on: Instance, options: PlanOptions) -> Workload:
     """Return the step that takes ``seconds`` when its ranks take it together.
 
     ``seconds`` include the exchanges and the time in which ranks wait for each other. The returned step
@@ -273,7 +273,7 @@ def machine(load: Workload, on: Instance, per_host: int) -> Machine:
     )  # fmt: skip
 
 
-def predict(load: Workload, on: Instance, ranks: int, options: Options) -> Row:
+def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> Row:
     """Predict a training run on ``ranks`` ranks, or on part of a machine if it has room for more.
 
     All ranks wait for the slowest one, so the step is replayed at the pace of the slowest.

@@ -29,8 +29,8 @@ from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.core.transport.base import Array, Identity
 from ringdance.errors import LaunchError
 from ringdance.settings import Settings
-from ringdance.tools.plan import network
-from ringdance.tools.plan.network import Core, Machine, Program, SimulatedTransport
+from ringdance.tools.plan.machine import Clock, Core, Machine, Program, SimulatedHost, trace, traced
+from ringdance.tools.plan.network import Group, SimulatedTransport, SimulatedWindow
 
 __all__ = ["Gradients", "Machine", "Step", "expected_largest", "simulate"]
 
@@ -138,22 +138,22 @@ class _Job:
 
     def start(self, hosts: int, ranks_per_host: int, all_hosts: bool) -> list[Core]:
         """Return the executed ranks, each with its program."""
-        clock, executed = network.Clock(), hosts if all_hosts else 1
+        clock, executed = Clock(), hosts if all_hosts else 1
         numbers = [host for host in range(hosts) for _ in range(ranks_per_host)]
         identities = tuple(Identity(rank, f"host{host}", 0) for rank, host in enumerate(numbers))
-        made = [network.Host() for _ in range(executed)] * (1 if all_hosts else hosts)
-        everyone = network.Group([made[number] for number in numbers], numbers)
-        crossing = [network.Group(made, range(hosts)) for _ in range(ranks_per_host)]
+        made = [SimulatedHost() for _ in range(executed)] * (1 if all_hosts else hosts)
+        everyone = Group([made[number] for number in numbers], numbers)
+        crossing = [Group(made, range(hosts)) for _ in range(ranks_per_host)]
         memory = self.memory[: buffer_bytes(self.settings)]
         cores, windowed = [], ranks_per_host > 1 and self.settings.window
         for host in range(executed):
-            first, windows = host * ranks_per_host, list[network.SimulatedWindow]()
+            first, windows = host * ranks_per_host, list[SimulatedWindow]()
             here = range(first, first + ranks_per_host)
             for rank, cross in zip(here, crossing, strict=True):
                 core = Core(self.machine, clock, made[host])
                 transport = SimulatedTransport(core, everyone, rank, identities, here)
                 if windowed:
-                    transport.window = network.SimulatedWindow(core, windows, ranks_per_host, memory)
+                    transport.window = SimulatedWindow(core, windows, ranks_per_host, memory)
                     transport.cross = cross if hosts > 1 else None
                 core.program = self._program(core, transport)
                 cores.append(core)
@@ -165,7 +165,7 @@ class _Job:
         exchange = exchange_for(
             transport, settings.chunk_bytes, settings.small_bytes, core.context, settings.deterministic
         )
-        network.trace(exchange, core)
+        trace(exchange, core)
         how = reduction(self.dtype, ReduceOp.AVERAGE, 1.0, 1.0, size)
         vector = np.empty(VectorLayout(size).width(len(self.ready)), np.uint8)
         done, rounds, since = 0, 0, self.ready[0]
@@ -203,7 +203,7 @@ class _Job:
         """Return a gradient's request. All requests share the same memory."""
         description = self.descriptions[number]
         count = description.shapes[0][0]
-        view: Array = network.traced(self.memory[: count * dtype.itemsize].view(dtype), core)
+        view: Array = traced(self.memory[: count * dtype.itemsize].view(dtype), core)
         if self.dtype != "float32":
             core.move(2 * view.nbytes)  # converted and converted back
         return Request(description, (view,), (view,))

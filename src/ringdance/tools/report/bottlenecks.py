@@ -16,7 +16,7 @@ from ringdance.core.reports.judging import (
     TAKEN,
     WORTH,
 )
-from ringdance.tools.report.figures import Rank, Run
+from ringdance.tools.report.figures import Rank, RunMetrics
 
 _FEW = 10  # steps
 
@@ -38,7 +38,7 @@ class Limit:
     evidence: list[str] = field(default_factory=list)
 
 
-def judge(run: Run, uneven: float = 0.0) -> Limit:
+def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     """Decide what limits a run.
 
     The waiting time of the slowest rank is communication. Any further waiting on other ranks is skew. In the
@@ -52,19 +52,7 @@ def judge(run: Run, uneven: float = 0.0) -> Limit:
     communication, skew = max(0.0, run.communication - uneven), run.skew
     own = 1 - fmean([rank.exposed for rank in run.ranks])
     cores = fmean([rank.cores for rank in run.ranks])
-    gpu, step = run.gpu, 1e3 / run.steps_per_second
-    of_gpu = f", its GPU is in use for {gpu:.0%}." if gpu is not None else "."
-    evidence = [
-        f"Communication: even the rank that waits least waits {communication:.0%} of a step of {step:.3g} ms "
-        "for exchanges.",
-        f"Skew: the other ranks wait another {skew:.0%} of the time for the slowest.",
-        f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores{of_gpu}",
-    ]
-    if (steps := min(rank.steps for rank in run.ranks)) < _FEW:
-        evidence.append(f"Judged by only {steps} step{'s' * (steps > 1)} per rank. A longer run says more.")
-    if uneven >= 0.01:
-        text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, each time for a different rank."
-        evidence.insert(1, text)
+    evidence = _evidence(run, communication, uneven, own)
     taken, host = max(((run.taken(h), h) for h in run.hosts if run.in_use(h) > BUSY), default=(0, ""))
     skewed = run.size > 1 and skew >= max(WORTH, communication)
     # For something other than a core, such as their input.
@@ -84,20 +72,10 @@ def judge(run: Run, uneven: float = 0.0) -> Limit:
     if skewed:
         return _skew(run, evidence)
     if run.size > 1 and communication >= WORTH:
-        last = run.slowest.rows[-1]
-        evidence.append(
-            f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for it, "
-            f"these {run.size} ranks would do what {run.size / max(LEAST, 1 - communication):.3g} do now."
-        )
-        return Limit(
-            "communication", "All ranks wait equally for exchanges.",
-            "Exchange less often: a larger batch on each rank, or backward_passes_per_step=2 in "
-            "DistributedOptimizer. Then send fewer bytes: compression=hvd.Compression.fp16. On several "
-            "hosts, measure the network between them with `iperf3`.", evidence,
-        )  # fmt: skip
+        return _communication(run, communication, evidence)
     # Ranks that use so few cores wait for something. On a busy host, this may be the cores.
     idle = cores / max(own, LEAST) < (NO_CORES if run.in_use() > BUSY else IDLE_CORES)
-    if gpu < IDLE_GPU * own if gpu is not None else idle:
+    if run.gpu < IDLE_GPU * own if run.gpu is not None else idle:
         also = again = ""
         if taken >= TAKEN:  # a rank that waits for a core does not compute either
             also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
@@ -111,12 +89,45 @@ def judge(run: Run, uneven: float = 0.0) -> Limit:
     return Limit("computation", "Ranks compute most of the time.", _scale(run, evidence), evidence)
 
 
+def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) -> list[str]:
+    """Return sentences with the shares of the time."""
+    step = 1e3 / run.steps_per_second
+    cores = fmean([rank.cores for rank in run.ranks])
+    of_gpu = f", its GPU is in use for {run.gpu:.0%}." if run.gpu is not None else "."
+    evidence = [
+        f"Communication: even the rank that waits least waits {communication:.0%} of a step of {step:.3g} ms "
+        "for exchanges.",
+        f"Skew: the other ranks wait another {run.skew:.0%} of the time for the slowest.",
+        f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores{of_gpu}",
+    ]
+    if (steps := min(rank.steps for rank in run.ranks)) < _FEW:
+        evidence.append(f"Judged by only {steps} step{'s' * (steps > 1)} per rank. A longer run says more.")
+    if uneven >= 0.01:
+        text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, each time for a different rank."
+        evidence.insert(1, text)
+    return evidence
+
+
+def _communication(run: RunMetrics, communication: float, evidence: list[str]) -> Limit:
+    last = run.slowest.rows[-1]
+    evidence.append(
+        f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for it, "
+        f"these {run.size} ranks would do what {run.size / max(LEAST, 1 - communication):.3g} do now."
+    )
+    return Limit(
+        "communication", "All ranks wait equally for exchanges.",
+        "Exchange less often: a larger batch on each rank, or backward_passes_per_step=2 in "
+        "DistributedOptimizer. Then send fewer bytes: compression=hvd.Compression.fp16. On several "
+        "hosts, measure the network between them with `iperf3`.", evidence,
+    )  # fmt: skip
+
+
 def _used(one: Rank) -> float:
     """Return how many cores a rank uses while it does not wait for others."""
     return one.cores / max(1 - one.exposed, LEAST)
 
 
-def _skew(run: Run, evidence: list[str]) -> Limit:
+def _skew(run: RunMetrics, evidence: list[str]) -> Limit:
     slow, cores = run.slowest, fmean([rank.cores for rank in run.others])
     step = 1e3 / run.steps_per_second
     evidence.append(
@@ -137,12 +148,12 @@ def _skew(run: Run, evidence: list[str]) -> Limit:
     )  # fmt: skip
 
 
-def is_full(run: Run) -> bool:
+def is_full(run: RunMetrics) -> bool:
     """Return True if a run that computes uses all available cores or GPUs."""
     return run.in_use() >= FULL_CORES if run.gpu is None else run.gpu >= FULL_GPU
 
 
-def _scale(run: Run, evidence: list[str]) -> str:
+def _scale(run: RunMetrics, evidence: list[str]) -> str:
     """Return what to try when a run is bound by computation: first scale up, then out."""
     what, used = ("cores", run.in_use()) if run.gpu is None else ("GPUs", run.gpu)
     evidence.append(f"{used:.0%} of the {what} are in use.")

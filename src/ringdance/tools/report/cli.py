@@ -11,7 +11,7 @@ from pathlib import Path
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
 from ringdance.tools.report.bottlenecks import Limit, judge
-from ringdance.tools.report.figures import Run, read_run
+from ringdance.tools.report.figures import RunMetrics, read_run
 from ringdance.tools.report.page import page, speed_of
 from ringdance.tools.report.summary import RankTimes, notes, ranks_of
 from ringdance.tools.report.trace import load
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     return as_program("ringdance report", action)
 
 
-def trace_of(run: Run, file: Path | None) -> list[RankTimes]:
+def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
     """Return a run's timeline, from its directory or from ``file``. Empty if none has the run's processes.
 
     Raises:

@@ -80,7 +80,7 @@ class Rank:
 
 
 @dataclass
-class Run:
+class RunMetrics:
     """A run: its directory and its ranks.
 
     Attributes:
@@ -174,7 +174,7 @@ def _read(file: Path) -> Iterator[Row]:
         )
 
 
-def read_run(directory: Path) -> Run:
+def read_run(directory: Path) -> RunMetrics:
     """Read a run's metrics. Raises LaunchError if there are none, or no steps."""
     files = sorted(directory.glob("metrics-*.jsonl"))
     if not files:
@@ -210,4 +210,4 @@ def read_run(directory: Path) -> Run:
                 f"longer, or take samples more often: RINGDANCE_METRICS_INTERVAL={interval:.1g}"
             )
         raise LaunchError(f"{directory}: no rank {why}")
-    return Run(directory, ranks)
+    return RunMetrics(directory, ranks)

@@ -11,7 +11,7 @@ from statistics import fmean
 from ringdance.core.reports.judging import WORTH
 from ringdance.tools.report import svg
 from ringdance.tools.report.bottlenecks import Limit
-from ringdance.tools.report.figures import Run
+from ringdance.tools.report.figures import RunMetrics
 from ringdance.tools.report.summary import RankTimes, rank_row
 from ringdance.tools.report.timeline import milliseconds, rank_table
 
@@ -19,7 +19,7 @@ _STEP = ("between exchanges", "waits for slower ranks", "exchanges")
 _OTHER, _LINES = 4, 4  # first color without a meaning in the plots; maximum number of lines
 
 
-def page(runs: Sequence[Run], limit: Limit, trace: Sequence[RankTimes], batch: int) -> str:
+def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], batch: int) -> str:
     """Return the HTML of the page.
 
     Args:
@@ -56,7 +56,7 @@ def page(runs: Sequence[Run], limit: Limit, trace: Sequence[RankTimes], batch: i
     )
 
 
-def speed_of(run: Run, batch: int) -> str:
+def speed_of(run: RunMetrics, batch: int) -> str:
     """Describe the speed of a run, and how to see it in samples if the batch size is not known."""
     samples = f"{run.steps_per_second * run.size * batch:,.4g} samples/s of all ranks"
     hint = "with `--batch-size N`, samples per rank and step, also samples/s (images/s, rows/s)"
@@ -78,7 +78,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], slow: int = -1
     return f'<div class="table" tabindex="0">{tables}</div>'
 
 
-def _plots(run: Run, batch: int) -> list[str]:
+def _plots(run: RunMetrics, batch: int) -> list[str]:
     start = min(rank.rows[0]["time"] for rank in run.ranks)
     first = run.ranks[0]
     plots = []
@@ -109,7 +109,7 @@ def _plots(run: Run, batch: int) -> list[str]:
     return plots
 
 
-def _ranks_table(run: Run) -> str:
+def _ranks_table(run: RunMetrics) -> str:
     rows = []
     for one in run.ranks:
         last = one.rows[-1]
@@ -123,7 +123,7 @@ def _ranks_table(run: Run) -> str:
     return _table(names, rows, slow)
 
 
-def _scaling(runs: Sequence[Run], batch: int) -> str:
+def _scaling(runs: Sequence[RunMetrics], batch: int) -> str:
     ordered = sorted(runs, key=lambda run: run.size)
     smallest = ordered[0]
     rates = [(run.size, run.steps_per_second * (run.size * batch if batch else 1)) for run in ordered]

@@ -55,9 +55,9 @@ class Loaders:
             batch_size: Images per batch on each rank.
             image_size: Height and width in pixels.
             augment: If True, take a random part of each image and flip some at random. Otherwise, the center.
-            transform: Called for each image after that, as ``transform(image, draw)``. It takes and returns a
-                uint8 array of shape (size, size, 3). ``draw(low, high)`` returns random numbers, which are
-                the same for a sample of an epoch on any rank. The decoding threads call it.
+            transform: Called for each image after that, as ``transform(image, draw)``, on decoding threads.
+                It takes and returns a uint8 array of shape (size, size, 3). ``draw(low, high)`` returns
+                random numbers, the same for a sample of an epoch on any rank.
             shuffle: If True, each epoch has a different order. Default: same as ``augment``.
             seed: Seed of the order and the augmentation.
             threads: Decoding threads. Default: one for each core of this rank's share.
@@ -81,21 +81,18 @@ class Loaders:
             "read_bytes, in samples of the files' mean size,": shuffle and piece_of(dataset, read_bytes),
         }  # fmt: skip
         rank, size = check_plan("pad", same, process_set)
-        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        order |= {"rank": rank, "size": size}
+        order: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "rank": rank, "size": size}
         loader: ImageBatches
         if isinstance(dataset, Synthetic):
             loader = SyntheticLoader(len(dataset), batch_size, image_size, len(dataset.classes), **order)
         else:
-            threads = threads or max(1, own_cores())
             loader = Loader(
                 dataset, batch_size, image_size=image_size, augment=augment, transform=transform,
-                threads=threads, prefetch=prefetch, read_bytes=read_bytes, **order,
+                threads=threads or max(1, own_cores()), prefetch=prefetch, read_bytes=read_bytes, **order,
             )  # fmt: skip
             loader.memory = lambda shape: self.memory(shape, device)
         loader.convert = lambda batch: self.images(batch, device)
-        loader = watch_input(loader) if shuffle else loader  # Only training loaders shuffle.
-        return loader
+        return watch_input(loader) if shuffle else loader  # Only training loaders shuffle.
 
     def table_loader(
         self, table: Table, batch_size: int, *, shuffle: bool = True, seed: int = 0, threads: int = 1,
@@ -136,8 +133,7 @@ class Loaders:
             prefetch=prefetch, drop_last=drop_last,
         )  # fmt: skip
         loader.convert = lambda batch: batch.converted(lambda array: self.tensor(array, device))
-        loader = watch_input(loader) if shuffle else loader
-        return loader
+        return watch_input(loader) if shuffle else loader
 
 
 arrays = Loaders()

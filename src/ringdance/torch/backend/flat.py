@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringdance.torch.backend.works import Finish
 from ringdance.torch.memory import Array, resizable_view
-from ringdance.torch.works import Finish
 
 Tensors = Sequence[Tensor]
 

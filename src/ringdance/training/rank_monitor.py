@@ -1,4 +1,4 @@
-"""What this process exposes: its ring, and the monitor of its host if this rank started it."""
+"""What this rank exposes: its ring, and the client of its host's monitor if this rank started that."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DYNAMIC = "DYNAMIC"
 """Value of the setting ``timeline``: prepare for ``start_timeline``."""
 
 
-class Monitoring:
-    """The ring and the monitor. Serves one engine after another."""
+class RankMonitor:
+    """The ring and the client. Serves one engine after another."""
 
     def __init__(self) -> None:
         self._ring: Ring | None = None

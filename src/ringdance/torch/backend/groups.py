@@ -21,6 +21,7 @@ from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError
 from ringdance.settings.names import LAUNCH_PREFIX
 from ringdance.training import basics, session
+from ringdance.training.startup.engines import launched_size
 
 _prefixed: Any = vars(dist)["PrefixStore"]
 _attempt = ""  # Name of this process's part of the store.
@@ -91,7 +92,7 @@ def process_set(options: Any) -> int:
                 'init_process_group("ringdance"), or hvd.init() on all ranks before new_group().'
             )
         if size > 1 and _started_by_torchrun():
-            from ringdance.torch import gloo
+            from ringdance.torch.backend import gloo
 
             store = gloo.own_store(_prefixed("ringdance", options.store.clone()), rank, size)
             session.init(transport=(size, functools.partial(gloo.world, store, rank, size)))
@@ -143,7 +144,7 @@ def _agreed(store: Any, rank: int, size: int) -> str:
 def _started_by_torchrun() -> bool:
     """Return True if MPI does not know the ranks."""
     own = LAUNCH_PREFIX in os.environ  # `ringdance run` sets torchrun's variables too.
-    return session.launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
+    return launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
 
 
 def _meet(engine: Engine, options: Any) -> int:

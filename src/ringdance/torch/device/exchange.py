@@ -1,49 +1,32 @@
-"""Exchange tensors through torch.distributed: NCCL for GPU tensors, gloo for CPU tensors.
-
-The ranks agree as usual on what is exchanged, and in which order. The data of agreed batches go through a
-communicator of which each process set has one. It is created at its first use, with the engine's help.
-
-Note [Streams]
-The thread that submits tensors records an event after the work that computes them. The exchange has its own
-stream. This stream waits for the event, copies the batch into one flat tensor, exchanges it and records an
-event. The stream that uses the results waits for that event. The host does not wait, so a work is done once
-its exchange has been enqueued. torch's allocator is informed about memory that one stream has allocated and
-another one uses (``record_stream``). CPU tensors have no stream, so the engine polls gloo.
-"""
+"""Exchange the agreed batches of a process set through torch's communicators."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from ringdance.core.exchange.base import Context, Exchange, Steps
+from ringdance.core.exchange.base import Context, Steps
 from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.exchange.device import DeviceResults
 from ringdance.core.request import Collective, Description, ReduceOp, Request
-from ringdance.errors import ArgumentError, RankLostError, ShutDownError
-from ringdance.torch import communicators
+from ringdance.errors import RankLostError, ShutDownError
 from ringdance.torch._private import renamed
-from ringdance.torch.communicators import Streams, dist, mark, module_of
-from ringdance.training import session
-from ringdance.training.collectives import Call
+from ringdance.torch.device import communicators
+from ringdance.torch.device.communicators import dist
+from ringdance.torch.device.streams import Streams, module_of
 
 if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
+    pass
 
 Pairs = Sequence[tuple[Description, Request | None]]
 # Started calls, and a function that returns the results of each request once the calls are complete.
@@ -57,13 +40,6 @@ DTYPES = {getattr(torch, name): name for name in _NAMES if hasattr(torch, name)}
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _aborted: list[Any] = []  # Groups with calls that will never complete, but still use their tensors.
-_last: dict[str, torch.device] = {}  # Device of the last tensors that this rank submitted, by kind.
-
-
-def submitted(tensor: Tensor) -> Any:
-    """Note the device of a tensor. Returns the event after which it holds the data to send."""
-    _last[tensor.device.type] = tensor.device
-    return mark(tensor)
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
@@ -76,16 +52,6 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
     if dtype.is_floating_point or dtype.is_complex:
         return operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
     return dtype in _SUMMED and operation is ReduceOp.SUM and scales == (1.0, 1.0)
-
-
-def await_results(results: DeviceResults) -> list[Tensor]:
-    """Return the results. The current stream waits until they are valid; the host does not."""
-    if results.event is not None:
-        stream = module_of(results[0].device).current_stream(results[0].device)
-        stream.wait_event(results.event)
-        for tensor in results:
-            tensor.record_stream(stream)
-    return results
 
 
 class TorchExchange:
@@ -379,73 +345,6 @@ class TorchExchange:
             threading.Thread(target=group.abort, name="ringdance abort", daemon=True).start()
 
 
-class Launched:
-    """A reduction that was started without a round. Used like an engine's ``Work``.
-
-    Args:
-        exchange: Exchange whose members start the same reductions in the same order.
-        call: Operation and scales.
-        tensors: Replaced by the results.
-    """
-
-    def __init__(self, exchange: TorchExchange, call: Call, tensors: Sequence[Tensor]) -> None:
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        d = Description(call.kind, (), shapes, call.operation, call.prescale, call.postscale)
-        inputs: Any = tuple(tensors)
-        request = Request(d, inputs, inputs, call.full_name, ready=mark(inputs[0]))
-        self._steps = exchange.execute([(d, request)], ())
-        self.result: Any = None
-        self.done()
-
-    def done(self) -> bool:
-        """Return True if the results are available or enqueued."""
-        if self.result is None:
-            try:
-                next(self._steps)
-            except StopIteration as end:
-                self.result = end.value[0]
-        return self.result is not None
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait until ``done``."""
-        until = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.done() and time.monotonic() < until:
-            time.sleep(5e-5)
-        return self.result
-
-
-def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchExchange | None:
-    """Return a further communicator for a set's members. All call this, and it blocks until they have.
-
-    Returns None on all ranks if the set has not yet exchanged tensors on this kind of device.
-
-    Raises:
-        CollectiveError: The engine has ended in the meantime.
-    """
-    state = engine.sets.find(set_id).state
-    common: Any = None if state is None else state.exchange.devices.get(kind)
-    if state is None or common is None:
-        return None
-    place = SimpleNamespace(rank=state.exchange.rank, size=state.exchange.size, context=Context())
-    connected: Future[TorchExchange] = Future()
-
-    def connect() -> None:
-        try:
-            store = dist.PrefixStore(name, common.store)
-            connected.set_result(TorchExchange.over(store, common.device, place, communicators.NO_TIMEOUT))
-        except BaseException as error:
-            connected.set_exception(error)
-
-    threading.Thread(target=connect, name="ringdance connect", daemon=True).start()
-    while not connected.done():
-        if engine.closed:
-            raise engine.end.error()
-        time.sleep(1e-3)
-    exchange = connected.result()
-    state.exchange.devices = {**state.exchange.devices, name: exchange}  # The engine's thread may be reading.
-    return exchange
-
-
 def _options(options: Any, **values: Any) -> Any:
     for name, value in values.items():
         setattr(options, name, value)
@@ -465,40 +364,3 @@ def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         .view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, like, strict=True)
     ]  # fmt: skip
-
-
-# -- making a communicator ----------------------------------------------------------------------
-
-
-def make(exchange: Exchange, kind: str) -> Steps:
-    """Return the exchange of a process set for tensors on a kind of device."""
-    assert exchange.context.on_thread is not None
-    on_thread, device = exchange.context.on_thread, torch.device(kind)
-    if kind != "cpu":
-        module = module_of(device)
-        place = session.engine().local_rank % module.device_count()  # For a rank that has joined.
-        device = _last.get(kind, torch.device(kind, place))  # This thread's current device is the first GPU.
-        about = module.get_device_properties(device)
-        yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
-    networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())
-    server, served = communicators.serve(exchange.size, networks) if exchange.rank == 0 else (None, [])
-    served = json.loads((yield from exchange.broadcast_bytes(json.dumps(served).encode(), 0)))
-
-    def connect() -> TorchExchange:
-        store = server or communicators.connect(served, exchange.size)
-        return TorchExchange.over(store, device, exchange)
-
-    return (yield from on_thread(connect))
-
-
-def _check_devices(exchange: Exchange, uuid: str) -> Steps:
-    """Raise ArgumentError on all members if two of them have the same GPU."""
-    own = json.dumps([socket.gethostname(), uuid]).encode()
-    gpus = [tuple(json.loads(item)) for item in (yield from exchange.gather_bytes(own))]
-    shared = [rank for rank, item in enumerate(gpus) if gpus.count(item) > 1]
-    if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        raise ArgumentError(
-            f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks of host {gpus[shared[0]][0]}. "
-            "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for "
-            "each GPU."
-        )

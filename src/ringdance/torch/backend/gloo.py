@@ -30,7 +30,7 @@ from ringdance.core.transport.eventcount import NEEDS_FENCE, process_state
 from ringdance.core.transport.window import Window, window_size
 from ringdance.core.transport.world import check_common
 from ringdance.errors import RankLostError
-from ringdance.torch.communicators import connect, host_and, serve
+from ringdance.torch.device.communicators import connect, host_and, serve
 
 dist: Any = torch.distributed  # Its stubs lack names that are used here.
 _OPERATIONS = {

@@ -1,4 +1,4 @@
-"""Create the torch communicators that exchange tensors, and the streams on which they run."""
+"""Create the torch communicators that exchange tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed
-from torch import Tensor
 
 from ringdance.errors import RankLostError
 from ringdance.training import session
@@ -25,60 +23,6 @@ _FIRST_CALL = timedelta(minutes=5)  # Time for all ranks to connect.
 # TIMEOUT limits an exchange between GPUs that all ranks have enqueued. For other exchanges, and with gloo,
 # the engine finds missing ranks.
 TIMEOUT, NO_TIMEOUT = timedelta(minutes=10), timedelta(days=365)
-
-
-class Streams:
-    """The stream on which tensors are exchanged, and events. See Note [Streams].
-
-    Args:
-        module: torch's module for the device, such as ``torch.cuda``.
-        device: Device of the stream.
-    """
-
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self._device, self._stream = module, device, module.Stream(device)
-
-    @contextlib.contextmanager
-    def after(self, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Enqueue the block's work on the tensors on the stream, after these events."""
-        for event in events:
-            self._stream.wait_event(event)
-        with self._module.device(self._device), self._module.stream(self._stream):
-            yield
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
-
-    def synchronize(self) -> None:
-        """Make the host wait until the stream has finished its work."""
-        self._stream.synchronize()
-
-    def record(self) -> Any:
-        """Return an event after the work enqueued on the stream so far."""
-        event = self._module.Event()
-        event.record(self._stream)
-        return event
-
-
-def module_of(device: torch.device) -> Any:
-    """Return torch's module for a kind of device, such as ``torch.cuda``."""
-    return getattr(torch, device.type)
-
-
-def mark(tensor: Tensor) -> Any:
-    """Return an event after the work enqueued on the current stream so far, or None on the CPU."""
-    if tensor.is_cpu:
-        return None
-    module = module_of(tensor.device)
-    event = module.Event()
-    event.record(module.current_stream(tensor.device))
-    return event
-
-
-def wait_on_host(event: Any, seconds: float = 60.0) -> None:
-    """Make the host wait for an event, if any, but not for long: it never comes if a peer was lost."""
-    until = time.monotonic() + seconds
-    while event is not None and not event.query() and time.monotonic() < until:
-        time.sleep(1e-4)
 
 
 def supports_nccl() -> bool:

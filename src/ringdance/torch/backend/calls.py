@@ -1,0 +1,177 @@
+"""From a call of torch.distributed to the engine, or to NCCL."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdance.core.request import Collective, ReduceOp
+from ringdance.errors import CollectiveError
+from ringdance.torch._private import register_work, renamed
+from ringdance.torch.backend.flat import Tensors, distribute
+from ringdance.torch.backend.groups import Group
+from ringdance.torch.backend.works import Finish, GroupWork, starts_now, wait_at_end
+from ringdance.torch.memory import Array
+from ringdance.training import session
+from ringdance.training.collectives import Call, prepared
+
+_SMALL_BYTES = 4096
+_prefixed: Any = vars(dist)["PrefixStore"]
+
+
+def by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave a call on GPU tensors to NCCL."""
+
+    @functools.wraps(method)
+    def call(self: EngineGroup, *args: Any, **kwargs: Any) -> Any:
+        tensor = next(tensors_in(args), None)
+        if tensor is None or tensor.is_cpu:
+            return method(self, *args, **kwargs)
+        return renamed(self.nccl, method.__name__)(*args, **kwargs)
+
+    return call
+
+
+def collective(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave a call on GPU tensors to NCCL. A wrong argument on this rank fails the call on the peers too."""
+
+    @functools.wraps(method)
+    def call(self: EngineGroup, *args: Any, **kwargs: Any) -> Any:
+        number = self._set_id
+        try:
+            return method(self, *args, **kwargs)
+        except CollectiveError:  # The call was submitted, or the job has ended.
+            raise
+        except Exception as error:
+            Call(Collective.ALLREDUCE, set_id=number).refuse(session.engine(), error)
+            raise
+
+    return by_nccl(call)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among arguments and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+class EngineGroup(Group):
+    """Submits the calls of a process group.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+        set_id: The ranks' process set in the engine.
+    """
+
+    def __init__(self, options: Any, set_id: int) -> None:
+        super().__init__(options, set_id)
+        self._options, self._timeout = options, options.timeout
+        self._coalesced: list[GroupWork] | None = None  # The calls since start_coalescing.
+        self._recent: deque[GroupWork] = deque(maxlen=1024)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def start_coalescing(self, device: Any) -> None:
+        if device.type != "cpu":
+            self.nccl._start_coalescing()
+        else:
+            self._coalesced = []
+
+    def end_coalescing(self, device: Any) -> Any:
+        """Return one work for all calls since the start."""
+        if device.type != "cpu":
+            return self.nccl._end_coalescing()
+        works, self._coalesced = self._coalesced or [], None
+        return GroupWork.of_all(session.engine(), self._set_id, works, self._seconds(None))
+
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+    @functools.cached_property
+    def nccl(self) -> Any:
+        """The NCCL group of these ranks, which exchanges GPU tensors."""
+        if not dist.is_nccl_available():
+            raise RuntimeError('The backend "ringdance" leaves GPU tensors to NCCL, which this torch lacks.')
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = self._timeout
+        store = _prefixed("nccl", self._options.store)
+        return dist.ProcessGroupNCCL(store, self.rank(), self.size(), nccl_options)
+
+    def _root(self, name: str, opts: Any) -> int:
+        """Return the rank within this group that is a call's root."""
+        root = int(opts.rootRank)
+        if not 0 <= root < self.size():
+            raise ValueError(f"{name}: rank {root} does not exist in this group of {self.size()}.")
+        return root
+
+    def _seconds(self, opts: Any) -> float:
+        timeout = getattr(opts, "timeout", None)  # Negative in torch's options if not set.
+        chosen = timeout if timeout is not None and timeout.total_seconds() > 0 else self._timeout
+        return float(chosen.total_seconds())
+
+    def _start(
+        self, kind: Collective, arrays: Sequence[Array], targets: Sequence[Array] | None, tensors: Tensors,
+        opts: Any, finish: Finish, operation: ReduceOp = ReduceOp.SUM, root: int = -1,
+        splits: Sequence[Array] | None = None, expected: list[int] | None = None, pattern: str = "",
+    ) -> GroupWork:
+        """Submit a call.
+
+        Args:
+            kind: The collective.
+            arrays: Arrays to send.
+            targets: Memory for the results, or None to let the engine allocate.
+            tensors: Tensors that are the result of the ``Work``.
+            opts: torch's options.
+            finish: Called once with the results.
+            operation: Operation, if the call is a reduction.
+            root: Root: a global rank for a broadcast, a rank in the group for a reduction.
+            splits: Splits of an alltoall.
+            expected: For an alltoall, the sizes that must come from each rank.
+            pattern: Text that must be equal on all ranks.
+        """
+        engine, waits_later = session.engine(), getattr(opts, "asyncOp", True)
+        call = prepared(kind, None, operation, 1.0, 1.0, self._set_id, root, len(arrays) > 1, pattern=pattern)
+        outputs = None if targets is None else tuple(targets)
+        work = call.submit(engine, tuple(arrays), outputs, splits, waits_later and starts_now(engine))
+        seconds = self._seconds(opts)
+        started = GroupWork(
+            engine, self._set_id, [work], list(targets or ()), tensors, finish, seconds, expected
+        )
+        if self._coalesced is not None:
+            self._coalesced.append(started)
+        if waits_later:
+            wait_at_end(started)
+            register_work(tensors, started)
+            if len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse:
+                self._keep(started, tensors[0])
+        return started
+
+    def _keep(self, work: GroupWork, number: Tensor) -> None:
+        """Keep the work of a single number alive, for DistributedDataParallel.join().
+
+        It passes such a work to C++, which does not keep the Python object whose ``wait`` it calls.
+        """
+        if number.untyped_storage().nbytes() <= _SMALL_BYTES:
+            self._recent.append(work)
+
+    def _exchange(
+        self, source: Array, splits: list[int], expected: list[int], outputs: Tensors, opts: Any,
+        pattern: str, targets: list[Array] | None = None, finish: Finish | None = None,
+    ) -> Any:
+        """Send parts of flat ``source`` to the ranks, and split the received data of ``expected`` sizes."""
+        finish = finish or (lambda results: distribute(results[0], outputs))
+        rows = [np.array(splits, np.int64)]
+        return self._start(
+            Collective.ALLTOALL, [source], targets, outputs, opts, finish, splits=rows, expected=expected,
+            pattern=pattern,
+        )

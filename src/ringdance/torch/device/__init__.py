@@ -1,0 +1,12 @@
+"""Exchange tensors through torch.distributed: NCCL for GPU tensors, gloo for CPU tensors.
+
+The ranks agree as usual on what is exchanged, and in which order. The data of agreed batches go through a
+communicator of which each process set has one. It is created at its first use, with the engine's help.
+
+Note [Streams]
+The thread that submits tensors records an event after the work that computes them. The exchange has its own
+stream. This stream waits for the event, copies the batch into one flat tensor, exchanges it and records an
+event. The stream that uses the results waits for that event. The host does not wait, so a work is done once
+its exchange has been enqueued. torch's allocator is informed about memory that one stream has allocated and
+another one uses (``record_stream``). CPU tensors have no stream, so the engine polls gloo.
+"""

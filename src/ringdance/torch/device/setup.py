@@ -1,0 +1,60 @@
+"""Connect a process set's members when they exchange tensors on a kind of device for the first time."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringdance.core.exchange.base import Exchange, Steps
+from ringdance.errors import ArgumentError
+from ringdance.torch.device import communicators
+from ringdance.torch.device.exchange import TorchExchange
+from ringdance.torch.device.streams import mark, module_of
+from ringdance.training import session
+
+_last: dict[str, torch.device] = {}  # Device of the last tensors that this rank submitted, by kind.
+
+
+def submitted(tensor: Tensor) -> Any:
+    """Note the device of a tensor. Returns the event after which it holds the data to send."""
+    _last[tensor.device.type] = tensor.device
+    return mark(tensor)
+
+
+def make_exchange(exchange: Exchange, kind: str) -> Steps:
+    """Return the exchange of a process set for tensors on a kind of device."""
+    assert exchange.context.on_thread is not None
+    on_thread, device = exchange.context.on_thread, torch.device(kind)
+    if kind != "cpu":
+        module = module_of(device)
+        place = session.engine().local_rank % module.device_count()  # For a rank that has joined.
+        device = _last.get(kind, torch.device(kind, place))  # This thread's current device is the first GPU.
+        about = module.get_device_properties(device)
+        yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
+    networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())
+    server, served = communicators.serve(exchange.size, networks) if exchange.rank == 0 else (None, [])
+    served = json.loads((yield from exchange.broadcast_bytes(json.dumps(served).encode(), 0)))
+
+    def connect() -> TorchExchange:
+        store = server or communicators.connect(served, exchange.size)
+        return TorchExchange.over(store, device, exchange)
+
+    return (yield from on_thread(connect))
+
+
+def _check_devices(exchange: Exchange, uuid: str) -> Steps:
+    """Raise ArgumentError on all members if two of them have the same GPU."""
+    own = json.dumps([socket.gethostname(), uuid]).encode()
+    gpus = [tuple(json.loads(item)) for item in (yield from exchange.gather_bytes(own))]
+    shared = [rank for rank, item in enumerate(gpus) if gpus.count(item) > 1]
+    if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise ArgumentError(
+            f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks of host {gpus[shared[0]][0]}. "
+            "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for "
+            "each GPU."
+        )

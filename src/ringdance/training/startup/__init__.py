@@ -1,0 +1,1 @@
+"""The steps of ``init()``, which ``session`` takes in order."""
