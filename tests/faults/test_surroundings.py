@@ -90,7 +90,7 @@ def test_what_no_job_can_do_without_is_told_in_a_line(tmp_path: Path, line: str,
 def test_too_few_open_files(tmp_path: Path) -> None:
     done = shell(f"ulimit -n 24; {RUN} true", tmp_path)
     assert done.returncode == 2
-    assert "open files in this process, and its hard limit is 24 (ulimit -Hn)" in done.stderr
+    assert "open files in this process, but its hard limit is 24 (ulimit -Hn)" in done.stderr
 
 
 def test_a_stdout_that_does_not_block_gets_everything(tmp_path: Path) -> None:
