@@ -66,7 +66,7 @@ class VectorLayout:
         self.waiting = self.neutral ^ NO_WAITER
 
     def width(self, entries: int) -> int:
-        """Return the bytes of a vector for a cache with ``entries`` entries."""
+        """Return the size in bytes of a vector for a cache with ``entries`` entries."""
         return (self.ready_at + entries + 7) // 8
 
     def unnamed(self, digests: Sequence[int]) -> int:
@@ -132,7 +132,7 @@ class ResponseCache:
     Only agreed events change it, so it is equal on all members.
 
     Args:
-        capacity: Maximum entries. A new one replaces the least recently used one (by round number).
+        capacity: Maximum number of entries. A new one replaces the least recently used one (by round number).
     """
 
     def __init__(self, capacity: int) -> None:
