@@ -48,7 +48,7 @@ from ringdance.errors import (
     StallError,
 )
 
-_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # other errors reach peers as RankLostError
+_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # peers get RankLostError otherwise
 _FIGURES_S = 1.0  # enough, because all ranks send their figures at the same time
 _REASON_S = 0.2  # the note with the reason may arrive after the round in which all ranks stop
 

@@ -1,7 +1,7 @@
 """The engine of one rank: takes in requests, lets its process sets agree and execute, and returns Works.
 
-The engine has no module-level state, so the n engines of a loopback world can run in one process. It is
-stepped by waiting threads and by its own thread (``progress``). Note [Ends] in ``ends`` describes how it ends.
+The engine has no module-level state, so the n engines of a loopback world can run in one process. Waiting
+threads and the engine's own thread step it (``progress``). Note [Ends] in ``ends`` describes how it ends.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry: the peers already wait for this rank
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry: peers wait for this rank
             if self.end.closed:
                 raise self.end.error()
         return set_id

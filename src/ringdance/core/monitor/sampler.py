@@ -20,7 +20,7 @@ _FRESH_S = 0.5  # CPU use over a shorter interval is meaningless
 
 
 def counters(words: Sequence[int]) -> Row:
-    """Return the counters in a ring's header, which count since the start of the rank."""
+    """Return the counters in a ring's header, which count from the start of the rank."""
     return {
         "steps": words[Word.STEPS],
         "batches": words[Word.BATCHES],
@@ -90,7 +90,7 @@ class ProcessUse:
             for child in _descendants(self._pid):
                 with contextlib.suppress(psutil.Error):
                     seconds += sum(psutil.Process(child).cpu_times()[:4])
-            # The time of a child that has exited is missing until its parent has reaped it.
+            # The CPU time of a child that has exited is missing until its parent has reaped the child.
             seconds = max(round(seconds, 2), self._last["cpu_seconds"])
             self._last = {"cpu_seconds": seconds, "rss_bytes": rss or self._last["rss_bytes"]}
         return self._last
@@ -102,7 +102,7 @@ def _descendants(pid: int) -> Iterator[int]:
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
                 for child in map(int, file.read().split()):
-                    if child != os.getpid():  # this process was started by a rank
+                    if child != os.getpid():  # this monitor was started by a rank, too
                         yield child
                         yield from _descendants(child)
 

@@ -9,7 +9,7 @@ from ringdance.core.reports.stall_message import pending_names
 
 
 def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Mapping[int, dict[str, Any]]) -> float:
-    """Return for how long all ranks have been blocked by operations that cannot start. Negative if they are not.
+    """Return for how long all ranks have been blocked by operations that cannot start, negative if not.
 
     Operations cannot start if no process set has a request that all its members have submitted.
 

@@ -71,7 +71,7 @@ class Stall:
 
     @property
     def culprits(self) -> list[int]:
-        """Ranks that the others wait for: the late ones, or this rank if only it has submitted the request."""
+        """Ranks that the others wait for: the late ones, or this rank if it alone has submitted it."""
         if len(self.missing) == len(self.others) > 1:
             names = [set(pending_names(self.answers[rank], self.set_id)) for rank in self.missing]
             if set.intersection(*names):

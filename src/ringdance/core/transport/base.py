@@ -12,8 +12,8 @@ Collectives of one communicator match between ranks by the order in which they a
 Note [Buffer lifetime]
     A collective uses its arrays without copying them until ``test`` has returned True. Until then, the caller
     must keep them alive, must not write to arrays that are sent, and must not read arrays that are received.
-    (A ``Pending`` holds references, but dropping it does not stop the collective.) Counts are read immediately.
-    A window's memory lives until ``close``.
+    (A ``Pending`` holds references, but dropping it does not stop the collective.) Counts are read when the
+    collective is started. A window's memory lives until ``close``.
 """
 
 from __future__ import annotations

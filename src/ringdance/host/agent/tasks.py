@@ -44,7 +44,7 @@ class Tasks:
             self._launcher.send({"answer": "probe", "problem": f"{type(error).__name__}: {error}"})
 
     def _probe(self, request: dict[str, Any]) -> None:
-        """Start the doctor's probes and answer with their output. They end with this process."""
+        """Start the doctor's probes and answer with their output. The probes exit when this process does."""
         process = subprocess.Popen(
             # -P: a random.py in the working directory must not be imported.
             [sys.executable, "-P", "-m", "ringdance.tools.doctor.probe"],

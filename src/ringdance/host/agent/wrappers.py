@@ -109,7 +109,7 @@ class Wrappers:
         return bool(data)
 
     def read_rest(self) -> None:
-        """Pass on all remaining output. The processes that held it open no longer exist."""
+        """Pass on all remaining output. The processes that could write more no longer exist."""
         for connection in self._connections.values():
             for descriptor in list(connection.streams):
                 while self._read(connection, descriptor):
